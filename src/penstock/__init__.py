@@ -1,0 +1,1 @@
+"""Penstock: pipeline-parallel training that wastes neither time nor memory."""

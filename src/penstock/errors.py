@@ -1,0 +1,37 @@
+"""The exceptions that Penstock raises for mistakes a person can mend.
+
+Every message says what is wrong, where (config key, rank, stage, microbatch), the numbers, and what to do.
+`assert` is kept for our own bugs.
+"""
+
+
+class PenstockError(Exception):
+    """Base of all errors that Penstock raises on purpose."""
+
+
+class ConfigError(PenstockError, ValueError):
+    """A configuration value is unknown, of the wrong type, or cannot be combined with another one."""
+
+
+class DataError(PenstockError, ValueError):
+    """The training data is missing, unreadable, too short, or differs between ranks."""
+
+
+class ScheduleError(PenstockError, ValueError):
+    """A schedule cannot be parsed, built, or proven."""
+
+
+class VersionError(PenstockError, RuntimeError):
+    """Weights were read that are not, or are no longer, the version that the schedule names."""
+
+
+class TransportError(PenstockError, RuntimeError):
+    """A message did not arrive, arrived late, or is not the one that the schedule names."""
+
+
+class CheckpointError(PenstockError, RuntimeError):
+    """Saved weights are missing, incomplete, or do not fit the model."""
+
+
+class CapabilityError(PenstockError, RuntimeError):
+    """An optimizer, block or backend cannot do what the method needs."""

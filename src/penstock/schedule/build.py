@@ -1,0 +1,145 @@
+"""From a method's name, or a user's order function, to a proven schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from penstock.errors import ConfigError, ScheduleError
+from penstock.schedule.check import Proof, check
+from penstock.schedule.ir import Action, Schedule, straight
+from penstock.schedule.methods import compatible, find_method
+from penstock.schedule.order import Order, OrderFunction, make_order
+from penstock.schedule.orders import ORDERS
+from penstock.schedule.text import parse_action
+from penstock.schedule.versions import RULES, apply_rule
+
+
+def make_schedule(
+    method: str | OrderFunction,
+    stages: int,
+    microbatches: int,
+    *,
+    rule: str | None = None,
+    order: str | OrderFunction | None = None,
+) -> Schedule:
+    """Build a schedule and prove it.
+
+    Args:
+        method: a row of the method table, or a function (stages, microbatches) -> order, which may return an `Order`
+            or simply, per rank, the passes of one flushed batch as text: ``["F0 F1 B0 B1", "F0 B0 F1 B1"]``.
+        stages: d, the number of cuts of the model.
+        microbatches: m, microbatches per batch.
+        rule: another version rule than the method's (for a function: "flush" unless told otherwise).
+        order: another order than the method's.
+
+    Returns:
+        A schedule that `check` accepts.
+
+    Raises:
+        ConfigError: unknown method, order or rule, or choices that cannot go together.
+        ScheduleError: the schedule is wrong; where only m is too small, the message names the smallest legal m.
+    """
+    return prove(method, stages, microbatches, rule=rule, order=order).schedule
+
+
+def prove(
+    method: str | OrderFunction,
+    stages: int,
+    microbatches: int,
+    *,
+    rule: str | None = None,
+    order: str | OrderFunction | None = None,
+) -> Proof:
+    """As `make_schedule`, but returns the proof with everything that was derived on the way."""
+    schedule = _build(method, stages, microbatches, rule, order)
+    try:
+        return check(schedule)
+    except ScheduleError as error:
+        legal = smallest_microbatches(method, stages, rule=rule, order=order, beyond=microbatches)
+        if legal is None:
+            raise
+        raise ScheduleError(
+            f"{schedule.name} with {stages} stages needs at least {legal} microbatches per batch, got {microbatches}; "
+            f"raise microbatches to {legal}. ({error})"
+        ) from None
+
+
+def smallest_microbatches(
+    method: str | OrderFunction,
+    stages: int,
+    *,
+    rule: str | None = None,
+    order: str | OrderFunction | None = None,
+    beyond: int = 0,
+) -> int | None:
+    """The smallest legal number of microbatches above `beyond`; None if none is near.
+
+    Found by trying: more microbatches never make an order illegal, and every order of the literature with s stages is
+    legal from 4 s microbatches on, so doubling and halving finds the border.
+    """
+
+    def legal(m: int) -> bool:
+        try:
+            check(_build(method, stages, m, rule, order))
+        except ScheduleError:
+            return False
+        return True
+
+    low, high = beyond, beyond + 1  # low is illegal (or not asked for), high is tried next
+    while not legal(high):
+        if high > 4 * stages:
+            return None
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if legal(middle) else (middle, high)
+    return high
+
+
+def _build(
+    method: str | OrderFunction, stages: int, microbatches: int, rule: str | None, order: str | OrderFunction | None
+) -> Schedule:
+    if callable(method):
+        name, function, rule_name = getattr(method, "__name__", "order"), order or method, rule or "flush"
+    else:
+        row = find_method(method)
+        name, function, rule_name = row.name, order or row.order, rule or row.rule
+    if isinstance(function, str):
+        if function not in ORDERS:
+            raise ConfigError(f"unknown order {function!r}; known: {', '.join(ORDERS)}")
+        function = ORDERS[function]
+    if rule_name not in RULES:
+        raise ConfigError(f"unknown version rule {rule_name!r}; known: {', '.join(RULES)}")
+    made = call_order(function, stages, microbatches)
+    reason = compatible(made, RULES[rule_name])
+    if reason is not None:
+        raise ConfigError(f"{name}: {reason}")
+    return apply_rule(made, RULES[rule_name], microbatches, name)
+
+
+def call_order(function: OrderFunction, stages: int, microbatches: int) -> Order:
+    """Call an order function and bring what it returns into the form of an `Order`.
+
+    Raises:
+        ConfigError: the numbers of stages or microbatches are not positive.
+        ScheduleError: the function returned something that is not an order.
+    """
+    name = getattr(function, "__name__", "order")
+    for what, value in (("stages", stages), ("microbatches", microbatches)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(f"{name}: {what} must be a whole number of at least 1, got {value!r}")
+    result = function(stages, microbatches)
+    if isinstance(result, Order):
+        return result
+    if not isinstance(result, Sequence) or isinstance(result, str):
+        raise ScheduleError(f"{name}: expected an Order, or a list with the passes of each rank, got {result!r:.80}")
+    ranks = [[_as_action(a, rank) for a in _split(actions)] for rank, actions in enumerate(result)]
+    return make_order(ranks, nodes=straight(len(result)))
+
+
+def _split(actions: Iterable[Action | str] | str) -> Iterable[Action | str]:
+    return actions.split() if isinstance(actions, str) else actions
+
+
+def _as_action(action: Action | str, rank: int) -> Action:
+    return parse_action(action, straight(rank + 1), rank) if isinstance(action, str) else action

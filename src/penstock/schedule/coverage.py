@@ -1,0 +1,134 @@
+"""Is every pass there, exactly once, for every batch, whatever the number of batches?
+
+A static argument over the text of the programs. In the period of batch t an action on relative microbatch `o` works on
+microbatch o mod m of batch t + floor(o / m). So the periods do everything once for every batch exactly if each residue
+mod m appears once, with an offset below m. What T periods leave open for an offset o < 0 are the microbatches o, o + m,
+o + 2m, ... below 0, relative to batch T: exactly these the epilogue must hold. Updates, which count batches, are the
+case m = 1.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from penstock.errors import ScheduleError
+from penstock.schedule.ir import Action, Kind, Op, Schedule, passes
+
+_COUNTED = frozenset({Op.F, Op.B, Op.I, Op.W, Op.R, Op.STEP, Op.VALIDATE, Op.REDUCE})
+
+
+class _Slot(NamedTuple):
+    """What must appear exactly once per batch: an operation on a cut (or, for updates, on a node)."""
+
+    place: str  # "cut 3" or "node 3.1"
+    op: Op
+    slice: int
+    residue: int
+
+
+def check_coverage(schedule: Schedule) -> None:
+    """Prove that every batch gets all its passes and updates exactly once.
+
+    Raises:
+        ScheduleError: an action is missing, doubled, on the wrong rank, or belongs to a batch that has not begun.
+    """
+    _check_structure(schedule)
+    periods: dict[_Slot, list[int]] = defaultdict(list)
+    epilogues: dict[_Slot, list[int]] = defaultdict(list)
+    evaluation = False
+    for program in schedule.programs:
+        for actions, table in ((program.period, periods), (program.epilogue, epilogues)):
+            for action in actions:
+                for p in passes(action):
+                    evaluation |= p.unit.kind is Kind.EVAL
+                    for slot, offset in _slots(p, schedule.microbatches):
+                        table[slot].append(offset)
+    trained = {c for c in range(schedule.cuts) if c not in schedule.frozen and not evaluation}
+    for cut in range(schedule.cuts):
+        _check_passes(schedule, cut, cut in trained, periods)
+    _check_updates(schedule, trained, periods)
+    _check_epilogues(schedule, periods, epilogues)
+
+
+def _slots(action: Action, microbatches: int) -> Iterator[tuple[_Slot, int]]:
+    """What an action covers, with its offsets."""
+    op, node, unit, *_ = action
+    if op not in _COUNTED:
+        return
+    if unit.kind is Kind.BATCH:
+        yield _Slot(f"node {node.name}", op, 0, 0), unit.first
+        return
+    piece = unit.slice[0] if unit.slice else 0
+    for offset in unit.microbatches:
+        yield _Slot(f"cut {node.cut}", op, piece, offset % microbatches), offset
+
+
+def _check_structure(schedule: Schedule) -> None:
+    name, nodes = schedule.name, frozenset(schedule.nodes)
+    if schedule.microbatches < 1:
+        raise ScheduleError(f"{name}: a batch needs at least 1 microbatch, got {schedule.microbatches}")
+    doubled = [key for key, n in Counter((n.cut, n.replica) for n in schedule.nodes).items() if n > 1]
+    held = {n.cut for n in nodes}
+    missing = [c for c in range(schedule.cuts) if c not in held]
+    if doubled or missing:
+        raise ScheduleError(f"{name}: cuts without a node: {missing}; (cut, replica) held twice: {doubled}")
+    for edge in schedule.edges:
+        if edge.source not in held or edge.target not in held or edge.source == edge.target:
+            raise ScheduleError(f"{name}: edge {edge.source}>{edge.target} does not join two cuts")
+    for rank, program in enumerate(schedule.programs):
+        for action in program.period + program.epilogue:
+            for p in passes(action):
+                if p.node not in nodes or p.node.rank != rank:
+                    raise ScheduleError(f"{name}: {p} stands in the program of rank {rank}, which holds no such node")
+        for action in program.period:
+            for p in passes(action):
+                limit = 1 if p.unit.kind is Kind.BATCH else schedule.microbatches
+                if p.unit.first + p.unit.count > limit:
+                    raise ScheduleError(f"{name}: {p} on rank {rank} belongs to a batch that has not begun")
+
+
+def _check_passes(schedule: Schedule, cut: int, trained: bool, periods: dict[_Slot, list[int]]) -> None:
+    place = f"cut {cut}"
+    for k in range(schedule.microbatches):
+        for piece in range(schedule.slices):
+            where = f"{schedule.name}: microbatch {k}{f', slice {piece}' if schedule.slices > 1 else ''}, {place}"
+            forwards, *backwards, recomputes = (
+                len(periods.get(_Slot(place, op, piece, k), ())) for op in (Op.F, Op.B, Op.I, Op.W, Op.R)
+            )
+            if forwards != 1:
+                raise ScheduleError(f"{where} has {forwards} forwards per batch instead of 1")
+            if not trained and any(backwards):
+                raise ScheduleError(f"{where} is frozen or only evaluated and must have no backward")
+            if trained and backwards not in ([1, 0, 0], [0, 1, 1]):
+                b, i, w = backwards
+                raise ScheduleError(f"{where} needs one B, or one I and one W, per batch; it has {b} B, {i} I, {w} W")
+            if recomputes != (cut in schedule.recomputed):
+                raise ScheduleError(f"{where} has {recomputes} recomputes per batch; all or none need one")
+
+
+def _check_updates(schedule: Schedule, trained: set[int], periods: dict[_Slot, list[int]]) -> None:
+    held = Counter(n.cut for n in schedule.nodes)
+    for node in schedule.nodes:
+        steps, reduces = (len(periods.get(_Slot(f"node {node.name}", op, 0, 0), ())) for op in (Op.STEP, Op.REDUCE))
+        where = f"{schedule.name}: node {node.name} on rank {node.rank}"
+        if steps != (node.cut in trained):
+            raise ScheduleError(f"{where} has {steps} STEPs per batch instead of {int(node.cut in trained)}")
+        if reduces > 1 or (held[node.cut] > 1 and steps and not reduces):
+            raise ScheduleError(
+                f"{where} has {reduces} REDUCEs per batch; a cut held by several nodes needs one before each STEP"
+            )
+
+
+def _check_epilogues(schedule: Schedule, periods: dict[_Slot, list[int]], epilogues: dict[_Slot, list[int]]) -> None:
+    for slot in sorted(periods.keys() | epilogues.keys()):
+        step = 1 if slot.place.startswith("node") else schedule.microbatches
+        wanted = [o for offset in periods.get(slot, ()) for o in range(offset, 0, step)]
+        found = sorted(epilogues.get(slot, ()))
+        if found != wanted:
+            piece = f", slice {slot.slice}" if schedule.slices > 1 else ""
+            raise ScheduleError(
+                f"{schedule.name}: to drain, {slot.place}{piece} must run {slot.op} for {wanted or 'nothing'} "
+                f"(relative to the end); the epilogue has {found or 'nothing'}"
+            )

@@ -1,0 +1,129 @@
+"""The method table: every published method is a row, not a class.
+
+A row combines an order, a version rule, a correction, a sharding and a way to combine parallel pipelines;
+`compatible` says what cannot go together. Everything else about a method (weight copies, delay, activations in
+flight, bubble, the smallest batch) is derived from its schedule by `penstock.schedule.check` and the simulator.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from penstock.errors import ConfigError
+from penstock.schedule.order import Order
+from penstock.schedule.versions import Source, VersionRule
+
+
+@dataclass(frozen=True)
+class Method:
+    """One row of the table.
+
+    Attributes:
+        name: what `--set method=` takes.
+        title: the name in the literature.
+        source: paper and section.
+        order: a name in `penstock.schedule.orders.ORDERS`.
+        rule: a name in `penstock.schedule.versions.RULES`.
+        correction: what is done about staleness.
+        sharding: what of a stage is split over parallel pipelines.
+        combine: how parallel pipelines agree.
+        aliases: other names people use.
+        runs: whether the runtime offers it; the others are proven, drawn and simulated.
+    """
+
+    name: str
+    title: str
+    source: str
+    order: str
+    rule: str
+    correction: str = "none"
+    sharding: str = "replicated"
+    combine: str = "reduce"
+    aliases: tuple[str, ...] = ()
+    runs: bool = True
+
+
+_TABLE = (
+    Method("sequential", "one microbatch at a time", "the definition of training", "sequential", "flush"),
+    Method("gpipe", "GPipe", "arXiv 1811.06965", "gpipe", "flush", aliases=("afab", "fill-drain")),
+    Method(
+        "1f1b",
+        "1F1B, PipeDream-Flush, DAPPLE P_A",
+        "arXiv 2006.09503 sec. 3.2; arXiv 2007.01045",
+        "1f1b",
+        "flush",
+        aliases=("pipedream-flush", "dapple"),
+    ),
+    Method("eager", "eager 1F1B, DAPPLE P_B", "arXiv 2007.01045", "eager-1f1b", "flush", aliases=("eager-1f1b",)),
+    Method(
+        "2bw",
+        "PipeDream-2BW, double-buffered weights",
+        "arXiv 2006.09503 sec. 3.1",
+        "endless-1f1b",
+        "double-buffer",
+        aliases=("pipedream-2bw", "double-buffer"),
+    ),
+    Method(
+        "stash",
+        "PipeDream, weight stashing",
+        "arXiv 1806.03377",
+        "endless-1f1b",
+        "stash",
+        aliases=("pipedream", "weight-stashing"),
+    ),
+    Method(
+        "vertical-sync",
+        "PipeDream with vertical sync",
+        "arXiv 1806.03377",
+        "endless-1f1b",
+        "vertical-sync",
+        aliases=("vertical",),
+        runs=False,
+    ),
+    Method(
+        "newest",
+        "newest weights everywhere, no stash",
+        "arXiv 1910.05124 without its corrections",
+        "endless-1f1b",
+        "newest",
+        aliases=("stale", "ampnet"),
+        runs=False,
+    ),
+)
+
+METHODS: Mapping[str, Method] = MappingProxyType({row.name: row for row in _TABLE})
+"""Every method by its name."""
+
+
+def find_method(name: str) -> Method:
+    """The row of a method, by name or alias.
+
+    Raises:
+        ConfigError: no such method; the message suggests the nearest names.
+    """
+    names = {alias: row for row in _TABLE for alias in (row.name, *row.aliases)}
+    key = name.lower().replace("_", "-")
+    if key in names:
+        return names[key]
+    near = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    raise ConfigError(f"unknown method {name!r}.{hint} Known methods: {', '.join(METHODS)}.")
+
+
+def compatible(
+    order: Order, rule: VersionRule, correction: str = "none", sharding: str = "replicated", combine: str = "reduce"
+) -> str | None:
+    """Why these choices cannot go together, or None where they can."""
+    if rule.forward is Source.BATCH and order.endless:
+        return f"rule {rule.name!r} empties the pipeline after each batch, but the order lets batches overlap"
+    for what, value, known in (
+        ("correction", correction, ("none",)),
+        ("sharding", sharding, ("replicated",)),
+        ("combine", combine, ("reduce",)),
+    ):
+        if value not in known:
+            return f"{what} {value!r} is not offered yet; known: {', '.join(known)}"
+    return None

@@ -1,0 +1,150 @@
+"""The registry of operations: on which lane each runs, what it needs and gives, how it changes activation memory.
+
+Dependencies are expressed in *facts*. A fact says that something exists at a cut for one microbatch (and slice):
+its forward output ("F"), the gradient of its input ("G"), or its recomputed activations ("R"). Whoever lowers,
+checks or simulates a schedule asks the registry; nobody else knows what an operation depends on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from types import MappingProxyType
+from typing import NamedTuple
+
+from penstock.schedule.ir import Action, Kind, Op, Payload, Schedule
+
+
+class Lane(StrEnum):
+    """Where an operation occupies time."""
+
+    COMPUTE = "compute"
+    TRANSFER = "transfer"  # one lane per (peer, direction, payload)
+    COLLECTIVE = "collective"  # one lane per (group, operation)
+    COPY = "copy"  # device to host and back
+
+
+class Fact(NamedTuple):
+    """`what` exists at (cut, replica) for a microbatch and slice."""
+
+    what: str
+    cut: int
+    replica: int
+    microbatch: int
+    slice: int = 0
+
+
+PAYLOAD_OF_FACT: Mapping[str, Payload] = MappingProxyType(
+    {"F": Payload.ACTIVATION, "G": Payload.GRADIENT, "R": Payload.RECOMPUTE}
+)
+
+
+@dataclass(frozen=True)
+class OpSpec:
+    """What the registry knows of one operation.
+
+    Attributes:
+        lane: where it occupies time.
+        gives: the facts that hold once it is done.
+        needs: the facts that must hold before it starts.
+        memory: activation memory taken at its start and given back at its end, as a function of the schedule, in
+            units of one microbatch's activations on the node.
+    """
+
+    lane: Lane
+    gives: Callable[[Action], Iterator[Fact]]
+    needs: Callable[[Action, Schedule], Iterator[Fact]]
+    memory: Callable[[Action, Schedule], tuple[int, int]]
+
+
+def _facts(what: str, action: Action) -> Iterator[Fact]:
+    cut, replica, _ = action.node
+    piece = action.unit.slice[0] if action.unit.slice else 0
+    for microbatch in action.unit.microbatches:
+        yield Fact(what, cut, replica, microbatch, piece)
+
+
+def _forward_needs(action: Action, schedule: Schedule) -> Iterator[Fact]:
+    for fact in _facts("F", action):
+        for edge in schedule.predecessors[fact.cut]:
+            yield fact._replace(cut=edge.source)
+        if fact.slice:  # sequence slices: keys and values of the slice before
+            yield fact._replace(slice=fact.slice - 1)
+
+
+def _backward_needs(action: Action, schedule: Schedule) -> Iterator[Fact]:
+    yield from _facts("F", action)
+    if recomputes(schedule, action):
+        yield from _facts("R", action)
+    for fact in _facts("G", action):
+        for edge in schedule.successors[fact.cut]:
+            if edge.backward:
+                yield fact._replace(cut=edge.target)
+        if action.unit.slice and fact.slice + 1 < action.unit.slice[1]:
+            yield fact._replace(slice=fact.slice + 1)
+
+
+def _recompute_needs(action: Action, schedule: Schedule) -> Iterator[Fact]:
+    yield from _facts("F", action)
+    before = schedule.segment_before(action.node.cut)
+    if before is not None:
+        for fact in _facts("R", action):
+            yield fact._replace(cut=before)
+
+
+def recomputes(schedule: Schedule, action: Action) -> bool:
+    """Whether the backward of this action's unit waits for a recompute."""
+    return action.unit.kind is Kind.TRAIN and action.node.cut in schedule.recomputed
+
+
+def _forward_memory(action: Action, schedule: Schedule) -> tuple[int, int]:
+    if action.unit.kind is Kind.EVAL or action.node.cut in schedule.frozen:
+        return (1, -1)
+    return (0, 0) if recomputes(schedule, action) else (1, 0)
+
+
+def _none(_action: Action, _schedule: Schedule | None = None) -> Iterator[Fact]:
+    return iter(())
+
+
+def _plain(lane: Lane, start: int = 0, end: int = 0) -> OpSpec:
+    return OpSpec(lane, _none, _none, lambda _a, _s: (start, end))
+
+
+OPS: Mapping[Op, OpSpec] = MappingProxyType(
+    {
+        Op.F: OpSpec(Lane.COMPUTE, lambda a: _facts("F", a), _forward_needs, _forward_memory),
+        Op.B: OpSpec(Lane.COMPUTE, lambda a: _facts("G", a), _backward_needs, lambda _a, _s: (0, -1)),
+        Op.I: OpSpec(Lane.COMPUTE, lambda a: _facts("G", a), _backward_needs, lambda _a, _s: (0, 0)),
+        Op.W: OpSpec(Lane.COMPUTE, _none, lambda a, _s: _facts("G", a), lambda _a, _s: (0, -1)),
+        Op.R: OpSpec(Lane.COMPUTE, lambda a: _facts("R", a), _recompute_needs, lambda _a, _s: (1, 0)),
+        Op.STEP: _plain(Lane.COMPUTE),
+        Op.PREDICT: _plain(Lane.COMPUTE),
+        Op.VALIDATE: _plain(Lane.COMPUTE),
+        Op.REDUCE: _plain(Lane.COLLECTIVE),
+        Op.AVERAGE: _plain(Lane.COLLECTIVE),
+        Op.GATHER: _plain(Lane.COLLECTIVE),
+        Op.RELEASE: _plain(Lane.COMPUTE),
+        Op.OFFLOAD: _plain(Lane.COPY, 0, -1),
+        Op.FETCH: _plain(Lane.COPY, 1, 0),
+        Op.SEND: _plain(Lane.TRANSFER),
+        Op.RECV: _plain(Lane.TRANSFER),
+    }
+)
+
+PASSES: frozenset[Op] = frozenset({Op.F, Op.B, Op.I, Op.W, Op.R})
+"""Operations on microbatches that read weights."""
+
+
+def needs(action: Action, schedule: Schedule) -> list[Fact]:
+    """The facts an action waits for; those that a fused action makes itself are left out."""
+    if not action.parts:
+        return list(OPS[action.op].needs(action, schedule))
+    own = set(gives(action))
+    return [fact for part in action.parts for fact in OPS[part.op].needs(part, schedule) if fact not in own]
+
+
+def gives(action: Action) -> list[Fact]:
+    """The facts that hold once an action is done."""
+    return [fact for part in action.parts or (action,) for fact in OPS[part.op].gives(part)]

@@ -1,0 +1,16 @@
+"""One microbatch at a time through all stages: no overlap, the least memory, the reference for everything else.
+
+p=2, m=2:
+    r0: F0 .. B0 F1 .. B1
+    r1: .. F0 .. .. F1 ..    (its backwards follow at once)
+"""
+
+from penstock.schedule.ir import Op, straight
+from penstock.schedule.order import Order, make_order, pass_of
+
+
+def sequential(stages: int, microbatches: int) -> Order:
+    """F0 B0 F1 B1 ... on every rank."""
+    return make_order(
+        [[pass_of(op, k, node) for k in range(microbatches) for op in (Op.F, Op.B)] for node in straight(stages)]
+    )

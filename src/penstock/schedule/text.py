@@ -1,0 +1,195 @@
+"""The text form of schedules: what `str(schedule)` prints, what golden files hold, what the parser reads.
+
+    schedule 1f1b                     # the name; '#' starts a comment
+    rule flush
+    microbatches 2
+    nodes 0@0 1@1                     # cut@rank, or cut.replica@rank
+    edges 0>1                         # a chain when left out; 0|1 is an edge without a backward
+    rank 0: F0^t F1^t B0^t B1^t STEP[t]
+    rank 1: F0^t B0^t F1^t B1^t STEP[t]
+    drain 0: ...                      # the epilogue, numbers relative to T
+
+An action is OPERATION UNIT [@NODE] [^READS]:
+
+    F3        microbatch 3 of batch t; B-2 the last but one of batch t-1; B0..3 microbatches 0 to 3 as one unit;
+              F3:1/2 the second of two slices; Fe0 an evaluation microbatch
+    STEP[t-2] a batch unit; AVERAGE[t]%4 only after every fourth batch
+    @4, @4.1  the node, by cut and replica; may be left out where the rank holds one node
+    ^t-1      the version read; ^t,t-1 a blend; ^t~p0 the copy `p` that PREDICT0 bore
+    [F4+B0]   passes that run as one fused action
+
+A file whose actions name no versions and no updates is an order: the rule fills them in.
+"""
+
+from __future__ import annotations
+
+import re
+
+from penstock.errors import ScheduleError
+from penstock.schedule.ir import (
+    Action,
+    Copy,
+    Edge,
+    Kind,
+    Node,
+    Op,
+    Payload,
+    Program,
+    Schedule,
+    Unit,
+    WeightRef,
+    chain,
+    passes,
+)
+from penstock.schedule.ops import PASSES
+from penstock.schedule.order import Order
+from penstock.schedule.versions import RULES, apply_rule
+
+_ACTION = re.compile(
+    r"(?P<op>[A-Z]+)"
+    r"(?P<unit>\[t(?:[+-]\d+)?\](?:%\d+)?|e?-?\d+(?:\.\.-?\d+)?(?::\d+/\d+)?)"
+    r"(?:@(?P<node>\d+(?:\.\d+)?)(?:[<>](?P<peer>\d+(?:\.\d+)?)/(?P<payload>[a-z]+))?)?"
+    r"(?:\^(?P<versions>t(?:[+-]\d+)?(?:,t(?:[+-]\d+)?)*)(?:~(?P<label>[a-z]+)(?P<copy>-?\d+))?)?"
+)
+_UNIT = re.compile(r"(e?)(-?\d+)(?:\.\.(-?\d+))?(?::(\d+)/(\d+))?")
+_SPLIT_PARTS = re.compile(r"\+(?=[A-Z])")
+
+
+def parse_schedule(text: str, where: str = "schedule") -> Schedule:
+    """Read a schedule from its text form.
+
+    Args:
+        text: see the module's description.
+        where: a file name for messages.
+
+    Raises:
+        ScheduleError: with the line and the token at fault.
+    """
+    header: dict[str, str] = {}
+    lines: dict[tuple[str, int], tuple[int, str]] = {}
+    for number, raw in enumerate(text.splitlines(), 1):
+        line = raw.split("#", 1)[0].strip()
+        if not line:
+            continue
+        if match := re.fullmatch(r"(rank|drain)\s+(\d+)\s*:(.*)", line):
+            key = (match[1], int(match[2]))
+            if key in lines:
+                raise ScheduleError(f"{where}:{number}: '{match[1]} {match[2]}' appears twice")
+            lines[key] = (number, match[3])
+        else:
+            word, _, rest = line.partition(" ")
+            if word not in ("schedule", "rule", "microbatches", "nodes", "edges", "frozen", "segments"):
+                raise ScheduleError(f"{where}:{number}: unknown line {word!r}; see penstock.schedule.text for the form")
+            header[word] = rest.strip()
+    return _assemble(header, lines, where)
+
+
+def _assemble(header: dict[str, str], lines: dict[tuple[str, int], tuple[int, str]], where: str) -> Schedule:
+    for word in ("microbatches", "nodes"):
+        if not header.get(word):
+            raise ScheduleError(f"{where}: the line '{word} ...' is missing")
+    nodes = tuple(_node(token, where) for token in header["nodes"].split())
+    ranks = 1 + max(n.rank for n in nodes)
+    rule = header.get("rule", "flush")
+    if rule not in RULES:
+        raise ScheduleError(f"{where}: unknown rule {rule!r}; known: {', '.join(RULES)}")
+    missing = [r for r in range(ranks) if ("rank", r) not in lines]
+    extra = sorted({r for _, r in lines if r >= ranks})
+    if missing or extra:
+        raise ScheduleError(f"{where}: the nodes need ranks 0..{ranks - 1}; missing {missing}, unknown {extra}")
+
+    def actions(what: str, rank: int) -> tuple[Action, ...]:
+        number, line = lines.get((what, rank), (0, ""))
+        try:
+            return tuple(parse_action(token, nodes, rank) for token in line.split())
+        except ScheduleError as error:
+            raise ScheduleError(f"{where}:{number}: {error}") from None
+
+    programs = tuple(Program(actions("rank", r), actions("drain", r)) for r in range(ranks))
+    edges = _edges(header.get("edges", ""), where) or chain(1 + max(n.cut for n in nodes))
+    name, m = header.get("schedule", "unnamed"), _integer(header["microbatches"], where)
+    everything = [p for program in programs for part in program for a in part for p in passes(a)]
+    if not any(a.reads or a.op is Op.STEP for a in everything) and any(a.op in PASSES for a in everything):
+        return apply_rule(Order(programs, nodes, edges), RULES[rule], m, name)
+    frozen = frozenset(_integer(c, where) for c in header.get("frozen", "").split())
+    segments = tuple(tuple(_integer(c, where) for c in s.split(",")) for s in header.get("segments", "").split())
+    return Schedule(name, m, nodes, edges, programs, rule, frozen, segments)
+
+
+def parse_action(token: str, nodes: tuple[Node, ...], rank: int) -> Action:
+    """One action with relative numbers.
+
+    Args:
+        token: the action's text.
+        nodes: all nodes of the schedule.
+        rank: the rank in whose program the action stands.
+
+    Raises:
+        ScheduleError: the token does not follow the grammar or names an unknown operation or node.
+    """
+    if token.startswith("[") and token.endswith("]"):
+        parts = tuple(parse_action(part, nodes, rank) for part in _SPLIT_PARTS.split(token[1:-1]))
+        if len(parts) < 2:
+            raise ScheduleError(f"{token}: a fused action needs at least two passes, as in [F1+B0]")
+        return Action(Op.FUSED, parts[0].node, parts[0].unit, parts=parts)
+    match = _ACTION.fullmatch(token)
+    if match is None or match["op"] not in Op.__members__ or match["op"] == "FUSED":
+        raise ScheduleError(f"cannot read {token!r}; an action is OPERATION UNIT [@NODE] [^READS], as in F3@1^t-1")
+    op = Op(match["op"])
+    reads = None
+    if match["versions"]:
+        derive = Copy(match["label"], int(match["copy"])) if match["label"] else None
+        reads = WeightRef(tuple(_offset(v) for v in match["versions"].split(",")), derive)
+    peer = _find(match["peer"], nodes, None, token) if match["peer"] else None
+    payload = Payload(match["payload"]) if match["payload"] else None
+    return Action(op, _find(match["node"], nodes, rank, token), _unit(match["unit"]), reads, (), peer, payload)
+
+
+def _unit(text: str) -> Unit:
+    if text.startswith("["):
+        batch, _, every = text.partition("%")
+        return Unit(_offset(batch[1:-1]), kind=Kind.BATCH, every=int(every or 1))
+    match = _UNIT.fullmatch(text)
+    assert match is not None, text
+    evaluation, first, last, piece, pieces = match.groups()
+    count = int(last) - int(first) + 1 if last else 1
+    if count < 1 or (pieces and int(piece) >= int(pieces)):
+        raise ScheduleError(f"{text}: a range runs upwards and slice j of k has j < k")
+    part = (int(piece), int(pieces)) if pieces else None
+    return Unit(int(first), count, part, Kind.EVAL if evaluation else Kind.TRAIN)
+
+
+def _offset(text: str) -> int:
+    return int(text[1:] or 0)
+
+
+def _find(name: str | None, nodes: tuple[Node, ...], rank: int | None, token: str) -> Node:
+    here = [n for n in nodes if rank is None or n.rank == rank]
+    found = [n for n in here if name is None or n.name == name]
+    if len(found) == 1:
+        return found[0]
+    known = ", ".join(n.name for n in here) or "none"
+    raise ScheduleError(f"{token}: {'say which node, @CUT' if name is None else 'no such node here'}; nodes: {known}")
+
+
+def _node(token: str, where: str) -> Node:
+    match = re.fullmatch(r"(\d+)(?:\.(\d+))?@(\d+)", token)
+    if match is None:
+        raise ScheduleError(f"{where}: cannot read node {token!r}; write CUT@RANK or CUT.REPLICA@RANK")
+    return Node(int(match[1]), int(match[2] or 0), int(match[3]))
+
+
+def _edges(text: str, where: str) -> tuple[Edge, ...]:
+    edges = []
+    for token in text.split():
+        match = re.fullmatch(r"(\d+)([>|])(\d+)", token)
+        if match is None:
+            raise ScheduleError(f"{where}: cannot read edge {token!r}; write 0>1, or 0|1 for one without a backward")
+        edges.append(Edge(int(match[1]), int(match[3]), match[2] == ">"))
+    return tuple(edges)
+
+
+def _integer(text: str, where: str) -> int:
+    if not re.fullmatch(r"\d+", text):
+        raise ScheduleError(f"{where}: expected a number, got {text!r}")
+    return int(text)

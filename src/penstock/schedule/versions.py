@@ -1,0 +1,301 @@
+"""Version rules: which weights a pass reads, and when a version is born.
+
+Version v of a node is its weights after v decided batches; STEP of batch t bears version t+1. A rule says from which
+`Source` forwards, backwards and recomputes read, and where in the order the updates stand. `apply_rule` writes both
+into an order; `penstock.schedule.check` proves them again, independently, by playing the schedule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from types import MappingProxyType
+
+from penstock.errors import ScheduleError
+from penstock.schedule.collection import no_collection
+from penstock.schedule.ir import Action, Kind, Node, Op, Program, Schedule, Unit, WeightRef, passes
+from penstock.schedule.ops import PASSES
+from penstock.schedule.order import Order
+
+
+class Source(StrEnum):
+    """Where the weights of a pass come from."""
+
+    BATCH = "batch"  # version t for batch t: every earlier update is in
+    PREVIOUS = "previous"  # version t-1 for batch t
+    NEWEST = "newest"  # whatever the node has when the pass runs
+    ADMISSION = "admission"  # what the first cut had when the microbatch entered the pipeline
+    FORWARD = "forward"  # what the forward of the same unit read
+    COPY = "copy"  # a derived copy, born by a PREDICT on the same node
+
+
+class Placing(StrEnum):
+    """Where a STEP stands in the order."""
+
+    END = "end"  # at the end of the batch's period, when nothing is in flight
+    LATE = "late"  # directly before the first forward of batch t+2
+    EARLY = "early"  # directly after the batch's last backward
+
+
+class Update(StrEnum):
+    """Where an update writes the version it bears."""
+
+    IN_PLACE = "in place"  # over the version it starts from
+    COPY_ON_WRITE = "copy on write"  # in place, unless something still reads the version it starts from
+    ROTATE = "rotate"  # into the buffer of its gradient; the version it starts from stays
+
+
+@dataclass(frozen=True)
+class VersionRule:
+    """One row of the table of rules.
+
+    Attributes:
+        forward, backward, recompute: where each kind of pass reads its weights.
+        step: where updates stand.
+        update: where an update writes.
+        bases: how many versions a span hands to the next one (2: the newest and the one before).
+        buffers: parameter-sized buffers (versions and gradients together) per node, or None: as many as it takes.
+        provisional: a version may be read by forwards before VALIDATE has decided it.
+        keeps_forward: backwards read a copy, but making it takes the version that the forward read.
+    """
+
+    name: str
+    summary: str
+    forward: Source
+    backward: Source
+    step: Placing
+    update: Update
+    recompute: Source = Source.FORWARD
+    bases: int = 1
+    buffers: int | None = None
+    provisional: bool = False
+    keeps_forward: bool = False
+
+    @property
+    def pins(self) -> bool:
+        """Whether a microbatch in flight keeps the version alive that its forward read."""
+        return self.backward is Source.FORWARD or self.keeps_forward
+
+
+_RULES = (
+    VersionRule(
+        "flush",
+        "one version; the pipeline is empty at every update",
+        forward=Source.BATCH,
+        backward=Source.FORWARD,
+        step=Placing.END,
+        update=Update.IN_PLACE,
+        buffers=2,
+    ),
+    VersionRule(
+        "double-buffer",
+        "batch t reads version max(t-1, 0) everywhere (PipeDream-2BW, arXiv 2006.09503, sec. 3.1)",
+        forward=Source.PREVIOUS,
+        backward=Source.FORWARD,
+        step=Placing.LATE,
+        update=Update.ROTATE,
+        bases=2,
+        buffers=3,
+    ),
+    VersionRule(
+        "stash",
+        "forwards read the newest version of their stage and backwards the same one (PipeDream, arXiv 1806.03377)",
+        forward=Source.NEWEST,
+        backward=Source.FORWARD,
+        step=Placing.EARLY,
+        update=Update.COPY_ON_WRITE,
+    ),
+    VersionRule(
+        "vertical-sync",
+        "every stage reads the version that the first stage had at admission (PipeDream, arXiv 1806.03377)",
+        forward=Source.ADMISSION,
+        backward=Source.FORWARD,
+        step=Placing.EARLY,
+        update=Update.COPY_ON_WRITE,
+    ),
+    VersionRule(
+        "newest",
+        "every pass reads the newest version of its stage; no stash (PipeMare, arXiv 1910.05124)",
+        forward=Source.NEWEST,
+        backward=Source.NEWEST,
+        recompute=Source.NEWEST,
+        step=Placing.EARLY,
+        update=Update.IN_PLACE,
+        buffers=2,
+    ),
+    VersionRule(
+        "predicted",
+        "forwards and backwards read copies that a PREDICT on their node made of the newest version",
+        forward=Source.COPY,
+        backward=Source.COPY,
+        recompute=Source.COPY,
+        step=Placing.EARLY,
+        update=Update.IN_PLACE,
+        buffers=2,
+    ),
+    VersionRule(
+        "blended",
+        "backwards read a blend of their forward's version and the newest one (I-TiMePReSt, arXiv 2509.23241)",
+        forward=Source.NEWEST,
+        backward=Source.COPY,
+        step=Placing.EARLY,
+        update=Update.COPY_ON_WRITE,
+        keeps_forward=True,
+    ),
+    VersionRule(
+        "provisional",
+        "as flush, but forwards may read a version before its VALIDATE (zero bubble's post-validation, 2401.10241)",
+        forward=Source.BATCH,
+        backward=Source.FORWARD,
+        step=Placing.END,
+        update=Update.ROTATE,
+        buffers=3,
+        provisional=True,
+    ),
+    VersionRule(
+        "frozen",
+        "nothing is updated: evaluation",
+        forward=Source.NEWEST,
+        backward=Source.FORWARD,
+        step=Placing.END,
+        update=Update.IN_PLACE,
+        buffers=1,
+    ),
+)
+
+RULES: Mapping[str, VersionRule] = MappingProxyType({rule.name: rule for rule in _RULES})
+"""Every version rule by its name."""
+
+
+@no_collection
+def apply_rule(order: Order, rule: VersionRule, microbatches: int, name: str) -> Schedule:
+    """Insert the updates that `rule` asks for and annotate every pass with the version it reads.
+
+    Raises:
+        ScheduleError: the rule reads derived copies, whose PREDICTs no general place can be given to.
+    """
+    if Source.COPY in (rule.forward, rule.backward):
+        raise ScheduleError(f"rule {rule.name!r} needs an order that places its own PREDICTs and reads")
+    with_steps = tuple(
+        _insert_steps(program, [n for n in order.nodes if n.rank == rank], order, rule, microbatches)
+        for rank, program in enumerate(order.programs)
+    )
+    forward_reads = _forward_offsets(with_steps, rule)
+    programs = tuple(_annotate(program, rule, forward_reads, microbatches) for program in with_steps)
+    return Schedule(name, microbatches, order.nodes, order.edges, programs, rule.name)
+
+
+def batch_unit(offset: int) -> Unit:
+    """The unit of a STEP or REDUCE of batch t + offset."""
+    return Unit(offset, kind=Kind.BATCH)
+
+
+# --- where the updates stand ----------------------------------------------------------------------------------------
+
+
+def _insert_steps(program: Program, nodes: list[Node], order: Order, rule: VersionRule, m: int) -> Program:
+    period, epilogue = list(program.period), list(program.epilogue)
+    for node in nodes:
+        if not any(_is_backward(p, node) for a in period for p in passes(a)):
+            continue  # forward-only: nothing to update
+        if rule.step is Placing.END:
+            period += _update(node, 0, order)
+        elif rule.step is Placing.LATE:
+            first = next(i for i, a in enumerate(period) if any(p.op is Op.F and p.node == node for p in passes(a)))
+            period[first:first] = _update(node, -2, order)
+            epilogue = [*_update(node, -2, order), *epilogue, *_update(node, -1, order)]
+        else:
+            period, epilogue = _step_early(period, epilogue, node, order, m)
+    return Program(tuple(period), tuple(epilogue))
+
+
+def _step_early(
+    period: list[Action], epilogue: list[Action], node: Node, order: Order, m: int
+) -> tuple[list[Action], list[Action]]:
+    """STEP directly after the last backward of each batch, in the period and in the epilogue."""
+    last: dict[int, int] = {}  # batch offset -> position of its last backward
+    for position, action in enumerate(period):
+        for p in passes(action):
+            if _is_backward(p, node):
+                last[(p.unit.first + p.unit.count - 1) // m] = position
+    offset = min(last)  # the oldest batch that this period works on is finished here
+    period[last[offset] + 1 : last[offset] + 1] = _update(node, offset, order)
+    for batch in range(offset, 0):
+        positions = [
+            i
+            for i, a in enumerate(epilogue)
+            if any(_is_backward(p, node) and (p.unit.first + p.unit.count - 1) // m == batch for p in passes(a))
+        ]
+        place = positions[-1] + 1 if positions else 0
+        epilogue[place:place] = _update(node, batch, order)
+    return period, epilogue
+
+
+def _is_backward(action: Action, node: Node) -> bool:
+    return action.op in (Op.B, Op.I, Op.W) and action.node == node
+
+
+def _update(node: Node, batch: int, order: Order) -> list[Action]:
+    """The STEP of a batch, after a REDUCE where other nodes of the pipeline hold the same cut."""
+    step = Action(Op.STEP, node, batch_unit(batch))
+    shared = sum(n.cut == node.cut for n in order.nodes) > 1
+    return [Action(Op.REDUCE, node, batch_unit(batch)), step] if shared else [step]
+
+
+# --- which version each pass reads ----------------------------------------------------------------------------------
+
+
+def _forward_offsets(programs: tuple[Program, ...], rule: VersionRule) -> dict[tuple[Node, int], int]:
+    """The version, relative to t, that the forward of each (node, microbatch of batch t) reads."""
+    reads: dict[tuple[Node, int], int] = {}
+    admission: dict[int, int] = {}
+    for program in programs:
+        newest = _newest_before_period(program)
+        for action in program.period:
+            if action.op is Op.STEP:
+                newest[action.node] = action.unit.first + 1
+            for p in passes(action):
+                if p.op is Op.F:
+                    for k in p.unit.microbatches:
+                        here = {Source.BATCH: 0, Source.PREVIOUS: -1}.get(rule.forward, newest.get(p.node, 0))
+                        reads[p.node, k] = here
+                        if p.node.cut == 0:
+                            admission[k] = here
+    if rule.forward is Source.ADMISSION:
+        return {(node, k): admission[k] for node, k in reads}
+    return reads
+
+
+def _newest_before_period(program: Program) -> dict[Node, int]:
+    """The newest version of each node, relative to t, when the period of batch t begins."""
+    return {a.node: a.unit.first for a in program.period if a.op is Op.STEP}
+
+
+def _annotate(program: Program, rule: VersionRule, forward_reads: dict[tuple[Node, int], int], m: int) -> Program:
+    trained = {a.node for a in program.period if a.op is Op.STEP}
+
+    def annotate(action: Action, newest: dict[Node, int]) -> Action:
+        if action.parts:
+            return action._replace(parts=tuple(annotate(p, newest) for p in action.parts))
+        if action.op is Op.STEP:
+            newest[action.node] = action.unit.first + 1
+        if action.op not in PASSES or action.reads is not None or action.node not in trained:
+            return action
+        source = {Op.F: rule.forward, Op.R: rule.recompute}.get(action.op, rule.backward)
+        if source is Source.NEWEST:
+            return _reading(action, newest.get(action.node, 0))
+        batch, k = divmod(action.unit.first, m)
+        if (action.node, k) not in forward_reads:
+            raise ScheduleError(f"{action}: rank {action.node.rank} runs no forward of microbatch {k} of a batch")
+        return _reading(action, forward_reads[action.node, k] + batch)
+
+    def annotate_all(actions: tuple[Action, ...]) -> tuple[Action, ...]:
+        newest = _newest_before_period(program)
+        return tuple(annotate(action, newest) for action in actions)
+
+    return Program(annotate_all(program.period), annotate_all(program.epilogue))
+
+
+def _reading(action: Action, version: int) -> Action:
+    return Action(action.op, action.node, action.unit, WeightRef((version,)))

@@ -1,0 +1,119 @@
+"""What actions cost, in any unit of time."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.errors import ConfigError
+from penstock.schedule.ir import Action, Op, Schedule
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """Times of one microbatch on one cut.
+
+    Attributes:
+        forward: F (and R).
+        backward_input: I.
+        backward_weight: W; a full backward B takes `backward_input + backward_weight`.
+        step: an optimizer update.
+    """
+
+    forward: float
+    backward_input: float
+    backward_weight: float
+    step: float = 0.0
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Times of every cut, and of a hop.
+
+    Attributes:
+        stages: one entry per cut.
+        latency: time from posting a message to its arrival; it occupies no rank.
+        collective: time of a REDUCE, AVERAGE or GATHER.
+        fused: time of a fused action as a fraction of the sum of its parts.
+    """
+
+    stages: tuple[StageCost, ...]
+    latency: float = 0.0
+    collective: float = 0.0
+    fused: float = 1.0
+
+    @classmethod
+    def uniform(
+        cls,
+        schedule: Schedule,
+        forward: float = 1.0,
+        backward_input: float = 1.0,
+        backward_weight: float = 1.0,
+        latency: float = 0.0,
+        step: float = 0.0,
+    ) -> Costs:
+        """The same times for every rank's whole share; a rank with v cuts of a pipeline spends 1/v on each."""
+        share = cuts_per_rank(schedule)
+        stage = StageCost(forward / share, backward_input / share, backward_weight / share, step / share)
+        return cls((stage,) * schedule.cuts, latency)
+
+    def duration(self, action: Action) -> float:
+        """Time an action occupies its lane."""
+        if action.parts:
+            return self.fused * sum(self.duration(p) for p in action.parts)
+        cost, unit = self.stages[action.node.cut], action.unit
+        amount = unit.count / (unit.slice[1] if unit.slice else 1)
+        match action.op:
+            case Op.F | Op.R:
+                return cost.forward * amount
+            case Op.B:
+                return (cost.backward_input + cost.backward_weight) * amount
+            case Op.I:
+                return cost.backward_input * amount
+            case Op.W:
+                return cost.backward_weight * amount
+            case Op.STEP:
+                return cost.step
+            case Op.REDUCE | Op.AVERAGE | Op.GATHER:
+                return self.collective
+            case _:
+                return 0.0
+
+
+def cuts_per_rank(schedule: Schedule) -> int:
+    """v, the cuts of one pipeline direction that a rank holds."""
+    return max(
+        sum(n.rank == node.rank and n.replica == node.replica for n in schedule.nodes) for node in schedule.nodes
+    )
+
+
+def read_stage_costs(path: Path, cuts: int, latency: float = 0.0) -> Costs:
+    """Read per-stage costs from JSON: a list with, for each cut, forward, backward_input, backward_weight[, step].
+
+    Raises:
+        ConfigError: the file is missing, not of this form, or has another number of stages.
+    """
+    try:
+        rows = json.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"cannot read the per-stage costs in {path}: {error.strerror}") from None
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from None
+    if not isinstance(rows, list) or len(rows) != cuts:
+        found = f"{len(rows)} entries" if isinstance(rows, list) else type(rows).__name__
+        raise ConfigError(f"{path} must hold a list with one entry for each of the {cuts} stages; it holds {found}")
+    stages = []
+    for number, row in enumerate(rows):
+        try:
+            stage = StageCost(**row)
+            valid = all(isinstance(v, int | float) and not isinstance(v, bool) and v >= 0 for v in vars(stage).values())
+        except TypeError:
+            valid = False
+        if not valid:
+            raise ConfigError(
+                f"{path}, stage {number}: expected forward, backward_input, backward_weight and optionally step, none "
+                f"negative; got {json.dumps(row)}"
+            )
+        stages.append(stage)
+    return Costs(tuple(stages), latency)

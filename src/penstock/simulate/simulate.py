@@ -1,0 +1,167 @@
+"""Play a schedule with costs: the predicted timeline and its figures."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from fractions import Fraction
+
+from penstock.errors import ConfigError
+from penstock.schedule.check import Proof, activation_weights, check
+from penstock.schedule.collection import no_collection
+from penstock.schedule.ir import Action, Kind, Op, Payload, Schedule, format_unit
+from penstock.schedule.lowered import Lowered
+from penstock.schedule.machine import Machine
+from penstock.schedule.ops import OPS
+from penstock.simulate.costs import Costs
+from penstock.timeline import Bubble, Interval, Timeline
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """A predicted run.
+
+    Attributes:
+        timeline: every interval, and activations over time.
+        bubble: its figures.
+        messages: activation and gradient sends of all batches.
+        activations: per rank, the most microbatches in flight, in units of its whole share.
+        versions: per rank, the most weight versions alive at once.
+    """
+
+    timeline: Timeline
+    bubble: Bubble
+    messages: int
+    activations: tuple[float, ...]
+    versions: tuple[int, ...]
+
+    def figures(self) -> dict[str, object]:
+        """The figures under the names that `penstock simulate --json` prints."""
+        return {
+            "makespan": self.bubble.makespan,
+            "rank_span": self.bubble.rank_span,
+            "ideal": self.bubble.ideal,
+            "bubble": self.bubble.bubble,
+            "bubble_of_ideal": self.bubble.bubble_of_ideal,
+            "rank_span_bubble": self.bubble.rank_span_bubble,
+            "peak_activations": list(self.activations),
+            "live_versions": list(self.versions),
+            "messages": self.messages,
+        }
+
+
+def simulate(schedule: Schedule | Proof, costs: Costs, batches: int = 1) -> Simulation:
+    """Predict a span of `batches` batches.
+
+    Args:
+        schedule: a schedule (it is checked first) or its proof.
+        costs: times of every cut.
+        batches: length of the span; the pipeline starts empty and is drained.
+
+    Raises:
+        ScheduleError: the schedule is not legal.
+        ConfigError: `batches` is below 1, or the costs are for another number of stages.
+    """
+    proof = schedule if isinstance(schedule, Proof) else check(schedule)
+    if batches < 1:
+        raise ConfigError(f"batches must be at least 1, got {batches}")
+    if len(costs.stages) != proof.schedule.cuts:
+        raise ConfigError(f"the costs describe {len(costs.stages)} stages, the schedule has {proof.schedule.cuts}")
+    timeline, activations = play(proof.lowered, costs, batches)
+    return Simulation(
+        timeline,
+        timeline.bubble(),
+        count_messages(proof.lowered, batches),
+        activations,
+        tuple(proof.versions_on(rank) for rank in range(proof.schedule.ranks)),
+    )
+
+
+@no_collection
+def play(lowered: Lowered, costs: Costs, batches: int) -> tuple[Timeline, tuple[float, ...]]:
+    """The timeline of a span and the peak activations per rank, without checking the schedule."""
+    recorder = _Recorder(lowered.schedule)
+    machine = Machine(lowered, costs.duration, costs.latency, recorder.observe)
+    machine.play(batches)
+    return recorder.timeline, tuple(float(Fraction(peak, recorder.scale)) for peak in recorder.peak)
+
+
+def steady_bubble(lowered: Lowered, costs: Costs, batches: int) -> float:
+    """The bubble of one more batch in a long span: idle / total of what batch `batches` adds to the makespan."""
+    shorter, longer = (play(lowered, costs, n)[0].bubble() for n in (batches, batches + 1))
+    total = len(longer.busy) * (longer.makespan - shorter.makespan)
+    return 1 - (sum(longer.busy) - sum(shorter.busy)) / total if total else 0.0
+
+
+def count_messages(lowered: Lowered, batches: int) -> int:
+    """Activation and gradient sends of a span."""
+    m, total = lowered.schedule.microbatches, 0
+    for program in lowered.programs:
+        for part, times in ((program.period, range(batches)), (program.epilogue, (batches,))):
+            sends = Counter(
+                i.action.unit.first
+                for i in part
+                if i.action.op is Op.SEND and i.action.payload in (Payload.ACTIVATION, Payload.GRADIENT)
+            )
+            total += sum(count for t in times for first, count in sends.items() if first + t * m >= 0)
+    return total
+
+
+class _Recorder:
+    """Turns what the machine does into intervals and memory samples."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule, self.m = schedule, schedule.microbatches
+        self.timeline = Timeline(schedule.ranks, unit="")
+        self.scale, self.weight = activation_weights(schedule)
+        self.held = [0] * schedule.ranks
+        self.peak = [0] * schedule.ranks
+        self.samples = [self.timeline.memory.setdefault((r, "activations"), []) for r in range(schedule.ranks)]
+        self._changes: dict[tuple[object, ...], tuple[int, int]] = {}
+
+    def observe(self, rank: int, action: Action, t: int, start: float, end: float) -> None:
+        """Record one action that is not a message."""
+        self.timeline.intervals.append(_interval(rank, action, t, self.m, start, end))
+        taken, freed = self._change(action)
+        if taken:
+            self.held[rank] = held = self.held[rank] + taken
+            self.samples[rank].append((start, held / self.scale))
+            if held > self.peak[rank]:
+                self.peak[rank] = held
+        if freed:
+            self.held[rank] = held = self.held[rank] + freed
+            self.samples[rank].append((end, held / self.scale))
+
+    def _change(self, action: Action) -> tuple[int, int]:
+        """Activations taken at the start and freed at the end of an action, in 1 / scale microbatches."""
+        op, node, (_, count, piece, kind, _), _, parts, *_ = action
+        if parts:
+            changes = [self._change(p) for p in parts]
+            return sum(taken for taken, _ in changes), sum(freed for _, freed in changes)
+        key = (op, node, count, piece, kind)
+        if key not in self._changes:
+            amount = self.weight[node] * count // (piece[1] if piece else 1)
+            taken, freed = OPS[op].memory(action, self.schedule)
+            self._changes[key] = taken * amount, freed * amount
+        return self._changes[key]
+
+
+def _interval(rank: int, action: Action, t: int, m: int, start: float, end: float) -> Interval:
+    op, (cut, replica, _), unit, reads, parts, *_ = action
+    if not parts and unit.count == 1 and unit.slice is None and unit.kind is Kind.TRAIN and reads is not None:
+        k, version = unit.first + t * m, max(reads.versions[0] + t, 0)
+        return Interval(rank, "compute", start, end, op.value, f"{op.value}{k}", cut, replica, k // m, version)
+    batch = unit.first + t if unit.kind is Kind.BATCH else unit.first // m + t
+    version = batch + 1 if op is Op.STEP else -1 if reads is None else max(reads.versions[0] + t, 0)
+    lane = "compute" if parts else OPS[op].lane.value
+    return Interval(rank, lane, start, end, op.value, _label(action, t, m), cut, replica, batch, version)
+
+
+def _label(action: Action, t: int, m: int) -> str:
+    """What to print: the operation and its unit, microbatches counted through the span."""
+    if action.parts:
+        return "+".join(_label(p, t, m) for p in action.parts)
+    unit = action.unit
+    if unit.kind is Kind.BATCH:
+        return f"{action.op.value}{unit.first + t}"
+    return action.op.value + format_unit(unit._replace(first=unit.first + t * m))

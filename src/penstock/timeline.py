@@ -1,0 +1,126 @@
+"""Room 2: what happened when, predicted or measured, and the one definition of bubble.
+
+A `Timeline` holds intervals per rank and lane, and how memory changed over time. Simulator and runtime make the same
+type, so everything that reads one (drawings, traces, tables, comparisons) reads both. Times are in the unit of the
+costs (simulated) or in seconds since the run began (measured).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+BUSY = frozenset({"F", "B", "I", "W", "R", "STEP", "PREDICT", "VALIDATE", "FUSED", "RELEASE"})
+"""Operations that count as work of a rank's compute lane."""
+
+
+class Interval(NamedTuple):
+    """Something that occupied a lane.
+
+    Attributes:
+        rank: the rank.
+        lane: "compute", or the name of a transfer lane such as "activation 0>1".
+        start, end: times.
+        what: the operation, or "wait".
+        label: what to print, such as "F3".
+        cut, replica: the node.
+        batch: the batch it belongs to, counted from the start of training; -1 where none.
+        version: the weights read or born; -1 where none.
+        cause: for a wait, the peer and action waited for.
+    """
+
+    rank: int
+    lane: str
+    start: float
+    end: float
+    what: str
+    label: str
+    cut: int = 0
+    replica: int = 0
+    batch: int = -1
+    version: int = -1
+    cause: str = ""
+
+
+@dataclass
+class Timeline:
+    """Intervals and memory of one run of `ranks` ranks.
+
+    Attributes:
+        memory: per rank and kind, (time, amount held from then on): activations in units of one microbatch on the
+            rank's whole share when simulated, bytes of each kind when measured.
+    """
+
+    ranks: int
+    intervals: list[Interval] = field(default_factory=list)
+    memory: dict[tuple[int, str], list[tuple[float, float]]] = field(default_factory=dict)
+    unit: str = "s"
+
+    def work(self, rank: int | None = None) -> list[Interval]:
+        """The busy intervals of the compute lane, of one rank or of all."""
+        return [i for i in self.intervals if i.what in BUSY and (rank is None or i.rank == rank)]
+
+    @property
+    def start(self) -> float:
+        """When the first work began."""
+        return min((i.start for i in self.intervals if i.what in BUSY), default=0.0)
+
+    @property
+    def makespan(self) -> float:
+        """From the first start to the last end of work on any rank."""
+        return max((i.end for i in self.intervals if i.what in BUSY), default=0.0) - self.start
+
+    def bubble(self) -> Bubble:
+        """How much of the time the ranks stood idle."""
+        busy, spans = [0.0] * self.ranks, [0.0] * self.ranks
+        first: dict[int, float] = {}
+        last: dict[int, float] = defaultdict(float)
+        for i in self.intervals:
+            if i.what in BUSY:
+                busy[i.rank] += i.end - i.start
+                first[i.rank] = min(first.get(i.rank, i.start), i.start)
+                last[i.rank] = max(last[i.rank], i.end)
+        for rank, begin in first.items():
+            spans[rank] = last[rank] - begin
+        return Bubble(self.makespan, max(spans, default=0.0), tuple(busy))
+
+    def peak(self, kind: str) -> list[float]:
+        """Per rank, the most memory of one kind that was live at once."""
+        return [max((a for _, a in self.memory.get((rank, kind), ())), default=0.0) for rank in range(self.ranks)]
+
+
+@dataclass(frozen=True)
+class Bubble:
+    """Idle time by the house definitions (docs/design.md, section 3).
+
+    Attributes:
+        makespan: from the first start to the last end on any rank.
+        rank_span: the longest (last end - first start) of a rank.
+        busy: working time per rank.
+    """
+
+    makespan: float
+    rank_span: float
+    busy: tuple[float, ...]
+
+    @property
+    def ideal(self) -> float:
+        """Busy time of the busiest rank: no order can be faster."""
+        return max(self.busy, default=0.0)
+
+    @property
+    def bubble(self) -> float:
+        """Sum of idle over ranks, divided by ranks times makespan."""
+        total = len(self.busy) * self.makespan
+        return 1 - sum(self.busy) / total if total else 0.0
+
+    @property
+    def bubble_of_ideal(self) -> float:
+        """(makespan - ideal) / ideal, the figure of Megatron's papers."""
+        return self.makespan / self.ideal - 1 if self.ideal else 0.0
+
+    @property
+    def rank_span_bubble(self) -> float:
+        """1 - ideal / rank_span, the figure of the zero-bubble papers."""
+        return 1 - self.ideal / self.rank_span if self.rank_span else 0.0
