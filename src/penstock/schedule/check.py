@@ -134,7 +134,7 @@ class _Books:
 
     def __init__(self, schedule: Schedule, older: int) -> None:
         self.schedule = schedule
-        self.states = {spec.node: NodeState(spec) for spec in _node_specs(schedule, older)}
+        self.states = {spec.node: NodeState(spec) for spec in node_specs(schedule, older)}
         self.admitted: dict[int, int] = {}
         self.held = [0] * schedule.ranks
         self.peak = [0] * schedule.ranks
@@ -227,7 +227,7 @@ def activation_weights(schedule: Schedule) -> tuple[int, dict[Node, int]]:
     return scale, {node: scale // count for node, count in chunks.items()}
 
 
-def _node_specs(schedule: Schedule, older: int) -> list[NodeSpec]:
+def node_specs(schedule: Schedule, older: int) -> list[NodeSpec]:
     """What the books of each node need to know beforehand."""
     held = Counter(n.cut for n in schedule.nodes)
     actions: dict[Node, list[Action]] = {node: [] for node in schedule.nodes}

@@ -76,6 +76,7 @@ class NodeState:
     Attributes:
         draining: the number of batches of the span, once its last period is over.
         newest_read: whether a pass has read the newest version.
+        rotated: whether the last update was written over its gradient instead of over the version it started from.
     """
 
     spec: NodeSpec
@@ -88,6 +89,7 @@ class NodeState:
     gathered: int | None = None
     forwards: int = 0
     newest_read: bool = False
+    rotated: bool = False
     draining: int | None = None
     peak_versions: int = 0
     peak_copies: int = 0
@@ -302,7 +304,8 @@ class NodeState:
         if rule.update is Update.IN_PLACE and reader is not None:
             raise self._error(action, t, f"overwrites version {batch}, which microbatch {reader} in flight still reads")
         free = rule.update is Update.COPY_ON_WRITE and reader is None and self._next_read() > batch
-        if rule.update is Update.IN_PLACE or free:
+        self.rotated = not (rule.update is Update.IN_PLACE or free)
+        if not self.rotated:
             self.versions.discard(batch)
         del self.gradients[batch]
         self.newest = batch + 1

@@ -1,0 +1,1 @@
+"""Room 6: stages, transports, executors and the engine."""

@@ -1,0 +1,151 @@
+"""Ranks in processes of their own, on `torch.distributed` with gloo.
+
+A parcel is one message. The receiver posts a block at least as large as any parcel of the lane that it has surely
+consumed by then (all but the last `window`); the sender knows those sizes, too. A larger parcel sends its header into
+that block and the rest as a second message. So constant shapes cost one message, and shapes may change at any time.
+
+A gloo handle cannot be asked whether it is done, only be waited for, so one thread per lane waits, in order, and notes
+the time of arrival. Every handle is kept until it completes.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from penstock.errors import TransportError
+from penstock.runtime.parcel import HEADER_BYTES, Codec, Parcel, size_and_continued, split
+from penstock.runtime.transport import Ticket
+from penstock.schedule.ir import Payload
+from penstock.schedule.lowered import LaneKey
+
+_FIRST_CAPACITY = 4096
+_TAGS = {payload: 16 + 2 * i for i, payload in enumerate(Payload)}  # the odd tags carry second messages
+
+
+class GlooTransport:
+    """Lanes of one rank on a gloo process group.
+
+    Args:
+        rank: this rank in the pipeline.
+        lanes: all lanes of the schedule; those of this rank get a thread each.
+        window: outstanding messages per lane.
+        group: a group whose ranks are those of the pipeline; None for the default group.
+    """
+
+    def __init__(
+        self, rank: int, lanes: tuple[LaneKey, ...], window: int, group: dist.ProcessGroup | None = None
+    ) -> None:
+        here = [lane for lane in lanes if rank in (lane.source, lane.target)]
+        self._lanes = {lane: GlooLane(lane, rank == lane.source, window, group) for lane in here}
+
+    def receive(self, lane: LaneKey) -> Ticket:
+        """Post a RECV."""
+        return self._lanes[lane].receive()
+
+    def send(self, lane: LaneKey, parcel: Parcel) -> Ticket:
+        """Post a SEND."""
+        return self._lanes[lane].send(parcel)
+
+    def close(self) -> None:
+        """Stop the waiting threads once all they were given is done."""
+        for lane in self._lanes.values():
+            lane.close()
+
+
+class GlooLane:
+    """One end of a lane."""
+
+    def __init__(self, lane: LaneKey, sends: bool, window: int, group: dist.ProcessGroup | None) -> None:
+        self.lane, self._group, self._window = lane, group, window
+        self.where = f"the {lane.payload} lane from rank {lane.source} to rank {lane.target}"
+        self.codec = Codec(self.where)
+        self._peer = lane.target if sends else lane.source
+        self._tag = _TAGS[lane.payload]
+        self._largest = _FIRST_CAPACITY  # of the parcels that the receiver has surely consumed
+        self._recent: deque[int] = deque()  # sizes of the last parcels sent, which it may not have
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._serve, name=f"penstock {self.where}", daemon=True)
+        self._thread.start()
+
+    def send(self, parcel: Parcel) -> Ticket:
+        """Post a SEND of a parcel."""
+        ticket, block = Ticket(self.lane), self.codec.encode(parcel)
+        if len(self._recent) >= self._window:
+            self._largest = max(self._largest, self._recent.popleft())
+        self._recent.append(block.numel())
+        whole = block.numel() <= self._largest
+        parts = [block] if whole else split(block)
+        works = [self._isend(part, self._tag + i) for i, part in enumerate(parts)]
+
+        def finish() -> None:
+            for work in works:
+                work.wait()
+            del parts[:]  # the blocks live until the peer has them
+            ticket.complete()
+
+        self._jobs.put(_guarded(ticket, finish))
+        return ticket
+
+    def receive(self) -> Ticket:
+        """Post a RECV for the next parcel of the lane."""
+        ticket, block = Ticket(self.lane), torch.empty(self._largest, dtype=torch.uint8)
+        work = self._irecv(block, self._tag)
+
+        def finish() -> None:
+            work.wait()
+            ticket.complete(self.codec.decode(self._whole(block)))
+
+        self._jobs.put(_guarded(ticket, finish))
+        return ticket
+
+    def _whole(self, block: Tensor) -> Tensor:
+        """The complete parcel whose beginning is in `block`."""
+        size, continued = size_and_continued(block)
+        self._largest = max(self._largest, size)
+        if continued:
+            whole = torch.empty(size, dtype=torch.uint8)
+            whole[:HEADER_BYTES] = block[:HEADER_BYTES]
+            self._irecv(whole[HEADER_BYTES:], self._tag + 1).wait()
+            return whole
+        # Do not keep a block alive of which the parcel uses less than half.
+        return block[:size].clone() if size < block.numel() // 2 else block
+
+    def _isend(self, tensor: Tensor, tag: int) -> Any:
+        try:
+            return dist.isend(tensor, group=self._group, tag=tag, group_dst=self._peer)
+        except RuntimeError as error:
+            raise TransportError(f"{self.where} broke: {error}") from error
+
+    def _irecv(self, tensor: Tensor, tag: int) -> Any:
+        try:
+            return dist.irecv(tensor, group=self._group, tag=tag, group_src=self._peer)
+        except RuntimeError as error:
+            raise TransportError(f"{self.where} broke: {error}") from error
+
+    def _serve(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()
+
+    def close(self) -> None:
+        """Let the thread end once all it was given is done."""
+        self._jobs.put(None)
+
+
+def _guarded(ticket: Ticket, finish: Callable[[], None]) -> Callable[[], None]:
+    """A failure belongs to the ticket: the executor raises it where it waits."""
+
+    def run() -> None:
+        try:
+            finish()
+        except Exception as error:
+            ticket.complete(error=error)
+
+    return run

@@ -1,0 +1,176 @@
+"""What travels between ranks: any pytree of tensors and plain values, with a header, as one block of bytes.
+
+Layout: 64 bytes of header; if the structure differs from the lane's previous parcel, its description as JSON; then the
+tensors, each aligned to 64 bytes, so that a received tensor is a view of the block. Every header names batch and
+microbatch, so that nobody can mistake one message for another, and carries what travels along with data: whether
+another batch follows, a checksum of the samples, and the loss weight of the batch.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from penstock.errors import TransportError
+from penstock.weights.buffers import ALIGNMENT
+
+HEADER_BYTES = 64
+_CONTINUED = 48  # the byte of the header that says that the rest comes as another message
+_HEADER = struct.Struct("<qqqqqqqd")
+_Structure = tuple[pytree.TreeSpec, list[list[Any]], tuple[bool, ...]]
+"""The tree, what each leaf is, and which leaves want a gradient."""
+
+
+class Header(NamedTuple):
+    """What accompanies every message.
+
+    Attributes:
+        batch: the batch, counted from the start of training.
+        first: the first microbatch, counted from the start of the span.
+        more: whether another batch follows this one.
+        checksum: of the samples, from the first stage to the last.
+        weight: the loss weight of the whole batch, once the last stage knows it; NaN before.
+    """
+
+    batch: int
+    first: int
+    more: bool
+    checksum: int = 0
+    weight: float = math.nan
+
+
+@dataclass
+class Parcel:
+    """A header and a pytree whose tensors do not require gradients.
+
+    Attributes:
+        wants_gradient: per leaf, whether the sender will ask for its gradient.
+    """
+
+    header: Header
+    tree: Any
+    wants_gradient: tuple[bool, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its tensors."""
+        return sum(leaf.nbytes for leaf in pytree.tree_leaves(self.tree) if isinstance(leaf, Tensor))
+
+
+class Codec:
+    """Turns parcels of one lane into blocks of bytes and back; both ends see the same sequence of parcels."""
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+        self._sent: _Structure | None = None
+        self._received: _Structure | None = None
+
+    def encode(self, parcel: Parcel) -> Tensor:
+        """The parcel as one block (uint8, one dimension, at least `HEADER_BYTES` long)."""
+        leaves, spec = pytree.tree_flatten(parcel.tree)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        structure = (spec, self._kinds(leaves), parcel.wants_gradient)
+        changed = b"" if structure == self._sent else _dump(structure)
+        self._sent = structure
+        offsets, size = _place(tensors, HEADER_BYTES + len(changed))
+        block = torch.empty(size, dtype=torch.uint8)
+        h = parcel.header
+        raw = _HEADER.pack(size, len(changed), h.batch, h.first, int(h.more), h.checksum, 0, h.weight)
+        block[: HEADER_BYTES + len(changed)] = torch.frombuffer(bytearray(raw + changed), dtype=torch.uint8)
+        for tensor, offset in zip(tensors, offsets, strict=True):
+            if tensor.numel():
+                target = block[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+                target.copy_(tensor)
+        return block
+
+    def decode(self, block: Tensor) -> Parcel:
+        """The parcel in a block; its tensors are views of it."""
+        size, meta_bytes, batch, first, more, checksum, _, weight = _HEADER.unpack_from(
+            bytes(block[:HEADER_BYTES].numpy())
+        )
+        if meta_bytes:
+            self._received = _parse(bytes(block[HEADER_BYTES : HEADER_BYTES + meta_bytes].numpy()), self.where)
+        if self._received is None:
+            raise TransportError(f"{self.where}: a message came before any description of its structure")
+        spec, kinds, wants = self._received
+        shapes = [(getattr(torch, kind[1]), kind[2]) for kind in kinds if kind[0] == "tensor"]
+        offset, tensors = HEADER_BYTES + meta_bytes, []
+        for dtype, shape in shapes:
+            offset = _aligned(offset)
+            count = math.prod(shape)
+            end = offset + count * dtype.itemsize
+            tensors.append(block[offset:end].view(dtype).view(shape) if count else torch.empty(shape, dtype=dtype))
+            offset = end
+        if offset > size:
+            raise TransportError(f"{self.where}: a message of {size} bytes is too short for its tensors ({offset})")
+        given = iter(tensors)
+        leaves = [next(given) if kind[0] == "tensor" else kind[1] for kind in kinds]
+        header = Header(batch, first, bool(more), checksum, weight)
+        return Parcel(header, pytree.tree_unflatten(leaves, spec), wants)
+
+    def _kinds(self, leaves: list[Any]) -> list[list[Any]]:
+        """What each leaf is: a tensor with dtype and shape, or a plain value."""
+        kinds: list[list[Any]] = []
+        for leaf in leaves:
+            if isinstance(leaf, Tensor):
+                kinds.append(["tensor", str(leaf.dtype).removeprefix("torch."), list(leaf.shape)])
+            elif leaf is None or isinstance(leaf, bool | int | float | str):
+                kinds.append(["value", leaf])
+            else:
+                raise TransportError(
+                    f"{self.where}: a block returned a {type(leaf).__name__}; between stages only tensors, numbers, "
+                    "strings and None can travel, in any nesting of dicts, lists and tuples"
+                )
+        return kinds
+
+
+def split(block: Tensor) -> list[Tensor]:
+    """A block in two: its header, marked as continued, and the rest."""
+    block[_CONTINUED] = 1
+    return [block[:HEADER_BYTES], block[HEADER_BYTES:]]
+
+
+def size_and_continued(head: Tensor) -> tuple[int, bool]:
+    """The size of a block, and whether only its header is here, from its first `HEADER_BYTES` bytes."""
+    return int(head[:8].view(torch.int64)), bool(head[_CONTINUED])
+
+
+def _dump(structure: _Structure) -> bytes:
+    spec, kinds, wants = structure
+    return json.dumps([pytree.treespec_dumps(spec), kinds, [int(w) for w in wants]], separators=(",", ":")).encode()
+
+
+def _parse(meta: bytes, where: str) -> _Structure:
+    try:
+        spec, kinds, wants = json.loads(meta)
+        return pytree.treespec_loads(spec), kinds, tuple(map(bool, wants))
+    except (ValueError, NotImplementedError) as error:
+        raise TransportError(f"{where}: cannot read the structure of a message: {error}") from None
+
+
+def _place(tensors: list[Tensor], start: int) -> tuple[list[int], int]:
+    offsets = []
+    for tensor in tensors:
+        start = _aligned(start)
+        offsets.append(start)
+        start += tensor.nbytes
+    return offsets, start
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // ALIGNMENT) * ALIGNMENT
+
+
+def detached(tree: Any) -> tuple[Any, tuple[bool, ...]]:
+    """A pytree cut off from its graph, and which of its leaves want a gradient."""
+    leaves, spec = pytree.tree_flatten(tree)
+    wants = tuple(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
+    cut = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    return pytree.tree_unflatten(cut, spec), wants

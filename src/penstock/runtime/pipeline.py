@@ -1,0 +1,285 @@
+"""The engine: a model cut into stages, trained by a proven schedule.
+
+Without a process group all ranks run in this process, in turns; with one, each rank is a process. Both give the same
+numbers, bit for bit.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from penstock.errors import CapabilityError, ConfigError, PenstockError, TransportError
+from penstock.runtime.blocks import Blocks, LazyBlock, cut_blocks, named_blocks
+from penstock.runtime.clock import common_origin
+from penstock.runtime.distributed import GlooTransport
+from penstock.runtime.executor import Executor, Report, Wait
+from penstock.runtime.gather import gather_json
+from penstock.runtime.local import LocalTransport
+from penstock.runtime.node import NodeRuntime
+from penstock.runtime.recorder import Recorder
+from penstock.runtime.source import Batches, Source
+from penstock.runtime.stage import LossFunction, Stage
+from penstock.runtime.transport import Transport
+from penstock.schedule.check import Proof, check, node_specs
+from penstock.schedule.ir import Node, Op, Schedule, chain, straight
+from penstock.schedule.orders.forward_only import forward_only
+from penstock.schedule.versions import RULES, apply_rule
+from penstock.timeline import Interval, Timeline
+from penstock.weights.store import VersionStore
+from penstock.weights.update import OptimizerFactory, Updater
+
+_RUNNABLE = frozenset({Op.F, Op.B, Op.STEP})
+_RUNNABLE_RULES = frozenset({"flush", "double-buffer", "stash"})
+
+
+class Pipeline:
+    """A model in training.
+
+    Args:
+        blocks: the model as a list (or dict) of modules or functions, each taking what the one before returned; a
+            `LazyBlock` is made only where it is needed.
+        schedule: what `penstock.schedule` or `check` returned.
+        loss: (output, target) -> (sum, weight), or a scalar; used on the last stage.
+        optimizer: named parameters -> optimizer, called once per stage.
+        rate: update ordinal -> factor on the optimizer's learning rates.
+        divisor: c, about the loss weight of a batch (a count of tokens, say); gradients are accumulated over c and
+            corrected by c / N at the update, so that every cut, m and method takes the mean over the batch. m if None.
+        balance: blocks per stage; balanced by cost if None.
+        group: a process group with one process per rank; None to run all ranks in this process.
+        timeout: seconds after which a missing message is an error.
+
+    Raises:
+        ConfigError: model, schedule and group do not fit.
+        CapabilityError: the runtime does not offer the schedule's operations, or the optimizer cannot step a stage.
+    """
+
+    def __init__(
+        self,
+        blocks: Blocks,
+        schedule: Schedule | Proof,
+        *,
+        loss: LossFunction,
+        optimizer: OptimizerFactory,
+        rate: Callable[[int], float] | None = None,
+        divisor: float | None = None,
+        balance: Sequence[int] | None = None,
+        group: dist.ProcessGroup | None = None,
+        timeout: float = 300.0,
+    ) -> None:
+        self.proof = schedule if isinstance(schedule, Proof) else check(schedule)
+        self.schedule = self.proof.schedule
+        _check_runnable(self.schedule)
+        self.group, self.timeout = group, timeout
+        ranks = self.schedule.ranks
+        if group is not None and dist.get_world_size(group) != ranks:
+            raise ConfigError(f"the schedule has {ranks} ranks, the process group {dist.get_world_size(group)}")
+        self.ranks = range(ranks) if group is None else (dist.get_rank(group),)
+        named = named_blocks(blocks)
+        self.parts = cut_blocks(named, self.schedule.cuts, balance)
+        self._loss, self._optimizer, self._rate = loss, optimizer, rate
+        self._divisor = float(divisor if divisor is not None else self.schedule.microbatches)
+        if not self._divisor > 0:
+            raise ConfigError(f"divisor must be positive, got {divisor}")
+        self.batches = 0
+        self._broken: BaseException | None = None
+        origin = time.perf_counter() if group is None else common_origin(group)
+        self._recorders = {rank: Recorder(rank, origin) for rank in self.ranks}
+        self.nodes = {node: self._make_node(node, named) for node in self.schedule.nodes if node.rank in self.ranks}
+        for rank, recorder in self._recorders.items():
+            fixed = sum(self.nodes[n].stage.fixed_bytes() for n in self.schedule.on_rank(rank))
+            recorder.hold("frozen parameters and buffers", fixed)
+        self._source: Source | None = None
+
+    def _make_node(self, node: Node, named: dict[str, Any]) -> NodeRuntime:
+        made = {
+            name: named[name].make() if isinstance(named[name], LazyBlock) else named[name]
+            for name in self.parts[node.cut]
+        }
+        where = f"stage {node.name} on rank {node.rank}"
+        stage = Stage(made, self._loss if node.cut == self.schedule.cuts - 1 else None, where)
+        store, updater = None, None
+        if stage.trained:
+            store = VersionStore(stage.trained, self.proof.nodes[node].buffers, where)
+            rotates = self.proof.nodes[node].versions > 1
+            updater = Updater(self._optimizer, store.layout, store.versions[0], rotates, self._rate)
+        runtime = NodeRuntime(node, stage, store, updater, self._divisor)
+        runtime.restore()  # from here on the modules' parameters live in the store's memory, not beside it
+        return runtime
+
+    # --- running ----------------------------------------------------------------------------------------------------
+
+    def run(self, batches: Batches) -> Iterator[Report]:
+        """Train on batches; a batch is a sequence of m pairs (input, target).
+
+        Losses arrive while later microbatches are under way, so this is an iterator of reports, one per batch, in
+        order, on every rank. It ends when the data ends or `stop` was called, with the pipeline drained. Leaving the
+        loop early drains it, too: all batches that have entered are finished.
+
+        Raises:
+            PenstockError: a message did not arrive, the data differ, weights were rewritten under a reader; also what
+                the model itself raises. The pipeline is broken then.
+        """
+        older = -1 if self.batches and RULES[self.schedule.rule].bases == 2 else 0
+        yield from self._span(self.proof, batches, older, training=True)
+
+    def evaluate(self, batches: Batches) -> tuple[float, float] | None:
+        """The weighted mean loss on batches, with the newest weights, and its weight; None without the last stage."""
+        order = forward_only(self.schedule.cuts, self.schedule.microbatches)
+        schedule = apply_rule(order, RULES["frozen"], self.schedule.microbatches, "evaluation")
+        modes = [(m, m.training) for node in self.nodes.values() for m in node.stage.modules]
+        for module, _ in modes:
+            module.eval()
+        try:
+            reports = list(self._span(check(schedule), batches, 0, training=False))
+        finally:
+            for module, mode in modes:
+                module.train(mode)
+        known = [(r.loss * r.weight, r.weight) for r in reports if r.loss is not None and r.weight]
+        weight = sum(w for _, w in known)
+        return (sum(total for total, _ in known) / weight, weight) if weight else None
+
+    def stop(self) -> None:
+        """Let the run end after the batches that have been announced; takes effect on the first stage."""
+        if self._source is not None:
+            self._source.stopped = True
+
+    def _span(self, proof: Proof, batches: Batches, older: int, training: bool) -> Iterator[Report]:
+        if self._broken is not None:
+            raise PenstockError("the pipeline broke in an earlier run and cannot go on") from self._broken
+        edges = {n.cut for n in self.nodes} & {0, self.schedule.cuts - 1}
+        source = self._source = Source(batches, self.schedule.microbatches, readers=len(edges))
+        if not self._agree_to_start(source):
+            return
+        executors = self._executors(proof)
+        reports = self._drive([executor.run(source, self.batches, older) for executor in executors])
+        count = 0
+        try:
+            for report in reports:
+                count += 1
+                yield report
+        except GeneratorExit:  # the caller has left the loop: finish what is under way
+            source.stopped = True
+            count += sum(1 for _ in reports)
+            raise
+        except BaseException as error:
+            self._broken = error
+            raise
+        finally:
+            for executor in executors:
+                executor.transport.close()
+            if self._broken is None:
+                self.batches += count if training else 0
+                for node in self.nodes.values():
+                    node.restore()
+
+    def _agree_to_start(self, source: Source) -> bool:
+        """Whether there is a first batch; the first stage knows."""
+        first = self.schedule.node_at[0, 0].rank
+        if self.group is None:
+            return source.has(0)
+        flag = torch.tensor([int(first in self.ranks and source.has(0))])
+        dist.broadcast(flag, group_src=first, group=self.group)
+        return bool(flag)
+
+    def _executors(self, proof: Proof) -> list[Executor]:
+        specs = {spec.node: spec for spec in node_specs(proof.schedule, older=0)}
+        local = LocalTransport()
+        executors = []
+        for rank in self.ranks:
+            transport: Transport = local
+            if self.group is not None:
+                transport = GlooTransport(rank, proof.lowered.lanes, proof.lowered.window, self.group)
+            here = proof.schedule.on_rank(rank)
+            nodes = {node: self.nodes[node] for node in here}
+            rank_specs = {node: specs[node] for node in here}
+            executors.append(Executor(rank, proof.lowered, rank_specs, nodes, transport, self._recorders[rank]))
+        return executors
+
+    def _drive(self, runs: list[Iterator[Wait | Report]]) -> Iterator[Report]:
+        """Run the executors: all of them in turns, or the only one, blocking where it has to wait."""
+        if self.group is not None:
+            for event in runs[0]:
+                if isinstance(event, Wait):
+                    event.ticket.wait(self.timeout, event.what)
+                else:
+                    yield event
+            return
+        reporting = self.schedule.node_at[self.schedule.cuts - 1, 0].rank
+        blocked: dict[int, Wait | None] = dict.fromkeys(range(len(runs)))
+        while blocked:
+            moved = False
+            for rank in list(blocked):
+                wait = blocked[rank]
+                if wait is not None and not wait.ticket.done:
+                    continue
+                moved = True
+                for event in runs[rank]:
+                    if isinstance(event, Wait):
+                        blocked[rank] = event
+                        break
+                    if rank == reporting:
+                        yield event
+                else:
+                    del blocked[rank]
+            if not moved:
+                stuck = "; ".join(f"{wait.what} on {wait.ticket.lane}" for wait in blocked.values() if wait)
+                raise TransportError(f"no rank can go on: {stuck}")
+
+    # --- looking at it ----------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Parameters and buffers of the stages in this process, newest version, by canonical name."""
+        state: dict[str, Tensor] = {}
+        for node in self.nodes.values():
+            state.update(node.stage.state())
+        return state
+
+    def optimizers(self) -> dict[Node, torch.optim.Optimizer]:
+        """The optimizers of the stages in this process."""
+        return {
+            node: runtime.updater.optimizer
+            for node, runtime in self.nodes.items()
+            if runtime.updater is not None and runtime.updater.optimizer is not None
+        }
+
+    def live_bytes(self) -> dict[int, dict[str, int]]:
+        """Per rank of this process, what its live bytes are for, now."""
+        return {rank: dict(recorder.live) for rank, recorder in self._recorders.items()}
+
+    def peak_bytes(self) -> dict[int, dict[str, int]]:
+        """Per rank of this process, the most bytes of each kind, and of all kinds together ("total")."""
+        return {rank: {**r.peak, "total": r.peak_total} for rank, r in self._recorders.items()}
+
+    def busy_seconds(self) -> dict[int, float]:
+        """Per rank of this process, time spent on work so far."""
+        return {rank: recorder.busy for rank, recorder in self._recorders.items()}
+
+    def timeline(self) -> Timeline:
+        """What every rank did and held; between processes a collective call, which all ranks make together."""
+        parts: list[Any] = [[r.rank, list(r.intervals), r.series()] for r in self._recorders.values()]
+        if self.group is not None:
+            parts = [part for gathered in gather_json(parts, self.group) for part in gathered]
+        timeline = Timeline(self.schedule.ranks)
+        for rank, intervals, series in parts:
+            timeline.intervals += [Interval(*interval) for interval in intervals]
+            for kind, samples in series.items():
+                timeline.memory[rank, kind] = [(time, amount) for time, amount in samples]
+        return timeline
+
+
+def _check_runnable(schedule: Schedule) -> None:
+    ops = {a.op for program in schedule.programs for a in program.period}
+    missing = sorted(op.value for op in ops - _RUNNABLE)
+    if missing:
+        raise CapabilityError(f"{schedule.name}: the runtime does not offer {', '.join(missing)} yet")
+    if schedule.nodes != straight(schedule.ranks) or schedule.edges != chain(schedule.cuts) or schedule.frozen:
+        raise CapabilityError(f"{schedule.name}: the runtime offers chains with one trained cut per rank so far")
+    rule = RULES[schedule.rule]
+    if rule.name not in _RUNNABLE_RULES:
+        raise CapabilityError(f"{schedule.name}: the runtime does not offer version rule {rule.name!r} yet")

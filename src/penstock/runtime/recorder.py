@@ -1,0 +1,70 @@
+"""What one rank did and when, and what every live byte is for.
+
+Times are seconds on a clock common to all ranks (`penstock.runtime.clock`), since the pipeline was made. The last
+`keep` intervals are kept, so that a long run does not grow without bound; sums go on for ever.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+
+from penstock.timeline import BUSY, Interval
+
+KEEP = 200_000
+
+
+class Recorder:
+    """Intervals and live bytes of one rank.
+
+    Args:
+        rank: the rank.
+        origin: what `now` counts from, on this process's `time.perf_counter`.
+        keep: intervals and samples to keep.
+    """
+
+    def __init__(self, rank: int, origin: float, keep: int = KEEP) -> None:
+        self.rank, self.origin = rank, origin
+        self.intervals: deque[Interval] = deque(maxlen=keep)
+        self.samples: dict[str, deque[tuple[float, float]]] = {}
+        self.live: dict[str, int] = {}
+        self.peak: dict[str, int] = {}
+        self.peak_total = 0
+        self.busy = 0.0
+        self.waited: dict[str, float] = {}
+        self._keep = keep
+
+    def now(self) -> float:
+        """The common time."""
+        return time.perf_counter() - self.origin
+
+    def at(self, stamp: float) -> float:
+        """The common time of a stamp of `time.perf_counter`."""
+        return stamp - self.origin
+
+    def add(self, interval: Interval) -> None:
+        """Record an interval."""
+        self.intervals.append(interval)
+        length = interval.end - interval.start
+        if interval.what in BUSY:
+            self.busy += length
+        elif interval.what == "wait":
+            self.waited[interval.cause] = self.waited.get(interval.cause, 0.0) + length
+
+    def hold(self, kind: str, nbytes: int) -> None:
+        """Set the live bytes of one kind."""
+        if self.live.get(kind) == nbytes:
+            return
+        self.live[kind] = nbytes
+        self.peak[kind] = max(self.peak.get(kind, 0), nbytes)
+        self.peak_total = max(self.peak_total, sum(self.live.values()))
+        self.samples.setdefault(kind, deque(maxlen=self._keep)).append((self.now(), nbytes))
+
+    def change(self, kind: str, nbytes: int) -> None:
+        """Add to the live bytes of one kind."""
+        if nbytes:
+            self.hold(kind, self.live.get(kind, 0) + nbytes)
+
+    def series(self) -> dict[str, list[tuple[float, float]]]:
+        """Live bytes over time, by kind."""
+        return {kind: list(samples) for kind, samples in self.samples.items()}

@@ -1,0 +1,50 @@
+"""How many bytes a graph keeps alive, exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+
+class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
+    """Counts the storages that autograd saves while a forward runs, each once.
+
+    Saved-tensor hooks switch autograd's own check for rewritten tensors off, and cost time, so the executor uses
+    this only for the first forward of each input shape.
+
+    Args:
+        known: addresses of storages that live anyway: weights, buffers.
+    """
+
+    def __init__(self, known: set[int]) -> None:
+        self._known = known
+        self._seen: dict[int, int] = {}
+        super().__init__(self._pack, lambda saved: saved)
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        self.add([tensor])
+        return tensor
+
+    def add(self, tensors: Iterable[object]) -> None:
+        """Count these, too."""
+        for tensor in tensors:
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                if storage.data_ptr() not in self._known:
+                    self._seen[storage.data_ptr()] = storage.nbytes()
+
+    @property
+    def total(self) -> int:
+        """Bytes so far."""
+        return sum(self._seen.values())
+
+
+def signature(value: object) -> tuple[object, ...]:
+    """What decides how much a graph saves: shapes and types of the inputs."""
+    return tuple(
+        (tuple(leaf.shape), leaf.dtype, leaf.requires_grad) if isinstance(leaf, Tensor) else type(leaf)
+        for leaf in pytree.tree_leaves(value)
+    )

@@ -1,0 +1,190 @@
+"""One stage: blocks in a row as a function of parameters and inputs, and what its backward needs.
+
+A version of the weights is bound by putting its leaf tensors in the place of the modules' parameters. The modules'
+own `Parameter` objects never enter a graph; they are put back, over the newest weights, when a run ends. A graph keeps
+its leaves, so binding another version does not touch it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils import _pytree as pytree
+
+from penstock.errors import ConfigError
+from penstock.weights.buffers import Handle
+
+LossFunction = Callable[[Any, Any], Any]
+"""(output, target) -> (sum, weight), or a scalar, which counts as a sum of weight 1."""
+
+
+@dataclass
+class Flight:
+    """A microbatch between its forward and its backward on one stage.
+
+    Attributes:
+        handle: the weights its graph was built on; None where nothing is trained.
+        inputs: the received leaves that want a gradient, with their places in the input's tree.
+        outputs: where gradients enter the graph: the outputs, without keeping their memory, or the loss.
+        seed: the gradient of the loss, on the last stage.
+        nbytes: bytes that the graph keeps alive.
+    """
+
+    handle: Handle | None
+    inputs: dict[int, Tensor]
+    leaves: int
+    outputs: list[GradientEdge | None]
+    seed: Tensor | None
+    nbytes: int
+
+
+class Stage:
+    """The blocks of one cut.
+
+    Args:
+        blocks: canonical name -> module or plain function; each takes what the one before returned.
+        loss: for the last cut.
+        where: for messages, such as "stage 0 on rank 0".
+    """
+
+    def __init__(self, blocks: Mapping[str, Any], loss: LossFunction | None, where: str) -> None:
+        self.blocks = dict(blocks)
+        self.loss = loss
+        self.where = where
+        self._places: dict[str, list[tuple[nn.Module, str]]] = {}
+        self._originals: dict[str, nn.Parameter] = {}
+        self._bound: Mapping[str, Tensor] | None = None
+        self._aliases: set[str] = set()  # further names of shared parameters
+        names: dict[int, str] = {}
+        for prefix, block in self.blocks.items():
+            if not isinstance(block, nn.Module):
+                if not callable(block):
+                    raise ConfigError(f"block {prefix!r} is a {type(block).__name__}, neither a module nor a function")
+                continue
+            for path, module in block.named_modules(prefix=prefix):
+                for key, parameter in module._parameters.items():
+                    if parameter is None:
+                        continue
+                    name = names.setdefault(id(parameter), f"{path}.{key}")
+                    if name != f"{path}.{key}":
+                        self._aliases.add(f"{path}.{key}")
+                    self._places.setdefault(name, []).append((module, key))
+                    self._originals[name] = parameter
+
+    @property
+    def trained(self) -> dict[str, nn.Parameter]:
+        """The parameters that want gradients, by canonical name; a shared one appears once."""
+        return {name: p for name, p in self._originals.items() if p.requires_grad}
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The blocks that are modules."""
+        return [block for block in self.blocks.values() if isinstance(block, nn.Module)]
+
+    def state(self) -> dict[str, Tensor]:
+        """Parameters and persistent buffers by canonical name, as the modules hold them now; shared ones once."""
+        state: dict[str, Tensor] = {}
+        for prefix, block in self.blocks.items():
+            if isinstance(block, nn.Module):
+                state.update(block.state_dict(prefix=f"{prefix}."))
+        return {name: tensor for name, tensor in state.items() if name not in self._aliases}
+
+    def fixed_bytes(self) -> int:
+        """Bytes of frozen parameters and of module buffers."""
+        frozen = sum(p.nbytes for p in self._originals.values() if not p.requires_grad)
+        return frozen + sum(b.nbytes for module in self.modules for b in module.buffers())
+
+    # --- versions ---------------------------------------------------------------------------------------------------
+
+    def bind(self, leaves: Mapping[str, Tensor]) -> None:
+        """Let the modules compute with these tensors."""
+        if self._bound is leaves:
+            return
+        for name, leaf in leaves.items():
+            for module, key in self._places[name]:
+                module._parameters[key] = leaf  # type: ignore[assignment]  # a leaf tensor, not a Parameter
+        self._bound = leaves
+
+    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+        """Put the modules' own parameters back, over the memory of `tensors`."""
+        for name, tensor in tensors.items():
+            original = self._originals[name]
+            original.data = tensor
+            for module, key in self._places[name]:
+                module._parameters[key] = original
+        self._bound = None
+
+    # --- passes -----------------------------------------------------------------------------------------------------
+
+    def apply(self, value: Any) -> Any:
+        """Run the blocks."""
+        for block in self.blocks.values():
+            value = block(value)
+        return value
+
+    def evaluate_loss(self, output: Any, target: Any) -> tuple[Tensor, float]:
+        """The loss sum and its weight.
+
+        Raises:
+            ConfigError: the loss function returned something else.
+        """
+        assert self.loss is not None
+        result = self.loss(output, target)
+        if isinstance(result, tuple) and len(result) == 2:
+            total, weight = result
+            weight = float(weight)
+        else:
+            total, weight = result, 1.0
+        if not isinstance(total, Tensor) or total.numel() != 1:
+            what = f"a tensor of shape {tuple(total.shape)}" if isinstance(total, Tensor) else type(total).__name__
+            raise ConfigError(f"{self.where}: the loss must be a scalar, or (sum, weight); got {what}")
+        if not weight >= 0:
+            raise ConfigError(f"{self.where}: the weight of a loss must not be negative, got {weight}")
+        return total, weight
+
+
+def open_inputs(value: Any, wants_gradient: Sequence[bool]) -> tuple[Any, dict[int, Tensor], int]:
+    """Make the received leaves that want a gradient into leaves of a new graph.
+
+    Returns:
+        The tree, the leaves by place, and the number of all leaves.
+    """
+    leaves, spec = pytree.tree_flatten(value)
+    opened: dict[int, Tensor] = {}
+    for i, wants in enumerate(wants_gradient):
+        if wants:
+            leaves[i] = opened[i] = leaves[i].detach().requires_grad_()
+    return pytree.tree_unflatten(leaves, spec), opened, len(leaves)
+
+
+def edges_of(value: Any) -> list[GradientEdge | None]:
+    """Where gradients enter the graph of each leaf of a tree; None for leaves without one."""
+    return [
+        get_gradient_edge(leaf) if isinstance(leaf, Tensor) and leaf.requires_grad else None
+        for leaf in pytree.tree_leaves(value)
+    ]
+
+
+def run_backward(flight: Flight, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Backward through one stage; weight gradients go where the leaves' `.grad` points.
+
+    Args:
+        flight: the microbatch.
+        gradients: per output leaf; None where nothing came back.
+
+    Returns:
+        The gradients of all input leaves, None where none is wanted.
+    """
+    pairs = [(e, g) for e, g in zip(flight.outputs, gradients, strict=True) if e is not None and g is not None]
+    if pairs:
+        torch.autograd.backward([edge for edge, _ in pairs], [gradient for _, gradient in pairs])
+    result: list[Tensor | None] = [None] * flight.leaves
+    for place, leaf in flight.inputs.items():
+        result[place] = leaf.grad
+        leaf.grad = None
+    return result

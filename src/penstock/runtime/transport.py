@@ -1,0 +1,85 @@
+"""The interface between executors and whatever moves messages.
+
+A transport moves parcels along lanes. Nothing here blocks: posting returns a `Ticket`, and the executor decides when
+to wait for it, so that the same executor runs with its peers in one process or alone in its own.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from penstock.errors import TransportError
+from penstock.runtime.parcel import Parcel
+from penstock.schedule.lowered import LaneKey
+
+
+@dataclass
+class Ticket:
+    """A posted SEND or RECV.
+
+    Attributes:
+        lane: where it was posted.
+        parcel: for a RECV, what arrived.
+        done_at: when it completed, on the clock of `time.perf_counter`.
+        error: why it never will.
+    """
+
+    lane: LaneKey
+    parcel: Parcel | None = None
+    done_at: float = 0.0
+    error: BaseException | None = None
+    _event: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def done(self) -> bool:
+        """Whether it has completed or failed."""
+        return self._event.is_set()
+
+    def complete(self, parcel: Parcel | None = None, error: BaseException | None = None) -> None:
+        """Mark as completed or failed."""
+        self.parcel, self.error, self.done_at = parcel, error, time.perf_counter()
+        self._event.set()
+
+    def wait(self, timeout: float, what: str) -> None:
+        """Block until done.
+
+        Args:
+            timeout: seconds.
+            what: what the caller was about to do, for messages.
+
+        Raises:
+            TransportError: the peer is gone, or nothing came in time.
+        """
+        if not self._event.wait(timeout):
+            raise TransportError(
+                f"{what}: nothing came on the {self.lane.payload} lane from rank {self.lane.source} to rank "
+                f"{self.lane.target} within {timeout:g} seconds; the peer is stalled or dead"
+            )
+        self.check(what)
+
+    def check(self, what: str) -> None:
+        """Raise if it failed."""
+        if self.error is not None:
+            raise TransportError(
+                f"{what}: the {self.lane.payload} lane from rank {self.lane.source} to rank {self.lane.target} broke: "
+                f"{self.error}"
+            ) from self.error
+
+
+class Transport(Protocol):
+    """Moves parcels along the lanes of one rank."""
+
+    def receive(self, lane: LaneKey) -> Ticket:
+        """Post a RECV."""
+        ...
+
+    def send(self, lane: LaneKey, parcel: Parcel) -> Ticket:
+        """Post a SEND; the caller keeps at most a window of them outstanding."""
+        ...
+
+    def close(self) -> None:
+        """Stop whatever runs in the background."""
+        ...

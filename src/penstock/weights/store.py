@@ -1,0 +1,112 @@
+"""The version store of one stage: which buffer holds which version or gradient.
+
+The store has as many buffers as the schedule's proof says, and no more. Its life rule is not its own: after each
+action the books of the schedule (`penstock.schedule.nodestate`) tell which versions are alive, and the store frees the
+rest. Gradients of a batch accumulate in one buffer, in microbatch order; with rotating updates the new version is
+written over that gradient, parameter by parameter, so that three buffers serve two versions and a gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from torch import Tensor
+
+from penstock.errors import VersionError
+from penstock.weights.buffers import Buffer, Handle, Layout
+
+
+class VersionStore:
+    """Versions and gradients of the trained parameters of one stage.
+
+    Args:
+        parameters: canonical name -> initial value (version 0).
+        buffers: parameter-sized buffers, as proven.
+        where: for messages, such as "stage 0 on rank 0".
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor], buffers: int, where: str) -> None:
+        self.layout = Layout(parameters)
+        self.where = where
+        self._free = [Buffer(self.layout, f"{i} of {where}") for i in range(buffers)]
+        self.storages = set().union(*(b.storages for b in self._free))
+        self.versions: dict[int, Buffer] = {0: self._take("version 0")}
+        self.gradients: dict[int, Buffer] = {}
+        self.versions[0].load(parameters)
+        self._bound: dict[int, int] = {}  # version -> batch whose gradient its leaves accumulate into
+
+    @property
+    def newest(self) -> int:
+        """The newest version."""
+        return max(self.versions)
+
+    def read(self, version: int) -> Handle:
+        """Claim a version.
+
+        Raises:
+            VersionError: it is not alive.
+        """
+        buffer = self.versions.get(version)
+        if buffer is None:
+            alive = ", ".join(map(str, sorted(self.versions)))
+            raise VersionError(f"{self.where}: version {version} of the weights is not alive; alive are {alive}")
+        return Handle(buffer, buffer.epoch, version)
+
+    def accumulate(self, handle: Handle, batch: int) -> None:
+        """Make the backward of a graph on `handle` add to the gradient of `batch`."""
+        gradient = self.gradients.get(batch)
+        if gradient is None:
+            gradient = self.gradients[batch] = self._take(f"the gradient of batch {batch}")
+            gradient.zero()
+        if self._bound.get(handle.version) != batch:
+            for name, leaf in handle.buffer.leaves.items():
+                leaf.grad = gradient.views[name]
+            self._bound[handle.version] = batch
+
+    def rotate(self, batch: int) -> tuple[Buffer, Buffer]:
+        """Turn the gradient of `batch` into the buffer of version batch+1.
+
+        Returns:
+            The buffers of version `batch` and of version batch+1; the latter still holds the gradient.
+        """
+        old, new = self.versions[batch], self.gradients.pop(batch)
+        self.versions[batch + 1] = new
+        return old, new
+
+    def overwrite(self, batch: int) -> tuple[Buffer, Buffer]:
+        """Let version batch+1 take the place of version `batch`, in the same buffer.
+
+        Returns:
+            The buffer of the weights and that of the gradient, which is free again after the update.
+        """
+        buffer, gradient = self.versions.pop(batch), self.gradients.pop(batch)
+        self._bound.pop(batch, None)
+        self.versions[batch + 1] = buffer
+        self._free.append(gradient)
+        return buffer, gradient
+
+    def retain(self, alive: Iterable[int]) -> None:
+        """Free the buffers of all versions but those alive."""
+        for version in self.versions.keys() - set(alive):
+            buffer = self.versions.pop(version)
+            self._bound.pop(version, None)
+            buffer.rewrite()
+            self._free.append(buffer)
+
+    def tensors(self, version: int) -> dict[str, Tensor]:
+        """The parameters of a version, by name; they share its memory."""
+        return dict(self.read(version).buffer.views)
+
+    def bytes_by_role(self) -> dict[str, int]:
+        """Bytes of weights, gradients and idle buffers."""
+        size = self.layout.nbytes
+        roles = {"weights": self.versions, "gradients": self.gradients, "idle buffers": self._free}
+        return {role: size * len(held) for role, held in roles.items()}
+
+    def _take(self, purpose: str) -> Buffer:
+        if not self._free:
+            raise VersionError(
+                f"{self.where}: no buffer is free for {purpose}; versions {sorted(self.versions)} and the gradients of "
+                f"batches {sorted(self.gradients)} hold them all"
+            )
+        return self._free.pop()

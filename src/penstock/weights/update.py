@@ -1,0 +1,186 @@
+"""One optimizer per stage, stepping from version t to version t+1.
+
+The optimizer is any `torch.optim` class, built by the user's factory on parameters of its own. These never enter a
+graph: before a step their `.data` is pointed at the buffers in question. Where an update is in place, that is the
+buffer of the weights. Where it rotates, the new version is written over the gradient: a few parameters at a time, the
+gradient moves to a scratch tensor, the old weights are copied to where it was, and the optimizer steps there in place.
+The scratch is as large as the largest parameter; optimizer state exists once, whatever the number of versions.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import CapabilityError
+from penstock.weights.buffers import Buffer, Layout
+
+OptimizerFactory = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
+"""Named parameters of a stage -> its optimizer, such as ``lambda named: torch.optim.AdamW(named, lr=1e-3)``."""
+
+
+class Updater:
+    """Steps the parameters of one stage.
+
+    Args:
+        factory: builds the optimizer.
+        layout: the parameters of the stage.
+        first: the buffer of version 0.
+        rotates: whether updates are written over the gradient.
+        rate: update ordinal (0, 1, ...) -> factor on the learning rates that the factory set.
+
+    Raises:
+        CapabilityError: the optimizer cannot step a pipeline stage.
+    """
+
+    def __init__(
+        self,
+        factory: OptimizerFactory,
+        layout: Layout,
+        first: Buffer,
+        rotates: bool,
+        rate: Callable[[int], float] | None = None,
+    ) -> None:
+        # Made on memory of their own: a Parameter made on a view would share the buffer's version counter for ever.
+        self.parameters = {name: nn.Parameter(torch.empty_like(view)) for name, view in first.views.items()}
+        for name, parameter in self.parameters.items():
+            parameter.data = first.views[name]
+        self.optimizer = factory(list(self.parameters.items())) if self.parameters else None
+        self.updates = 0
+        self._layout = layout
+        self._rate = rate
+        self._chunks: list[list[str]] = []
+        self._scratch: dict[torch.dtype, Tensor] = {}
+        if self.optimizer is None:
+            return
+        _check_capability(self.optimizer, self.parameters)
+        self._rates = [group["lr"] for group in self.optimizer.param_groups]
+        if rotates:
+            self._chunks = list(_chunks(layout, separable=_is_separable(self.optimizer)))
+            self._scratch = _scratch(layout, self._chunks)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of optimizer state and scratch."""
+        if self.optimizer is None:
+            return 0
+        state = [t for s in self.optimizer.state.values() for t in s.values() if isinstance(t, Tensor)]
+        return sum(t.nbytes for t in (*state, *self._scratch.values()))
+
+    def in_place(self, weights: Buffer, gradient: Buffer, factor: float) -> None:
+        """Step in the buffer of the weights.
+
+        Args:
+            weights: version t; becomes version t+1.
+            gradient: of the loss sum, over the constant c.
+            factor: c / N; the gradient is multiplied by it first.
+        """
+        weights.rewrite()
+        if factor != 1.0:
+            gradient.scale(factor)
+        self._point(self.parameters, weights, gradient.views)
+        self._step()
+
+    def rotate(self, old: Buffer, new: Buffer, factor: float) -> None:
+        """Step from `old` into `new`, which holds the gradient on entry and version t+1 on return."""
+        new.rewrite()
+        self._schedule_rate()
+        with torch.no_grad():
+            for chunk in self._chunks:
+                gradients = self._places(chunk)
+                for name in chunk:
+                    view = new.views[name]
+                    if factor == 1.0:
+                        gradients[name].copy_(view)
+                    else:
+                        torch.mul(view, factor, out=gradients[name])
+                    view.copy_(old.views[name])
+                self._point(chunk, new, gradients)
+                self._optimizer_step()
+        self.updates += 1
+
+    def _places(self, chunk: list[str]) -> dict[str, Tensor]:
+        """Where in the scratch the gradients of a chunk go."""
+        places, used = {}, dict.fromkeys(self._scratch, 0)
+        for name in chunk:
+            slot = self._layout.slots[name]
+            start = used[slot.dtype]
+            used[slot.dtype] = start + slot.padded
+            places[name] = self._scratch[slot.dtype][start : start + slot.numel].view(slot.shape)
+        return places
+
+    def _point(self, names: Iterable[str], buffer: Buffer, gradients: dict[str, Tensor]) -> None:
+        for name in names:
+            parameter = self.parameters[name]
+            parameter.data = buffer.views[name]
+            parameter.grad = gradients[name]
+
+    def _step(self) -> None:
+        self._schedule_rate()
+        self._optimizer_step()
+        self.updates += 1
+
+    def _schedule_rate(self) -> None:
+        if self.optimizer is not None and self._rate is not None:
+            factor = self._rate(self.updates)
+            for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
+                group["lr"] = rate * factor
+
+    def _optimizer_step(self) -> None:
+        if self.optimizer is not None:
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+
+
+def _check_capability(optimizer: torch.optim.Optimizer, parameters: dict[str, nn.Parameter]) -> None:
+    name = type(optimizer).__name__
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise CapabilityError(f"the optimizer factory returned {type(optimizer).__name__}, not a torch optimizer")
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise CapabilityError(
+            f"{name} needs a closure that evaluates the model again, which a pipeline stage cannot do; "
+            "use an optimizer whose step() takes no closure, such as AdamW"
+        )
+    covered = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    missing = [key for key, p in parameters.items() if id(p) not in covered]
+    if missing:
+        raise CapabilityError(
+            f"the optimizer factory left out {len(missing)} trained parameters, the first of them {missing[0]}; "
+            "pass them all to the optimizer, or freeze some with requires_grad=False"
+        )
+
+
+def _is_separable(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether parameters may be stepped a few at a time; torch's own classes skip those without a gradient."""
+    return type(optimizer).__module__.startswith("torch.optim")
+
+
+def _chunks(layout: Layout, separable: bool) -> Iterable[list[str]]:
+    """Groups of parameters that are stepped together: no larger than the largest parameter of their dtype."""
+    if not separable:
+        yield list(layout.slots)
+        return
+    limit = max((slot.padded for slot in layout.slots.values()), default=0)
+    chunk: list[str] = []
+    size = 0
+    for name, slot in layout.slots.items():
+        if chunk and size + slot.padded > limit:
+            yield chunk
+            chunk, size = [], 0
+        chunk.append(name)
+        size += slot.padded
+    if chunk:
+        yield chunk
+
+
+def _scratch(layout: Layout, chunks: list[list[str]]) -> dict[torch.dtype, Tensor]:
+    sizes = dict.fromkeys(layout.sizes, 0)
+    for chunk in chunks:
+        for dtype in sizes:
+            here = (slot.padded for slot in map(layout.slots.__getitem__, chunk) if slot.dtype == dtype)
+            sizes[dtype] = max(sizes[dtype], sum(here))
+    return {dtype: torch.empty(size, dtype=dtype, device=layout.device) for dtype, size in sizes.items()}

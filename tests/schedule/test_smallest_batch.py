@@ -1,0 +1,65 @@
+"""The smallest legal number of microbatches: derived by trying, compared with the closed forms."""
+
+import pytest
+
+from penstock.errors import ScheduleError
+from penstock.schedule.build import make_schedule, prove, smallest_microbatches
+from penstock.schedule.methods import METHODS
+
+DEPTHS = range(1, 8)
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_two_buffers_over_1f1b_are_legal_from_one_less_than_the_depth(depth):
+    legal = max(1, depth - 1)
+    for m in range(legal, 2 * depth + 2):
+        make_schedule("2bw", depth, m)
+    for m in range(1, legal):
+        with pytest.raises(ScheduleError, match=rf"at least {legal} microbatches.*got {m}; raise .* to {legal}\b"):
+            make_schedule("2bw", depth, m)
+
+
+@pytest.mark.parametrize("depth", range(1, 6))
+def test_two_buffers_over_eager_1f1b_need_twice_as_many(depth):
+    legal = max(1, 2 * depth - 2)
+    for m in range(legal, 2 * depth + 2):
+        make_schedule("2bw", depth, m, order="endless-eager-1f1b")
+    for m in range(1, legal):
+        with pytest.raises(ScheduleError, match=rf"at least {legal} microbatches.*got {m}; raise .* to {legal}\b"):
+            make_schedule("2bw", depth, m, order="endless-eager-1f1b")
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.parametrize("method", [name for name in METHODS if name != "2bw"])
+def test_all_other_methods_are_legal_from_one_microbatch(method, depth):
+    for m in range(1, 2 * depth + 2):
+        make_schedule(method, depth, m)
+    assert smallest_microbatches(method, depth) == 1
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3, 5, 9, 16])
+def test_smallest_microbatches_without_a_failed_attempt(depth):
+    assert smallest_microbatches("2bw", depth) == max(1, depth - 1)
+    assert smallest_microbatches("2bw", depth, order="endless-eager-1f1b") == max(1, 2 * depth - 2)
+
+
+@pytest.mark.parametrize(("beyond", "legal"), [(0, 5), (4, 5), (5, 6), (11, 12)])
+def test_smallest_microbatches_beyond_a_number(beyond, legal):
+    assert smallest_microbatches("2bw", 6, beyond=beyond) == legal
+
+
+def test_the_message_says_which_action_came_too_early():
+    with pytest.raises(ScheduleError, match=r"STEP\[0\]@0 on rank 0.*stands before 1 of batch 0's backwards"):
+        make_schedule("2bw", 4, 2)
+
+
+def test_an_order_that_no_number_of_microbatches_mends_says_what_is_wrong():
+    def deaf(stages, microbatches):
+        backwards = [f"B{k}" for k in range(microbatches)]
+        forwards = [f"F{k}" for k in range(microbatches)]
+        return [forwards + backwards] * (stages - 1) + [backwards + forwards]
+
+    with pytest.raises(ScheduleError, match=r"B0@1 on rank 1 needs the forward of microbatch 0") as caught:
+        prove(deaf, 2, 3)
+    assert "at least" not in str(caught.value)
+    assert smallest_microbatches(deaf, 2) is None
