@@ -59,7 +59,7 @@ def test_an_order_that_no_number_of_microbatches_mends_says_what_is_wrong():
         forwards = [f"F{k}" for k in range(microbatches)]
         return [forwards + backwards] * (stages - 1) + [backwards + forwards]
 
-    with pytest.raises(ScheduleError, match=r"B0@1 on rank 1 needs the forward of microbatch 0") as caught:
+    with pytest.raises(ScheduleError, match=r"B0@1\^0 on rank 1 needs the forward of microbatch 0") as caught:
         prove(deaf, 2, 3)
     assert "at least" not in str(caught.value)
     assert smallest_microbatches(deaf, 2) is None

@@ -1,0 +1,1 @@
+"""Room 7: what can be cut into blocks."""

@@ -1,0 +1,184 @@
+"""A clean modern GPT as a list of blocks: pre-norm, rotary positions, scaled dot-product attention.
+
+Shapes: B microbatch, L positions, D width, H heads, K width of a head (D = H K), V vocabulary.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from types import MappingProxyType
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from penstock.errors import ConfigError
+from penstock.runtime.blocks import LazyBlock
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """The shape of a GPT.
+
+    Attributes:
+        layers: transformer layers.
+        width: D.
+        heads: H; must divide the width into even parts.
+        context: the most positions a sequence may have.
+        vocabulary: V.
+    """
+
+    layers: int
+    width: int
+    heads: int
+    context: int = 1024
+    vocabulary: int = 256
+
+    def __post_init__(self) -> None:
+        """Refuse shapes that cannot be."""
+        for name, value in vars(self).items():
+            if value < 1:
+                raise ConfigError(f"model.{name} must be at least 1, got {value}")
+        if self.width % (2 * self.heads):
+            raise ConfigError(
+                f"model.width {self.width} must be a multiple of twice model.heads ({2 * self.heads}): rotary "
+                "positions turn pairs of a head's entries"
+            )
+
+    @property
+    def parameters(self) -> int:
+        """Trained parameters, input and output embedding counted apart."""
+        layer = 12 * self.width**2 + 2 * self.width
+        return self.layers * layer + 2 * self.vocabulary * self.width + self.width
+
+
+PRESETS: Mapping[str, GPTConfig] = MappingProxyType(
+    {
+        "tiny": GPTConfig(layers=4, width=128, heads=4, context=128),
+        "small": GPTConfig(layers=8, width=256, heads=8, context=256),
+        "124m": GPTConfig(layers=12, width=768, heads=12, vocabulary=51200),
+        "355m": GPTConfig(layers=24, width=1024, heads=16, vocabulary=51200),
+        "1.3b": GPTConfig(layers=24, width=2048, heads=16, context=2048, vocabulary=51200),
+        "2.2b": GPTConfig(layers=32, width=2304, heads=32, context=2048, vocabulary=51200),
+        "3.8b": GPTConfig(layers=32, width=3072, heads=32, context=2048, vocabulary=51200),
+    }
+)
+"""Shapes by name; the four large ones are those of PipeDream-2BW's evaluation (arXiv 2006.09503)."""
+
+
+class Embedding(nn.Module):
+    """Tokens to vectors: (B, L) -> (B, L, D)."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(config.vocabulary, config.width))
+        nn.init.normal_(self.weight, std=0.02)
+
+    def forward(self, tokens_BL: Tensor) -> Tensor:
+        """Look the tokens up."""
+        return F.embedding(tokens_BL, self.weight)
+
+
+class Layer(nn.Module):
+    """One transformer layer: (B, L, D) -> (B, L, D)."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        d = config.width
+        self.heads = config.heads
+        self.attention_norm = nn.RMSNorm(d)
+        self.query_key_value = nn.Linear(d, 3 * d, bias=False)
+        self.attention_out = nn.Linear(d, d, bias=False)
+        self.mlp_norm = nn.RMSNorm(d)
+        self.mlp_in = nn.Linear(d, 4 * d, bias=False)
+        self.mlp_out = nn.Linear(4 * d, d, bias=False)
+        for linear in (self.query_key_value, self.mlp_in):
+            nn.init.normal_(linear.weight, std=0.02)
+        for linear in (self.attention_out, self.mlp_out):  # so that the sum of 2 x layers branches keeps its scale
+            nn.init.normal_(linear.weight, std=0.02 * (2 * config.layers) ** -0.5)
+        cos_LK, sin_LK = rotary_table(config.context, d // config.heads)
+        self.register_buffer("cos", cos_LK, persistent=False)
+        self.register_buffer("sin", sin_LK, persistent=False)
+
+    def forward(self, x_BLD: Tensor) -> Tensor:
+        """Attention and MLP, each on a normed copy and added back."""
+        x_BLD = x_BLD + self.attend(self.attention_norm(x_BLD))
+        mlp_BLD: Tensor = self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x_BLD))))
+        return x_BLD + mlp_BLD
+
+    def attend(self, x_BLD: Tensor) -> Tensor:
+        """Causal self-attention with rotary positions."""
+        b, length, d = x_BLD.shape
+        qkv = self.query_key_value(x_BLD).view(b, length, 3, self.heads, d // self.heads)
+        q_BHLK, k_BHLK, v_BHLK = qkv.permute(2, 0, 3, 1, 4)
+        cos, sin = self.get_buffer("cos")[:length], self.get_buffer("sin")[:length]
+        q_BHLK, k_BHLK = rotate(q_BHLK, cos, sin), rotate(k_BHLK, cos, sin)
+        y_BHLK = F.scaled_dot_product_attention(q_BHLK, k_BHLK, v_BHLK, is_causal=True)
+        out: Tensor = self.attention_out(y_BHLK.transpose(1, 2).reshape(b, length, d))
+        return out
+
+
+class Head(nn.Module):
+    """Vectors to logits: (B, L, D) -> (B, L, V)."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(config.width)
+        self.out = nn.Linear(config.width, config.vocabulary, bias=False)
+        nn.init.normal_(self.out.weight, std=0.02)
+
+    def forward(self, x_BLD: Tensor) -> Tensor:
+        """Norm and project."""
+        logits: Tensor = self.out(self.norm(x_BLD))
+        return logits
+
+
+def rotary_table(length: int, head_width: int, base: float = 10000.0) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of RoPE (Su et al., arXiv 2104.09864, eq. 34), each (L, K)."""
+    rates_K = base ** (-torch.arange(0, head_width, 2, dtype=torch.float64) / head_width).repeat(2)
+    angles_LK = torch.arange(length, dtype=torch.float64)[:, None] * rates_K
+    return angles_LK.cos().float(), angles_LK.sin().float()
+
+
+def rotate(x_BHLK: Tensor, cos_LK: Tensor, sin_LK: Tensor) -> Tensor:
+    """Turn each pair (x_i, x_{i + K/2}) by the angle of its position."""
+    first, second = x_BHLK.chunk(2, dim=-1)
+    return x_BHLK * cos_LK + torch.cat((-second, first), dim=-1) * sin_LK
+
+
+def gpt_blocks(config: GPTConfig, seed: int) -> dict[str, LazyBlock]:
+    """The model as blocks, each with an initialisation of its own seed, so that it does not depend on the cut.
+
+    Args:
+        config: the shape.
+        seed: of the whole model.
+    """
+    d, context = config.width, config.context
+    layer = 12 * d * d + 2 * context * d  # multiplications per token
+    parts: dict[str, tuple[type[nn.Module], float]] = {"embedding": (Embedding, d)}
+    parts |= {f"layers.{i}": (Layer, layer) for i in range(config.layers)}
+    parts["head"] = (Head, config.vocabulary * d)
+    return {
+        name: LazyBlock(partial(kind, config), seed=zlib.crc32(f"{seed} {name}".encode()), cost=cost)
+        for name, (kind, cost) in parts.items()
+    }
+
+
+def language_loss(logits_BLV: Tensor, targets_BL: Tensor) -> tuple[Tensor, float]:
+    """Sum of the cross-entropy over all tokens, in nats, and their number."""
+    total = F.cross_entropy(logits_BLV.flatten(0, 1), targets_BL.flatten(), reduction="sum")
+    return total, float(targets_BL.numel())
+
+
+def preset(name: str, **changes: int) -> GPTConfig:
+    """A shape by name, with some numbers changed.
+
+    Raises:
+        ConfigError: no such preset.
+    """
+    if name not in PRESETS:
+        raise ConfigError(f"unknown model preset {name!r}; known: {', '.join(PRESETS)}")
+    return replace(PRESETS[name], **changes)

@@ -1,0 +1,176 @@
+"""The configuration of a training run: one schema, every field described once."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from penstock.errors import ConfigError
+
+
+def _as_number(value: Any) -> Any:
+    """YAML 1.1 reads 1e-3 as text; a number is meant where the field is one."""
+    if isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return value
+
+
+Number = Annotated[float, BeforeValidator(_as_number)]
+OptimizerName = Literal["adamw", "adam", "nadam", "sgd"]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, protected_namespaces=())
+
+
+class ModelSection(_Strict):
+    """The GPT."""
+
+    preset: str = Field(default="tiny", description="a shape by name: tiny, small, 124m, 355m, 1.3b, 2.2b, 3.8b")
+    layers: int | None = Field(default=None, ge=1, description="transformer layers, instead of the preset's")
+    width: int | None = Field(default=None, ge=1, description="model width, instead of the preset's")
+    heads: int | None = Field(default=None, ge=1, description="attention heads, instead of the preset's")
+    context: int | None = Field(default=None, ge=2, description="tokens per sample, instead of the preset's")
+    vocabulary: int | None = Field(
+        default=None, ge=2, description="size of the vocabulary; that of the data if not set"
+    )
+
+
+class OptimizerSection(_Strict):
+    """The optimizer, one per stage."""
+
+    name: OptimizerName = Field(default="adamw", description="adamw, adam, nadam or sgd")
+    lr: Number = Field(default=2e-3, gt=0, description="peak learning rate")
+    weight_decay: Number = Field(default=0.1, ge=0, description="decay of matrices; vectors are not decayed")
+    beta1: Number = Field(default=0.9, ge=0, lt=1, description="first moment; the momentum of sgd")
+    beta2: Number = Field(default=0.95, ge=0, lt=1, description="second moment")
+
+
+class RateSection(_Strict):
+    """How the learning rate changes with the number of updates."""
+
+    warm_up: int = Field(default=20, ge=0, description="updates over which the rate rises linearly from zero")
+    decay: Literal["cosine", "linear", "none"] = Field(
+        default="cosine", description="shape of the fall after the warm-up"
+    )
+    floor: Number = Field(default=0.1, ge=0, le=1, description="fraction of the peak rate at the end")
+
+
+class TrainConfig(_Strict):
+    """Everything about a training run."""
+
+    method: str = Field(default="2bw", description="a row of `penstock methods`")
+    stages: int = Field(default=2, ge=1, description="d, ranks of the pipeline; each holds one stage")
+    microbatches: int = Field(default=4, ge=1, description="m, microbatches per batch (per update)")
+    microbatch_size: int = Field(default=8, ge=1, description="samples per microbatch")
+    batches: int = Field(default=200, ge=1, description="updates to make")
+    balance: list[int] | None = Field(default=None, description="blocks per stage; balanced by cost if not set")
+    seed: int = Field(default=0, ge=0, description="of initialisation and sample order")
+    data: str | None = Field(
+        default=None, description="text file, folder or token array; the standard library if not set"
+    )
+    held_out: Number = Field(default=0.05, gt=0, le=0.5, description="fraction of the text held out for validation")
+    validation_samples: int = Field(default=512, ge=1, description="held-out samples for the loss at the end")
+    prompt: str = Field(default="def ", description="the sample at the end begins like this (text corpora only)")
+    sample_length: int = Field(default=200, ge=0, description="tokens of the sample at the end; 0 for none")
+    out: str = Field(default="runs", description="folder in which a folder for this run is made")
+    timeout: Number = Field(default=300.0, gt=0, description="seconds after which a missing message ends the run")
+    threads: int | None = Field(default=None, ge=1, description="threads per rank; cores divided by ranks if not set")
+    model: ModelSection = Field(default=ModelSection(), description="the model")
+    optimizer: OptimizerSection = Field(default=OptimizerSection(), description="the optimizer")
+    rate: RateSection = Field(default=RateSection(), description="the learning rate over time")
+
+
+def load_config(path: Path | None, changes: list[str]) -> TrainConfig:
+    """Read a YAML file and apply `key=value` changes.
+
+    Args:
+        path: a YAML file with keys of `TrainConfig`; None for the defaults.
+        changes: such as "method=1f1b" or "optimizer.lr=0.001"; values are read as YAML.
+
+    Raises:
+        ConfigError: every unknown key (with the nearest known one), every value of a wrong type or range.
+    """
+    values: dict[str, Any] = {}
+    if path is not None:
+        try:
+            loaded = yaml.safe_load(path.read_text())
+        except OSError as error:
+            raise ConfigError(f"cannot read the configuration {str(path)!r}: {error.strerror or error}") from None
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{str(path)!r} is not YAML: {error}") from None
+        if not isinstance(loaded, dict | None):
+            raise ConfigError(f"{str(path)!r} must hold keys and values, not a {type(loaded).__name__}")
+        values = loaded or {}
+    for change in changes:
+        _apply(values, change)
+    return validate_config(values)
+
+
+def validate_config(values: dict[str, Any]) -> TrainConfig:
+    """Check values against the schema.
+
+    Raises:
+        ConfigError: lists everything that is wrong.
+    """
+    try:
+        return TrainConfig.model_validate(values)
+    except ValidationError as error:
+        problems = [_explain(tuple(map(str, e["loc"])), e["type"], e["msg"], e.get("input")) for e in error.errors()]
+        raise ConfigError("\n".join(problems)) from None
+
+
+def _apply(values: dict[str, Any], change: str) -> None:
+    key, separator, text = change.partition("=")
+    if not separator or not key:
+        raise ConfigError(f"--set takes key=value, such as method=1f1b or optimizer.lr=0.001; got {change!r}")
+    try:
+        value = text if key in _TEXT_KEYS and text not in ("null", "") else yaml.safe_load(text)
+    except yaml.YAMLError:
+        value = text
+    *path, last = key.split(".")
+    place = values
+    for part in path:
+        inner = place.setdefault(part, {})
+        if not isinstance(inner, dict):
+            raise ConfigError(f"--set {change}: {part!r} is a value, not a section")
+        place = inner
+    place[last] = value
+
+
+def _explain(path: tuple[str, ...], kind: str, message: str, value: Any) -> str:
+    key = ".".join(path)
+    if kind == "extra_forbidden":
+        near = difflib.get_close_matches(key, known_keys(), n=1, cutoff=0.5) or difflib.get_close_matches(
+            path[-1], [k.split(".")[-1] for k in known_keys()], n=1, cutoff=0.5
+        )
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        return f"unknown configuration key {key!r}{hint}"
+    if kind in ("model_type", "dict_type"):
+        return f"{key}: expected a section with keys, such as {key}.{_section_keys(key)}, got {value!r}"
+    return f"{key}: {message[0].lower()}{message[1:]}, got {value!r}"
+
+
+def known_keys() -> list[str]:
+    """Every key, sections as `section.key`."""
+    keys = []
+    for name, field in TrainConfig.model_fields.items():
+        section = field.annotation
+        if isinstance(section, type) and issubclass(section, BaseModel):
+            keys += [f"{name}.{inner}" for inner in section.model_fields]
+        keys.append(name)
+    return keys
+
+
+def _section_keys(section: str) -> str:
+    return next((key.split(".")[1] for key in known_keys() if key.startswith(f"{section}.")), "...")
+
+
+_TEXT_KEYS = frozenset({"method", "data", "prompt", "out", "model.preset", "optimizer.name", "rate.decay"})

@@ -1,0 +1,108 @@
+"""Real text without a download: the Python sources of the interpreter's own standard library.
+
+Tokens are bytes. A user's own text may be a file, a folder of files, or an array of tokens on disk.
+"""
+
+from __future__ import annotations
+
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.errors import DataError
+
+SKIPPED_FOLDERS = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib2to3"})
+"""Not every interpreter ships these, so they are left out and the corpus is alike everywhere."""
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Tokens in a row.
+
+    Attributes:
+        name: for people.
+        tokens: one dimension, any integer type; may be mapped from disk.
+        vocabulary: one more than the largest token.
+        text: whether tokens are bytes of text.
+    """
+
+    name: str
+    tokens: NDArray[np.integer]
+    vocabulary: int
+    text: bool
+
+
+def load_corpus(path: str | None = None) -> Corpus:
+    """Load the training text.
+
+    Args:
+        path: a text file, a folder (all its readable text files, in order of their names), a token array (`.npy`, or
+            `.bin` with 16-bit little-endian tokens); None for the standard library.
+
+    Raises:
+        DataError: nothing there, or it cannot be read.
+    """
+    if path is None:
+        library = Path(sysconfig.get_paths()["stdlib"])
+        return _bytes_corpus(_join(_sources(library, "*.py"), library), "Python standard library")
+    place = Path(path)
+    if not place.exists():
+        raise DataError(f"there is no file or folder {path!r}; give a text file, a folder, or a .npy or .bin of tokens")
+    try:
+        if place.is_dir():
+            return _bytes_corpus(_join(_sources(place, "*"), place), str(place))
+        if place.suffix in (".npy", ".bin"):
+            return _tokens_corpus(place)
+        return _bytes_corpus(place.read_bytes(), str(place))
+    except OSError as error:
+        raise DataError(f"cannot read {path!r}: {error.strerror or error}") from None
+
+
+def _sources(root: Path, pattern: str) -> Iterator[Path]:
+    for path in sorted(root.rglob(pattern)):
+        if path.is_file() and not SKIPPED_FOLDERS.intersection(path.relative_to(root).parts[:-1]):
+            yield path
+
+
+def _join(paths: Iterator[Path], root: Path) -> bytes:
+    texts = []
+    for path in paths:
+        data = path.read_bytes()
+        if b"\0" not in data[:4096]:  # not text
+            texts.append(data)
+    if not texts:
+        raise DataError(f"no text files in {str(root)!r}")
+    return b"\n".join(texts)
+
+
+def _bytes_corpus(data: bytes, name: str) -> Corpus:
+    return Corpus(name, np.frombuffer(data, dtype=np.uint8), 256, text=True)
+
+
+def _tokens_corpus(path: Path) -> Corpus:
+    """Map an array of tokens."""
+    try:
+        tokens = np.load(path, mmap_mode="r") if path.suffix == ".npy" else np.memmap(path, dtype="<u2", mode="r")
+    except ValueError as error:
+        raise DataError(f"cannot read tokens from {str(path)!r}: {error}") from None
+    if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer) or not len(tokens):
+        raise DataError(
+            f"{str(path)!r} must hold whole numbers in one dimension; it holds {tokens.dtype} of shape {tokens.shape}"
+        )
+    if int(tokens.min()) < 0:
+        raise DataError(f"{str(path)!r} holds negative tokens")
+    return Corpus(str(path), tokens, int(tokens.max()) + 1, text=False)
+
+
+def unigram_entropy(train: NDArray[np.integer], held_out: NDArray[np.integer], vocabulary: int) -> float:
+    """Cross-entropy in nats per token of held-out text under the token frequencies of the training text.
+
+    What a model reaches that looks at no context at all; every token counts once more than it was seen.
+    """
+    counts = np.bincount(train, minlength=vocabulary) + 1
+    seen = np.bincount(held_out, minlength=vocabulary)
+    return float(-(seen * np.log(counts / counts.sum())).sum() / seen.sum())

@@ -1,0 +1,112 @@
+"""What the proof derives (versions, buffers, delays, activations), compared with the formulas of the papers."""
+
+from math import ceil
+
+import pytest
+
+from penstock.schedule.build import prove
+
+DEPTHS = [1, 2, 3, 4, 6]
+SIZES = [1, 2, 3, 5, 8]
+
+
+def by_stage(proof):
+    return [proof.nodes[node] for node in sorted(proof.nodes)]
+
+
+@pytest.mark.parametrize("m", SIZES)
+@pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.parametrize(
+    ("method", "in_flight"),
+    [
+        ("gpipe", lambda d, s, m: m),
+        ("1f1b", lambda d, s, m: min(m, d - s)),
+        ("eager", lambda d, s, m: min(m, 2 * (d - s) - 1)),
+        ("sequential", lambda d, s, m: 1),
+        ("stash", lambda d, s, m: d - s),  # batches overlap: m is no cap
+    ],
+)
+def test_peak_activations(method, in_flight, depth, m):
+    proof = prove(method, depth, m)
+    assert list(proof.activations) == [in_flight(depth, s, m) for s in range(depth)]
+
+
+@pytest.mark.parametrize("m", SIZES)
+@pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.parametrize("method", ["gpipe", "1f1b", "eager", "sequential"])
+def test_flush_keeps_one_version_and_has_no_delay(method, depth, m):
+    for facts in by_stage(prove(method, depth, m)):
+        assert (facts.versions, facts.copies, facts.buffers, tuple(facts.delay)) == (1, 0, 2, (0, 0))
+
+
+@pytest.mark.parametrize("more", [0, 1, 2, 6])
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_2bw_keeps_two_versions_in_three_buffers_and_has_delay_one_on_every_stage(depth, more):
+    for facts in by_stage(prove("2bw", depth, max(1, depth - 1) + more)):
+        assert (facts.versions, facts.copies, facts.buffers, tuple(facts.delay)) == (2, 0, 3, (1, 1))
+
+
+@pytest.mark.parametrize("m", SIZES)
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_stashed_versions(depth, m):
+    facts = by_stage(prove("stash", depth, m))
+    assert [f.versions for f in facts] == [ceil((depth - 1 - s) / m) + 1 for s in range(depth)]
+
+
+@pytest.mark.parametrize("m", SIZES)
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_stash_delay_is_the_distance_to_the_last_stage(depth, m):
+    """Of the m forwards of a batch on stage s, d-1-s run before the update that their place in line would allow."""
+    for s, facts in enumerate(by_stage(prove("stash", depth, m))):
+        assert facts.delay.forward == facts.delay.backward == pytest.approx((depth - 1 - s) / m, abs=1e-12)
+
+
+@pytest.mark.parametrize("m", SIZES)
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_newest_has_the_stashed_forward_delay_and_none_in_the_backward(depth, m):
+    for s, facts in enumerate(by_stage(prove("newest", depth, m))):
+        assert facts.delay.forward == pytest.approx((depth - 1 - s) / m, abs=1e-12)
+        assert (facts.delay.backward, facts.versions, facts.buffers) == (0, 1, 2)
+
+
+@pytest.mark.parametrize("m", SIZES)
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_vertical_sync_has_the_delay_of_stage_0_everywhere(depth, m):
+    for facts in by_stage(prove("vertical-sync", depth, m)):
+        assert facts.delay.forward == facts.delay.backward == pytest.approx((depth - 1) / m, abs=1e-12)
+
+
+def live_versions(schedule, rank, batches):
+    """The most versions alive at once, from the unrolled span: a version lives from its birth to its last reader."""
+    actions = list(schedule.actions(rank, batches))
+    last_read, newest, most = {}, 0, 1
+    for i, action in enumerate(actions):
+        if action.reads:
+            last_read[action.reads.versions[0]] = i
+    for i, action in enumerate(actions):
+        if action.op == "STEP":
+            newest = action.unit.first + 1
+            most = max(most, 1 + sum(last > i for version, last in last_read.items() if version < newest))
+    return most
+
+
+@pytest.mark.parametrize("m", SIZES)
+@pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.parametrize("method", ["stash", "vertical-sync", "newest", "1f1b"])
+def test_live_versions_equal_those_of_an_unrolled_span(method, depth, m):
+    proof = prove(method, depth, m)
+    batches = 2 * depth + 4  # long enough to fill the pipeline, whatever m is
+    for rank in range(depth):
+        assert proof.versions_on(rank) == live_versions(proof.schedule, rank, batches)
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_flushed_schedules_are_steady_from_the_first_batch(depth):
+    assert prove("1f1b", depth, 3).steady_from == 0
+
+
+@pytest.mark.parametrize("m", [1, 2, 5])
+@pytest.mark.parametrize("depth", [2, 3, 6])
+def test_endless_schedules_are_steady_once_the_pipeline_is_full(depth, m):
+    """Batch t works on microbatches up to d-1 back: before batch ceil((d-1)/m) some of them do not exist."""
+    assert prove("stash", depth, m).steady_from >= ceil((depth - 1) / m)
