@@ -1,0 +1,5 @@
+"""`python -m penstock`, which torchrun can start."""
+
+from penstock.cli import main
+
+main()

@@ -1,0 +1,190 @@
+"""The command line."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from penstock.errors import PenstockError
+
+app = typer.Typer(
+    name="penstock",
+    help="Pipeline-parallel training that wastes neither time nor memory: every schedule is proven, drawn, simulated "
+    "and run.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+)
+
+Stages = Annotated[int, typer.Option("--stages", help="Stages (ranks) of the pipeline.", min=1)]
+Microbatches = Annotated[int, typer.Option("--microbatches", help="Microbatches per batch.", min=1)]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+MethodName = Annotated[str, typer.Argument(metavar="METHOD", help="A row of [bold]penstock methods[/bold].")]
+
+
+def main() -> None:
+    """Entry point: run a command; mistakes of the user end with a message and exit code 2."""
+    try:
+        app()
+    except PenstockError as error:
+        trace = getattr(error, "trace", "")
+        if trace:
+            sys.stderr.write(trace.rstrip() + "\n\n")
+        message = Text.assemble(("error: ", "bold red"), str(error))
+        Console(stderr=True).print(message, soft_wrap=True)
+        sys.exit(1 if trace else 2)
+
+
+def _print_json(value: Any) -> None:
+    sys.stdout.write(json.dumps(value, indent=1) + "\n")
+
+
+@app.command()
+def methods(stages: Stages = 4, microbatches: Microbatches = 8, as_json: AsJson = False) -> None:
+    """List every method with what its schedule costs: weight copies, delay, activations, bubble."""
+    from penstock.view.tables import methods_json, methods_table
+
+    if as_json:
+        _print_json(methods_json(stages, microbatches))
+    else:
+        Console().print(methods_table(stages, microbatches))
+
+
+@app.command()
+def show(
+    method: MethodName,
+    stages: Stages = 4,
+    microbatches: Microbatches = 8,
+    batches: Annotated[int | None, typer.Option(help="Batches to draw; 1 if flushed, else 3.", min=1)] = None,
+    forward: Annotated[float, typer.Option(help="Time of a forward.", min=0)] = 1.0,
+    backward: Annotated[float, typer.Option(help="Time of a full backward.", min=0)] = 2.0,
+    as_json: AsJson = False,
+    svg: Annotated[Path | None, typer.Option(help="Also write the drawing to this SVG file.")] = None,
+) -> None:
+    """Print a schedule: the order of every rank, and its timeline with the versions read."""
+    from penstock.schedule.build import prove
+    from penstock.schedule.ir import format_action
+    from penstock.simulate.costs import Costs
+    from penstock.simulate.simulate import simulate
+    from penstock.view.svg import timeline_svg
+    from penstock.view.text import draw_timeline
+
+    proof = prove(method, stages, microbatches)
+    schedule = proof.schedule
+    span = batches or (3 if any(program.epilogue for program in schedule.programs) else 1)
+    simulation = simulate(proof, Costs.uniform(schedule, forward, backward / 2, backward / 2), span)
+    if svg is not None:
+        title = f"{schedule.name}: {stages} stages, {microbatches} microbatches"
+        svg.write_text(timeline_svg(simulation.timeline, title))
+    orders = [[format_action(a, node=False) for a in schedule.actions(rank, span)] for rank in range(schedule.ranks)]
+    if as_json:
+        intervals = [interval._asdict() for interval in simulation.timeline.intervals]
+        _print_json({"schedule": str(schedule), "orders": orders, "timeline": intervals, **simulation.figures()})
+        return
+    console = Console()
+    console.print(str(schedule), markup=False, highlight=False, soft_wrap=True)
+    console.print(draw_timeline(simulation.timeline, console.width), soft_wrap=True)
+    count = f"{span} batch{'es' * (span > 1)}, drained at the end"
+    legend = "superscript: version of the weights read; ┃ update; · idle."
+    bubble = f"bubble {simulation.bubble.bubble:.4f} = idle / total over {count}"
+    console.print(legend, bubble, style="dim", highlight=False)
+
+
+@app.command()
+def simulate(
+    method: MethodName,
+    stages: Stages,
+    microbatches: Microbatches,
+    forward: Annotated[float, typer.Option(help="F, time of a forward of a rank's whole share.", min=0)] = 1.0,
+    backward_input: Annotated[float, typer.Option(help="Time of the backward for the inputs.", min=0)] = 1.0,
+    backward_weight: Annotated[float, typer.Option(help="Time of the backward for the weights.", min=0)] = 1.0,
+    batches: Annotated[int, typer.Option(help="Batches between two drains.", min=1)] = 1,
+    step: Annotated[float, typer.Option(help="Time of an update.", min=0)] = 0.0,
+    latency: Annotated[float, typer.Option(help="Time of a hop; it occupies no rank.", min=0)] = 0.0,
+    per_stage: Annotated[
+        Path | None,
+        typer.Option(help="JSON list with forward, backward_input, backward_weight[, step] of each stage."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Predict makespan, bubble, activations, versions and messages of a span of batches."""
+    from penstock.schedule.build import prove
+    from penstock.simulate.costs import Costs, read_stage_costs
+    from penstock.simulate.simulate import simulate as run
+    from penstock.view.tables import simulation_table
+
+    proof = prove(method, stages, microbatches)
+    if per_stage is not None:
+        costs = read_stage_costs(per_stage, proof.schedule.cuts, latency)
+    else:
+        costs = Costs.uniform(proof.schedule, forward, backward_input, backward_weight, latency, step)
+    simulation = run(proof, costs, batches)
+    if as_json:
+        _print_json(simulation.figures())
+    else:
+        Console().print(simulation_table(simulation))
+
+
+@app.command()
+def train(
+    config: Annotated[Path | None, typer.Argument(help="YAML file; the defaults train a small GPT.")] = None,
+    changes: Annotated[
+        list[str] | None, typer.Option("--set", help="Change a value, as in [bold]--set method=1f1b[/bold].")
+    ] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(help="Text file, folder, or tokens (.npy, .bin); the standard library's sources if not given."),
+    ] = None,
+) -> None:
+    """Train a GPT on text through a pipeline of local worker processes.
+
+    Started by torchrun, this process joins that job as one of its workers instead.
+    """
+    from penstock.train.config import load_config
+    from penstock.train.launch import is_worker, launch_local
+    from penstock.train.prepare import make_run_folder, prepare
+
+    settings = load_config(config, [*(changes or []), *([f"data={data}"] if data is not None else [])])
+    if is_worker():
+        _work(settings.model_dump(), None)
+        return
+    prepare(settings)
+    folder = make_run_folder(settings)
+    launch_local(settings.stages, _work, settings.model_dump(), str(folder))
+
+
+def _work(values: dict[str, Any], folder: str | None) -> None:
+    """One worker of a job."""
+    from penstock.train.config import validate_config
+    from penstock.train.loop import train as run
+    from penstock.view.progress import TerminalObserver
+
+    observer = TerminalObserver()
+    try:
+        run(validate_config(values), Path(folder) if folder else None, observer)
+    finally:
+        observer.close()
+
+
+@app.command()
+def sample(
+    run: Annotated[Path, typer.Argument(help="A run folder of [bold]penstock train[/bold].")],
+    prompt: Annotated[str, typer.Option(help="The text begins like this.")] = "def ",
+    length: Annotated[int, typer.Option(help="Bytes to make.", min=1)] = 400,
+    temperature: Annotated[float, typer.Option(help="Below 1 for likelier text, 0 for the likeliest.", min=0)] = 0.8,
+    seed: Annotated[int, typer.Option(help="Of the choices.", min=0)] = 0,
+) -> None:
+    """Write text with the weights of a finished run."""
+    from penstock.train.sample import sample_text
+
+    Console().print(sample_text(run, prompt, length, temperature, seed), markup=False, highlight=False)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""Trained weights on disk: one safetensors file per stage and an index, no pickle.
+
+    weights/index.json              schema, model, file of each tensor
+    weights/stage-0-of-2.safetensors
+
+Names are canonical (block and parameter), so any other cut of the model can read them. Files appear under their names
+only when they are complete.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from penstock.errors import CheckpointError
+
+SCHEMA = 1
+FOLDER = "weights"
+INDEX = "index.json"
+
+
+def save_stage(folder: Path, stage: int, stages: int, state: Mapping[str, Tensor]) -> dict[str, str]:
+    """Write the tensors of one stage.
+
+    Returns:
+        The file of each tensor, for the index.
+    """
+    place = folder / FOLDER
+    place.mkdir(parents=True, exist_ok=True)
+    name = f"stage-{stage}-of-{stages}.safetensors"
+    tensors = {key: tensor.detach().cpu().contiguous().clone() for key, tensor in state.items()}
+    temporary = place / f".{name}.part"
+    save_file(tensors, temporary, metadata={"schema": str(SCHEMA), "stage": str(stage)})
+    os.replace(temporary, place / name)
+    return dict.fromkeys(tensors, name)
+
+
+def save_index(folder: Path, files: Mapping[str, str], model: Mapping[str, Any]) -> None:
+    """Write which file holds which tensor, and what the model looks like."""
+    temporary = folder / FOLDER / f".{INDEX}.part"
+    temporary.write_text(json.dumps({"schema": SCHEMA, "model": dict(model), "files": dict(files)}, indent=1))
+    os.replace(temporary, folder / FOLDER / INDEX)
+
+
+def load_index(folder: Path) -> dict[str, Any]:
+    """Read the index of a run's weights.
+
+    Raises:
+        CheckpointError: there is none, or it is of another schema.
+    """
+    path = folder / FOLDER / INDEX
+    try:
+        index = json.loads(path.read_text())
+    except OSError as error:
+        raise CheckpointError(
+            f"no saved weights in {str(folder)!r}: cannot read {path.name}: {error.strerror}"
+        ) from None
+    except ValueError as error:
+        raise CheckpointError(f"{str(path)!r} is damaged: {error}") from None
+    if not isinstance(index, dict) or index.get("schema") != SCHEMA:
+        found = index.get("schema") if isinstance(index, dict) else None
+        raise CheckpointError(f"{str(path)!r} has schema {found}, this version of penstock reads {SCHEMA}")
+    return index
+
+
+def load_weights(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a run, by canonical name.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, or lacks a tensor of the index.
+    """
+    files: dict[str, str] = load_index(folder)["files"]
+    state: dict[str, Tensor] = {}
+    for name in sorted(set(files.values())):
+        if Path(name).name != name:
+            raise CheckpointError(f"the index in {str(folder)!r} names {name!r}, which is not a file of its folder")
+        path = folder / FOLDER / name
+        try:
+            with safe_open(path, framework="pt") as opened:
+                state.update((key, opened.get_tensor(key)) for key in opened.keys())  # noqa: SIM118 - not a dict
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"cannot read {str(path)!r}: {error}") from None
+    missing = sorted(files.keys() - state.keys())
+    if missing:
+        raise CheckpointError(f"{len(missing)} tensors of the index are in no file, the first of them {missing[0]}")
+    return state
+
+
+def fill_module(module: torch.nn.Module, name: str, state: Mapping[str, Tensor]) -> None:
+    """Load a block's tensors.
+
+    Raises:
+        CheckpointError: one is missing or has another shape.
+    """
+    prefix = f"{name}."
+    own = {key.removeprefix(prefix): tensor for key, tensor in state.items() if key.startswith(prefix)}
+    try:
+        module.load_state_dict(own)
+    except RuntimeError as error:
+        raise CheckpointError(f"the saved weights do not fit block {name!r}: {error}") from None

@@ -1,0 +1,303 @@
+"""The training loop of one rank, from an initialised process group to saved weights."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import rendezvous
+
+from penstock.errors import ConfigError
+from penstock.models.gpt import gpt_blocks, language_loss
+from penstock.runtime.executor import Report
+from penstock.runtime.gather import gather_json
+from penstock.runtime.pipeline import Pipeline
+from penstock.timeline import Timeline
+from penstock.train.board import Board
+from penstock.train.config import TrainConfig
+from penstock.train.corpus import unigram_entropy
+from penstock.train.data import batches
+from penstock.train.files import save_index, save_stage
+from penstock.train.optimizers import optimizer_factory
+from penstock.train.prepare import Prepared, describe_model, make_run_folder, prepare
+from penstock.train.rate import rate_schedule
+from penstock.train.sample import sample_text
+
+METRICS = "metrics.jsonl"
+_POST_EVERY = 0.5  # seconds between two postings of a rank's figures
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far training is, as the reporting rank knows it.
+
+    Attributes:
+        bubble: idle share of all ranks since the last report that had figures; None before the first.
+        live_bytes: per rank, bytes by kind.
+    """
+
+    batch: int
+    batches: int
+    loss: float | None
+    seconds: float
+    tokens: int
+    tokens_per_second: float
+    rate: float
+    bubble: float | None
+    live_bytes: dict[int, dict[str, int]]
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The end of a run.
+
+    Attributes:
+        entropy: unigram entropy of the held-out text, in nats per token: what no context at all would reach.
+        peak_bytes: per rank, the most bytes of each kind.
+    """
+
+    folder: Path
+    batches: int
+    tokens: int
+    seconds: float
+    loss: float | None
+    validation_loss: float | None
+    entropy: float
+    bubble: float
+    peak_bytes: dict[int, dict[str, int]]
+    sample: str | None
+
+
+class Observer(Protocol):
+    """What the reporting rank tells about the run."""
+
+    def started(self, prepared: Prepared, parts: list[list[str]]) -> None:
+        """The pipeline stands."""
+        ...
+
+    def progress(self, progress: Progress) -> None:
+        """Another batch is done."""
+        ...
+
+    def finished(self, summary: Summary, timeline: Timeline) -> None:
+        """Training is over and the weights are saved."""
+        ...
+
+
+def train(config: TrainConfig, folder: Path | None, observer: Observer) -> None:
+    """Train as one rank of a launched job; the rank with the last stage reports.
+
+    Args:
+        config: the same on every rank.
+        folder: of the run, the same on every rank; None to let rank 0 make one.
+        observer: called on the reporting rank only.
+
+    Raises:
+        ConfigError: the job was launched with another number of processes than the pipeline has stages.
+        PenstockError: as `prepare` and `Pipeline` say.
+    """
+    prepared = prepare(config)
+    torch.set_num_threads(config.threads or max((os.cpu_count() or 1) // _local_ranks(), 1))
+    with _process_group(config) as store:
+        _Loop(prepared, folder or _shared_folder(config, store), store, observer).run()
+
+
+def _local_ranks() -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def _shared_folder(config: TrainConfig, store: Store) -> Path:
+    """A run folder made by rank 0; the others learn its name."""
+    if dist.get_rank() == 0:
+        store.set("penstock/folder", str(make_run_folder(config)))
+    return Path(store.get("penstock/folder").decode())
+
+
+@contextmanager
+def _process_group(config: TrainConfig) -> Iterator[Store]:
+    """The job's process group, from the variables that torch elastic sets for launch."""
+    store, rank, size = next(iter(rendezvous("env://")))
+    if size != config.stages:
+        raise ConfigError(
+            f"the job has {size} processes, but stages is {config.stages}; launch one process per stage, "
+            f"for example with torchrun --nproc-per-node {config.stages}"
+        )
+    timeout = timedelta(seconds=config.timeout)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
+    try:
+        yield store
+    finally:
+        dist.destroy_process_group()
+
+
+class _Loop:
+    """One rank's run."""
+
+    def __init__(self, prepared: Prepared, folder: Path, store: Store, observer: Observer) -> None:
+        config = self.config = prepared.config
+        self.prepared, self.folder, self.observer = prepared, folder, observer
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        self.reports = self.rank == self.ranks - 1
+        self.board = Board(store, self.rank, self.ranks)
+        self.tokens_per_batch = config.microbatches * config.microbatch_size * prepared.model.context
+        self.rate = rate_schedule(config.rate, config.batches)
+        self.pipeline = Pipeline(
+            gpt_blocks(prepared.model, config.seed),
+            prepared.proof,
+            loss=language_loss,
+            optimizer=optimizer_factory(config.optimizer),
+            rate=self.rate,
+            divisor=self.tokens_per_batch,
+            balance=config.balance,
+            group=dist.group.WORLD,
+            timeout=config.timeout,
+        )
+        self._posted = -math.inf
+        self._previous: dict[int, dict[str, Any]] = {}
+        self._bubble: float | None = None
+
+    def run(self) -> None:
+        """Train, validate, save, sample."""
+        config = self.config
+        begun = time.perf_counter()
+        data = batches(self.prepared.windows, 0, config.batches, config.microbatches, config.microbatch_size)
+        loss = None
+        if self.reports:
+            self.observer.started(self.prepared, self.pipeline.parts)
+        for report in self.pipeline.run(data):
+            self._post()
+            if self.reports:
+                loss = report.loss
+                self._progress(report, time.perf_counter() - begun)
+        seconds = time.perf_counter() - begun
+        timeline = self.pipeline.timeline()
+        validation = self._validate()
+        self._save()
+        peaks = {r: b for part in gather_json(list(self.pipeline.peak_bytes().items()), None) for r, b in part}
+        if self.reports:
+            self._finish(loss, validation, seconds, timeline, peaks)
+
+    def _post(self) -> None:
+        now = time.perf_counter()
+        if now - self._posted >= _POST_EVERY:
+            self._posted = now
+            self.board.post(
+                {
+                    "busy": sum(self.pipeline.busy_seconds().values()),
+                    "time": now,
+                    "bytes": self.pipeline.live_bytes()[self.rank],
+                }
+            )
+
+    def _progress(self, report: Report, seconds: float) -> None:
+        figures = self.board.read()
+        self._update_bubble(figures)
+        done = report.batch + 1
+        progress = Progress(
+            batch=done,
+            batches=self.config.batches,
+            loss=report.loss,
+            seconds=seconds,
+            tokens=done * self.tokens_per_batch,
+            tokens_per_second=done * self.tokens_per_batch / seconds,
+            rate=self.config.optimizer.lr * self.rate(report.batch),
+            bubble=self._bubble,
+            live_bytes={rank: f["bytes"] for rank, f in figures.items()},
+        )
+        self._log(
+            {
+                "batch": report.batch,
+                "loss": report.loss,
+                "weight": report.weight,
+                "tokens": progress.tokens,
+                "seconds": round(seconds, 4),
+                "tokens_per_second": round(progress.tokens_per_second, 1),
+                "learning_rate": progress.rate,
+                "bubble": None if self._bubble is None else round(self._bubble, 4),
+                "live_bytes": progress.live_bytes,
+            }
+        )
+        self.observer.progress(progress)
+
+    def _update_bubble(self, figures: dict[int, dict[str, Any]]) -> None:
+        """Idle share since the last time every rank had posted something new."""
+        if len(figures) < self.ranks:
+            return
+        if not self._previous:
+            self._previous = figures
+        elif all(figures[rank]["time"] > self._previous[rank]["time"] for rank in figures):
+            spent = [(f["busy"] - p["busy"], f["time"] - p["time"]) for f, p in _pairs(figures, self._previous)]
+            self._bubble = max(1 - sum(busy for busy, _ in spent) / sum(span for _, span in spent), 0.0)
+            self._previous = figures
+
+    def _validate(self) -> float | None:
+        config = self.config
+        per_batch = config.microbatches * config.microbatch_size
+        samples = min(config.validation_samples, len(self.prepared.windows.validation))
+        count = max(samples // per_batch, 1)
+        data = batches(self.prepared.windows, 0, count, config.microbatches, config.microbatch_size, validation=True)
+        result = self.pipeline.evaluate(data)
+        return None if result is None else result[0]
+
+    def _save(self) -> None:
+        """Every rank writes its stage, the reporting rank the index."""
+        files = save_stage(self.folder, self.rank, self.ranks, self.pipeline.state_dict())
+        everything = {name: file for part in gather_json(files, None) for name, file in part.items()}
+        if self.reports:
+            save_index(self.folder, everything, describe_model(self.prepared.model))
+
+    def _finish(
+        self,
+        loss: float | None,
+        validation: float | None,
+        seconds: float,
+        timeline: Timeline,
+        peaks: dict[int, dict[str, int]],
+    ) -> None:
+        config, corpus = self.config, self.prepared.windows.corpus
+        text = None
+        if corpus.text and config.sample_length:
+            text = sample_text(self.folder, config.prompt, config.sample_length, seed=config.seed)
+        summary = Summary(
+            folder=self.folder,
+            batches=self.pipeline.batches,
+            tokens=self.pipeline.batches * self.tokens_per_batch,
+            seconds=seconds,
+            loss=loss,
+            validation_loss=validation,
+            entropy=unigram_entropy(*self.prepared.windows.split_tokens(), self.prepared.model.vocabulary),
+            bubble=timeline.bubble().bubble,
+            peak_bytes=peaks,
+            sample=text,
+        )
+        self._log(
+            {
+                "validation_loss": validation,
+                "unigram_entropy": summary.entropy,
+                "bubble": summary.bubble,
+                "peak_bytes": peaks,
+                "seconds": round(seconds, 4),
+            }
+        )
+        self.observer.finished(summary, timeline)
+
+    def _log(self, values: dict[str, Any]) -> None:
+        with (self.folder / METRICS).open("a") as file:
+            file.write(json.dumps(values) + "\n")
+
+
+def _pairs(
+    new: dict[int, dict[str, Any]], old: dict[int, dict[str, Any]]
+) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    return ((new[rank], old[rank]) for rank in new)

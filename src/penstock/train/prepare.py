@@ -1,0 +1,98 @@
+"""Everything that can be checked before a process starts, and the folder of a run."""
+
+from __future__ import annotations
+
+import datetime
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import yaml
+
+from penstock.errors import ConfigError
+from penstock.models.gpt import GPTConfig, gpt_blocks, preset
+from penstock.runtime.blocks import cut_blocks
+from penstock.schedule.build import prove
+from penstock.schedule.check import Proof
+from penstock.schedule.methods import METHODS, find_method
+from penstock.train.config import TrainConfig
+from penstock.train.corpus import Corpus, load_corpus
+from penstock.train.data import Windows
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run that can start.
+
+    Attributes:
+        config: as the user gave it.
+        model: its shape, with the vocabulary of the data filled in.
+    """
+
+    config: TrainConfig
+    model: GPTConfig
+    proof: Proof
+    windows: Windows
+
+
+def prepare(config: TrainConfig) -> Prepared:
+    """Check a configuration against the method table, the model and the data.
+
+    Raises:
+        ConfigError: a method that does not run, a shape that cannot be, too few blocks for the stages.
+        ScheduleError: too few microbatches for the method (the message names the smallest number).
+        DataError: the text is missing, unreadable or too short.
+    """
+    row = find_method(config.method)
+    if not row.runs:
+        offered = ", ".join(name for name, other in METHODS.items() if other.runs)
+        raise ConfigError(
+            f"method {row.name!r} can be proven, drawn and simulated, but not run yet; methods that run: {offered}"
+        )
+    proof = prove(row.name, config.stages, config.microbatches)
+    corpus = load_corpus(config.data)
+    model = model_shape(config, corpus)
+    cut_blocks(gpt_blocks(model, config.seed), config.stages, config.balance)
+    windows = Windows(corpus, model.context, config.held_out, config.seed)
+    if corpus.text and config.sample_length and not config.prompt:
+        raise ConfigError("prompt must not be empty while sample_length is not 0")
+    return Prepared(config, model, proof, windows)
+
+
+def model_shape(config: TrainConfig, corpus: Corpus) -> GPTConfig:
+    """The GPT's shape: the preset with what the configuration changes."""
+    section = config.model
+    changes = {name: getattr(section, name) for name in ("layers", "width", "heads", "context", "vocabulary")}
+    changes["vocabulary"] = changes["vocabulary"] or corpus.vocabulary
+    if changes["vocabulary"] < corpus.vocabulary:
+        raise ConfigError(
+            f"model.vocabulary is {changes['vocabulary']}, but {corpus.name} holds tokens up to {corpus.vocabulary - 1}"
+        )
+    return preset(section.preset, **{name: value for name, value in changes.items() if value is not None})
+
+
+def make_run_folder(config: TrainConfig) -> Path:
+    """A new folder for a run, with the configuration in it.
+
+    Raises:
+        ConfigError: it cannot be made.
+    """
+    now = datetime.datetime.now().strftime("%Y-%m-%d-%H%M%S")
+    base = Path(config.out) / f"{now}-{config.method}-{config.stages}x{config.microbatches}"
+    folder, number = base, 1
+    try:
+        while True:
+            try:
+                folder.mkdir(parents=True)
+                break
+            except FileExistsError:
+                number += 1
+                folder = base.with_name(f"{base.name}-{number}")
+        (folder / "config.yaml").write_text(yaml.safe_dump(config.model_dump(), sort_keys=False))
+    except OSError as error:
+        raise ConfigError(f"cannot make a run folder in {config.out!r}: {error.strerror or error}") from None
+    return folder
+
+
+def describe_model(model: GPTConfig) -> dict[str, int]:
+    """A GPT's shape as plain values, for the index of saved weights."""
+    return asdict(model)

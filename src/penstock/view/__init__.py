@@ -1,0 +1,1 @@
+"""Room 9: what people see: terminal drawings, SVG, traces, progress."""

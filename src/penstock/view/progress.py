@@ -1,0 +1,153 @@
+"""The live display of a training run, and its plain form where there is no terminal."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, TextColumn
+from rich.progress import Progress as Bar
+from rich.table import Table
+
+from penstock.timeline import Timeline
+from penstock.train.loop import Progress, Summary
+from penstock.train.prepare import Prepared
+from penstock.view.perfetto import write_trace
+
+TRACE = "trace.json"
+_PLAIN_EVERY = 5.0  # seconds between two lines where there is no terminal
+
+
+class TerminalObserver:
+    """Shows progress and the summary; writes the trace into the run's folder."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self.console = console or Console()
+        self._live: Live | None = None
+        self._bar: Bar | None = None
+        self._printed = -_PLAIN_EVERY
+
+    def started(self, prepared: Prepared, parts: list[list[str]]) -> None:
+        """Say what will run, and begin the live display."""
+        config, model = prepared.config, prepared.model
+        windows = prepared.windows
+        self.console.print(
+            f"[bold]{prepared.proof.schedule.name}[/bold] on {config.stages} stages, {config.batches} batches of "
+            f"{config.microbatches} microbatches of {config.microbatch_size} x {model.context} tokens"
+        )
+        self.console.print(
+            f"GPT {model.layers} x {model.width}, {model.parameters / 1e6:.2f} M parameters; "
+            f"{windows.corpus.name}, {len(windows.corpus.tokens) / 1e6:.1f} M tokens"
+        )
+        for stage, names in enumerate(parts):
+            label = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
+            self.console.print(f"  stage {stage}: {label} ({len(names)} blocks)")
+        if self.console.is_terminal:
+            columns = (
+                TextColumn("[bold]{task.description}"),
+                BarColumn(bar_width=None),
+                TextColumn("{task.fields[eta]}"),
+            )
+            self._bar = Bar(*columns)
+            self._bar.add_task("batch 0", total=config.batches, eta="")
+            self._live = Live(self._bar, console=self.console, refresh_per_second=4)
+            self._live.start()
+
+    def progress(self, progress: Progress) -> None:
+        """Show one more batch."""
+        if self._live is not None and self._bar is not None:
+            self._bar.update(
+                self._bar.task_ids[0],
+                completed=progress.batch,
+                description=f"batch {progress.batch} of {progress.batches}",
+                eta=f"ETA {_duration(_remaining(progress))}",
+            )
+            self._live.update(Group(self._bar, _figures(progress), _bytes_table(progress.live_bytes)))
+        elif time.monotonic() - self._printed >= _PLAIN_EVERY or progress.batch == progress.batches:
+            self._printed = time.monotonic()
+            self.console.print(f"batch {progress.batch} of {progress.batches}  {_line(progress)}", highlight=False)
+
+    def finished(self, summary: Summary, timeline: Timeline) -> None:
+        """Show the results and where they are."""
+        if self._live is not None:
+            self._live.stop()
+        write_trace(timeline, summary.folder / TRACE)
+        print_ = self.console.print
+        print_(
+            f"\n{summary.batches} batches, {summary.tokens:,} tokens in {_duration(summary.seconds)} "
+            f"({summary.tokens / summary.seconds:,.0f} tokens/s), bubble {summary.bubble:.1%}",
+            highlight=False,
+        )
+        if summary.validation_loss is not None:
+            print_(
+                f"[bold]validation loss {summary.validation_loss:.4f}[/bold] nats per token on held-out text; "
+                f"unigram entropy (no context at all) {summary.entropy:.4f}",
+                highlight=False,
+            )
+        print_(_bytes_table(summary.peak_bytes, "peak bytes"))
+        if summary.sample is not None:
+            print_("[bold]sample[/bold]")
+            print_(summary.sample, markup=False, highlight=False)
+        print_(f"\nrun folder: {summary.folder}", highlight=False)
+        print_(f"  metrics.jsonl, {TRACE} (open it at ui.perfetto.dev), weights/, config.yaml", highlight=False)
+        print_(f"more text: penstock sample {summary.folder}", highlight=False)
+
+    def close(self) -> None:
+        """End the live display, whatever happened."""
+        if self._live is not None:
+            self._live.stop()
+
+
+def _remaining(progress: Progress) -> float:
+    return progress.seconds / progress.batch * (progress.batches - progress.batch)
+
+
+def _duration(seconds: float) -> str:
+    return str(timedelta(seconds=round(seconds)))
+
+
+def _line(progress: Progress) -> str:
+    loss = "-" if progress.loss is None else f"{progress.loss:.4f}"
+    bubble = "-" if progress.bubble is None else f"{progress.bubble:.1%}"
+    return (
+        f"loss {loss}  {progress.tokens_per_second:,.0f} tokens/s  bubble {bubble}  rate {progress.rate:.2e}  "
+        f"ETA {_duration(_remaining(progress))}"
+    )
+
+
+def _figures(progress: Progress) -> Table:
+    table = Table.grid(padding=(0, 3))
+    loss = "-" if progress.loss is None else f"{progress.loss:.4f}"
+    bubble = "-" if progress.bubble is None else f"{progress.bubble:.1%}"
+    table.add_row(
+        f"loss [bold]{loss}[/bold]",
+        f"{progress.tokens_per_second:,.0f} tokens/s",
+        f"bubble {bubble}",
+        f"rate {progress.rate:.2e}",
+    )
+    return table
+
+
+def _bytes_table(by_rank: dict[int, dict[str, int]], title: str = "live bytes") -> Table:
+    """What the bytes of each stage are for: a row per purpose, a column per stage."""
+    kinds = sorted({kind for kinds in by_rank.values() for kind, number in kinds.items() if number})
+    kinds.sort(key=lambda kind: kind == "total")
+    table = Table(title=title, title_justify="left", title_style="dim", box=None, padding=(0, 2), pad_edge=False)
+    table.add_column("")
+    for rank in sorted(by_rank):
+        table.add_column(f"stage {rank}", justify="right")
+    for kind in kinds:
+        table.add_row(kind, *(human_bytes(by_rank[rank].get(kind, 0)) for rank in sorted(by_rank)))
+    return table
+
+
+def human_bytes(number: int) -> str:
+    """`1.5 MB` and the like, in powers of ten."""
+    value = float(number)
+    for unit in ("B", "kB", "MB", "GB"):
+        if value < 1000:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1000
+    return f"{value:.1f} TB"

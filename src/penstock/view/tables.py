@@ -1,0 +1,121 @@
+"""Tables for the terminal: methods and figures, each derived from schedules."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.table import Table
+
+from penstock.errors import ScheduleError
+from penstock.schedule.build import prove
+from penstock.schedule.check import Proof
+from penstock.schedule.methods import METHODS, Method
+from penstock.simulate.costs import Costs
+from penstock.simulate.simulate import Simulation, steady_bubble
+
+
+@dataclass(frozen=True)
+class MethodFacts:
+    """A row of `penstock methods`; everything but the names is derived from the schedule.
+
+    Attributes:
+        weight_copies: per rank, weight versions alive at once.
+        delay: per rank, updates between the version read by a forward and the version updated, mean over a batch.
+        activations: per rank, microbatches in flight at once, in units of the rank's whole share.
+        bubble: idle / total of one more batch in a long run, with F = 1 and B = 2.
+        problem: why there are no figures at these numbers of stages and microbatches.
+    """
+
+    name: str
+    title: str
+    source: str
+    order: str
+    rule: str
+    runs: bool
+    weight_copies: list[int] | None = None
+    delay: list[float] | None = None
+    activations: list[float] | None = None
+    bubble: float | None = None
+    problem: str | None = None
+
+
+def method_facts(method: Method, stages: int, microbatches: int) -> MethodFacts:
+    """Derive a row of the table."""
+    names = (method.name, method.title, method.source, method.order, method.rule, method.runs)
+    try:
+        proof = prove(method.name, stages, microbatches)
+    except ScheduleError as error:
+        return MethodFacts(*names, problem=str(error).split(";")[0])
+    costs = Costs.uniform(proof.schedule, forward=1.0, backward_input=1.0, backward_weight=1.0)
+    ranks = range(stages)
+    return MethodFacts(
+        *names,
+        weight_copies=[proof.versions_on(rank) for rank in ranks],
+        delay=[_delay_on(proof, rank) for rank in ranks],
+        activations=[float(a) for a in proof.activations],
+        bubble=max(steady_bubble(proof.lowered, costs, proof.steady_from + 2), 0.0),
+    )
+
+
+def _delay_on(proof: Proof, rank: int) -> float:
+    delays = [proof.nodes[node].delay.forward for node in proof.schedule.on_rank(rank)]
+    return sum(delays) / len(delays)
+
+
+def methods_json(stages: int, microbatches: int) -> list[dict[str, Any]]:
+    """Every row as plain values."""
+    return [asdict(method_facts(method, stages, microbatches)) for method in METHODS.values()]
+
+
+def methods_table(stages: int, microbatches: int) -> Table:
+    """Every row as a table."""
+    table = Table(title=f"methods at {stages} stages and {microbatches} microbatches", title_justify="left", box=None)
+    for column in ("method", "order", "version rule"):
+        table.add_column(column)
+    for column in ("weight copies", "delay", "activations in flight", "bubble"):
+        table.add_column(column, justify="right")
+    table.add_column("", style="dim")
+    for method in METHODS.values():
+        facts = method_facts(method, stages, microbatches)
+        figures = [_per_rank(facts.weight_copies), _per_rank(facts.delay), _per_rank(facts.activations)]
+        bubble = "-" if facts.bubble is None else f"{facts.bubble:.3f}"
+        note = facts.problem or ("" if facts.runs else "simulated only")
+        table.add_row(f"[bold]{facts.name}[/bold]", facts.order, facts.rule, *figures, bubble, note)
+    table.caption = (
+        "Per rank where the ranks differ. Delay: updates between the weights read and the weights updated, mean over a "
+        "batch. Bubble: idle / total of one more batch in a long run, F = 1, B = 2."
+    )
+    table.caption_justify = "left"
+    return table
+
+
+def _per_rank(values: list[int] | list[float] | None) -> str:
+    """One number where all ranks agree, else all of them."""
+    if values is None:
+        return "-"
+    texts = [f"{value:.3g}" for value in values]
+    return texts[0] if len(set(texts)) == 1 else " ".join(texts)
+
+
+def simulation_table(simulation: Simulation) -> Table:
+    """The figures of a simulated span."""
+    bubble = simulation.bubble
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="bold")
+    table.add_column(justify="right")
+    table.add_column(style="dim")
+    rows = (
+        ("makespan", f"{bubble.makespan:g}", "first start to last end on any rank"),
+        ("rank span", f"{bubble.rank_span:g}", "longest first start to last end of one rank"),
+        ("ideal", f"{bubble.ideal:g}", "busy time of the busiest rank"),
+        ("bubble", f"{bubble.bubble:.4f}", "idle / (ranks x makespan)"),
+        ("bubble of ideal", f"{bubble.bubble_of_ideal:.4f}", "(makespan - ideal) / ideal"),
+        ("rank span bubble", f"{bubble.rank_span_bubble:.4f}", "1 - ideal / rank span"),
+        ("peak activations", _per_rank(list(simulation.activations)), "microbatches in flight, per rank"),
+        ("live versions", _per_rank(list(simulation.versions)), "weight versions alive at once, per rank"),
+        ("messages", str(simulation.messages), "activation and gradient sends"),
+    )
+    for row in rows:
+        table.add_row(*row)
+    return table
