@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from penstock.errors import PenstockError
 
@@ -29,16 +30,16 @@ MethodName = Annotated[str, typer.Argument(metavar="METHOD", help="A row of [bol
 
 
 def main() -> None:
-    """Entry point: run a command; mistakes of the user end with a message and exit code 2."""
+    """Entry point: a mistake of the user ends with a message and exit code 2, a worker's failure with 1."""
     try:
         app()
     except PenstockError as error:
-        trace = getattr(error, "trace", "")
+        trace = getattr(error, "trace", None)  # of a worker that failed
         if trace:
             sys.stderr.write(trace.rstrip() + "\n\n")
         message = Text.assemble(("error: ", "bold red"), str(error))
         Console(stderr=True).print(message, soft_wrap=True)
-        sys.exit(1 if trace else 2)
+        sys.exit(2 if trace is None else 1)
 
 
 def _print_json(value: Any) -> None:
@@ -71,14 +72,14 @@ def show(
     from penstock.schedule.build import prove
     from penstock.schedule.ir import format_action
     from penstock.simulate.costs import Costs
-    from penstock.simulate.simulate import simulate
+    from penstock.simulate.simulate import simulate_schedule
     from penstock.view.svg import timeline_svg
     from penstock.view.text import draw_timeline
 
     proof = prove(method, stages, microbatches)
     schedule = proof.schedule
     span = batches or (3 if any(program.epilogue for program in schedule.programs) else 1)
-    simulation = simulate(proof, Costs.uniform(schedule, forward, backward / 2, backward / 2), span)
+    simulation = simulate_schedule(proof, Costs.uniform(schedule, forward, backward / 2, backward / 2), span)
     if svg is not None:
         title = f"{schedule.name}: {stages} stages, {microbatches} microbatches"
         svg.write_text(timeline_svg(simulation.timeline, title))
@@ -116,7 +117,7 @@ def simulate(
     """Predict makespan, bubble, activations, versions and messages of a span of batches."""
     from penstock.schedule.build import prove
     from penstock.simulate.costs import Costs, read_stage_costs
-    from penstock.simulate.simulate import simulate as run
+    from penstock.simulate.simulate import simulate_schedule
     from penstock.view.tables import simulation_table
 
     proof = prove(method, stages, microbatches)
@@ -124,7 +125,7 @@ def simulate(
         costs = read_stage_costs(per_stage, proof.schedule.cuts, latency)
     else:
         costs = Costs.uniform(proof.schedule, forward, backward_input, backward_weight, latency, step)
-    simulation = run(proof, costs, batches)
+    simulation = simulate_schedule(proof, costs, batches)
     if as_json:
         _print_json(simulation.figures())
     else:

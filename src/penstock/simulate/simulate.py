@@ -50,7 +50,7 @@ class Simulation:
         }
 
 
-def simulate(schedule: Schedule | Proof, costs: Costs, batches: int = 1) -> Simulation:
+def simulate_schedule(schedule: Schedule | Proof, costs: Costs, batches: int = 1) -> Simulation:
     """Predict a span of `batches` batches.
 
     Args:
@@ -165,3 +165,6 @@ def _label(action: Action, t: int, m: int) -> str:
     if unit.kind is Kind.BATCH:
         return f"{action.op.value}{unit.first + t}"
     return action.op.value + format_unit(unit._replace(first=unit.first + t * m))
+
+
+simulate = simulate_schedule  # temporary

@@ -132,7 +132,7 @@ def _apply(values: dict[str, Any], change: str) -> None:
     if not separator or not key:
         raise ConfigError(f"--set takes key=value, such as method=1f1b or optimizer.lr=0.001; got {change!r}")
     try:
-        value = text if key in _TEXT_KEYS and text not in ("null", "") else yaml.safe_load(text)
+        value = text if key in _TEXT_KEYS and text not in ("null", "~") else yaml.safe_load(text)
     except yaml.YAMLError:
         value = text
     *path, last = key.split(".")

@@ -47,7 +47,8 @@ def launch_local(workers: int, function: Callable[..., None], *arguments: Any) -
     Raises:
         WorkerError: one failed; elastic has ended the others.
     """
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the failure is reported below
+    for name in ("torch.distributed.elastic", "torch.multiprocessing"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # failures are reported below, once
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     with tempfile.TemporaryDirectory(prefix="penstock-") as folder:

@@ -147,11 +147,11 @@ def train_reference(
         if not batch or len(batch) != m:
             raise DataError(f"batch {t} has {len(batch)} microbatches, batch 0 has {m}: give every batch equally many")
         c = float(m if divisor is None else divisor)
-        total = weight = 0.0
+        results: list[tuple[float, float]] = []
         for k, (x, target) in enumerate(batch):
             reads = [_version(method, t, k, m, s, len(nodes), first) for s in range(len(nodes))]
-            sum_, share = _microbatch(nodes, reads, loss, x, target, c)
-            total, weight = total + sum_, weight + share
+            results.append(_microbatch(nodes, reads, loss, x, target, c))
+        total, weight = (sum(numbers) for numbers in zip(*results, strict=True))
         given: dict[str, Tensor] = {}
         for node in nodes:
             if weight:  # without weight nothing was learnt: the next version is a copy and the schedule stands still

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from datetime import timedelta
+from functools import partial
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -67,14 +68,16 @@ class TerminalObserver:
             self._live.update(Group(self._bar, _figures(progress), _bytes_table(progress.live_bytes)))
         elif time.monotonic() - self._printed >= _PLAIN_EVERY or progress.batch == progress.batches:
             self._printed = time.monotonic()
-            self.console.print(f"batch {progress.batch} of {progress.batches}  {_line(progress)}", highlight=False)
+            self.console.print(
+                f"batch {progress.batch} of {progress.batches}  {_line(progress)}", highlight=False, soft_wrap=True
+            )
 
     def finished(self, summary: Summary, timeline: Timeline) -> None:
         """Show the results and where they are."""
         if self._live is not None:
             self._live.stop()
         write_trace(timeline, summary.folder / TRACE)
-        print_ = self.console.print
+        print_ = partial(self.console.print, soft_wrap=True)
         print_(
             f"\n{summary.batches} batches, {summary.tokens:,} tokens in {_duration(summary.seconds)} "
             f"({summary.tokens / summary.seconds:,.0f} tokens/s), bubble {summary.bubble:.1%}",

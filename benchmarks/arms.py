@@ -1,0 +1,157 @@
+"""The arms of the throughput benchmark: the same stages, data and optimizer, driven by different engines.
+
+Two ranks, one thread each. An arm's `run(batches)` trains that many batches of m microbatches and returns when the
+last update is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleZBVZeroBubble
+from torch.nn import functional as F
+
+from penstock import GPTConfig, Pipeline, gpt_blocks, prove
+from penstock.train.corpus import load_corpus
+from penstock.train.data import Windows
+
+SHAPE = GPTConfig(layers=8, width=256, heads=8, context=128)
+MICROBATCH = 4
+STAGES = 2
+
+
+class Arm(Protocol):
+    """Something that trains."""
+
+    def run(self, batches: int) -> None:
+        """Train `batches` batches."""
+        ...
+
+
+def make_optimizer(parameters: Any) -> torch.optim.Optimizer:
+    """The optimizer of every arm."""
+    return torch.optim.AdamW(parameters, lr=3e-4, weight_decay=0.1)
+
+
+def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross-entropy of a microbatch."""
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+class Data:
+    """An endless supply of microbatches of real text, made before the clock starts."""
+
+    def __init__(self, count: int = 64) -> None:
+        windows = Windows(load_corpus(), SHAPE.context, held_out=0.05, seed=0)
+        self.pairs = [windows.samples(k * MICROBATCH, MICROBATCH) for k in range(count)]
+
+    def batches(self, count: int, microbatches: int) -> Iterator[list[tuple[Tensor, Tensor]]]:
+        """`count` batches of m microbatches."""
+        for t in range(count):
+            yield [self.pairs[(t * microbatches + k) % len(self.pairs)] for k in range(microbatches)]
+
+    def joined(self, count: int, microbatches: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """The same as whole batches."""
+        for batch in self.batches(count, microbatches):
+            yield torch.cat([x for x, _ in batch]), torch.cat([y for _, y in batch])
+
+
+def stage_modules(cuts: int) -> list[nn.Sequential]:
+    """The model in `cuts` equal parts; the first also embeds, the last also has the head."""
+    blocks = [block.make() for block in gpt_blocks(SHAPE, seed=0).values()]
+    layers = SHAPE.layers // cuts
+    ends = [1 + layers * (c + 1) for c in range(cuts)]
+    ends[-1] = len(blocks)
+    starts = [0, *ends[:-1]]
+    return [nn.Sequential(*blocks[a:b]) for a, b in zip(starts, ends, strict=True)]
+
+
+class PenstockArm:
+    """A method of Penstock."""
+
+    def __init__(self, method: str, microbatches: int, data: Data) -> None:
+        self.microbatches, self.data = microbatches, data
+        self.pipeline = Pipeline(
+            stage_modules(STAGES),
+            prove(method, STAGES, microbatches),
+            loss=mean_loss,
+            optimizer=make_optimizer,
+            balance=[1] * STAGES,
+            group=dist.group.WORLD,
+        )
+
+    def run(self, batches: int) -> None:
+        """One span: filled once, drained once."""
+        for _ in self.pipeline.run(self.data.batches(batches, self.microbatches)):
+            pass
+
+
+class TorchArm:
+    """A schedule of `torch.distributed.pipelining`."""
+
+    def __init__(self, name: str, microbatches: int, data: Data) -> None:
+        self.microbatches, self.data, self.rank = microbatches, data, dist.get_rank()
+        held = {"zbv": [self.rank, 3 - self.rank]}.get(name, [self.rank])
+        cuts = 2 * STAGES if name == "zbv" else STAGES
+        modules = stage_modules(cuts)
+        self.modules = [modules[cut] for cut in held]
+        stages = [PipelineStage(modules[cut], cut, cuts, torch.device("cpu")) for cut in held]
+        arguments: dict[str, Any] = {"n_microbatches": microbatches, "loss_fn": mean_loss}
+        if name == "zbv":
+            self.schedule: Any = ScheduleZBVZeroBubble(stages, **arguments)
+        else:
+            kind = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[name]
+            self.schedule = kind(stages[0], **arguments)
+        self.takes_target = cuts - 1 in held
+        self.optimizer = make_optimizer([p for module in self.modules for p in module.parameters()])
+
+    def run(self, batches: int) -> None:
+        """A step of the schedule and of the optimizer per batch."""
+        for inputs, targets in self.data.joined(batches, self.microbatches):
+            arguments = [inputs] if self.rank == 0 else []
+            losses: list[Tensor] = []
+            if self.takes_target:
+                self.schedule.step(*arguments, target=targets, losses=losses)
+            else:
+                self.schedule.step(*arguments)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+
+class CeilingArm:
+    """What two processes can do at best: their own stages, inputs from a loop-back buffer, no communication."""
+
+    def __init__(self, microbatches: int, data: Data) -> None:
+        self.microbatches, self.data, self.rank = microbatches, data, dist.get_rank()
+        self.module = stage_modules(STAGES)[self.rank]
+        self.optimizer = make_optimizer(self.module.parameters())
+        shape = (MICROBATCH, SHAPE.context, SHAPE.width)
+        self.loopback = torch.randn(shape)
+
+    def run(self, batches: int) -> None:
+        """Forward and backward of every microbatch, an update per batch."""
+        for batch in self.data.batches(batches, self.microbatches):
+            for inputs, targets in batch:
+                if self.rank == 0:
+                    self.module(inputs).backward(self.loopback)
+                else:
+                    hidden = self.loopback.detach().requires_grad_()
+                    mean_loss(self.module(hidden), targets).backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+
+ARMS: dict[str, Callable[[int, Data], Arm]] = {
+    "ceiling": CeilingArm,
+    "penstock 2bw": lambda m, data: PenstockArm("2bw", m, data),
+    "penstock 1f1b": lambda m, data: PenstockArm("1f1b", m, data),
+    "torch 1f1b": lambda m, data: TorchArm("1f1b", m, data),
+    "torch gpipe": lambda m, data: TorchArm("gpipe", m, data),
+    "torch zbv": lambda m, data: TorchArm("zbv", m, data),
+}
+"""Every arm by its name."""
+

@@ -1,0 +1,121 @@
+"""Throughput of Penstock, torch.distributed.pipelining and the ceiling, on two ranks of one thread each.
+
+    python -m benchmarks.throughput            # about an hour and a quarter on two cores
+    python -m benchmarks.throughput --short    # minutes, for daily use
+
+Every round runs every arm once, in a rotated order, on at least 128 microbatches; ratios are taken within a round,
+because machines drift. Bounds are the second lowest and second highest ratio of the rounds. Raw data go to
+`benchmarks/results/`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import multiprocessing
+
+from benchmarks.arms import ARMS, STAGES, Data
+from benchmarks.machine import describe_machine, free_port
+
+RESULTS = Path(__file__).parent / "results"
+MICROBATCH_COUNTS = (2, 4, 8, 16)
+
+
+def measure(rank: int, port: int, arguments: argparse.Namespace, out: str) -> None:
+    """One rank: every m, round and arm in turn; rank 0 writes the times."""
+    torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    dist.init_process_group("gloo", rank=rank, world_size=STAGES)
+    data = Data()
+    for m in arguments.microbatches:
+        batches = max(arguments.count // m, 1)
+        arms = {name: ARMS[name](m, data) for name in arguments.arms}
+        for arm in arms.values():
+            arm.run(max(4 // m, 2))  # warm up: allocators, optimizer state, shapes
+        for round_ in range(arguments.rounds):
+            names = list(arms)
+            shift = round_ % len(names)
+            seconds = {name: _time(arms[name].run, batches) for name in names[shift:] + names[:shift]}
+            if rank == 0:
+                with open(out, "a") as file:
+                    row = {"m": m, "round": round_, "microbatches": batches * m, "seconds": seconds}
+                    file.write(json.dumps(row) + "\n")
+                print(f"m={m} round {round_}: " + ", ".join(f"{n} {s:.2f} s" for n, s in seconds.items()), flush=True)
+        del arms
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _time(run: Any, batches: int) -> float:
+    """Seconds until the slower rank is done."""
+    dist.barrier()
+    start = time.perf_counter()
+    run(batches)
+    spent = torch.tensor([time.perf_counter() - start])
+    dist.all_reduce(spent, dist.ReduceOp.MAX)
+    return float(spent)
+
+
+def summarise(rows: list[dict[str, Any]], base: str) -> dict[int, dict[str, tuple[float, float, float]]]:
+    """Per m and arm: median throughput ratio to `base`, and its second lowest and second highest."""
+    table: dict[int, dict[str, tuple[float, float, float]]] = {}
+    for m in sorted({row["m"] for row in rows}):
+        here = [row["seconds"] for row in rows if row["m"] == m]
+        table[m] = {}
+        for name in here[0]:
+            ratios = sorted(seconds[base] / seconds[name] for seconds in here)
+            edge = 1 if len(ratios) > 2 else 0
+            table[m][name] = (statistics.median(ratios), ratios[edge], ratios[-1 - edge])
+    return table
+
+
+def print_summary(rows: list[dict[str, Any]]) -> None:
+    """Ratios to the ceiling and to torch's 1F1B, as Markdown."""
+    for base in ("ceiling", "torch 1f1b"):
+        if base not in rows[0]["seconds"]:
+            continue
+        table = summarise(rows, base)
+        print(f"\nthroughput / {base}: median (second lowest, second highest)\n")
+        print("| arm | " + " | ".join(f"m = {m}" for m in table) + " |")
+        print("|---" * (len(table) + 1) + "|")
+        for name in rows[0]["seconds"]:
+            cells = [f"{table[m][name][0]:.3f} ({table[m][name][1]:.3f}, {table[m][name][2]:.3f})" for m in table]
+            print(f"| {name} | " + " | ".join(cells) + " |")
+
+
+def main() -> None:
+    """Run the benchmark, or print the summary of an earlier run."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--count", type=int, default=128, help="microbatches per arm and round")
+    parser.add_argument("--microbatches", type=int, nargs="+", default=list(MICROBATCH_COUNTS), help="values of m")
+    parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS))
+    parser.add_argument("--short", action="store_true", help="3 rounds of 32 microbatches at m = 2 and 8")
+    parser.add_argument("--summary", type=Path, help="print the summary of this raw file instead")
+    arguments = parser.parse_args()
+    if arguments.summary:
+        lines = [json.loads(line) for line in arguments.summary.read_text().splitlines()]
+        print_summary([line for line in lines if "seconds" in line])
+        return
+    if arguments.short:
+        arguments.rounds, arguments.count, arguments.microbatches = 3, 32, [2, 8]
+    RESULTS.mkdir(exist_ok=True)
+    out = RESULTS / f"throughput-{time.strftime('%Y-%m-%d-%H%M%S')}.jsonl"
+    header = {"machine": describe_machine(), "command": " ".join(["python -m benchmarks.throughput", *sys.argv[1:]])}
+    out.write_text(json.dumps(header) + "\n")
+    multiprocessing.spawn(measure, (free_port(), arguments, str(out)), nprocs=STAGES)
+    print_summary([json.loads(line) for line in out.read_text().splitlines()[1:]])
+    print(f"\nraw data: {out}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""The commands that need no training, as a person runs them."""
+
+import json
+import sys
+
+import pytest
+
+from penstock.cli import main
+
+
+def run(monkeypatch, capsys, *arguments):
+    """Run a command in this process; its exit code and what it printed."""
+    monkeypatch.setattr(sys, "argv", ["penstock", *map(str, arguments)])
+    monkeypatch.setenv("COLUMNS", "160")
+    with pytest.raises(SystemExit) as caught:
+        main()
+    printed = capsys.readouterr()
+    return caught.value.code or 0, printed.out, printed.err
+
+
+def test_methods_as_json(monkeypatch, capsys):
+    code, out, _ = run(monkeypatch, capsys, "methods", "--json")
+    rows = {row["name"]: row for row in json.loads(out)}
+    assert code == 0
+    assert rows.keys() == {"sequential", "gpipe", "1f1b", "eager", "2bw", "stash", "vertical-sync", "newest"}
+    assert rows["1f1b"]["bubble"] == pytest.approx(3 / 11)  # (p - 1) / (m + p - 1) at 4 stages, 8 microbatches
+    assert rows["gpipe"]["activations"] == [8, 8, 8, 8]
+    assert rows["eager"]["activations"] == [7, 5, 3, 1]
+    assert rows["2bw"]["weight_copies"] == [2, 2, 2, 2]
+    assert rows["2bw"]["delay"] == [1, 1, 1, 1]
+    assert rows["2bw"]["bubble"] == 0
+    assert rows["stash"]["delay"] == pytest.approx([3 / 8, 2 / 8, 1 / 8, 0])
+    assert not rows["newest"]["runs"]
+
+
+def test_methods_as_a_table_names_what_is_illegal(monkeypatch, capsys):
+    code, out, _ = run(monkeypatch, capsys, "methods", "--stages", 6, "--microbatches", 2)
+    assert code == 0
+    assert "2bw with 6 stages needs at least 5 microbatches" in " ".join(out.split())
+
+
+def test_show_prints_the_order_and_draws_it(monkeypatch, capsys):
+    code, out, _ = run(monkeypatch, capsys, "show", "1f1b", "--stages", 2, "--microbatches", 2)
+    assert code == 0
+    assert "rank 1: F0^t B0^t F1^t B1^t STEP[t]" in out
+    assert "rank 0 |F0⁰|F1⁰|" in out
+    assert "bubble 0.3333" in out
+
+
+def test_show_as_json_and_svg(monkeypatch, capsys, tmp_path):
+    code, out, _ = run(
+        monkeypatch, capsys, "show", "2bw", "--microbatches", 3, "--batches", 2, "--json", "--svg", tmp_path / "x.svg"
+    )
+    shown = json.loads(out)
+    assert code == 0
+    assert shown["orders"][3] == [  # both batches read version 0; updates stand before the batch after next
+        *(f"{op}{k}^0" for k in range(6) for op in "FB"), "STEP[0]", "STEP[1]",
+    ]  # fmt: skip
+    assert shown["schedule"].startswith("schedule 2bw\n")
+    assert {i["label"] for i in shown["timeline"]} >= {"F5", "B5", "STEP1"}
+    assert (tmp_path / "x.svg").read_text().startswith("<svg")
+
+
+def test_simulate_as_json_has_the_documented_keys(monkeypatch, capsys):
+    arguments = [
+        "--stages",
+        "4",
+        "--microbatches",
+        "8",
+        "--forward",
+        "1",
+        "--backward-input",
+        "1",
+        "--backward-weight",
+        "1",
+        "--json",
+    ]
+    code, out, _ = run(monkeypatch, capsys, "simulate", "1f1b", *arguments)
+    assert code == 0
+    assert json.loads(out) == {
+        "makespan": 33, "rank_span": 33, "ideal": 24,
+        "bubble": pytest.approx(3 / 11), "bubble_of_ideal": 3 / 8, "rank_span_bubble": pytest.approx(3 / 11),
+        "peak_activations": [4, 3, 2, 1], "live_versions": [1, 1, 1, 1], "messages": 48,
+    }  # fmt: skip
+
+
+def test_simulate_several_batches_with_costs_of_their_own(monkeypatch, capsys, tmp_path):
+    stages = [{"forward": f, "backward_input": f, "backward_weight": f} for f in (1, 2, 1, 1)]
+    (tmp_path / "costs.json").write_text(json.dumps(stages))
+    base = ["simulate", "gpipe", "--stages", 4, "--microbatches", 8, "--per-stage", tmp_path / "costs.json", "--json"]
+    _, once, _ = run(monkeypatch, capsys, *base)
+    _, twice, _ = run(monkeypatch, capsys, *base, "--batches", 2)
+    assert json.loads(once)["makespan"] == 57  # sum F + 7 max F + sum B + 7 max B
+    assert json.loads(twice)["messages"] == 2 * json.loads(once)["messages"] == 2 * 48
+
+
+def test_simulate_as_a_table(monkeypatch, capsys):
+    code, out, _ = run(monkeypatch, capsys, "simulate", "2bw", "--stages", 4, "--microbatches", 4, "--latency", 0.5)
+    assert code == 0
+    assert "live versions" in out
+    assert "idle / (ranks x makespan)" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["show", "2bv"], "unknown method '2bv'. Did you mean '2bw'?"),
+        (["simulate", "2bw", "--stages", "4", "--microbatches", "2"], "needs at least 3 microbatches per batch, got 2"),
+        (
+            ["simulate", "1f1b", "--stages", "2", "--microbatches", "2", "--per-stage", "no.json"],
+            "cannot read the per-stage",
+        ),
+        (["sample", "nowhere"], "no saved weights in 'nowhere'"),
+        (["train", "--set", "metod=2bw"], "unknown configuration key 'metod'; did you mean 'method'?"),
+        (["train", "--set", "stages=two"], "stages: input should be a valid integer"),
+        (["train", "--set", "method=newest"], "can be proven, drawn and simulated, but not run yet"),
+        (["train", "--set", "stages=6"], "2bw with 6 stages needs at least 5 microbatches"),
+        (["train", "--set", "stages=7", "--set", "method=1f1b"], "cannot be cut into 7 stages"),
+        (["train", "--set", "balance=[6]"], "must hold 2 positive numbers that add up to the model's 6 blocks"),
+        (["train", "--set", "model.heads=5"], "must be a multiple of twice model.heads"),
+        (["train", "--data", "nowhere"], "there is no file or folder 'nowhere'"),
+        (["train", "nowhere.yaml"], "cannot read the configuration 'nowhere.yaml'"),
+        (["train", "--set", "model.vocabulary=10"], "holds tokens up to 255"),
+        (["train", "--set", "prompt="], "prompt must not be empty"),
+    ],
+)
+def test_mistakes_end_with_a_message_and_no_traceback(monkeypatch, capsys, tmp_path, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    code, _, err = run(monkeypatch, capsys, *arguments)
+    assert code == 2
+    assert message in " ".join(err.split())
+    assert "Traceback" not in err
+    assert not (tmp_path / "runs").exists()  # nothing has been started
+
+
+def test_text_too_short(monkeypatch, capsys, tmp_path):
+    (tmp_path / "short.txt").write_text("too short")
+    code, _, err = run(monkeypatch, capsys, "train", "--data", tmp_path / "short.txt", "--set", f"out={tmp_path}")
+    assert code == 2
+    assert "has 9 tokens; with model.context 128 at least 257 are needed" in " ".join(err.split())
+
+
+def test_help_reads_well(monkeypatch, capsys):
+    code, out, _ = run(monkeypatch, capsys, "--help")
+    assert code == 0
+    for command in ("methods", "show", "simulate", "train", "sample"):
+        assert command in out
+    code, out, _ = run(monkeypatch, capsys, "simulate", "--help")
+    for option in ("--backward-input", "--backward-weight", "--latency", "--per-stage", "--batches", "--json"):
+        assert option in out

@@ -1,0 +1,89 @@
+"""The configuration: strict, and helpful when it refuses."""
+
+import re
+
+import pytest
+import yaml
+
+from penstock.errors import ConfigError
+from penstock.train.config import TrainConfig, known_keys, load_config, validate_config
+
+
+def test_the_defaults_are_a_2_stage_2bw_pipeline():
+    config = load_config(None, [])
+    assert (config.method, config.stages) == ("2bw", 2)
+
+
+def test_changes_are_read_as_the_field_means_them():
+    config = load_config(
+        None,
+        ["method=1f1b", "stages=4", "optimizer.lr=1e-3", "rate.floor=0", "balance=[1, 2]", "prompt=1", "data=null"],
+    )
+    assert (config.method, config.stages, config.optimizer.lr, config.rate.floor) == ("1f1b", 4, 1e-3, 0)
+    assert (config.balance, config.prompt, config.data) == ([1, 2], "1", None)
+
+
+def test_a_file_and_changes_on_top(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text("method: gpipe\noptimizer: {lr: 1e-4}\nmodel:\n  layers: 3\n")
+    config = load_config(path, ["model.width=64"])
+    assert (config.method, config.optimizer.lr, config.model.layers, config.model.width) == ("gpipe", 1e-4, 3, 64)
+
+
+def test_what_is_written_into_a_run_folder_can_be_read_back(tmp_path):
+    config = load_config(None, ["method=gpipe", "model.layers=3"])
+    path = tmp_path / "c.yaml"
+    path.write_text(yaml.safe_dump(config.model_dump()))
+    assert load_config(path, []) == config
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"metod": "2bw"}, "unknown configuration key 'metod'; did you mean 'method'?"),
+        ({"model": {"layer": 3}}, "unknown configuration key 'model.layer'; did you mean 'model.layers'?"),
+        ({"lr": 0.1}, "unknown configuration key 'lr'; did you mean"),
+        ({"stages": "two"}, "stages: input should be a valid integer, got 'two'"),
+        ({"stages": True}, "stages: input should be a valid integer, got True"),
+        ({"stages": 2.5}, "stages: input should be a valid integer, got 2.5"),
+        ({"stages": 0}, "stages: input should be greater than or equal to 1, got 0"),
+        ({"optimizer": {"name": "adamx"}}, "optimizer.name: input should be 'adamw', 'adam', 'nadam' or 'sgd'"),
+        ({"optimizer": {"lr": "fast"}}, "optimizer.lr: input should be a valid number"),
+        ({"model": 5}, "model: expected a section with keys, such as model.preset, got 5"),
+    ],
+)
+def test_what_is_wrong_is_said_with_the_key(values, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        validate_config(values)
+
+
+def test_all_problems_are_listed_at_once():
+    with pytest.raises(ConfigError) as caught:
+        validate_config({"metod": 1, "stages": 0, "optimizer": {"lr": -1}})
+    assert len(str(caught.value).splitlines()) == 3
+
+
+@pytest.mark.parametrize("change", ["method", "=3", "stages.x=1"])
+def test_malformed_changes_are_refused(change):
+    with pytest.raises(ConfigError, match="--set|stages"):
+        load_config(None, [change])
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    with pytest.raises(ConfigError, match="cannot read the configuration"):
+        load_config(tmp_path / "nowhere.yaml", [])
+    (tmp_path / "bad.yaml").write_text("a: [1")
+    with pytest.raises(ConfigError, match="is not YAML"):
+        load_config(tmp_path / "bad.yaml", [])
+    (tmp_path / "list.yaml").write_text("- 1")
+    with pytest.raises(ConfigError, match="must hold keys and values"):
+        load_config(tmp_path / "list.yaml", [])
+
+
+def test_every_field_is_described():
+    for key in known_keys():
+        section, _, inner = key.partition(".")
+        field = TrainConfig.model_fields[section]
+        if inner:
+            field = field.annotation.model_fields[inner]
+        assert field.description, key

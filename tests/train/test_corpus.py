@@ -1,0 +1,88 @@
+"""Text that needs no download, and a user's own."""
+
+import math
+import sysconfig
+
+import numpy as np
+import pytest
+
+from penstock.errors import DataError
+from penstock.train.corpus import SKIPPED_FOLDERS, load_corpus, unigram_entropy
+
+
+def test_the_standard_library_is_real_text_of_some_size():
+    corpus = load_corpus()
+    text = bytes(corpus.tokens[:200_000]).decode(errors="replace")
+    assert corpus.vocabulary == 256
+    assert 5e6 < len(corpus.tokens) < 40e6
+    assert "import" in text
+    assert "def " in text
+
+
+def test_folders_that_not_every_interpreter_has_are_left_out(tmp_path, monkeypatch):
+    (tmp_path / "json").mkdir()
+    (tmp_path / "json" / "a.py").write_text("kept")
+    for folder in sorted(SKIPPED_FOLDERS):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "b.py").write_text("dropped")
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    assert bytes(load_corpus().tokens) == b"kept"
+
+
+def test_a_folder_is_read_in_order_of_names_without_binaries(tmp_path):
+    (tmp_path / "b.txt").write_text("second")
+    (tmp_path / "a.md").write_text("first")
+    (tmp_path / "c.bin").write_bytes(b"\0\1\2")
+    assert bytes(load_corpus(str(tmp_path)).tokens) == b"first\nsecond"
+
+
+def test_a_text_file(tmp_path):
+    (tmp_path / "x.txt").write_text("hé")
+    corpus = load_corpus(str(tmp_path / "x.txt"))
+    assert corpus.text
+    assert bytes(corpus.tokens) == "hé".encode()
+
+
+def test_token_arrays_are_mapped(tmp_path):
+    np.save(tmp_path / "t.npy", np.array([5, 0, 700], dtype=np.uint16))
+    np.array([5, 0, 700], dtype="<u2").tofile(tmp_path / "t.bin")
+    for name in ("t.npy", "t.bin"):
+        corpus = load_corpus(str(tmp_path / name))
+        assert isinstance(corpus.tokens, np.memmap)
+        assert corpus.tokens.tolist() == [5, 0, 700]
+        assert corpus.vocabulary == 701
+        assert not corpus.text
+
+
+@pytest.mark.parametrize(
+    ("array", "message"),
+    [
+        (np.zeros((2, 2), dtype=np.int32), r"int32 of shape \(2, 2\)"),
+        (np.zeros(3, dtype=np.float32), "float32"),
+        (np.array([1, -2]), "negative"),
+        (np.zeros(0, dtype=np.int32), r"shape \(0,\)"),
+    ],
+)
+def test_arrays_that_are_no_tokens_are_refused(tmp_path, array, message):
+    np.save(tmp_path / "t.npy", array)
+    with pytest.raises(DataError, match=message):
+        load_corpus(str(tmp_path / "t.npy"))
+
+
+def test_missing_unreadable_and_empty_places(tmp_path):
+    with pytest.raises(DataError, match="there is no file or folder"):
+        load_corpus(str(tmp_path / "nowhere"))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match="no text files"):
+        load_corpus(str(tmp_path / "empty"))
+    (tmp_path / "x.npy").write_text("not an array")
+    with pytest.raises(DataError, match="cannot read tokens"):
+        load_corpus(str(tmp_path / "x.npy"))
+
+
+def test_unigram_entropy_by_hand():
+    train, held_out = np.array([0, 0, 0, 1]), np.array([0, 1])
+    # Counts plus one: 4 and 2 of 6.
+    assert unigram_entropy(train, held_out, 2) == pytest.approx(-(math.log(4 / 6) + math.log(2 / 6)) / 2)
+    uniform = np.arange(256).repeat(100)
+    assert unigram_entropy(uniform, uniform, 256) == pytest.approx(math.log(256))

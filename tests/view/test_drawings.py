@@ -1,0 +1,83 @@
+"""Timelines as text, SVG and trace."""
+
+import json
+from xml.etree import ElementTree
+
+import pytest
+
+from penstock.schedule.build import prove
+from penstock.simulate.costs import Costs
+from penstock.simulate.simulate import simulate_schedule
+from penstock.timeline import Interval, Timeline
+from penstock.view.perfetto import trace_events, write_trace
+from penstock.view.progress import human_bytes
+from penstock.view.svg import timeline_svg
+from penstock.view.text import draw_timeline, superscript
+
+
+def simulated(method="2bw", stages=3, microbatches=3, batches=3):
+    proof = prove(method, stages, microbatches)
+    return simulate_schedule(proof, Costs.uniform(proof.schedule, 1.0, 1.0, 1.0), batches).timeline
+
+
+def test_a_drawn_timeline():
+    """1F1B on two ranks with F = 1 and B = 2, drawn by hand; four columns are one unit of time."""
+    drawing = draw_timeline(simulated("1f1b", 2, 2, 1), width=80).plain
+    assert drawing.splitlines()[:2] == [
+        "rank 0 |F0⁰|F1⁰|·······|B0⁰    |···|B1⁰    ┃",
+        "rank 1 ····|F0⁰|B0⁰    |F1⁰|B1⁰    ┃········",
+    ]
+
+
+def test_every_pass_is_drawn_with_its_version():
+    drawing = draw_timeline(simulated(), width=10_000).plain
+    rows = [line for line in drawing.splitlines() if line.startswith("rank")]
+    assert len(rows) == 3
+    for row in rows:
+        for k in range(9):
+            version = superscript(max(k // 3 - 1, 0))  # 2BW: batch t reads version max(t - 1, 0)
+            assert f"F{k}{version}" in row
+            assert f"B{k}{version}" in row
+        assert row.count("┃") in (2, 3)  # the last two updates of a drain may stand at one moment
+
+
+@pytest.mark.parametrize("width", [40, 79, 200])
+def test_drawings_are_wrapped_to_the_width(width):
+    drawing = draw_timeline(simulated(), width=width).plain
+    assert max(len(line) for line in drawing.splitlines()) <= width + 3  # an axis label may stick out
+    assert drawing.count("rank 0") >= (2 if width < 200 else 1)
+
+
+def test_nothing_and_very_uneven_timelines_can_be_drawn():
+    assert "nothing ran" in draw_timeline(Timeline(2)).plain
+    uneven = Timeline(1, [Interval(0, "compute", 0, 1e-6, "F", "F0"), Interval(0, "compute", 1e-6, 100, "B", "B0")])
+    assert "B0" in draw_timeline(uneven, 100).plain
+
+
+def test_an_svg_has_a_box_per_action():
+    timeline = simulated()
+    root = ElementTree.fromstring(timeline_svg(timeline, "2BW <3 stages>"))
+    boxes = [e for e in root.iter() if e.tag.endswith("title")]
+    assert len(boxes) == sum(i.what != "STEP" for i in timeline.work())
+    assert "2BW <3 stages>" in [e.text for e in root.iter()]
+    assert {e.text.split(",")[0] for e in boxes} >= {"F0", "B8"}
+
+
+def test_a_trace_names_ranks_lanes_stages_and_versions(tmp_path):
+    timeline = simulated()
+    write_trace(timeline, tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert events == json.loads(json.dumps(trace_events(timeline)))
+    names = {e["args"]["name"] for e in events if e["ph"] == "M"}
+    assert {"rank 0", "rank 2", "compute"} <= names
+    passes = [e for e in events if e["ph"] == "X"]
+    assert len(passes) == len(timeline.intervals)
+    first = next(e for e in passes if e["name"] == "F6" and e["pid"] == 1)
+    assert first["args"] == {"stage": 1, "batch": 2, "version": 1}
+    assert {e["name"] for e in events if e["ph"] == "C"} == {"activations"}
+
+
+def test_bytes_for_people():
+    assert [human_bytes(n) for n in (0, 999, 1500, 2_340_000, 10**9, 5 * 10**12)] == [
+        "0 B", "999 B", "1.5 kB", "2.3 MB", "1.0 GB", "5.0 TB",
+    ]  # fmt: skip
