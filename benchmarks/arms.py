@@ -154,4 +154,3 @@ ARMS: dict[str, Callable[[int, Data], Arm]] = {
     "torch zbv": lambda m, data: TorchArm("zbv", m, data),
 }
 """Every arm by its name."""
-

@@ -22,13 +22,18 @@ console = Console()
 class Residual(nn.Module):  # a block takes what the block before it returned: a tensor here, any pytree in general
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.inner = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+        wide, narrow = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.inner = nn.Sequential(nn.LayerNorm(width), wide, nn.GELU(), narrow)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.inner(x)
 
 
-blocks = [nn.Linear(8, 32), *(Residual(32) for _ in range(6)), nn.Linear(32, 1)]  # cut into stages by cost
+def make_blocks():  # cut into stages by cost, or by `balance=[2, 2, 2, 2]`
+    torch.manual_seed(0)
+    return [nn.Linear(8, 32), *(Residual(32) for _ in range(6)), nn.Linear(32, 1)]
+
+
 teacher = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 1)).requires_grad_(False)
 
 
@@ -42,7 +47,7 @@ def loss(output, target):  # (sum, weight): the update takes the weighted mean o
     return ((output - target) ** 2).sum(), target.numel()
 
 
-# A schedule from the method table ("2bw": no flush, every batch reads the weights from two updates before it) ...
+# A schedule from the method table ("2bw": no flush; every batch reads the weights of one update ago) ...
 schedule = penstock.make_schedule("2bw", stages=STAGES, microbatches=MICROBATCHES)
 predicted = penstock.simulate_schedule(schedule, penstock.Costs.uniform(schedule, 1.0, 1.0, 1.0), batches=2)
 console.print(penstock.draw_timeline(predicted.timeline, console.width), soft_wrap=True)
@@ -56,7 +61,7 @@ def my_order(stages, microbatches):
 
 for plan in (schedule, penstock.make_schedule(my_order, STAGES, MICROBATCHES)):
     pipeline = penstock.Pipeline(
-        [nn.Sequential(block) if isinstance(block, nn.Linear) else block for block in blocks],
+        make_blocks(),
         plan,
         loss=loss,
         optimizer=lambda named: torch.optim.AdamW(named, lr=3e-3),

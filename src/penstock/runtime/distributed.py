@@ -1,4 +1,4 @@
-"""Ranks in processes of their own, on `torch.distributed` with gloo.
+"""Ranks in processes of their own, on `torch.distributed` with gloo; `nccl.py` builds on it.
 
 A parcel is one message. The receiver posts a block at least as large as any parcel of the lane that it has surely
 consumed by then (all but the last `window`); the sender knows those sizes, too. A larger parcel sends its header into
@@ -91,7 +91,7 @@ class GlooLane:
             del parts[:]  # the blocks live until the peer has them
             ticket.complete()
 
-        self._jobs.put(_guarded(ticket, finish))
+        self.later(ticket, finish)
         return ticket
 
     def receive(self) -> Ticket:
@@ -101,10 +101,25 @@ class GlooLane:
 
         def finish() -> None:
             work.wait()
-            ticket.complete(self.codec.decode(self._whole(block)))
+            ticket.complete(self.decode(self._whole(block)))
 
-        self._jobs.put(_guarded(ticket, finish))
+        self.later(ticket, finish)
         return ticket
+
+    def decode(self, block: Tensor) -> Parcel:
+        """The parcel in a complete block."""
+        return self.codec.decode(block)
+
+    def later(self, ticket: Ticket, finish: Callable[[], None]) -> None:
+        """Let the lane's thread run `finish`, after all it was given before; a failure belongs to the ticket."""
+
+        def run() -> None:
+            try:
+                finish()
+            except Exception as error:  # the executor raises it where it waits
+                ticket.complete(error=error)
+
+        self._jobs.put(run)
 
     def _whole(self, block: Tensor) -> Tensor:
         """The complete parcel whose beginning is in `block`."""
@@ -137,15 +152,3 @@ class GlooLane:
     def close(self) -> None:
         """Let the thread end once all it was given is done."""
         self._jobs.put(None)
-
-
-def _guarded(ticket: Ticket, finish: Callable[[], None]) -> Callable[[], None]:
-    """A failure belongs to the ticket: the executor raises it where it waits."""
-
-    def run() -> None:
-        try:
-            finish()
-        except Exception as error:
-            ticket.complete(error=error)
-
-    return run

@@ -253,6 +253,8 @@ class Executor:
         yield from self._await(ticket, what, f"rank {route.source.rank}: {route.payload} {message.first}")
         parcel = ticket.parcel
         assert parcel is not None
+        if parcel.on_use is not None:
+            parcel.on_use()
         if parcel.header.first != message.first:
             raise TransportError(
                 f"{what}: expected the {route.payload} of microbatch {message.first} from rank {route.source.rank}, "

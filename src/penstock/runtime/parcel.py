@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -52,11 +53,13 @@ class Parcel:
 
     Attributes:
         wants_gradient: per leaf, whether the sender will ask for its gradient.
+        on_use: what the consumer must do first, such as make its stream wait for the data.
     """
 
     header: Header
     tree: Any
     wants_gradient: tuple[bool, ...] = ()
+    on_use: Callable[[], None] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -65,17 +68,22 @@ class Parcel:
 
 
 class Codec:
-    """Turns parcels of one lane into blocks of bytes and back; both ends see the same sequence of parcels."""
+    """Turns parcels of one lane into blocks of bytes and back; both ends see the same sequence of parcels.
 
-    def __init__(self, where: str) -> None:
-        self.where = where
+    Args:
+        where: the lane, for messages.
+        inline: tensors travel in the block; otherwise it only describes them and they travel on another way.
+    """
+
+    def __init__(self, where: str, inline: bool = True) -> None:
+        self.where, self._inline = where, inline
         self._sent: _Structure | None = None
         self._received: _Structure | None = None
 
     def encode(self, parcel: Parcel) -> Tensor:
         """The parcel as one block (uint8, one dimension, at least `HEADER_BYTES` long)."""
         leaves, spec = pytree.tree_flatten(parcel.tree)
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)] if self._inline else []
         structure = (spec, self._kinds(leaves), parcel.wants_gradient)
         changed = b"" if structure == self._sent else _dump(structure)
         self._sent = structure
@@ -90,8 +98,13 @@ class Codec:
                 target.copy_(tensor)
         return block
 
-    def decode(self, block: Tensor) -> Parcel:
-        """The parcel in a block; its tensors are views of it."""
+    def decode(self, block: Tensor, fetch: Callable[[torch.dtype, list[int]], Tensor] | None = None) -> Parcel:
+        """The parcel in a block.
+
+        Args:
+            block: as `encode` made it.
+            fetch: gets the next tensor, where tensors are not inline; else they are views of the block.
+        """
         size, meta_bytes, batch, first, more, checksum, _, weight = _HEADER.unpack_from(
             bytes(block[:HEADER_BYTES].numpy())
         )
@@ -100,18 +113,8 @@ class Codec:
         if self._received is None:
             raise TransportError(f"{self.where}: a message came before any description of its structure")
         spec, kinds, wants = self._received
-        shapes = [(getattr(torch, kind[1]), kind[2]) for kind in kinds if kind[0] == "tensor"]
-        offset, tensors = HEADER_BYTES + meta_bytes, []
-        for dtype, shape in shapes:
-            offset = _aligned(offset)
-            count = math.prod(shape)
-            end = offset + count * dtype.itemsize
-            tensors.append(block[offset:end].view(dtype).view(shape) if count else torch.empty(shape, dtype=dtype))
-            offset = end
-        if offset > size:
-            raise TransportError(f"{self.where}: a message of {size} bytes is too short for its tensors ({offset})")
-        given = iter(tensors)
-        leaves = [next(given) if kind[0] == "tensor" else kind[1] for kind in kinds]
+        fetch = fetch or _views(block, HEADER_BYTES + meta_bytes, size, self.where)
+        leaves = [fetch(getattr(torch, kind[1]), kind[2]) if kind[0] == "tensor" else kind[1] for kind in kinds]
         header = Header(batch, first, bool(more), checksum, weight)
         return Parcel(header, pytree.tree_unflatten(leaves, spec), wants)
 
@@ -129,6 +132,20 @@ class Codec:
                     "strings and None can travel, in any nesting of dicts, lists and tuples"
                 )
         return kinds
+
+
+def _views(block: Tensor, offset: int, size: int, where: str) -> Callable[[torch.dtype, list[int]], Tensor]:
+    """Gets the tensors of a block, one after the other."""
+
+    def fetch(dtype: torch.dtype, shape: list[int]) -> Tensor:
+        nonlocal offset
+        start = _aligned(offset)
+        offset = start + math.prod(shape) * dtype.itemsize
+        if offset > size:
+            raise TransportError(f"{where}: a message of {size} bytes is too short for its tensors ({offset})")
+        return block[start:offset].view(dtype).view(shape) if offset > start else torch.empty(shape, dtype=dtype)
+
+    return fetch
 
 
 def split(block: Tensor) -> list[Tensor]:

@@ -21,6 +21,7 @@ from penstock.runtime.distributed import GlooTransport
 from penstock.runtime.executor import Executor, Report, Wait
 from penstock.runtime.gather import gather_json
 from penstock.runtime.local import LocalTransport
+from penstock.runtime.nccl import NcclTransport
 from penstock.runtime.node import NodeRuntime
 from penstock.runtime.recorder import Recorder
 from penstock.runtime.source import Batches, Source
@@ -28,6 +29,7 @@ from penstock.runtime.stage import LossFunction, Stage
 from penstock.runtime.transport import Transport
 from penstock.schedule.check import Proof, check, node_specs
 from penstock.schedule.ir import Node, Op, Schedule, chain, straight
+from penstock.schedule.lowered import Lowered
 from penstock.schedule.orders.forward_only import forward_only
 from penstock.schedule.versions import RULES, apply_rule
 from penstock.timeline import Interval, Timeline
@@ -51,7 +53,8 @@ class Pipeline:
         divisor: c, about the loss weight of a batch (a count of tokens, say); gradients are accumulated over c and
             corrected by c / N at the update, so that every cut, m and method takes the mean over the batch. m if None.
         balance: blocks per stage; balanced by cost if None.
-        group: a process group with one process per rank; None to run all ranks in this process.
+        group: a process group with one process per rank (gloo, or NCCL for models on CUDA devices); None to run all
+            ranks in this process.
         timeout: seconds after which a missing message is an error.
 
     Raises:
@@ -80,6 +83,7 @@ class Pipeline:
         if group is not None and dist.get_world_size(group) != ranks:
             raise ConfigError(f"the schedule has {ranks} ranks, the process group {dist.get_world_size(group)}")
         self.ranks = range(ranks) if group is None else (dist.get_rank(group),)
+        self.control = _control_group(group)
         named = named_blocks(blocks)
         self.parts = cut_blocks(named, self.schedule.cuts, balance)
         self._loss, self._optimizer, self._rate = loss, optimizer, rate
@@ -88,7 +92,7 @@ class Pipeline:
             raise ConfigError(f"divisor must be positive, got {divisor}")
         self.batches = 0
         self._broken: BaseException | None = None
-        origin = time.perf_counter() if group is None else common_origin(group)
+        origin = time.perf_counter() if group is None else common_origin(self.control)
         self._recorders = {rank: Recorder(rank, origin) for rank in self.ranks}
         self.nodes = {node: self._make_node(node, named) for node in self.schedule.nodes if node.rank in self.ranks}
         for rank, recorder in self._recorders.items():
@@ -184,7 +188,7 @@ class Pipeline:
         if self.group is None:
             return source.has(0)
         flag = torch.tensor([int(first in self.ranks and source.has(0))])
-        dist.broadcast(flag, group_src=first, group=self.group)
+        dist.broadcast(flag, group_src=first, group=self.control)
         return bool(flag)
 
     def _executors(self, proof: Proof) -> list[Executor]:
@@ -192,14 +196,20 @@ class Pipeline:
         local = LocalTransport()
         executors = []
         for rank in self.ranks:
-            transport: Transport = local
-            if self.group is not None:
-                transport = GlooTransport(rank, proof.lowered.lanes, proof.lowered.window, self.group)
+            transport = local if self.group is None else self._make_transport(rank, proof.lowered)
             here = proof.schedule.on_rank(rank)
             nodes = {node: self.nodes[node] for node in here}
             rank_specs = {node: specs[node] for node in here}
             executors.append(Executor(rank, proof.lowered, rank_specs, nodes, transport, self._recorders[rank]))
         return executors
+
+    def _make_transport(self, rank: int, lowered: Lowered) -> Transport:
+        """Lanes to the other processes: all over gloo, or tensors over NCCL where the group is one of NCCL."""
+        if self.group is self.control:
+            return GlooTransport(rank, lowered.lanes, lowered.window, self.control)
+        assert self.control is not None
+        device = torch.device("cuda", torch.cuda.current_device())
+        return NcclTransport(rank, lowered.lanes, lowered.window, self.control, device)
 
     def _drive(self, runs: list[Iterator[Wait | Report]]) -> Iterator[Report]:
         """Run the executors: all of them in turns, or the only one, blocking where it has to wait."""
@@ -264,13 +274,21 @@ class Pipeline:
         """What every rank did and held; between processes a collective call, which all ranks make together."""
         parts: list[Any] = [[r.rank, list(r.intervals), r.series()] for r in self._recorders.values()]
         if self.group is not None:
-            parts = [part for gathered in gather_json(parts, self.group) for part in gathered]
+            parts = [part for gathered in gather_json(parts, self.control) for part in gathered]
         timeline = Timeline(self.schedule.ranks)
         for rank, intervals, series in parts:
             timeline.intervals += [Interval(*interval) for interval in intervals]
             for kind, samples in series.items():
                 timeline.memory[rank, kind] = [(time, amount) for time, amount in samples]
         return timeline
+
+
+def _control_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """A group on the CPU for small messages: the given one, or a gloo group of the same ranks."""
+    if group is None or "gloo" in dist.get_backend(group):
+        return group
+    made: dist.ProcessGroup = dist.new_group(dist.get_process_group_ranks(group), backend="gloo")
+    return made
 
 
 def _check_runnable(schedule: Schedule) -> None:

@@ -1,0 +1,143 @@
+"""Tensors on communicators of their own, headers over gloo: the transport for CUDA and NCCL.
+
+With one communicator for everything, NCCL would merge all lanes into one queue. So every lane gets a communicator of
+its two ranks, and the lanes of the machine model are lanes in fact. What describes a parcel travels through gloo as
+always; the thread that waits for it then posts the receives of the tensors, on a stream of its own, and hands the
+consumer an event to wait for. The host never waits for the device.
+
+`backend="gloo"` runs the same code on the CPU; that is how it is tested where there is no GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from penstock.runtime.distributed import GlooLane
+from penstock.runtime.parcel import Codec, Parcel
+from penstock.runtime.transport import Ticket
+from penstock.schedule.lowered import LaneKey
+
+_TAG = 1  # tensors of a lane have a group of their own, so one tag serves them all
+
+
+class NcclTransport:
+    """Lanes of one rank whose tensors travel on groups of their own.
+
+    Making one is a collective call: all ranks of the pipeline make theirs together.
+
+    Args:
+        rank: this rank in the pipeline.
+        lanes: all lanes of the schedule, in one order on all ranks.
+        window: outstanding messages per lane.
+        control: a gloo group whose ranks are those of the pipeline.
+        device: where received tensors go.
+        backend: of the groups that carry tensors.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        lanes: tuple[LaneKey, ...],
+        window: int,
+        control: dist.ProcessGroup,
+        device: torch.device,
+        backend: str = "nccl",
+    ) -> None:
+        self._lanes: dict[LaneKey, _SplitLane] = {}
+        for lane in lanes:
+            members = [dist.get_global_rank(control, r) for r in (lane.source, lane.target)]
+            group = dist.new_group(members, backend=backend)
+            if rank in (lane.source, lane.target):
+                self._lanes[lane] = _SplitLane(lane, rank == lane.source, window, control, group, device)
+
+    def receive(self, lane: LaneKey) -> Ticket:
+        """Post a RECV."""
+        return self._lanes[lane].receive()
+
+    def send(self, lane: LaneKey, parcel: Parcel) -> Ticket:
+        """Post a SEND."""
+        return self._lanes[lane].send(parcel)
+
+    def close(self) -> None:
+        """Stop the waiting threads once all they were given is done."""
+        for lane in self._lanes.values():
+            lane.close()
+
+
+class _SplitLane(GlooLane):
+    """A lane that sends the description of a parcel through gloo and its tensors through another group."""
+
+    def __init__(
+        self,
+        lane: LaneKey,
+        sends: bool,
+        window: int,
+        control: dist.ProcessGroup,
+        tensors: Any,
+        device: torch.device,
+    ) -> None:
+        super().__init__(lane, sends, window, control)
+        self.codec = Codec(self.where, inline=False)
+        self._tensors, self._device = tensors, device
+        self._far = dist.get_group_rank(tensors, dist.get_global_rank(control, self._peer))
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    def send(self, parcel: Parcel) -> Ticket:
+        """Post the description and every tensor."""
+        ticket = super().send(parcel)
+        leaves = [leaf.contiguous() for leaf in pytree.tree_leaves(parcel.tree) if isinstance(leaf, Tensor)]
+        works = [dist.isend(t, group=self._tensors, tag=_TAG, group_dst=self._far) for t in leaves if t.numel()]
+        kept = Ticket(self.lane)
+
+        def finish() -> None:
+            ticket.check(self.where)  # the description is done: the thread works in order
+            for work in works:
+                assert work is not None
+                work.wait()
+            if self._stream is not None:
+                torch.cuda.current_stream(self._device).synchronize()
+            leaves.clear()  # they live until the peer has them
+            kept.complete()
+
+        self.later(kept, finish)
+        return kept
+
+    def decode(self, block: Tensor) -> Parcel:
+        """Read the description, then receive every tensor."""
+        received: list[Tensor] = []
+
+        def fetch(dtype: torch.dtype, shape: list[int]) -> Tensor:
+            tensor = torch.empty(shape, dtype=dtype, device=self._device)
+            if tensor.numel():
+                work = dist.irecv(tensor, group=self._tensors, tag=_TAG, group_src=self._far)
+                assert work is not None
+                work.wait()  # on CUDA only the stream waits
+            received.append(tensor)
+            return tensor
+
+        if self._stream is None:
+            return self.codec.decode(block, fetch)
+        with torch.cuda.stream(self._stream):
+            parcel = self.codec.decode(block, fetch)
+            arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            arrived.record(self._stream)
+        parcel.on_use = _after(arrived, received)
+        return parcel
+
+
+def _after(event: torch.cuda.Event, tensors: list[Tensor]) -> Callable[[], None]:
+    """Make the consumer's stream wait for an event and keep the tensors for it."""
+
+    def wait() -> None:
+        stream = torch.cuda.current_stream()
+        stream.wait_event(event)
+        for tensor in tensors:
+            tensor.record_stream(stream)
+
+    return wait
