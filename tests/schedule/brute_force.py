@@ -6,25 +6,27 @@ weights that its rule's equation names, from a version that is still there?
 """
 
 from collections import Counter
-from itertools import pairwise
 
 from penstock.schedule.ir import Op
 
 BUFFERS = {"flush": 2, "newest": 2, "double-buffer": 3, "stash": None, "vertical-sync": None}
 
 
-def complaint(schedule, spans=range(1, 6)):
-    """Why the schedule is wrong in a span of one of these lengths, or None."""
-    for batches in spans:
+def complaint(schedule):
+    """Why the schedule is wrong in some span that is long enough to show every number of its text, or None."""
+    for batches in range(1, 3 + _lookback(schedule)):
         programs = [list(schedule.actions(rank, batches)) for rank in range(schedule.ranks)]
-        why = (
-            _coverage(schedule, programs, batches)
-            or _dependencies(programs)
-            or _weights(schedule, programs, batches)
-        )
+        why = _coverage(schedule, programs, batches) or _dependencies(programs) or _weights(schedule, programs, batches)
         if why:
             return f"{batches} batches: {why}"
     return None
+
+
+def _lookback(schedule):
+    """How many batches back the text reaches: before that, actions vanish and versions are cut off."""
+    actions = [a for program in schedule.programs for part in program for a in part]
+    units = [-(a.unit.first // (schedule.microbatches if a.op is not Op.STEP else 1)) for a in actions]
+    return max(0, *units, *(-v for a in actions if a.reads for v in a.reads.versions))
 
 
 def _coverage(schedule, programs, batches):
@@ -107,8 +109,3 @@ def _weights_of(schedule, rank, program, batches, admitted):
         left[batch] -= 1
         del flying[k]
     return None
-
-
-def neighbours(program):
-    """Positions of actions that have a successor in their part."""
-    return [(part, i) for part in (0, 1) for i, _ in enumerate(pairwise(program[part]))]

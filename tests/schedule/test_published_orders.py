@@ -73,7 +73,7 @@ def test_order_equals_the_published_table(order, rule, stages, microbatches, bat
 
 
 @pytest.mark.parametrize("stages", range(1, 7))
-@pytest.mark.parametrize("microbatches", range(1, 10))
+@pytest.mark.parametrize("microbatches", [1, 2, 3, 5, 9])
 @pytest.mark.parametrize(("method", "factor"), [("1f1b", 1), ("eager", 2)])
 def test_1f1b_rule_of_the_papers(method, factor, stages, microbatches):
     """Warm-up min(m, w) forwards, then (F, B) pairs, then the rest of the backwards."""
@@ -93,8 +93,9 @@ def test_1f1b_rule_of_the_papers(method, factor, stages, microbatches):
 @pytest.mark.parametrize("factor", [1, 2])
 def test_endless_order_is_one_long_1f1b(factor, stages, microbatches, batches):
     """T endless batches of m run like one flushed batch of T*m, however the batches cut it up."""
-    endless = make_schedule("stash", stages, microbatches, order="endless-1f1b" if factor == 1 else "endless-eager-1f1b")
-    flushed = make_schedule("1f1b" if factor == 1 else "eager", stages, microbatches * batches)
+    order, flushing = {1: ("endless-1f1b", "1f1b"), 2: ("endless-eager-1f1b", "eager")}[factor]
+    endless = make_schedule("stash", stages, microbatches, order=order)
+    flushed = make_schedule(flushing, stages, microbatches * batches)
     for rank in range(stages):
         assert passes_of(endless, rank, batches) == passes_of(flushed, rank, 1)
 

@@ -1,5 +1,7 @@
 """Which weights each pass reads, compared with the equations of the papers over unrolled spans."""
 
+from itertools import pairwise
+
 import pytest
 
 from penstock.schedule.build import make_schedule
@@ -117,7 +119,7 @@ def test_pipedream_steps_directly_after_the_last_backward_of_the_batch(method, d
     schedule = make_schedule(method, depth, m)
     for rank in range(depth):
         actions = list(schedule.actions(rank, BATCHES))
-        for before, action in zip(actions, actions[1:], strict=False):
+        for before, action in pairwise(actions):
             if action.op is Op.STEP:
                 assert (before.op, before.unit.first) == (Op.B, action.unit.first * m + m - 1)
 

@@ -1,9 +1,11 @@
-"""An event simulator of its own: earliest start times from dependencies alone, with messages that never wait for buffers.
+"""An event simulator of its own: earliest start times from dependencies alone, messages never wait for buffers.
 
 It shares nothing with `penstock.schedule.machine` but the unrolled actions: no lowering, no lanes, no clocks. Every
 action starts when the one before it on its rank has ended and when all it needs has arrived; repeated until nothing
 is left. On a machine whose buffers do not run out the simulator must give these times exactly.
 """
+
+from itertools import pairwise
 
 from penstock.schedule.ir import Kind, Op
 
@@ -56,5 +58,5 @@ def _needed(schedule, action):
             facts += [("G", cut, replica, k, piece + 1)] * (piece + 1 < pieces)
         if op is Op.R:
             for segment in schedule.segments:
-                facts += [("R", a, replica, k, piece) for a, b in zip(segment, segment[1:], strict=False) if b == cut]
+                facts += [("R", a, replica, k, piece) for a, b in pairwise(segment) if b == cut]
     return [fact for fact in facts if fact not in own]

@@ -1,0 +1,22 @@
+"""What the tests of several folders share."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from pool import Pool
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> None:
+    """The number of threads changes the last bits of a sum."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[Pool]:
+    """Four processes with a gloo group; see `Pool.submit`."""
+    pool = Pool(4)
+    yield pool
+    pool.close()

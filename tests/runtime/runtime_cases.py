@@ -1,0 +1,308 @@
+"""What the runtime's tests train: models, data, losses, optimizers; and how two runs are compared bit by bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from penstock.models.gpt import GPTConfig, gpt_blocks
+from penstock.runtime.blocks import LazyBlock
+from penstock.runtime.pipeline import Pipeline
+from penstock.schedule.build import make_schedule
+from penstock.train.reference import Reference, train_reference
+
+VOCABULARY, WIDTH, LENGTH = 13, 8, 4
+FLUSH = ("sequential", "gpipe", "1f1b", "eager")
+METHODS = (*FLUSH, "2bw", "stash")
+BALANCE = {1: (6,), 2: (3, 3), 3: (2, 1, 3), 4: (1, 2, 1, 2)}  # of models of six blocks
+
+Named = list[tuple[str, nn.Parameter]]
+
+
+class Residual(nn.Module):
+    """x + MLP(LayerNorm(x))."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.wide, self.narrow = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.narrow(F.gelu(self.wide(self.norm(x))))
+
+
+class Matrix(nn.Module):
+    """gelu(W x): all parameters are matrices."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.map = nn.Linear(width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.gelu(self.map(x))
+
+
+def mixed() -> dict[str, Any]:
+    return {
+        "table": nn.Embedding(VOCABULARY, WIDTH),
+        "first": Residual(),
+        "tanh": torch.tanh,
+        "norm": nn.LayerNorm(WIDTH),
+        "second": Residual(),
+        "head": nn.Linear(WIDTH, VOCABULARY),
+    }
+
+
+def matrices() -> dict[str, Any]:
+    middle = {name: Matrix() for name in ("a", "b", "c", "d")}
+    return {"table": nn.Embedding(VOCABULARY, WIDTH), **middle, "head": nn.Linear(WIDTH, VOCABULARY, bias=False)}
+
+
+def gpt() -> dict[str, Any]:
+    return dict(gpt_blocks(GPTConfig(layers=4, width=8, heads=2, context=LENGTH, vocabulary=VOCABULARY), seed=3))
+
+
+MODELS: dict[str, Callable[[], dict[str, Any]]] = {"mixed": mixed, "matrices": matrices, "gpt": gpt}
+
+OPTIMIZERS: dict[str, Callable[[Named], torch.optim.Optimizer]] = {
+    "sgd": lambda named: torch.optim.SGD(named, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "adamw": lambda named: torch.optim.AdamW(named, lr=0.01, weight_decay=0.1),
+    "nadam": lambda named: torch.optim.NAdam(named, lr=0.01),
+    "adafactor": lambda named: torch.optim.Adafactor(named, lr=0.01),
+    "muon": lambda named: torch.optim.Muon(named, lr=0.02),
+}
+
+
+def token_loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, float]:
+    """Sum over the tokens that count, and their number."""
+    total = F.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="sum", ignore_index=-100)
+    return total, float((targets != -100).sum())
+
+
+def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """A scalar, which counts as a sum of weight 1."""
+    return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=-100)
+
+
+LOSSES = {"tokens": token_loss, "mean": mean_loss}
+
+
+def warm_up(ordinal: int) -> float:
+    return min((ordinal + 1) / 3, 1.0) * 0.9**ordinal
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run.
+
+    Attributes:
+        spans: the number of batches of each call of `run`.
+        skips: batches in which no token counts.
+    """
+
+    method: str
+    depth: int
+    m: int
+    model: str = "mixed"
+    optimizer: str = "adamw"
+    loss: str = "tokens"
+    spans: tuple[int, ...] = (6,)
+    skips: tuple[int, ...] = (3,)
+    rate: bool = True
+
+    @property
+    def divisor(self) -> float | None:
+        return 7.0 if self.loss == "tokens" else None
+
+
+@dataclass
+class Outcome:
+    """What can be compared of a run.
+
+    Attributes:
+        reports: (batch, loss, weight) of each.
+        gradients: what the optimizer was handed, per update that was made.
+        state: of the optimizers, by parameter.
+        rates: the last learning rate of each parameter.
+    """
+
+    reports: list[tuple[int, float | None, float | None]] = field(default_factory=list)
+    gradients: list[dict[str, Tensor]] = field(default_factory=list)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    state: dict[str, dict[str, Any]] = field(default_factory=dict)
+    rates: dict[str, float] = field(default_factory=dict)
+
+
+class Recording:
+    """An optimizer factory that takes down what the optimizers are handed.
+
+    A hook, not a subclass, because torch's own classes may be stepped with a few parameters at a time.
+    """
+
+    def __init__(self, factory: Callable[[Named], torch.optim.Optimizer]) -> None:
+        self._factory = factory
+        self._updates: list[list[dict[str, Tensor]]] = []  # per optimizer
+
+    def __call__(self, named: Named) -> torch.optim.Optimizer:
+        optimizer = self._factory(named)
+        updates: list[dict[str, Tensor]] = []
+        self._updates.append(updates)
+
+        def take_down(*_: object) -> None:
+            here = {name: p.grad.clone() for name, p in named if p.grad is not None}
+            if not updates or updates[-1].keys() & here.keys():
+                updates.append({})
+            updates[-1].update(here)
+
+        optimizer.register_step_pre_hook(take_down)
+        return optimizer
+
+    @property
+    def gradients(self) -> list[dict[str, Tensor]]:
+        return merged(self._updates)
+
+
+def merged(parts: Iterable[Sequence[Mapping[str, Tensor]]]) -> list[dict[str, Tensor]]:
+    """The n-th updates of all optimizers together; those that train nothing have none."""
+    filled = [part for part in parts if part]
+    return [{name: g for part in updates for name, g in part.items()} for updates in zip(*filled, strict=True)]
+
+
+def make_blocks(model: str) -> dict[str, Any]:
+    torch.manual_seed(5)
+    return MODELS[model]()
+
+
+def make_batches(case: Case) -> list[list[tuple[Tensor, Tensor]]]:
+    """Tokens, of which another number counts in every microbatch."""
+    g = torch.Generator().manual_seed(11)
+    batches = []
+    for t in range(sum(case.spans)):
+        batch = []
+        for _ in range(case.m):
+            tokens = torch.randint(VOCABULARY, (2, LENGTH + 1), generator=g)
+            targets = tokens[:, 1:].clone()
+            ignored = torch.rand(targets.shape, generator=g) < 0.4
+            targets[ignored if t not in case.skips else ...] = -100
+            batch.append((tokens[:, :-1], targets))
+        batches.append(batch)
+    return batches
+
+
+def make_pipeline(case: Case, group: dist.ProcessGroup | None = None, **changes: Any) -> Pipeline:
+    arguments: dict[str, Any] = {
+        "blocks": None if "blocks" in changes else make_blocks(case.model),
+        "schedule": make_schedule(case.method, case.depth, case.m),
+        "loss": LOSSES[case.loss],
+        "optimizer": OPTIMIZERS[case.optimizer],
+        "rate": warm_up if case.rate else None,
+        "divisor": case.divisor,
+        "balance": BALANCE[case.depth],
+        "group": group,
+        "timeout": 20.0,
+    }
+    return Pipeline(**(arguments | changes))
+
+
+def train(group: dist.ProcessGroup | None, case: Case) -> Outcome:
+    """Run a case with the pipeline, in this process or as one rank of a group."""
+    recording = Recording(OPTIMIZERS[case.optimizer])
+    pipeline = make_pipeline(case, group, optimizer=recording)
+    outcome = Outcome()
+    batches = make_batches(case)
+    for first, end in pairwise((0, *accumulate(case.spans))):
+        outcome.reports += [(r.batch, r.loss, r.weight) for r in pipeline.run(batches[first:end])]
+    return finish(outcome, pipeline, recording)
+
+
+def finish(outcome: Outcome, pipeline: Pipeline, recording: Recording) -> Outcome:
+    """Add what is known at the end."""
+    outcome.gradients = recording.gradients
+    outcome.weights = {name: w.clone() for name, w in pipeline.state_dict().items()}
+    for optimizer in pipeline.optimizers().values():
+        add_state(outcome, optimizer.state_dict())
+    return outcome
+
+
+def add_state(outcome: Outcome, state: dict[str, Any]) -> None:
+    for group in state.get("param_groups", ()):
+        for name, number in zip(group["param_names"], group["params"], strict=True):
+            outcome.state[name] = state["state"].get(number, {})
+            outcome.rates[name] = group["lr"]
+
+
+def train_on_ranks(pool: Any, case: Case) -> Outcome:
+    """Run a case on gloo and put together what the ranks know."""
+    return together(pool.submit(train, case, ranks=case.depth))
+
+
+def together(outcomes: Sequence[Outcome]) -> Outcome:
+    """The outcome of all ranks; the last one reports, the others only know which batches there were."""
+    for other in outcomes[:-1]:
+        assert [(batch, None, None) for batch, _, _ in outcomes[-1].reports] == other.reports
+    result = Outcome(reports=outcomes[-1].reports, gradients=merged([o.gradients for o in outcomes]))
+    for outcome in outcomes:
+        result.weights |= outcome.weights
+        result.state |= outcome.state
+        result.rates |= outcome.rates
+    return result
+
+
+def cut(blocks: Mapping[str, Any], balance: Sequence[int]) -> list[dict[str, Any]]:
+    """Stages for the reference."""
+    made = {name: b.make() if isinstance(b, LazyBlock) else b for name, b in blocks.items()}
+    ends = list(accumulate(balance))
+    return [dict(list(made.items())[end - size : end]) for size, end in zip(balance, ends, strict=True)]
+
+
+def expected(case: Case, batches: int | None = None) -> Outcome:
+    """The outcome that the reference says, of the first so many batches."""
+    result = train_reference(
+        cut(make_blocks(case.model), BALANCE[case.depth]),
+        LOSSES[case.loss],
+        make_batches(case)[:batches],
+        method=case.method,
+        optimizer=OPTIMIZERS[case.optimizer],
+        divisor=case.divisor,
+        drains=list(accumulate(case.spans)),
+        **({"rate": warm_up} if case.rate else {}),
+    )
+    return as_outcome(result)
+
+
+def as_outcome(result: Reference) -> Outcome:
+    outcome = Outcome(gradients=[g for g in result.gradients if g], weights=result.versions[-1])
+    for t, (loss, weight) in enumerate(zip(result.losses, result.weights, strict=True)):
+        outcome.reports.append((t, loss if weight else None, weight))
+    for state in result.optimizers:
+        add_state(outcome, state)
+    return outcome
+
+
+def assert_same(found: Outcome, wanted: Outcome) -> None:
+    """Every number is the same, bit for bit; buffers and frozen parameters may come on top."""
+    assert found.reports == wanted.reports
+    assert len(found.gradients) == len(wanted.gradients)
+    for update, (a, b) in enumerate(zip(found.gradients, wanted.gradients, strict=True)):
+        assert_equal_tensors(a, b, f"gradient of update {update}")
+    assert_equal_tensors({name: found.weights[name] for name in wanted.weights}, wanted.weights, "final weights")
+    assert found.rates == wanted.rates
+    assert found.state.keys() == wanted.state.keys()
+    for name, state in wanted.state.items():
+        assert_equal_tensors(found.state[name], state, f"optimizer state of {name}")
+
+
+def assert_equal_tensors(found: Mapping[str, Any], wanted: Mapping[str, Any], what: str) -> None:
+    assert found.keys() == wanted.keys(), what
+    for name, value in wanted.items():
+        if isinstance(value, Tensor):
+            assert torch.equal(found[name], value), f"{what}, {name}: off by {(found[name] - value).abs().max()}"
+        else:
+            assert found[name] == value, f"{what}, {name}"

@@ -1,0 +1,41 @@
+"""The pipeline computes what the sequential reference computes, bit for bit."""
+
+import pytest
+from runtime_cases import METHODS, Case, assert_same, expected, together, train, train_on_ranks
+
+from pool import Pool
+
+
+def legal(method: str, depth: int, m: int) -> bool:
+    return method != "2bw" or m >= depth - 1
+
+
+GRID = [(method, d, m) for method in METHODS for d in (1, 2, 3, 4) for m in (1, 2, 3, 5) if legal(method, d, m)]
+OPTIMIZERS = ("sgd", "adamw", "nadam")
+
+
+@pytest.mark.parametrize(("method", "depth", "m"), GRID)
+def test_in_one_process(method: str, depth: int, m: int) -> None:
+    case = Case(method, depth, m, optimizer=OPTIMIZERS[(depth + m) % 3])
+    assert_same(train(None, case), expected(case))
+
+
+@pytest.mark.parametrize(("method", "depth", "m"), GRID)
+def test_on_ranks(pool: Pool, method: str, depth: int, m: int) -> None:
+    case = Case(method, depth, m, optimizer=OPTIMIZERS[(depth + m + 1) % 3])
+    assert_same(train_on_ranks(pool, case), expected(case))
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("method", METHODS)
+def test_every_optimizer_with_every_method(method: str, optimizer: str) -> None:
+    for depth, m in ((2, 1), (4, 3)):
+        case = Case(method, depth, m, optimizer=optimizer, spans=(5,))
+        assert_same(train(None, case), expected(case))
+
+
+@pytest.mark.parametrize("members", [(1, 3), (0, 2, 3)])
+def test_on_ranks_that_are_not_the_first(pool: Pool, members: tuple[int, ...]) -> None:
+    """A rank of the pipeline is a place in its group, not in the job."""
+    case = Case("2bw", len(members), 3)
+    assert_same(together(pool.submit(train, case, ranks=members)), expected(case))

@@ -1,0 +1,270 @@
+"""Every way to spoil a schedule that we can think of is refused, with the action named."""
+
+from dataclasses import replace
+
+import pytest
+from brute_force import complaint
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.errors import ScheduleError
+from penstock.schedule.build import make_schedule
+from penstock.schedule.check import check
+from penstock.schedule.ir import Op, Program, WeightRef
+from penstock.schedule.methods import METHODS
+from penstock.schedule.text import parse_schedule
+
+SWEEP = settings(max_examples=100, derandomize=True, deadline=None, database=None)
+
+
+@st.composite
+def schedules(draw, methods=tuple(METHODS)):
+    """A legal schedule of any method."""
+    method = draw(st.sampled_from(methods))
+    stages = draw(st.integers(1, 4))
+    microbatches = draw(st.integers(max(1, stages - 1), 5))
+    return make_schedule(method, stages, microbatches)
+
+
+@st.composite
+def places(draw, schedule, op=None):
+    """(rank, part, position) of an action, of one operation if asked."""
+    found = [
+        (rank, part, i)
+        for rank, program in enumerate(schedule.programs)
+        for part in (0, 1)
+        for i, action in enumerate(program[part])
+        if op is None or action.op is op
+    ]
+    return draw(st.sampled_from(found))
+
+
+def edited(schedule, rank, part, edit):
+    """The schedule with one part of one rank's program changed; `edit` works on a list of actions in place."""
+    programs = [[list(p) for p in program] for program in schedule.programs]
+    edit(programs[rank][part])
+    return replace(schedule, programs=tuple(Program(tuple(p), tuple(e)) for p, e in programs))
+
+
+def swapped(schedule, rank, part, i):
+    def swap(row):
+        row[i], row[i + 1] = row[i + 1], row[i]
+
+    return edited(schedule, rank, part, swap)
+
+
+def refused(schedule):
+    with pytest.raises(ScheduleError) as caught:
+        check(schedule)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("stages", range(1, 6))
+def test_every_method_passes(method, stages):
+    for microbatches in (max(1, stages - 1), stages, stages + 2):
+        schedule = make_schedule(method, stages, microbatches)
+        assert check(schedule).schedule == schedule
+        assert complaint(schedule) is None
+
+
+# --- any edit: the proof and a second judge agree --------------------------------------------------------------------
+
+
+@SWEEP
+@given(st.data())
+def test_swapped_neighbours_are_refused_exactly_where_the_meaning_changes(data):
+    schedule = data.draw(schedules())
+    rank, part, i = data.draw(places(schedule))
+    if i + 1 == len(schedule.programs[rank][part]):
+        return
+    spoilt = swapped(schedule, rank, part, i)
+    message = None
+    try:
+        check(spoilt)
+    except ScheduleError as error:
+        message = str(error)
+    if complaint(spoilt):
+        assert message
+    else:  # legal, unless its messages need more buffers, or another order, than a lane offers
+        assert message is None or "lane from rank" in message
+
+
+@SWEEP
+@given(st.data())
+def test_a_wrong_version_is_refused(data):
+    """Nothing but the version differs: whether a number is right shows only batches later, at the start it is 0."""
+    schedule = data.draw(schedules())
+    rank, part, i = data.draw(places(schedule))
+    action = schedule.programs[rank][part][i]
+    if action.reads is None:
+        return
+    version = action.reads.versions[0] + data.draw(st.sampled_from([-3, -2, -1, 1, 2]))
+    wrong = action._replace(reads=WeightRef((version,)))
+    spoilt = edited(schedule, rank, part, lambda row: row.__setitem__(i, wrong))
+    assert complaint(spoilt)
+    message = refused(spoilt)
+    assert f"on rank {rank}" in message
+
+
+@SWEEP
+@given(st.data())
+def test_a_moved_action_is_judged_as_by_the_second_judge(data):
+    schedule = data.draw(schedules())
+    rank, part, i = data.draw(places(schedule))
+    to = data.draw(st.integers(0, len(schedule.programs[rank][part]) - 1))
+    spoilt = edited(schedule, rank, part, lambda row: row.insert(to, row.pop(i)))
+    if complaint(spoilt):
+        refused(spoilt)
+
+
+# --- edits that are always wrong -------------------------------------------------------------------------------------
+
+
+@SWEEP
+@given(st.data())
+def test_a_dropped_action_is_refused(data):
+    schedule = data.draw(schedules())
+    rank, part, i = data.draw(places(schedule))
+    action = schedule.programs[rank][part][i]
+    message = refused(edited(schedule, rank, part, lambda row: row.pop(i)))
+    assert {Op.F: "forward", Op.B: " B", Op.STEP: "STEP"}[action.op] in message
+    assert f"cut {rank}" in message or f"node {rank}" in message
+
+
+@SWEEP
+@given(st.data())
+def test_a_doubled_action_is_refused(data):
+    schedule = data.draw(schedules())
+    rank, part, i = data.draw(places(schedule))
+    to = data.draw(st.integers(0, len(schedule.programs[rank][part])))
+    action = schedule.programs[rank][part][i]
+    message = refused(edited(schedule, rank, part, lambda row: row.insert(to, action)))
+    assert {Op.F: "2 forwards", Op.B: "2 B", Op.STEP: "2 STEPs"}[action.op] in message or "to drain" in message
+
+
+@SWEEP
+@given(st.data())
+def test_an_action_of_another_batch_is_refused(data):
+    schedule = data.draw(schedules())
+    rank, part, i = data.draw(places(schedule))
+    action = schedule.programs[rank][part][i]
+    step = 1 if action.op is Op.STEP else schedule.microbatches
+    moved = action._replace(
+        unit=action.unit._replace(first=action.unit.first + data.draw(st.sampled_from([-1, 1])) * step)
+    )
+    spoilt = edited(schedule, rank, part, lambda row: row.__setitem__(i, moved))
+    message = refused(spoilt)
+    assert "to drain" in message or "has not begun" in message
+
+
+@SWEEP
+@given(st.data())
+def test_an_action_on_another_ranks_stage_is_refused(data):
+    schedule = data.draw(schedules().filter(lambda s: s.ranks > 1))
+    rank, part, i = data.draw(places(schedule))
+    other = schedule.nodes[(rank + data.draw(st.integers(1, schedule.ranks - 1))) % schedule.ranks]
+    wrong = schedule.programs[rank][part][i]._replace(node=other)
+    message = refused(edited(schedule, rank, part, lambda row: row.__setitem__(i, wrong)))
+    assert f"stands in the program of rank {rank}, which holds no such node" in message
+    assert f"{wrong.op}" in message
+
+
+@SWEEP
+@given(st.data())
+def test_a_step_too_early_is_refused(data):
+    """A STEP moved ahead of one of its batch's backwards would use half a gradient."""
+    schedule = data.draw(schedules())
+    rank, part, i = data.draw(places(schedule, Op.STEP))
+    row = schedule.programs[rank][part]
+    batch, m = row[i].unit.first, schedule.microbatches
+    before = [j for j in range(i) if row[j].op is Op.B and row[j].unit.first // m == batch]
+    if not before:
+        return
+    to = data.draw(st.sampled_from(before))
+    message = refused(edited(schedule, rank, part, lambda r: r.insert(to, r.pop(i))))
+    assert f"on rank {rank}" in message
+    assert "STEP" in message
+    assert "stands before" in message
+
+
+# --- one fault each, with its message --------------------------------------------------------------------------------
+
+
+def text_fault(schedule, old, new):
+    """Spoil a schedule through its text form; `old` must be there."""
+    text = str(schedule)
+    assert text.count(old) == 1, text
+    return refused(parse_schedule(text.replace(old, new)))
+
+
+def test_a_backward_before_its_forward():
+    message = text_fault(make_schedule("1f1b", 2, 2), "rank 1: F0^t B0^t", "rank 1: B0^t F0^t")
+    assert "B0@1^0 on rank 1 needs the forward of microbatch 0 on cut 1, which stands later on the same rank" in message
+
+
+def test_a_2bw_step_one_batch_too_early_overwrites_a_buffer():
+    """With STEP[t-1] in place of STEP[t-2] the gradient of batch t-1 is not complete on stage 0."""
+    schedule = make_schedule("2bw", 2, 2)
+    text = "rank 0: STEP[t-1] F0^t-1 B-1^t-2 F1^t-1 B0^t-1"
+    message = text_fault(schedule, "rank 0: STEP[t-2] F0^t-1 B-1^t-2 F1^t-1 B0^t-1", text)
+    assert "to drain, node 0 must run STEP for [-1]" in message
+
+
+def test_a_2bw_step_behind_the_forward_that_should_read_it():
+    schedule = make_schedule("2bw", 1, 2)
+    message = text_fault(schedule, "rank 0: STEP[t-2] F0^t-1 B0^t-1", "rank 0: F0^t-1 STEP[t-2] B0^t-1")
+    assert "F4@0^1 on rank 0" in message
+    assert "version 1, which is not born yet" in message
+
+
+def test_a_third_gradient_finds_no_buffer():
+    """W(t-1), W(t) and the gradient of t-1 fill three buffers until STEP(t-1): batch t+1 may not begin before."""
+    schedule = make_schedule("2bw", 1, 2)
+    message = text_fault(
+        schedule,
+        "rank 0: STEP[t-2] F0^t-1 B0^t-1 F1^t-1 B1^t-1\ndrain 0: STEP[t-2] STEP[t-1]",
+        "rank 0: F0^t-1 B0^t-1 STEP[t-2] F1^t-1 B1^t-1\ndrain 0: STEP[t-2] STEP[t-1]",
+    )
+    assert "version 1, which is not born yet" in message or "all 3 are in use" in message
+
+
+def test_newest_weights_have_room_for_one_gradient_only():
+    schedule = make_schedule("stash", 2, 3)
+    message = refused(replace(make_schedule("2bw", 2, 2), rule="newest"))
+    assert "rule 'newest'" in message
+    assert check(schedule).nodes[schedule.nodes[0]].buffers == 3  # two versions and a gradient
+
+
+def test_flush_refuses_an_update_under_a_microbatch_in_flight():
+    text = "rank 0: F0^t F1^t B0^t B1^t STEP[t]"
+    schedule = make_schedule("gpipe", 1, 2)
+    message = text_fault(schedule, text, "rank 0: F0^t B0^t F1^t STEP[t] B1^t")
+    assert "STEP[0]@0 on rank 0, rule 'flush': stands before 1 of batch 0's backwards" in message
+
+
+def test_stash_reads_again_what_the_forward_read():
+    message = text_fault(make_schedule("stash", 2, 1), "B-1^t-2 STEP[t-1]\nrank 1", "B-1^t-1 STEP[t-1]\nrank 1")
+    assert "B1@0^1 on rank 0, rule 'stash': must read version 0, as its forward did" in message
+
+
+def test_a_dropped_drain_is_refused_with_what_it_must_hold():
+    message = text_fault(make_schedule("stash", 3, 2), "\ndrain 1: B-1^t-1 STEP[t-1]", "")
+    assert "to drain, cut 1 must run B for [-1] (relative to the end); the epilogue has nothing" in message
+
+
+def test_a_pass_without_a_version_is_refused():
+    message = text_fault(make_schedule("1f1b", 1, 1), "F0^t B0^t", "F0 B0^t")
+    assert "F0@0 on rank 0, rule 'flush': names no version of the weights" in message
+
+
+def test_an_unknown_rule_is_refused_with_the_known_ones():
+    message = refused(replace(make_schedule("1f1b", 1, 1), rule="fresh"))
+    assert "unknown rule 'fresh'" in message
+    assert "double-buffer" in message
+
+
+def test_two_steps_out_of_turn_are_refused():
+    message = text_fault(make_schedule("2bw", 1, 1), "drain 0: STEP[t-2] STEP[t-1]", "drain 0: STEP[t-1] STEP[t-2]")
+    assert "STEP[1]@0 on rank 0" in message
+    assert "starts from version 1, but the newest valid one is another" in message
