@@ -190,7 +190,7 @@ def test_an_odd_last_microbatch(pool: Pool, method: str) -> None:
     assert_same(runtime_cases.together(pool.submit(train, case, ranks=4)), wanted)
 
 
-@pytest.mark.parametrize("where", ["in one process", pytest.param("on ranks", marks=pytest.mark.xfail(strict=True))])
+@pytest.mark.parametrize("where", ["in one process", "on ranks"])
 def test_plain_values_keep_their_type_and_sign(pool: Pool, where: str) -> None:
     """1, True and 1.0 are equal to Python, as are 0.0 and -0.0, but they are not the same."""
     case = TreeCase("1f1b", 4, 4, "kinds", spans=(6,))
@@ -250,7 +250,7 @@ def send_refusal(group: dist.ProcessGroup | None, depth: int) -> str:
     return "no error"
 
 
-@pytest.mark.parametrize("where", ["on ranks", pytest.param("in one process", marks=pytest.mark.xfail(strict=True))])
+@pytest.mark.parametrize("where", ["on ranks", "in one process"])
 def test_what_cannot_travel_is_refused(pool: Pool, where: str) -> None:
     said = send_refusal(None, 2) if where == "in one process" else pool.submit(send_refusal, 2, ranks=2, fresh=True)[0]
     assert "a block returned a Odd" in said

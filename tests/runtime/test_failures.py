@@ -115,7 +115,6 @@ def test_an_optimizer_that_raises() -> None:
     refuses_to_go_on(pipeline, case)
 
 
-@pytest.mark.xfail(strict=True, reason="an error while draining after an early end is not remembered")
 def test_a_block_that_raises_after_the_loop_was_left() -> None:
     """Python swallows the error if the loop's `break` closes the run, so the pipeline must remember it."""
     case = Case("2bw", 3, 3)
@@ -211,7 +210,6 @@ def test_data_that_end_too_early_on_the_last_stage(pool: Pool) -> None:
     )
 
 
-@pytest.mark.xfail(strict=True, reason="the others wait in a broadcast for as long as the group allows")
 def test_data_that_fail_at_once_on_the_first_stage(pool: Pool) -> None:
     case = Case("1f1b", 2, 2)
     said = pool.submit(with_own_data, case, {0: [[]]}, 1.0, ranks=2, fresh=True)
@@ -240,7 +238,7 @@ def test_a_divisor_that_is_not_positive(divisor: float) -> None:
 
 @pytest.mark.parametrize(
     "path",
-    [pytest.param(p, id=p.stem, marks=[pytest.mark.xfail(strict=True)] if p.stem == "seq1f1b" else []) for p in GOLDEN],
+    [pytest.param(path, id=path.stem) for path in GOLDEN],
 )
 def test_schedules_that_the_runtime_does_not_offer(path: Path) -> None:
     schedule = parse_schedule(path.read_text())
@@ -248,7 +246,6 @@ def test_schedules_that_the_runtime_does_not_offer(path: Path) -> None:
         make_pipeline(Case("1f1b", 4, 1), schedule=schedule, balance=None)
 
 
-@pytest.mark.xfail(strict=True, reason="only the first microbatch of a unit is run")
 @pytest.mark.parametrize("passes", ["F0^t F1^t B0..1^t", "F0..1^t B0^t B1^t"])
 def test_units_of_several_microbatches_are_not_run_in_part(passes: str) -> None:
     text = f"schedule several\nrule flush\nmicrobatches 2\nnodes 0@0\nrank 0: {passes} STEP[t]\n"

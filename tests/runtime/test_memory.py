@@ -162,7 +162,6 @@ def test_the_ledger_is_right(method: str, depth: int) -> None:
         assert static == of_kind(pipeline, "weights", "gradients", "idle buffers", "optimizer") == tracker.live
 
 
-@pytest.mark.xfail(strict=True, reason="addresses of the modules' own memory, freed since, count as weights")
 def test_activations_count_wherever_they_lie() -> None:
     """They may lie where the modules' own parameters were, before these moved into the store."""
     for width in range(8, 264, 8):  # activations as large as weights, so that memory is used again
@@ -235,7 +234,6 @@ def take(tree: dict[str, Tensor]) -> Tensor:
     return tree["x"]
 
 
-@pytest.mark.xfail(strict=True, reason="SavedBytes packs the tensor itself, which is then part of a cycle")
 @pytest.mark.parametrize("depth", [1, 2])
 def test_outputs_that_nobody_uses_die_too(depth: int) -> None:
     spare = Spare()

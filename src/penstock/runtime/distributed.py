@@ -65,7 +65,7 @@ class GlooLane:
 
     def __init__(self, lane: LaneKey, sends: bool, window: int, group: dist.ProcessGroup | None) -> None:
         self.lane, self._group, self._window = lane, group, window
-        self.where = f"the {lane.payload} lane from rank {lane.source} to rank {lane.target}"
+        self.where = str(lane)
         self.codec = Codec(self.where)
         self._peer = lane.target if sends else lane.source
         self._tag = _TAGS[lane.payload]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from penstock.runtime.parcel import Parcel
+from penstock.runtime.parcel import Parcel, Structure, dump_structure, structure_of
 from penstock.runtime.transport import Ticket
 from penstock.schedule.lowered import LaneKey
 
@@ -23,6 +23,7 @@ class LocalTransport:
     def __init__(self) -> None:
         self._sends: defaultdict[LaneKey, deque[tuple[Ticket, Parcel]]] = defaultdict(deque)
         self._receives: defaultdict[LaneKey, deque[Ticket]] = defaultdict(deque)
+        self._structures: dict[LaneKey, Structure] = {}
 
     def receive(self, lane: LaneKey) -> Ticket:
         """Post a RECV; it completes at once if the message is there."""
@@ -33,7 +34,10 @@ class LocalTransport:
 
     def send(self, lane: LaneKey, parcel: Parcel) -> Ticket:
         """Post a SEND; it completes when the RECV has been posted."""
-        ticket = Ticket(lane)
+        ticket, structure = Ticket(lane), structure_of(parcel, str(lane))
+        if structure != self._structures.get(lane):
+            dump_structure(structure, str(lane))  # what could not travel between processes is refused here, too
+            self._structures[lane] = structure
         self._sends[lane].append((ticket, Parcel(parcel.header, _copied(parcel.tree), parcel.wants_gradient)))
         self._match(lane)
         return ticket

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.errors import ConfigError
 from penstock.runtime.saved import SavedBytes, signature
 from penstock.runtime.stage import Flight, Stage, edges_of, open_inputs, run_backward
 from penstock.schedule.ir import Node
@@ -45,8 +46,7 @@ class NodeRuntime:
 
     def __post_init__(self) -> None:
         """Note the memory that lives anyway, to tell it from activations."""
-        tensors = [t for m in self.stage.modules for t in (*m.buffers(), *m.parameters())]
-        self._fixed = {t.untyped_storage().data_ptr() for t in tensors}
+        self._fixed = {t.untyped_storage().data_ptr() for t in self.stage.fixed}
         if self.store is not None:
             self._fixed |= self.store.storages
 
@@ -78,6 +78,11 @@ class NodeRuntime:
             counter.add(opened.values())
             self._saved[key] = counter.total
         edges = edges_of(output if total is None else total)
+        if total is not None and edges == [None] and (opened or self.store is not None):
+            raise ConfigError(
+                f"{self.stage.where}: the loss has no graph, so nothing would be learnt; it was detached, or made "
+                "under torch.no_grad()"
+            )
         seed = None if total is None else torch.ones_like(total.detach()) / self.divisor
         self.flights[k] = Flight(handle, opened, leaves, edges, seed, self._saved[key])
         return output, loss
@@ -104,6 +109,7 @@ class NodeRuntime:
         if flight.handle is not None and self.store is not None:
             flight.handle.check(f"the backward of microbatch {k} on {self.stage.where}")
             self.store.accumulate(flight.handle, batch)
+            self.stage.bind(flight.handle.buffer.leaves)  # blocks may run their forward again (torch's checkpoint)
         return run_backward(flight, [flight.seed] if gradients is None else gradients)
 
     def step(self, batch: int, weight: float, keeps_old: bool) -> None:
@@ -116,6 +122,7 @@ class NodeRuntime:
         """
         if self.store is None or self.updater is None:
             return
+        torch.clear_autocast_cache()  # it remembers casts of leaves whose memory changes now
         factor = self.divisor / weight if weight else 0.0
         if keeps_old:
             old, new = self.store.rotate(batch)

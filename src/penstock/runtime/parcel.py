@@ -25,7 +25,7 @@ from penstock.weights.buffers import ALIGNMENT
 HEADER_BYTES = 64
 _CONTINUED = 48  # the byte of the header that says that the rest comes as another message
 _HEADER = struct.Struct("<qqqqqqqd")
-_Structure = tuple[pytree.TreeSpec, list[list[Any]], tuple[bool, ...]]
+Structure = tuple[pytree.TreeSpec, list[list[Any]], tuple[bool, ...]]
 """The tree, what each leaf is, and which leaves want a gradient."""
 
 
@@ -77,15 +77,15 @@ class Codec:
 
     def __init__(self, where: str, inline: bool = True) -> None:
         self.where, self._inline = where, inline
-        self._sent: _Structure | None = None
-        self._received: _Structure | None = None
+        self._sent: Structure | None = None
+        self._received: Structure | None = None
 
     def encode(self, parcel: Parcel) -> Tensor:
         """The parcel as one block (uint8, one dimension, at least `HEADER_BYTES` long)."""
-        leaves, spec = pytree.tree_flatten(parcel.tree)
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)] if self._inline else []
-        structure = (spec, self._kinds(leaves), parcel.wants_gradient)
-        changed = b"" if structure == self._sent else _dump(structure)
+        structure = structure_of(parcel, self.where)
+        leaves = pytree.tree_leaves(parcel.tree) if self._inline else []
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        changed = b"" if structure == self._sent else dump_structure(structure, self.where)
         self._sent = structure
         offsets, size = _place(tensors, HEADER_BYTES + len(changed))
         block = torch.empty(size, dtype=torch.uint8)
@@ -118,20 +118,45 @@ class Codec:
         header = Header(batch, first, bool(more), checksum, weight)
         return Parcel(header, pytree.tree_unflatten(leaves, spec), wants)
 
-    def _kinds(self, leaves: list[Any]) -> list[list[Any]]:
-        """What each leaf is: a tensor with dtype and shape, or a plain value."""
-        kinds: list[list[Any]] = []
-        for leaf in leaves:
-            if isinstance(leaf, Tensor):
-                kinds.append(["tensor", str(leaf.dtype).removeprefix("torch."), list(leaf.shape)])
-            elif leaf is None or isinstance(leaf, bool | int | float | str):
-                kinds.append(["value", leaf])
-            else:
-                raise TransportError(
-                    f"{self.where}: a block returned a {type(leaf).__name__}; between stages only tensors, numbers, "
-                    "strings and None can travel, in any nesting of dicts, lists and tuples"
-                )
-        return kinds
+
+def structure_of(parcel: Parcel, where: str) -> Structure:
+    """Everything about a parcel but its header and the contents of its tensors.
+
+    Raises:
+        TransportError: a leaf is neither a tensor nor a plain value.
+    """
+    leaves, spec = pytree.tree_flatten(parcel.tree)
+    kinds: list[list[Any]] = []
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            kinds.append(["tensor", str(leaf.dtype).removeprefix("torch."), list(leaf.shape)])
+        elif leaf is None or isinstance(leaf, bool | int | float | str):
+            kinds.append(["value", leaf, repr(leaf)])  # False == 0 and 0.0 == -0.0, but not as text
+        else:
+            raise TransportError(
+                f"{where}: a block returned a {type(leaf).__name__}; between stages only tensors, numbers, strings and "
+                "None can travel, in any nesting of dicts, lists and tuples"
+            )
+    return spec, kinds, parcel.wants_gradient
+
+
+def dump_structure(structure: Structure, where: str) -> bytes:
+    """A structure as JSON.
+
+    Raises:
+        TransportError: the receiver could not make the same tree of it.
+    """
+    spec, kinds, wants = structure
+    try:
+        text = pytree.treespec_dumps(spec)
+        if pytree.treespec_loads(text) != spec:
+            raise NotImplementedError("keys of dicts must be strings or numbers, not tuples")
+    except (NotImplementedError, TypeError, ValueError) as error:
+        raise TransportError(
+            f"{where}: a block returned a structure that cannot travel between stages: {error}; use dicts, lists and "
+            "tuples, or register the class with a serialized name in torch.utils._pytree on every rank"
+        ) from None
+    return json.dumps([text, kinds, [int(w) for w in wants]], separators=(",", ":")).encode()
 
 
 def _views(block: Tensor, offset: int, size: int, where: str) -> Callable[[torch.dtype, list[int]], Tensor]:
@@ -159,12 +184,7 @@ def size_and_continued(head: Tensor) -> tuple[int, bool]:
     return int(head[:8].view(torch.int64)), bool(head[_CONTINUED])
 
 
-def _dump(structure: _Structure) -> bytes:
-    spec, kinds, wants = structure
-    return json.dumps([pytree.treespec_dumps(spec), kinds, [int(w) for w in wants]], separators=(",", ":")).encode()
-
-
-def _parse(meta: bytes, where: str) -> _Structure:
+def _parse(meta: bytes, where: str) -> Structure:
     try:
         spec, kinds, wants = json.loads(meta)
         return pytree.treespec_loads(spec), kinds, tuple(map(bool, wants))

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.errors import CapabilityError, ConfigError, PenstockError, TransportError
-from penstock.runtime.blocks import Blocks, LazyBlock, cut_blocks, named_blocks
+from penstock.runtime.blocks import Blocks, LazyBlock, check_untied, cut_blocks, named_blocks
 from penstock.runtime.clock import common_origin
 from penstock.runtime.distributed import GlooTransport
 from penstock.runtime.executor import Executor, Report, Wait
@@ -28,7 +28,7 @@ from penstock.runtime.source import Batches, Source
 from penstock.runtime.stage import LossFunction, Stage
 from penstock.runtime.transport import Transport
 from penstock.schedule.check import Proof, check, node_specs
-from penstock.schedule.ir import Node, Op, Schedule, chain, straight
+from penstock.schedule.ir import Kind, Node, Op, Schedule, chain, straight
 from penstock.schedule.lowered import Lowered
 from penstock.schedule.orders.forward_only import forward_only
 from penstock.schedule.versions import RULES, apply_rule
@@ -37,6 +37,7 @@ from penstock.weights.store import VersionStore
 from penstock.weights.update import OptimizerFactory, Updater
 
 _RUNNABLE = frozenset({Op.F, Op.B, Op.STEP})
+_FAILED = -1
 _RUNNABLE_RULES = frozenset({"flush", "double-buffer", "stash"})
 
 
@@ -86,17 +87,19 @@ class Pipeline:
         self.control = _control_group(group)
         named = named_blocks(blocks)
         self.parts = cut_blocks(named, self.schedule.cuts, balance)
+        check_untied(named, self.parts)
         self._loss, self._optimizer, self._rate = loss, optimizer, rate
         self._divisor = float(divisor if divisor is not None else self.schedule.microbatches)
         if not self._divisor > 0:
             raise ConfigError(f"divisor must be positive, got {divisor}")
         self.batches = 0
         self._broken: BaseException | None = None
+        self._running = False
         origin = time.perf_counter() if group is None else common_origin(self.control)
         self._recorders = {rank: Recorder(rank, origin) for rank in self.ranks}
         self.nodes = {node: self._make_node(node, named) for node in self.schedule.nodes if node.rank in self.ranks}
         for rank, recorder in self._recorders.items():
-            fixed = sum(self.nodes[n].stage.fixed_bytes() for n in self.schedule.on_rank(rank))
+            fixed = sum(t.nbytes for n in self.schedule.on_rank(rank) for t in self.nodes[n].stage.fixed)
             recorder.hold("frozen parameters and buffers", fixed)
         self._source: Source | None = None
 
@@ -156,25 +159,33 @@ class Pipeline:
     def _span(self, proof: Proof, batches: Batches, older: int, training: bool) -> Iterator[Report]:
         if self._broken is not None:
             raise PenstockError("the pipeline broke in an earlier run and cannot go on") from self._broken
+        if self._running:
+            raise PenstockError("a run or an evaluation of this pipeline is under way; end it first")
+        if training and not torch.is_grad_enabled():
+            raise ConfigError("training needs gradients, but run() was called under torch.no_grad()")
         edges = {n.cut for n in self.nodes} & {0, self.schedule.cuts - 1}
         source = self._source = Source(batches, self.schedule.microbatches, readers=len(edges))
         if not self._agree_to_start(source):
             return
         executors = self._executors(proof)
         reports = self._drive([executor.run(source, self.batches, older) for executor in executors])
-        count = 0
+        count, self._running = 0, True
         try:
-            for report in reports:
-                count += 1
-                yield report
-        except GeneratorExit:  # the caller has left the loop: finish what is under way
-            source.stopped = True
-            count += sum(1 for _ in reports)
+            try:
+                for report in reports:
+                    count += 1
+                    yield report
+            except GeneratorExit:  # the caller has left the loop: finish what is under way
+                source.stopped = True
+                count += sum(1 for _ in reports)
+                raise
+        except GeneratorExit:
             raise
         except BaseException as error:
             self._broken = error
             raise
         finally:
+            self._running = False
             for executor in executors:
                 executor.transport.close()
             if self._broken is None:
@@ -187,8 +198,17 @@ class Pipeline:
         first = self.schedule.node_at[0, 0].rank
         if self.group is None:
             return source.has(0)
-        flag = torch.tensor([int(first in self.ranks and source.has(0))])
+        flag, failure = torch.tensor([0]), None
+        if first in self.ranks:
+            try:
+                flag[0] = int(source.has(0))
+            except Exception as error:  # the others must hear of it before it is raised here
+                flag[0], failure = _FAILED, error
         dist.broadcast(flag, group_src=first, group=self.control)
+        if failure is not None:
+            raise failure
+        if flag == _FAILED:
+            raise TransportError(f"rank {first}, which holds the first stage, could not read the first batch")
         return bool(flag)
 
     def _executors(self, proof: Proof) -> list[Executor]:
@@ -292,10 +312,13 @@ def _control_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
 
 
 def _check_runnable(schedule: Schedule) -> None:
-    ops = {a.op for program in schedule.programs for a in program.period}
+    actions = [a for program in schedule.programs for a in program.period]
+    ops = {a.op for a in actions}
     missing = sorted(op.value for op in ops - _RUNNABLE)
     if missing:
         raise CapabilityError(f"{schedule.name}: the runtime does not offer {', '.join(missing)} yet")
+    if any(a.unit.slice is not None or a.unit.count > 1 or a.unit.kind is Kind.EVAL for a in actions):
+        raise CapabilityError(f"{schedule.name}: the runtime offers passes of one whole training microbatch so far")
     if schedule.nodes != straight(schedule.ranks) or schedule.edges != chain(schedule.cuts) or schedule.frozen:
         raise CapabilityError(f"{schedule.name}: the runtime offers chains with one trained cut per rank so far")
     rule = RULES[schedule.rule]

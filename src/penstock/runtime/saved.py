@@ -26,7 +26,7 @@ class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
 
     def _pack(self, tensor: Tensor) -> Tensor:
         self.add([tensor])
-        return tensor
+        return tensor.detach()  # an operation that keeps its own result would otherwise keep itself
 
     def add(self, tensors: Iterable[object]) -> None:
         """Count these, too."""

@@ -40,6 +40,7 @@ class Source:
         self._fetched = 0
         self._exhausted = False
         self.stopped = False
+        self._asked, self._goes_on = 0, True
 
     def has(self, batch: int) -> bool:
         """Whether batch number `batch` of the span exists; fetches it if need be."""
@@ -57,8 +58,13 @@ class Source:
         return batch < self._fetched
 
     def follows(self, batch: int) -> bool:
-        """Whether the span goes on with batch `batch`: it exists and nobody has asked to stop."""
-        return not self.stopped and self.has(batch)
+        """Whether the span goes on with batch `batch`: it exists and nobody has asked to stop.
+
+        Decided once, since every message of a batch must say the same.
+        """
+        if batch > self._asked:
+            self._asked, self._goes_on = batch, not self.stopped and self.has(batch)
+        return self._goes_on
 
     def pair(self, microbatch: int) -> tuple[Any, Any]:
         """Input and target of a microbatch, counted through the span.

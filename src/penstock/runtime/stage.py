@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
-from penstock.errors import ConfigError
+from penstock.errors import CapabilityError, ConfigError
 from penstock.weights.buffers import Handle
 
+_TRAINABLE = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 LossFunction = Callable[[Any, Any], Any]
 """(output, target) -> (sum, weight), or a scalar, which counts as a sum of weight 1."""
 
@@ -75,6 +76,14 @@ class Stage:
                         self._aliases.add(f"{path}.{key}")
                     self._places.setdefault(name, []).append((module, key))
                     self._originals[name] = parameter
+                    self._check_dtype(name, parameter)
+
+    def _check_dtype(self, name: str, parameter: nn.Parameter) -> None:
+        if parameter.requires_grad and parameter.dtype not in _TRAINABLE:
+            raise CapabilityError(
+                f"{self.where}: {name} is {parameter.dtype}; training in low precision is not offered yet, because "
+                "gradients must accumulate in float32: keep parameters in float32 (torch.autocast may compute in less)"
+            )
 
     @property
     def trained(self) -> dict[str, nn.Parameter]:
@@ -94,10 +103,11 @@ class Stage:
                 state.update(block.state_dict(prefix=f"{prefix}."))
         return {name: tensor for name, tensor in state.items() if name not in self._aliases}
 
-    def fixed_bytes(self) -> int:
-        """Bytes of frozen parameters and of module buffers."""
-        frozen = sum(p.nbytes for p in self._originals.values() if not p.requires_grad)
-        return frozen + sum(b.nbytes for module in self.modules for b in module.buffers())
+    @property
+    def fixed(self) -> list[Tensor]:
+        """Frozen parameters and module buffers."""
+        frozen: list[Tensor] = [p for p in self._originals.values() if not p.requires_grad]
+        return frozen + [buffer for module in self.modules for buffer in module.buffers()]
 
     # --- versions ---------------------------------------------------------------------------------------------------
 

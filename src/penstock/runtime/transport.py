@@ -55,8 +55,7 @@ class Ticket:
         """
         if not self._event.wait(timeout):
             raise TransportError(
-                f"{what}: nothing came on the {self.lane.payload} lane from rank {self.lane.source} to rank "
-                f"{self.lane.target} within {timeout:g} seconds; the peer is stalled or dead"
+                f"{what}: nothing came on {self.lane} within {timeout:g} seconds; the peer is stalled or dead"
             )
         self.check(what)
 

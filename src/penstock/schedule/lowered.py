@@ -31,6 +31,9 @@ class LaneKey(NamedTuple):
     target: int
     payload: Payload
 
+    def __str__(self) -> str:
+        return f"the {self.payload} lane from rank {self.source} to rank {self.target}"
+
 
 class Message(NamedTuple):
     """The identity of a message: its route and its unit's first microbatch."""
