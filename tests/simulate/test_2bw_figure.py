@@ -10,12 +10,12 @@ import pytest
 
 from penstock.schedule.build import prove
 from penstock.simulate.costs import Costs
-from penstock.simulate.simulate import simulate, steady_bubble
+from penstock.simulate.simulate import simulate_schedule, steady_bubble
 
 BATCHES = 5
 PROOF = prove("2bw", 4, 4)
 COSTS = Costs.uniform(PROOF.schedule)
-RUN = simulate(PROOF, COSTS, BATCHES)
+RUN = simulate_schedule(PROOF, COSTS, BATCHES)
 WORK = {(i.rank + 1, i.what, i.label): i for i in RUN.timeline.intervals}
 
 

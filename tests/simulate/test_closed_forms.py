@@ -5,7 +5,7 @@ import pytest
 from penstock.schedule.build import make_schedule
 from penstock.schedule.lower import lower
 from penstock.simulate.costs import Costs, StageCost
-from penstock.simulate.simulate import simulate, steady_bubble
+from penstock.simulate.simulate import simulate_schedule, steady_bubble
 
 STAGES = [1, 2, 3, 5]
 SIZES = [1, 2, 4, 9]
@@ -18,7 +18,7 @@ flushed = pytest.mark.parametrize("method", ["gpipe", "1f1b", "eager"])
 
 
 def run(schedule, times, batches=1, latency=0.0):
-    return simulate(schedule, Costs.uniform(schedule, *times, latency=latency), batches)
+    return simulate_schedule(schedule, Costs.uniform(schedule, *times, latency=latency), batches)
 
 
 @flushed
@@ -117,7 +117,7 @@ def test_gpipe_with_unequal_stages(stages, m):
     forwards, backwards = zip(*stages, strict=True)
     costs = Costs(tuple(StageCost(f, b, 0) for f, b in stages))
     makespan = sum(forwards) + (m - 1) * max(forwards) + sum(backwards) + (m - 1) * max(backwards)
-    assert simulate(make_schedule("gpipe", len(stages), m), costs).bubble.makespan == makespan
+    assert simulate_schedule(make_schedule("gpipe", len(stages), m), costs).bubble.makespan == makespan
 
 
 @pytest.mark.parametrize("slow", [0, 1, 2, 3])
@@ -126,7 +126,7 @@ def test_the_slowest_stage_sets_the_pace(method, slow):
     """In an endless order each further batch costs what the slowest stage works on it, a flush adds its bubble."""
     costs = Costs(tuple(StageCost(1 + (s == slow), 1 + (s == slow), 1 + (s == slow)) for s in range(4)))
     schedule = make_schedule(method, 4, 8)
-    spans = [simulate(schedule, costs, batches).bubble.makespan for batches in (4, 5)]
+    spans = [simulate_schedule(schedule, costs, batches).bubble.makespan for batches in (4, 5)]
     if method == "1f1b":
         assert spans[1] - spans[0] > 6 * 8
     else:
@@ -149,5 +149,5 @@ def test_updates_take_time_on_their_rank():
     """One STEP of 5 per batch and rank: behind the last backward, and in the way of the next batch's first forward."""
     schedule = make_schedule("1f1b", 3, 4)
     costs = Costs.uniform(schedule, step=5.0)
-    assert simulate(schedule, costs).bubble.makespan == 3 * (4 + 2) + 5
-    assert simulate(schedule, costs).bubble.ideal == 3 * 4 + 5
+    assert simulate_schedule(schedule, costs).bubble.makespan == 3 * (4 + 2) + 5
+    assert simulate_schedule(schedule, costs).bubble.ideal == 3 * 4 + 5

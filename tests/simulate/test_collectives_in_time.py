@@ -9,7 +9,7 @@ from penstock.schedule.build import make_schedule
 from penstock.schedule.check import check
 from penstock.schedule.text import parse_schedule
 from penstock.simulate.costs import Costs, StageCost
-from penstock.simulate.simulate import simulate
+from penstock.simulate.simulate import simulate_schedule
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 
@@ -17,7 +17,7 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 def run(text, collective, batches=1, stages=None, **costs):
     schedule = parse_schedule(text)
     stages = stages or Costs.uniform(schedule, **costs).stages
-    return simulate(schedule, Costs(tuple(stages), collective=collective), batches)
+    return simulate_schedule(schedule, Costs(tuple(stages), collective=collective), batches)
 
 
 def intervals(simulation, what):
@@ -113,7 +113,7 @@ def test_reductions_of_one_cut_do_not_overtake_each_other():
 @pytest.mark.parametrize("batches", [1, 3])
 def test_labels_count_through_the_span(batches):
     schedule = make_schedule("2bw", 2, 2)
-    timeline = simulate(check(schedule), Costs.uniform(schedule), batches).timeline
+    timeline = simulate_schedule(check(schedule), Costs.uniform(schedule), batches).timeline
     for rank in (0, 1):
         labels = [i.label for i in timeline.intervals if i.rank == rank]
         assert labels == [f"{a.op}{a.unit.first}" for a in schedule.actions(rank, batches)]
@@ -125,7 +125,11 @@ def test_labels_count_through_the_span(batches):
 def test_labels_of_other_units():
     def labels(name, what):
         schedule = parse_schedule((GOLDEN / f"{name}.txt").read_text())
-        return [i.label for i in simulate(schedule, Costs.uniform(schedule), 2).timeline.intervals if i.what == what]
+        return [
+            i.label
+            for i in simulate_schedule(schedule, Costs.uniform(schedule), 2).timeline.intervals
+            if i.what == what
+        ]
 
     assert {"F1:1/2", "F3:0/2"} <= set(labels("seq1f1b", "F"))
     assert set(labels("nf1b", "B")) == {"B0..3", "B4..7"}

@@ -12,7 +12,7 @@ from penstock.schedule.check import check
 from penstock.schedule.methods import METHODS
 from penstock.schedule.text import parse_schedule
 from penstock.simulate.costs import Costs, StageCost
-from penstock.simulate.simulate import simulate
+from penstock.simulate.simulate import simulate_schedule
 
 GOLDEN = [
     check(parse_schedule(path.read_text(), path.stem))
@@ -36,7 +36,7 @@ def runs(draw, golden=True):
     stages = [StageCost(draw(positive), draw(positive), draw(maybe), draw(maybe)) for _ in range(proof.schedule.cuts)]
     costs = Costs(tuple(stages), draw(maybe), draw(maybe), draw(st.floats(0.5, 1.0)))
     batches = draw(st.integers(1, 4))
-    return simulate(proof, costs, batches), proof, costs, batches
+    return simulate_schedule(proof, costs, batches), proof, costs, batches
 
 
 @SWEEP

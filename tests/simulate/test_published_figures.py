@@ -7,14 +7,14 @@ import pytest
 from penstock.schedule.build import make_schedule
 from penstock.schedule.text import parse_schedule
 from penstock.simulate.costs import Costs, StageCost
-from penstock.simulate.simulate import simulate
+from penstock.simulate.simulate import simulate_schedule
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 
 
 def run(method, stages, microbatches, batches=1, **costs):
     schedule = make_schedule(method, stages, microbatches)
-    return simulate(schedule, Costs.uniform(schedule, **costs), batches)
+    return simulate_schedule(schedule, Costs.uniform(schedule, **costs), batches)
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_1f1b_with_latency_of_the_zero_bubble_paper():
 def test_unequal_stages(method, makespan):
     """F = 1, 2, 1, 1 and B = 2F: GPipe waits for the slow stage at both ends, 1F1B only once."""
     costs = Costs(tuple(StageCost(f, f, f) for f in (1, 2, 1, 1)))
-    assert simulate(make_schedule(method, 4, 8), costs).bubble.makespan == makespan
+    assert simulate_schedule(make_schedule(method, 4, 8), costs).bubble.makespan == makespan
 
 
 def test_two_figures_called_bubble():
@@ -71,7 +71,7 @@ ORDERS = {
 @pytest.mark.parametrize("name", ORDERS)
 def test_makespan_of_hand_written_orders(name):
     schedule = parse_schedule((GOLDEN / f"{name}.txt").read_text())
-    assert simulate(schedule, Costs.uniform(schedule)).bubble.makespan == ORDERS[name]
+    assert simulate_schedule(schedule, Costs.uniform(schedule)).bubble.makespan == ORDERS[name]
 
 
 @pytest.mark.parametrize("times", [(1, 1, 1), (10, 12, 7), (2, 3, 1)])
@@ -79,13 +79,13 @@ def test_zero_bubble_h1_for_unequal_passes(times):
     """(p-1)(F+B-W), both as span and as makespan."""
     f, b, w = times
     schedule = parse_schedule((GOLDEN / "zb_h1.txt").read_text())
-    bubble = simulate(schedule, Costs.uniform(schedule, f, b, w)).bubble
+    bubble = simulate_schedule(schedule, Costs.uniform(schedule, f, b, w)).bubble
     assert bubble.makespan == bubble.rank_span == 4 * (f + b + w) + 2 * (f + b - w)
 
 
 def test_zero_bubble_v_has_none_by_its_own_measure():
     schedule = parse_schedule((GOLDEN / "zb_v.txt").read_text())
-    bubble = simulate(schedule, Costs.uniform(schedule)).bubble
+    bubble = simulate_schedule(schedule, Costs.uniform(schedule)).bubble
     assert bubble.rank_span_bubble == 0
     assert bubble.bubble == pytest.approx(1 / 25)  # (p-1)/(6m+p-1) as makespan
 
@@ -94,13 +94,13 @@ def test_dualpipe_v_gains_where_fused_passes_overlap():
     """With half of the time of a pair, F&B = 1.5 of 3, one batch of 4 on two ranks saves its three pairs per rank."""
     schedule = parse_schedule((GOLDEN / "dualpipe_v.txt").read_text())
     stages = Costs.uniform(schedule).stages
-    plain, fused = (simulate(schedule, Costs(stages, fused=share)) for share in (1.0, 0.5))
+    plain, fused = (simulate_schedule(schedule, Costs(stages, fused=share)) for share in (1.0, 0.5))
     assert plain.bubble.busy == (12, 12)
     assert fused.bubble.busy == (12 - 3 * 0.75, 12 - 3 * 0.75)
 
 
 def test_the_last_rank_of_evaluation_finishes_with_the_makespan():
     schedule = parse_schedule((GOLDEN / "evaluation.txt").read_text())
-    result = simulate(schedule, Costs.uniform(schedule), batches=3)
+    result = simulate_schedule(schedule, Costs.uniform(schedule), batches=3)
     assert result.bubble.makespan == 3 * 2 + 1
     assert result.messages == 3 * 2

@@ -10,7 +10,7 @@ from penstock.schedule.build import make_schedule
 from penstock.schedule.ir import Action, Kind, Node, Op, Unit
 from penstock.schedule.text import parse_schedule
 from penstock.simulate.costs import Costs, StageCost, cuts_per_rank, read_stage_costs
-from penstock.simulate.simulate import simulate
+from penstock.simulate.simulate import simulate_schedule
 
 NODE = Node(0, 0, 0)
 COSTS = Costs((StageCost(2, 3, 5, 7),), latency=1, collective=11, fused=0.5)
@@ -108,12 +108,12 @@ def test_a_missing_file_is_refused(tmp_path):
 def test_a_span_has_at_least_one_batch(batches):
     schedule = make_schedule("1f1b", 2, 2)
     with pytest.raises(ConfigError, match=f"batches must be at least 1, got {batches}"):
-        simulate(schedule, Costs.uniform(schedule), batches)
+        simulate_schedule(schedule, Costs.uniform(schedule), batches)
 
 
 def test_costs_of_another_number_of_stages_are_refused():
     with pytest.raises(ConfigError, match="the costs describe 1 stages, the schedule has 2"):
-        simulate(make_schedule("1f1b", 2, 2), COSTS)
+        simulate_schedule(make_schedule("1f1b", 2, 2), COSTS)
 
 
 def test_a_rank_without_a_stage_is_refused_or_idle():
@@ -121,12 +121,12 @@ def test_a_rank_without_a_stage_is_refused_or_idle():
     text = "microbatches 1\nnodes 0@0 1@2\nrank 0: F0^t B0^t STEP[t]\nrank 1:\nrank 2: F0^t B0^t STEP[t]\n"
     schedule = parse_schedule(text)
     with contextlib.suppress(ScheduleError):
-        assert simulate(schedule, Costs.uniform(schedule)).bubble.busy == (3, 0, 3)
+        assert simulate_schedule(schedule, Costs.uniform(schedule)).bubble.busy == (3, 0, 3)
 
 
 def test_figures_have_the_names_of_the_printed_ones():
     schedule = make_schedule("2bw", 2, 2)
-    figures = simulate(schedule, Costs.uniform(schedule), batches=2).figures()
+    figures = simulate_schedule(schedule, Costs.uniform(schedule), batches=2).figures()
     assert figures == {
         "makespan": 15, "rank_span": 15, "ideal": 12, "bubble": pytest.approx(0.2), "bubble_of_ideal": 0.25,
         "rank_span_bubble": pytest.approx(0.2), "peak_activations": [2, 1], "live_versions": [2, 2], "messages": 8,

@@ -22,7 +22,8 @@ from penstock.runtime.source import Source, checksum
 from penstock.runtime.transport import Ticket, Transport
 from penstock.schedule.ir import Action, Kind, Node, Op, Payload
 from penstock.schedule.lowered import Instruction, LaneKey, Lowered, Message, present
-from penstock.schedule.nodestate import NodeSpec, NodeState
+from penstock.schedule.nodespec import NodeSpec
+from penstock.schedule.nodestate import NodeState
 from penstock.timeline import Interval
 
 NO_GRADIENTS: tuple[bool, ...] = ()
@@ -120,7 +121,7 @@ class Executor:
             if not self._more:
                 break
         for books in self._books.values():
-            books.draining = t
+            books.drain(t)
         for instruction in program.epilogue:
             yield from self._instruct(instruction, t, source)
         for queue in self._sending.values():

@@ -27,9 +27,10 @@ from penstock.runtime.recorder import Recorder
 from penstock.runtime.source import Batches, Source
 from penstock.runtime.stage import LossFunction, Stage
 from penstock.runtime.transport import Transport
-from penstock.schedule.check import Proof, check, node_specs
+from penstock.schedule.check import Proof, check
 from penstock.schedule.ir import Kind, Node, Op, Schedule, chain, straight
 from penstock.schedule.lowered import Lowered
+from penstock.schedule.nodespec import node_specs
 from penstock.schedule.orders.forward_only import forward_only
 from penstock.schedule.versions import RULES, apply_rule
 from penstock.timeline import Interval, Timeline

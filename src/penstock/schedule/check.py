@@ -5,7 +5,8 @@ model of `penstock.schedule.lower`; and every pass reads the version its rule na
 
 The second and third hold for spans of any length by induction. The schedule is played batch by batch; what is under
 way at a border (messages; microbatches, versions and gradients), written relative to the border's batch, is its state.
-All ranks run the same period again, so once a state repeats, everything after it repeats, too. From every border up
+All ranks run the same period again, so once a state repeats, everything after it repeats, too. (Only once every action
+exists and nothing is read that lies before the span: the first periods are not the same yet.) From every border up
 to there a twin drains the pipeline and must end clean: that covers spans of every length. Messages and versions are
 played apart, because the books of a node depend on the order of its rank's program alone.
 """
@@ -13,7 +14,7 @@ played apart, because the books of a node depend on the order of its rank's prog
 from __future__ import annotations
 
 import copy
-from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import reduce
@@ -22,13 +23,17 @@ from math import lcm
 from penstock.errors import ScheduleError
 from penstock.schedule.collection import no_collection
 from penstock.schedule.coverage import check_coverage
-from penstock.schedule.ir import Action, Copy, Kind, Node, Op, Schedule, passes
+from penstock.schedule.ir import Action, Kind, Node, Op, Program, Schedule, passes
 from penstock.schedule.lower import lower
 from penstock.schedule.lowered import LOOKAHEAD, WINDOW, Lowered, present
 from penstock.schedule.machine import Machine
-from penstock.schedule.nodestate import Delay, NodeSpec, NodeState, reads_of_forwards
+from penstock.schedule.nodespec import node_specs
+from penstock.schedule.nodestate import Delay, NodeState
 from penstock.schedule.ops import OPS, PASSES
 from penstock.schedule.versions import RULES
+
+_LIMIT = 8
+"""Batches beyond twice the transient by which every state must have repeated: what was in flight then is long gone."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +75,7 @@ class Proof:
 
     def versions_on(self, rank: int) -> int:
         """Weight versions alive at once on a rank, the most over its nodes."""
-        return max(self.nodes[n].versions for n in self.schedule.on_rank(rank))
+        return max((self.nodes[n].versions for n in self.schedule.on_rank(rank)), default=0)
 
 
 @no_collection
@@ -104,18 +109,25 @@ def check(schedule: Schedule, lookahead: int = LOOKAHEAD, window: int = WINDOW) 
     return Proof(lowered, facts, activations, steady_from)
 
 
-def _limit(schedule: Schedule) -> int:
-    """A number of batches by which every state must have repeated: what was in flight at the start is long gone."""
-    units = [p.unit for program in schedule.programs for a in program.period for p in passes(a)]
-    return 8 + 2 * max(-u.first // (1 if u.kind is Kind.BATCH else schedule.microbatches) for u in units)
+def _transient(schedule: Schedule) -> int:
+    """The first batch in whose period nothing lies before the span: no unit, and no version that is read."""
+    latest = 0
+    for program in schedule.programs:
+        for action in program.period:
+            for p in passes(action):
+                size = 1 if p.unit.kind is Kind.BATCH else schedule.microbatches
+                latest = max(latest, -(p.unit.first // size))
+                if p.reads is not None:
+                    latest = max(latest, -min(p.reads.versions))
+    return latest
 
 
 def _prove_progress(lowered: Lowered) -> None:
     """Play the messages: in no span, however long, does a rank wait for ever."""
-    machine, limit = Machine(lowered), _limit(lowered.schedule)
+    machine, transient = Machine(lowered), _transient(lowered.schedule)
     machine.play_period(-1, more=True)
     before = machine.state(0)
-    for t in range(limit):
+    for t in range(_LIMIT + 2 * transient):
         twin = machine.copy()
         twin.play_period(t, more=False)
         twin.play_epilogue(t + 1)
@@ -123,10 +135,10 @@ def _prove_progress(lowered: Lowered) -> None:
             return  # no message crosses a border, and RECVs that are posted early only help
         machine.play_period(t, more=True)
         state = machine.state(t + 1)
-        if state == before:
+        if state == before and t >= transient:
             return
         before = state
-    raise ScheduleError(f"{lowered.schedule.name}: after {limit} batches the messages under way still change")
+    raise ScheduleError(f"{lowered.schedule.name}: after {t + 1} batches the messages under way still change")
 
 
 class _Books:
@@ -134,6 +146,7 @@ class _Books:
 
     def __init__(self, schedule: Schedule, older: int) -> None:
         self.schedule = schedule
+        self.programs = [Program(*(tuple(map(_always, part)) for part in p)) for p in schedule.programs]
         self.states = {spec.node: NodeState(spec) for spec in node_specs(schedule, older)}
         self.admitted: dict[int, int] = {}
         self.held = [0] * schedule.ranks
@@ -146,35 +159,40 @@ class _Books:
 
     def prove(self) -> int:
         """Play until the state at a border repeats; the batch from which it does."""
-        before, limit = self._state(0), _limit(self.schedule)
-        for t in range(limit):
+        before, transient = self._state(0), _transient(self.schedule)
+        for t in range(_LIMIT + 2 * transient):
             self._play(t, epilogue=False)
             twin = self._twin()
             twin.drain(t + 1)
             self.absorb(twin)
             state = self._state(t + 1)
-            if state == before:
+            if state == before and t >= transient:
                 return t
             before = state
-        raise ScheduleError(f"{self.schedule.name}: after {limit} batches the state at a batch border still changes")
+        raise ScheduleError(f"{self.schedule.name}: after {t + 1} batches the state at a batch border still changes")
 
     def _play(self, t: int, epilogue: bool) -> None:
         m = self.schedule.microbatches
         for rank in self.ranks:
-            for action in self.schedule.programs[rank][epilogue]:
-                for p in action.parts or (action,):
-                    if present(p, t, m):
-                        self.states[p.node].apply(p, t, self.admitted)
-                        self._count_activations(rank, p)
+            for action in self.programs[rank][epilogue]:
+                exist = [p for p in action.parts or (action,) if present(p, t, m)]
+                for p in exist:
+                    self.states[p.node].apply(p, t, self.admitted)
+                self._count_activations(rank, exist)
 
-    def _count_activations(self, rank: int, action: Action) -> None:
-        change = self.memory.get(action.op)
-        if change is not None:
-            taken, freed = change(action, self.schedule)
-            amount = self.weight[action.node] * action.unit.count // (action.unit.slice[1] if action.unit.slice else 1)
-            held = self.held[rank] + taken * amount
-            self.peak[rank] = max(self.peak[rank], held)
-            self.held[rank] = held + freed * amount
+    def _count_activations(self, rank: int, together: Sequence[Action]) -> None:
+        """What actions that run together take at their start, and free at their end."""
+        freed_later = 0
+        for action in together:
+            change = self.memory.get(action.op)
+            if change is not None:
+                taken, freed = change(action, self.schedule)
+                piece = action.unit.slice[1] if action.unit.slice else 1
+                amount = self.weight[action.node] * action.unit.count // piece
+                self.held[rank] += taken * amount
+                freed_later += freed * amount
+        self.peak[rank] = max(self.peak[rank], self.held[rank])
+        self.held[rank] += freed_later
 
     def _state(self, t: int) -> object:
         """What is under way at the border before batch t."""
@@ -193,7 +211,7 @@ class _Books:
     def drain(self, batches: int) -> None:
         """Play the epilogue of a span of `batches` batches; afterwards nothing may be left."""
         for state in self.states.values():
-            state.draining = batches
+            state.drain(batches)
         self._play(batches, epilogue=True)
         for node, state in self.states.items():
             left = {
@@ -218,6 +236,11 @@ class _Books:
         self.peak = [max(a, b) for a, b in zip(self.peak, other.peak, strict=True)]
 
 
+def _always(action: Action) -> Action:
+    """An AVERAGE as if it stood in every period: it changes nothing, and must be in its place wherever it stands."""
+    return action._replace(unit=action.unit._replace(every=1)) if action.unit.every > 1 else action
+
+
 def activation_weights(schedule: Schedule) -> tuple[int, dict[Node, int]]:
     """Integer weights of one microbatch on each node, and the weight of one on a rank's whole share."""
     chunks = {
@@ -225,39 +248,3 @@ def activation_weights(schedule: Schedule) -> tuple[int, dict[Node, int]]:
     }
     scale = reduce(lcm, chunks.values(), 1) * schedule.slices
     return scale, {node: scale // count for node, count in chunks.items()}
-
-
-def node_specs(schedule: Schedule, older: int) -> list[NodeSpec]:
-    """What the books of each node need to know beforehand."""
-    held = Counter(n.cut for n in schedule.nodes)
-    actions: dict[Node, list[Action]] = {node: [] for node in schedule.nodes}
-    for program in schedule.programs:
-        for action in program.period:
-            for p in passes(action):
-                actions[p.node].append(p)
-    first = min((n.cut for n, here in actions.items() if any(a.op is Op.STEP for a in here)), default=0)
-    return [
-        NodeSpec(
-            node,
-            RULES[schedule.rule],
-            schedule.microbatches,
-            share=sum(a.unit.count for a in here if a.op in (Op.B, Op.W)),
-            forward_reads=reads_of_forwards(here),
-            copy_uses=_copy_uses(here, schedule.microbatches),
-            older=older,
-            recomputed=node.cut in schedule.recomputed,
-            sharded=any(a.op is Op.GATHER for a in here),
-            shared=held[node.cut] > 1,
-            admits=node.cut == first,
-        )
-        for node, here in actions.items()
-    ]
-
-
-def _copy_uses(actions: list[Action], microbatches: int) -> Counter[Copy]:
-    """How often each derived copy is read, by microbatch modulo m (each appears in exactly one period)."""
-    return Counter(
-        Copy(a.reads.derive.label, a.reads.derive.first % microbatches)
-        for a in actions
-        if a.reads is not None and a.reads.derive is not None and a.op is not Op.PREDICT
-    )

@@ -15,8 +15,9 @@ from typing import NamedTuple
 
 from penstock.errors import ScheduleError
 from penstock.schedule.ir import Action, Kind, Op, Schedule, passes
+from penstock.schedule.ops import PASSES
 
-_COUNTED = frozenset({Op.F, Op.B, Op.I, Op.W, Op.R, Op.STEP, Op.VALIDATE, Op.REDUCE})
+_COUNTED = PASSES | {Op.STEP, Op.VALIDATE, Op.REDUCE, Op.AVERAGE}
 
 
 class _Slot(NamedTuple):
@@ -25,7 +26,11 @@ class _Slot(NamedTuple):
     place: str  # "cut 3" or "node 3.1"
     op: Op
     slice: int
-    residue: int
+    residue: int  # of the microbatch modulo m; of a batch unit, its `every`
+
+
+_Table = dict[_Slot, list[int]]
+"""The offsets at which each slot appears."""
 
 
 def check_coverage(schedule: Schedule) -> None:
@@ -35,8 +40,8 @@ def check_coverage(schedule: Schedule) -> None:
         ScheduleError: an action is missing, doubled, on the wrong rank, or belongs to a batch that has not begun.
     """
     _check_structure(schedule)
-    periods: dict[_Slot, list[int]] = defaultdict(list)
-    epilogues: dict[_Slot, list[int]] = defaultdict(list)
+    periods: _Table = defaultdict(list)
+    epilogues: _Table = defaultdict(list)
     evaluation = False
     for program in schedule.programs:
         for actions, table in ((program.period, periods), (program.epilogue, epilogues)):
@@ -50,6 +55,7 @@ def check_coverage(schedule: Schedule) -> None:
         _check_passes(schedule, cut, cut in trained, periods)
     _check_updates(schedule, trained, periods)
     _check_epilogues(schedule, periods, epilogues)
+    _check_averages(schedule, trained, periods, epilogues)
 
 
 def _slots(action: Action, microbatches: int) -> Iterator[tuple[_Slot, int]]:
@@ -58,7 +64,7 @@ def _slots(action: Action, microbatches: int) -> Iterator[tuple[_Slot, int]]:
     if op not in _COUNTED:
         return
     if unit.kind is Kind.BATCH:
-        yield _Slot(f"node {node.name}", op, 0, 0), unit.first
+        yield _Slot(f"node {node.name}", op, 0, unit.every), unit.first
         return
     piece = unit.slice[0] if unit.slice else 0
     for offset in unit.microbatches:
@@ -78,18 +84,38 @@ def _check_structure(schedule: Schedule) -> None:
         if edge.source not in held or edge.target not in held or edge.source == edge.target:
             raise ScheduleError(f"{name}: edge {edge.source}>{edge.target} does not join two cuts")
     for rank, program in enumerate(schedule.programs):
-        for action in program.period + program.epilogue:
-            for p in passes(action):
-                if p.node not in nodes or p.node.rank != rank:
-                    raise ScheduleError(f"{name}: {p} stands in the program of rank {rank}, which holds no such node")
-        for action in program.period:
-            for p in passes(action):
-                limit = 1 if p.unit.kind is Kind.BATCH else schedule.microbatches
-                if p.unit.first + p.unit.count > limit:
-                    raise ScheduleError(f"{name}: {p} on rank {rank} belongs to a batch that has not begun")
+        for actions, begun in ((program.period, 1), (program.epilogue, 0)):
+            for action in actions:
+                if action.parts and any(p.op not in PASSES for p in action.parts):
+                    raise ScheduleError(f"{name}: {action} on rank {rank} fuses more than passes")
+                for p in passes(action):
+                    if p.node not in nodes or p.node.rank != rank:
+                        raise ScheduleError(
+                            f"{name}: {p} stands in the program of rank {rank}, which holds no such node"
+                        )
+                    _check_unit(schedule, p, begun)
 
 
-def _check_passes(schedule: Schedule, cut: int, trained: bool, periods: dict[_Slot, list[int]]) -> None:
+def _check_unit(schedule: Schedule, action: Action, begun: int) -> None:
+    """A unit lies within one batch that has begun (relative to the action's own: before `begun`)."""
+    op, unit, m = action.op, action.unit, schedule.microbatches
+    where = f"{schedule.name}: {action} on rank {action.node.rank}"
+    if op in (Op.SEND, Op.RECV, Op.FUSED):
+        raise ScheduleError(f"{where}: {op} is not written in a schedule; messages are added when it is lowered")
+    if (unit.kind is Kind.BATCH) is (op in PASSES or op in (Op.PREDICT, Op.OFFLOAD, Op.FETCH)):
+        raise ScheduleError(f"{where}: {op} works on {'microbatches' if unit.kind is Kind.BATCH else 'batches'}")
+    if unit.every != 1 and (op is not Op.AVERAGE or unit.every < 1):
+        raise ScheduleError(f"{where}: only an AVERAGE may be left out of some batches; every batch has its {op}")
+    if unit.count < 1 or (unit.slice is not None and unit.slice[1] != schedule.slices):
+        raise ScheduleError(f"{where}: a unit holds at least one microbatch, and all slices are of one size")
+    size = 1 if unit.kind is Kind.BATCH else m
+    if unit.first // size != (unit.first + unit.count - 1) // size:
+        raise ScheduleError(f"{where} crosses the border of a batch")
+    if unit.first + unit.count > begun * size:
+        raise ScheduleError(f"{where} belongs to a batch that has not begun")
+
+
+def _check_passes(schedule: Schedule, cut: int, trained: bool, periods: _Table) -> None:
     place = f"cut {cut}"
     for k in range(schedule.microbatches):
         for piece in range(schedule.slices):
@@ -108,10 +134,10 @@ def _check_passes(schedule: Schedule, cut: int, trained: bool, periods: dict[_Sl
                 raise ScheduleError(f"{where} has {recomputes} recomputes per batch; all or none need one")
 
 
-def _check_updates(schedule: Schedule, trained: set[int], periods: dict[_Slot, list[int]]) -> None:
+def _check_updates(schedule: Schedule, trained: set[int], periods: _Table) -> None:
     held = Counter(n.cut for n in schedule.nodes)
     for node in schedule.nodes:
-        steps, reduces = (len(periods.get(_Slot(f"node {node.name}", op, 0, 0), ())) for op in (Op.STEP, Op.REDUCE))
+        steps, reduces = (len(periods.get(_Slot(f"node {node.name}", op, 0, 1), ())) for op in (Op.STEP, Op.REDUCE))
         where = f"{schedule.name}: node {node.name} on rank {node.rank}"
         if steps != (node.cut in trained):
             raise ScheduleError(f"{where} has {steps} STEPs per batch instead of {int(node.cut in trained)}")
@@ -121,8 +147,10 @@ def _check_updates(schedule: Schedule, trained: set[int], periods: dict[_Slot, l
             )
 
 
-def _check_epilogues(schedule: Schedule, periods: dict[_Slot, list[int]], epilogues: dict[_Slot, list[int]]) -> None:
+def _check_epilogues(schedule: Schedule, periods: _Table, epilogues: _Table) -> None:
     for slot in sorted(periods.keys() | epilogues.keys()):
+        if slot.op is Op.AVERAGE:
+            continue
         step = 1 if slot.place.startswith("node") else schedule.microbatches
         wanted = [o for offset in periods.get(slot, ()) for o in range(offset, 0, step)]
         found = sorted(epilogues.get(slot, ()))
@@ -131,4 +159,26 @@ def _check_epilogues(schedule: Schedule, periods: dict[_Slot, list[int]], epilog
             raise ScheduleError(
                 f"{schedule.name}: to drain, {slot.place}{piece} must run {slot.op} for {wanted or 'nothing'} "
                 f"(relative to the end); the epilogue has {found or 'nothing'}"
+            )
+
+
+def _check_averages(schedule: Schedule, trained: set[int], periods: _Table, epilogues: _Table) -> None:
+    """Every trained node averages after the same batches, or its copies would drift away from the others' copies."""
+    averaged: dict[str, list[tuple[int, int]]] = {f"node {n.name}": [] for n in schedule.nodes if n.cut in trained}
+    for slot in sorted(s for s in periods.keys() | epilogues.keys() if s.op is Op.AVERAGE):
+        starts, rest = periods.get(slot, []), sorted(epilogues.get(slot, []))
+        # The periods reach up to the offset before the end of the span; the epilogue goes on from there.
+        if len(starts) != 1 or rest != list(range(starts[0], starts[0] + len(rest))):
+            raise ScheduleError(
+                f"{schedule.name}: {slot.place} must AVERAGE once per period, and to drain go on in a row; it has "
+                f"{starts}, then {rest}"
+            )
+        averaged.setdefault(slot.place, []).append((slot.residue, starts[0] + len(rest) - 1))
+    common = next(iter(averaged.values()), [])
+    for place, found in averaged.items():
+        if found != common:
+            text = [", ".join(f"every {n}, up to T{end:+d}" for n, end in kind) or "none" for kind in (common, found)]
+            raise ScheduleError(
+                f"{schedule.name}: every node must AVERAGE after the same batches; {next(iter(averaged))} has "
+                f"{text[0]}, {place} has {text[1]}"
             )

@@ -61,13 +61,15 @@ def from_torch_csv(text: str, name: str = "torch-csv") -> Schedule:
     Raises:
         ScheduleError: with the line and cell that cannot be read or has no meaning here.
     """
-    rows = [[cell.strip() for cell in row if cell.strip()] for row in csv.reader(io.StringIO(text)) if row]
-    if not rows or not any(rows):
+    rows = [[cell.strip() for cell in row if cell.strip()] for row in csv.reader(io.StringIO(text.strip("\r\n")))]
+    if not any(rows):
         raise ScheduleError(f"{name}: the CSV is empty")
     where: dict[int, int] = {}
     programs = []
     for rank, row in enumerate(rows):
         actions = []
+        if not row:
+            raise ScheduleError(f"{name}: line {rank + 1} holds no action, so rank {rank} would have no stage")
         for cell in row:
             action = _action(cell, rank, f"{name}: line {rank + 1}")
             for p in passes(action):
@@ -89,6 +91,8 @@ def _action(cell: str, rank: int, where: str) -> Action:
     fused = _FUSED.fullmatch(cell)
     if fused:
         parts = tuple(_action(part.strip(), rank, where) for part in fused[1].split(";"))
+        if sorted(p.op for p in parts) != [Op.B, Op.F]:
+            raise ScheduleError(f"{where}: {cell!r}: an OVERLAP_F_B holds one F and one B")
         return Action(Op.FUSED, parts[0].node, parts[0].unit, parts=parts)
     match = _CELL.fullmatch(cell)
     if match is None:

@@ -309,7 +309,9 @@ def format_schedule(schedule: Schedule) -> str:
     lines = [f"schedule {schedule.name}", f"rule {schedule.rule}", f"microbatches {schedule.microbatches}"]
     lines.append("nodes " + " ".join(f"{n.name}@{n.rank}" for n in schedule.nodes))
     if schedule.edges != chain(schedule.cuts):
-        lines.append("edges " + " ".join(f"{e.source}{'>' if e.backward else '|'}{e.target}" for e in schedule.edges))
+        lines.append(
+            " ".join(["edges", *(f"{e.source}{'>' if e.backward else '|'}{e.target}" for e in schedule.edges)])
+        )
     if schedule.frozen:
         lines.append("frozen " + " ".join(map(str, sorted(schedule.frozen))))
     if schedule.segments:

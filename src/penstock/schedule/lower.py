@@ -213,13 +213,15 @@ class _Placing:
         positions = [position + period * length for period in range(before + 2) for position in once]
         steady = self._posts(positions)[before * len(uses) : (before + 1) * len(uses)]
         gate = self._decided_after()
+        placed = []
         for use, post in zip(uses, steady, strict=True):
             relative = post - (before + use.lag) * length  # to the start of the consumer's period
             early = max(relative + length, gate + 1)
-            if relative < 0 and early < length:
-                self._add(plan, use, early, ahead=True)
-            else:
-                self._add(plan, use, max(relative, 0), ahead=False)
+            ahead = relative < 0 and early < length
+            source = ahead - use.lag  # the sender's period, relative to the one in which the RECV stands
+            placed.append((early if ahead else max(relative, 0), source, use, ahead))
+        for position, _, use, ahead in sorted(placed):  # at the same place, in the order in which they are sent
+            self._add(plan, use, position, ahead)
 
     def _posts(self, positions: list[int]) -> list[int]:
         """Where each RECV is posted, given where the messages of a lane, in the order sent, are consumed."""

@@ -117,6 +117,8 @@ class Lowered:
 def present(action: Action, t: int, microbatches: int) -> bool:
     """Whether an action exists in the period (or epilogue) of batch t, or lies before the span."""
     unit = action.unit
+    if action.parts:
+        return any(present(part, t, microbatches) for part in action.parts)
     if unit.kind is Kind.BATCH:
         return unit.first + t >= 0 and not (unit.every > 1 and (unit.first + t + 1) % unit.every)
     return unit.first + t * microbatches >= 0

@@ -85,8 +85,8 @@ class Machine:
         self._queues: list[deque[_Segment]] = [deque() for _ in range(ranks)]
         self._lanes = [_LaneState() for _ in lowered.lanes]
         self._arrived: list[dict[Message, float]] = [{} for _ in range(ranks)]
-        self._collectives: dict[tuple[Op, int, int], dict[Node, float]] = {}
-        self._issued: dict[tuple[Op, Node], int] = {}
+        self._collectives: dict[tuple[Op, Node, int], dict[Node, float]] = {}  # issued by some of the group
+        self._collective_free: dict[tuple[Op, Node], float] = {}  # a lane per group and operation
         self._node_ready: dict[Node, float] = {}
         self._reduced: dict[tuple[Node, int], float | None] = {}
 
@@ -156,7 +156,7 @@ class Machine:
             instructions, t, offset = segment.instructions, segment.t, segment.t * self._m
             for place in range(segment.place, len(instructions)):
                 action, route, needs, _ = instructions[place]
-                op, _, unit, *_ = action
+                op, _, unit, _, parts, *_ = action
                 first = unit[0] + offset
                 if route >= 0:
                     if first < 0:
@@ -170,7 +170,13 @@ class Machine:
                     first = unit[0] + t
                     if unit[4] > 1 and (first + 1) % unit[4]:
                         continue
-                if first < 0:
+                if parts:
+                    existing = _existing(action, offset)
+                    if existing is None:
+                        continue
+                    if existing is not action:
+                        action, needs = existing, tuple([k for k in needs if k.first + offset >= 0])
+                elif first < 0:
                     continue
                 if self._collects:
                     if self._collective(rank, action, t, first, woken):
@@ -257,16 +263,17 @@ class Machine:
         """Issue a collective, if the action is one; it begins when all members have issued it and blocks nobody."""
         if not _is_collective(action):
             return False
-        key = (action.op, action.node.cut, first)
         group = self._group[action.node] if action.op is Op.REDUCE else (action.node,)
+        key = (action.op, group[0], first)
         issued = self._collectives.setdefault(key, {})
         issued[action.node] = self.clock[rank]
         if action.op is Op.REDUCE:
             self._reduced[action.node, first] = None
         if len(issued) < len(group):
             return True
-        start = max(issued.values())
-        end = start + self._duration(action)
+        lane = (action.op, group[0])
+        start = max(self._collective_free.get(lane, 0.0), *issued.values())
+        end = self._collective_free[lane] = start + self._duration(action)
         for node in group:
             if action.op is Op.REDUCE:
                 self._reduced[node, first] = end
@@ -297,7 +304,8 @@ class Machine:
         twin._queues = [deque(_Segment(s.instructions, s.t, s.place) for s in queue) for queue in self._queues]
         twin._lanes = copy.deepcopy(self._lanes)
         twin._arrived = [dict(a) for a in self._arrived]
-        twin._collectives = copy.deepcopy(self._collectives)
+        twin._collectives = {key: dict(issued) for key, issued in self._collectives.items()}
+        twin._collective_free = dict(self._collective_free)
         twin._node_ready, twin._reduced = dict(self._node_ready), dict(self._reduced)
         return twin
 
@@ -312,9 +320,12 @@ class Machine:
             (relative(m for m, _ in lane.sends), relative(m for m, _ in lane.recvs), lane.sent - lane.completed)
             for lane in self._lanes
         )
-        collectives = tuple(sorted((op, cut, first - batches) for op, cut, first in self._collectives))
+        collectives = tuple(
+            sorted((op, node, first - batches, tuple(sorted(i))) for (op, node, first), i in self._collectives.items())
+        )
+        reduced = tuple(sorted((node, first - batches, end is None) for (node, first), end in self._reduced.items()))
         rest = tuple(tuple((s.t - batches, s.place) for s in queue) for queue in self._queues)
-        return lanes, tuple(relative(sorted(a)) for a in self._arrived), collectives, rest
+        return lanes, tuple(relative(sorted(a)) for a in self._arrived), collectives, reduced, rest
 
     def _why(self, rank: int, segment: _Segment) -> Blocked:
         """The reason why a rank cannot go on."""
@@ -325,12 +336,23 @@ class Machine:
         if route_index >= 0:
             route = self.lowered.routes[route_index]
             return Blocked(rank, absolute, f"rank {route.target.rank} to receive earlier {route.payload} messages")
-        missing = [k for k in needs if Message(k.route, k.first + offset) not in self._arrived[rank]]
+        wanted = [Message(k.route, k.first + offset) for k in needs]
+        missing = [k for k in wanted if k.first >= 0 and k not in self._arrived[rank]]
         if missing:
             route = self.lowered.routes[missing[0].route]
-            name = format_unit(unit._replace(first=missing[0].first + offset, count=route.count, slice=route.slice))
+            name = format_unit(unit._replace(first=missing[0].first, count=route.count, slice=route.slice))
             return Blocked(rank, absolute, f"the {route.payload} of microbatch {name} from rank {route.source.rank}")
         return Blocked(rank, absolute, "a reduction that other ranks have not joined")
+
+
+def _existing(action: Action, offset: int) -> Action | None:
+    """What of a fused action exists where microbatches are counted from `offset`; its numbers stay relative."""
+    parts = tuple([p for p in action.parts if p.unit.first + offset >= 0])
+    if len(parts) == len(action.parts):
+        return action
+    if len(parts) < 2:
+        return parts[0] if parts else None
+    return action._replace(node=parts[0].node, unit=parts[0].unit, parts=parts)
 
 
 def _interacts(instruction: Instruction) -> bool:

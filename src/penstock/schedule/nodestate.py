@@ -10,8 +10,9 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from penstock.errors import ScheduleError
-from penstock.schedule.ir import Action, Copy, Node, Op, WeightRef, shift
-from penstock.schedule.versions import Source, Update, VersionRule
+from penstock.schedule.ir import Action, Copy, Op, shift
+from penstock.schedule.nodespec import NodeSpec
+from penstock.schedule.versions import Source, Update
 
 Piece = tuple[int, int]
 """(microbatch, slice)."""
@@ -45,35 +46,11 @@ class Delay(NamedTuple):
 
 
 @dataclass
-class NodeSpec:
-    """What does not change while a node is played.
-
-    Attributes:
-        share: backward passes (microbatches times slices) per batch on this node; 0 where nothing is trained.
-        forward_reads: the version, relative to t, that each forward of a period reads, in the order of the program.
-        copy_uses: reads of each derived copy per period, by label and microbatch modulo m.
-        older: the version that stands for everything before the span, 0 or -1.
-        admits: this node holds the first trained cut, where microbatches are admitted.
-    """
-
-    node: Node
-    rule: VersionRule
-    microbatches: int
-    share: int
-    forward_reads: tuple[int, ...]
-    copy_uses: dict[Copy, int]
-    older: int
-    recomputed: bool
-    sharded: bool
-    shared: bool
-    admits: bool
-
-
-@dataclass
 class NodeState:
     """One node's books. Versions, microbatches and batches are absolute, counted from the start of the span.
 
     Attributes:
+        forwards: the position of the next forward; see `Forwards`.
         draining: the number of batches of the span, once its last period is over.
         newest_read: whether a pass has read the newest version.
         rotated: whether the last update was written over its gradient instead of over the version it started from.
@@ -99,6 +76,7 @@ class NodeState:
     def __post_init__(self) -> None:
         if not self.versions:
             self.versions = {self.spec.older, 0}
+            self.forwards = self.spec.forwards.settled(0)
             self._count()
 
     def copy(self) -> NodeState:
@@ -128,8 +106,13 @@ class NodeState:
         copies = sorted((c.label, c.first - k, n, [v - t for v in made]) for c, (n, made) in self.copies.items())
         versions = sorted(v - t for v in self.versions), sorted(v - t for v in self.provisional), self.newest - t
         gathered = None if self.gathered is None else self.gathered - t
-        place = self.forwards - t * len(self.spec.forward_reads)
+        place = self.forwards - t * len(self.spec.forwards.period)
         return versions, flights, gradients, copies, gathered, place, self.newest_read
+
+    def drain(self, batches: int) -> None:
+        """Begin the epilogue of a span of `batches` batches."""
+        self.draining = batches
+        self.forwards = self.spec.forwards.settled(0, batches)
 
     # --- passes -----------------------------------------------------------------------------------------------------
 
@@ -180,7 +163,7 @@ class NodeState:
                 self._backward(action, t, key, versions)
         self._check_life(action, t, versions, derive)
         if op is Op.F:
-            self.forwards += 1
+            self.forwards = spec.forwards.settled(self.forwards + 1, self.draining)
 
     def _check_rule(
         self,
@@ -303,7 +286,7 @@ class NodeState:
             reader = next((k for (k, _), flight in self.flights.items() if batch in flight.versions), None)
         if rule.update is Update.IN_PLACE and reader is not None:
             raise self._error(action, t, f"overwrites version {batch}, which microbatch {reader} in flight still reads")
-        free = rule.update is Update.COPY_ON_WRITE and reader is None and self._next_read() > batch
+        free = rule.update is Update.COPY_ON_WRITE and reader is None and self._oldest_read() > batch
         self.rotated = not (rule.update is Update.IN_PLACE or free)
         if not self.rotated:
             self.versions.discard(batch)
@@ -326,8 +309,22 @@ class NodeState:
             raise self._error(action, t, "bears a copy that nobody reads or that exists already")
         versions = tuple(max(v + t, spec.older) for v in reads.versions)
         self._check_life(action, t, versions, None)
+        self._check_prediction(action, t, versions)
         self.copies[copy] = uses, versions
         self.peak_copies = max(self.peak_copies, len(self.copies))
+
+    def _check_prediction(self, action: Action, t: int, versions: tuple[int, ...]) -> None:
+        """A copy is made of the newest version, or blends it with the one that its microbatch's forward read."""
+        wanted: tuple[int, ...] = (self.newest,)
+        if self.spec.rule.keeps_forward:
+            piece = action.unit.slice[0] if action.unit.slice else 0
+            flight = self.flights.get((action.unit.first + t * self.spec.microbatches, piece))
+            if flight is None:
+                raise self._error(action, t, "has no forward in flight on this node")
+            wanted = (*flight.versions, self.newest)
+        if versions != wanted:
+            text = ",".join(map(str, wanted))
+            raise self._error(action, t, f"must be made of version {text}, not {','.join(map(str, versions))}")
 
     def _use_copy(self, copy: Copy) -> None:
         left, versions = self.copies.pop(copy)
@@ -345,17 +342,19 @@ class NodeState:
 
     # --- buffers ----------------------------------------------------------------------------------------------------
 
-    def _next_read(self) -> int:
-        """The version that the next forward of the program reads."""
-        reads = self.spec.forward_reads
-        if self.draining is not None or not reads:
-            return (self.newest + 1 if self.draining is None else self.draining) - self.spec.rule.bases + 1
-        batch, place = divmod(self.forwards, len(reads))
-        return max(batch + reads[place], self.spec.older)
+    def _oldest_read(self) -> int:
+        """The oldest version that a forward to come reads; later spans read the last `bases` ones."""
+        oldest = self.spec.forwards.oldest(self.forwards, self.draining)
+        if oldest is not None:
+            oldest = max(oldest, self.spec.older)
+            if self.draining is None:
+                return oldest
+        last = self.newest + 1 if self.draining is None else self.draining
+        return min(last - self.spec.rule.bases + 1, last if oldest is None else oldest)
 
     def _drop_dead(self) -> None:
         """Forget versions that no forward to come, no backward in flight and no update will read."""
-        floor = min(self.newest, self._next_read(), *(v - 1 for v in self.provisional))
+        floor = min(self.newest, self._oldest_read(), *(v - 1 for v in self.provisional))
         if min(self.versions) < floor:
             held = {v for f in self.flights.values() for v in f.versions} if self.spec.rule.pins else set()
             self.versions = {v for v in self.versions if v >= floor or v in held}
@@ -381,9 +380,3 @@ class NodeState:
     def _error(self, action: Action, t: int, what: str) -> ScheduleError:
         absolute = shift(action, t, self.spec.microbatches, self.spec.older) or action
         return ScheduleError(f"{absolute} on rank {self.spec.node.rank}, rule {self.spec.rule.name!r}: {what}")
-
-
-def reads_of_forwards(actions: list[Action]) -> tuple[int, ...]:
-    """The relative versions that a node's forwards read, in the order of its program."""
-    refs: list[WeightRef] = [a.reads for a in actions if a.op is Op.F and a.reads is not None]
-    return tuple(min(ref.versions) for ref in refs)

@@ -20,11 +20,14 @@ class Order:
         programs: per rank, actions without reads; units as in `penstock.schedule.ir`.
         nodes: the stages; one cut per rank unless told otherwise.
         edges: data flow between cuts; a chain unless told otherwise.
+        frozen, segments: as in `penstock.schedule.ir.Schedule`.
     """
 
     programs: tuple[Program, ...]
     nodes: tuple[Node, ...]
     edges: tuple[Edge, ...]
+    frozen: frozenset[int] = frozenset()
+    segments: tuple[tuple[int, ...], ...] = ()
 
     @property
     def endless(self) -> bool:

@@ -5,6 +5,8 @@
     microbatches 2
     nodes 0@0 1@1                     # cut@rank, or cut.replica@rank
     edges 0>1                         # a chain when left out; 0|1 is an edge without a backward
+    frozen 0                          # cuts that are not trained
+    segments 0,1 2,3                  # cuts that recompute together
     rank 0: F0^t F1^t B0^t B1^t STEP[t]
     rank 1: F0^t B0^t F1^t B1^t STEP[t]
     drain 0: ...                      # the epilogue, numbers relative to T
@@ -80,6 +82,8 @@ def parse_schedule(text: str, where: str = "schedule") -> Schedule:
             word, _, rest = line.partition(" ")
             if word not in ("schedule", "rule", "microbatches", "nodes", "edges", "frozen", "segments"):
                 raise ScheduleError(f"{where}:{number}: unknown line {word!r}; see penstock.schedule.text for the form")
+            if word in header:
+                raise ScheduleError(f"{where}:{number}: the line {word!r} appears twice")
             header[word] = rest.strip()
     return _assemble(header, lines, where)
 
@@ -106,13 +110,15 @@ def _assemble(header: dict[str, str], lines: dict[tuple[str, int], tuple[int, st
             raise ScheduleError(f"{where}:{number}: {error}") from None
 
     programs = tuple(Program(actions("rank", r), actions("drain", r)) for r in range(ranks))
-    edges = _edges(header.get("edges", ""), where) or chain(1 + max(n.cut for n in nodes))
+    edges = _edges(header["edges"], where) if "edges" in header else chain(1 + max(n.cut for n in nodes))
     name, m = header.get("schedule", "unnamed"), _integer(header["microbatches"], where)
-    everything = [p for program in programs for part in program for a in part for p in passes(a)]
-    if not any(a.reads or a.op is Op.STEP for a in everything) and any(a.op in PASSES for a in everything):
-        return apply_rule(Order(programs, nodes, edges), RULES[rule], m, name)
+    if m < 1:
+        raise ScheduleError(f"{where}: a batch needs at least 1 microbatch, got {m}")
     frozen = frozenset(_integer(c, where) for c in header.get("frozen", "").split())
     segments = tuple(tuple(_integer(c, where) for c in s.split(",")) for s in header.get("segments", "").split())
+    everything = [p for program in programs for part in program for a in part for p in passes(a)]
+    if not any(a.reads or a.op is Op.STEP for a in everything) and any(a.op in PASSES for a in everything):
+        return apply_rule(Order(programs, nodes, edges, frozen, segments), RULES[rule], m, name)
     return Schedule(name, m, nodes, edges, programs, rule, frozen, segments)
 
 
@@ -141,6 +147,8 @@ def parse_action(token: str, nodes: tuple[Node, ...], rank: int) -> Action:
         derive = Copy(match["label"], int(match["copy"])) if match["label"] else None
         reads = WeightRef(tuple(_offset(v) for v in match["versions"].split(",")), derive)
     peer = _find(match["peer"], nodes, None, token) if match["peer"] else None
+    if match["payload"] and match["payload"] not in set(Payload):
+        raise ScheduleError(f"{token}: unknown payload {match['payload']!r}; known: {', '.join(Payload)}")
     payload = Payload(match["payload"]) if match["payload"] else None
     return Action(op, _find(match["node"], nodes, rank, token), _unit(match["unit"]), reads, (), peer, payload)
 
@@ -148,6 +156,8 @@ def parse_action(token: str, nodes: tuple[Node, ...], rank: int) -> Action:
 def _unit(text: str) -> Unit:
     if text.startswith("["):
         batch, _, every = text.partition("%")
+        if every and int(every) < 1:
+            raise ScheduleError(f"{text}: %{every} would be no batch at all; %1 is every batch")
         return Unit(_offset(batch[1:-1]), kind=Kind.BATCH, every=int(every or 1))
     match = _UNIT.fullmatch(text)
     assert match is not None, text

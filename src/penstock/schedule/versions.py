@@ -183,7 +183,7 @@ def apply_rule(order: Order, rule: VersionRule, microbatches: int, name: str) ->
     )
     forward_reads = _forward_offsets(with_steps, rule)
     programs = tuple(_annotate(program, rule, forward_reads, microbatches) for program in with_steps)
-    return Schedule(name, microbatches, order.nodes, order.edges, programs, rule.name)
+    return Schedule(name, microbatches, order.nodes, order.edges, programs, rule.name, order.frozen, order.segments)
 
 
 def batch_unit(offset: int) -> Unit:
@@ -199,48 +199,51 @@ def _insert_steps(program: Program, nodes: list[Node], order: Order, rule: Versi
     for node in nodes:
         if not any(_is_backward(p, node) for a in period for p in passes(a)):
             continue  # forward-only: nothing to update
+        steps = [Action(Op.STEP, node, batch_unit(offset)) for offset in (0, -1, -2)]
+        if sum(n.cut == node.cut for n in order.nodes) > 1:  # other nodes of the pipeline hold the same cut
+            period, epilogue = _insert_early(period, epilogue, node, Op.REDUCE, m)
         if rule.step is Placing.END:
-            period += _update(node, 0, order)
+            period.append(steps[0])
         elif rule.step is Placing.LATE:
             first = next(i for i, a in enumerate(period) if any(p.op is Op.F and p.node == node for p in passes(a)))
-            period[first:first] = _update(node, -2, order)
-            epilogue = [*_update(node, -2, order), *epilogue, *_update(node, -1, order)]
+            period.insert(first, steps[2])
+            epilogue = [steps[2], *epilogue, steps[1]]
         else:
-            period, epilogue = _step_early(period, epilogue, node, order, m)
+            period, epilogue = _insert_early(period, epilogue, node, Op.STEP, m)
     return Program(tuple(period), tuple(epilogue))
 
 
-def _step_early(
-    period: list[Action], epilogue: list[Action], node: Node, order: Order, m: int
+def _insert_early(
+    period: list[Action], epilogue: list[Action], node: Node, op: Op, m: int
 ) -> tuple[list[Action], list[Action]]:
-    """STEP directly after the last backward of each batch, in the period and in the epilogue."""
+    """`op` directly after the last backward of each batch (and its REDUCE), in the period and in the epilogue."""
     last: dict[int, int] = {}  # batch offset -> position of its last backward
     for position, action in enumerate(period):
         for p in passes(action):
             if _is_backward(p, node):
-                last[(p.unit.first + p.unit.count - 1) // m] = position
+                last[p.unit.first // m] = position
     offset = min(last)  # the oldest batch that this period works on is finished here
-    period[last[offset] + 1 : last[offset] + 1] = _update(node, offset, order)
+    _insert_after(period, last[offset], Action(op, node, batch_unit(offset)))
     for batch in range(offset, 0):
         positions = [
             i
             for i, a in enumerate(epilogue)
-            if any(_is_backward(p, node) and (p.unit.first + p.unit.count - 1) // m == batch for p in passes(a))
+            if any(_is_backward(p, node) and p.unit.first // m == batch for p in passes(a))
         ]
-        place = positions[-1] + 1 if positions else 0
-        epilogue[place:place] = _update(node, batch, order)
+        _insert_after(epilogue, positions[-1] if positions else -1, Action(op, node, batch_unit(batch)))
     return period, epilogue
+
+
+def _insert_after(actions: list[Action], position: int, new: Action) -> None:
+    """Insert behind `position` and behind the REDUCEs of the same node that already stand there."""
+    place = position + 1
+    while place < len(actions) and actions[place].op is Op.REDUCE and actions[place].node == new.node:
+        place += 1
+    actions.insert(place, new)
 
 
 def _is_backward(action: Action, node: Node) -> bool:
     return action.op in (Op.B, Op.I, Op.W) and action.node == node
-
-
-def _update(node: Node, batch: int, order: Order) -> list[Action]:
-    """The STEP of a batch, after a REDUCE where other nodes of the pipeline hold the same cut."""
-    step = Action(Op.STEP, node, batch_unit(batch))
-    shared = sum(n.cut == node.cut for n in order.nodes) > 1
-    return [Action(Op.REDUCE, node, batch_unit(batch)), step] if shared else [step]
 
 
 # --- which version each pass reads ----------------------------------------------------------------------------------
@@ -250,6 +253,7 @@ def _forward_offsets(programs: tuple[Program, ...], rule: VersionRule) -> dict[t
     """The version, relative to t, that the forward of each (node, microbatch of batch t) reads."""
     reads: dict[tuple[Node, int], int] = {}
     admission: dict[int, int] = {}
+    first = min((a.node.cut for program in programs for a in program.period if a.op is Op.STEP), default=0)
     for program in programs:
         newest = _newest_before_period(program)
         for action in program.period:
@@ -260,7 +264,7 @@ def _forward_offsets(programs: tuple[Program, ...], rule: VersionRule) -> dict[t
                     for k in p.unit.microbatches:
                         here = {Source.BATCH: 0, Source.PREVIOUS: -1}.get(rule.forward, newest.get(p.node, 0))
                         reads[p.node, k] = here
-                        if p.node.cut == 0:
+                        if p.node.cut == first:
                             admission[k] = here
     if rule.forward is Source.ADMISSION:
         return {(node, k): admission[k] for node, k in reads}

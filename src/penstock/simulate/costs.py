@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -88,6 +89,10 @@ def cuts_per_rank(schedule: Schedule) -> int:
     )
 
 
+def _is_time(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
+
+
 def read_stage_costs(path: Path, cuts: int, latency: float = 0.0) -> Costs:
     """Read per-stage costs from JSON: a list with, for each cut, forward, backward_input, backward_weight[, step].
 
@@ -107,7 +112,7 @@ def read_stage_costs(path: Path, cuts: int, latency: float = 0.0) -> Costs:
     for number, row in enumerate(rows):
         try:
             stage = StageCost(**row)
-            valid = all(isinstance(v, int | float) and not isinstance(v, bool) and v >= 0 for v in vars(stage).values())
+            valid = all(_is_time(v) for v in vars(stage).values())
         except TypeError:
             valid = False
         if not valid:

@@ -165,6 +165,3 @@ def _label(action: Action, t: int, m: int) -> str:
     if unit.kind is Kind.BATCH:
         return f"{action.op.value}{unit.first + t}"
     return action.op.value + format_unit(unit._replace(first=unit.first + t * m))
-
-
-simulate = simulate_schedule  # temporary

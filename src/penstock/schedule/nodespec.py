@@ -1,0 +1,72 @@
+"""What the books of a node need to know before a schedule is played."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from penstock.schedule.ir import Action, Copy, Node, Op, Schedule, passes
+from penstock.schedule.upcoming import Forwards, forwards_of
+from penstock.schedule.versions import RULES, VersionRule
+
+
+@dataclass(frozen=True)
+class NodeSpec:
+    """What does not change while a node is played.
+
+    Attributes:
+        share: backward passes (microbatches times slices) per batch on this node; 0 where nothing is trained.
+        forwards: what its forwards read, in the order of the program.
+        copy_uses: reads of each derived copy per period, by label and microbatch modulo m.
+        older: the version that stands for everything before the span, 0 or -1.
+        admits: this node holds the first trained cut, where microbatches are admitted.
+    """
+
+    node: Node
+    rule: VersionRule
+    microbatches: int
+    share: int
+    forwards: Forwards
+    copy_uses: dict[Copy, int]
+    older: int
+    recomputed: bool
+    sharded: bool
+    shared: bool
+    admits: bool
+
+
+def node_specs(schedule: Schedule, older: int) -> list[NodeSpec]:
+    """What the books of each node need to know beforehand."""
+    held = Counter(n.cut for n in schedule.nodes)
+    actions: dict[Node, list[Action]] = {node: [] for node in schedule.nodes}
+    for program in schedule.programs:
+        for action in program.period:
+            for p in passes(action):
+                actions[p.node].append(p)
+    forwards = forwards_of(schedule)
+    first = min((n.cut for n, here in actions.items() if any(a.op is Op.STEP for a in here)), default=0)
+    return [
+        NodeSpec(
+            node,
+            RULES[schedule.rule],
+            schedule.microbatches,
+            share=sum(a.unit.count for a in here if a.op in (Op.B, Op.W)),
+            forwards=forwards[node],
+            copy_uses=_copy_uses(here, schedule.microbatches),
+            older=older,
+            recomputed=node.cut in schedule.recomputed,
+            sharded=any(a.op is Op.GATHER for a in here),
+            shared=held[node.cut] > 1,
+            admits=node.cut == first,
+        )
+        for node, here in actions.items()
+    ]
+
+
+def _copy_uses(actions: list[Action], microbatches: int) -> Counter[Copy]:
+    """How often each derived copy is read, by microbatch modulo m (each appears in exactly one period)."""
+    return Counter(
+        Copy(a.reads.derive.label, a.reads.derive.first % microbatches)
+        for a in actions
+        if a.reads is not None and a.reads.derive is not None and a.op is not Op.PREDICT
+    )
