@@ -1,7 +1,6 @@
-"""Train any list of blocks through a pipeline, in one process, in sixty lines.
+"""Train any list of blocks through a pipeline of four stages in this process: `python examples/any_blocks.py`.
 
-Run it with `python examples/any_blocks.py`. For one process per stage, start it under torchrun, initialise
-torch.distributed with gloo, and pass `group=torch.distributed.group.WORLD` to Pipeline: nothing else changes.
+One process per stage: start it under torchrun and pass Pipeline(group=...) a torch.distributed group; the rest stays.
 """
 
 import torch
@@ -10,10 +9,7 @@ from torch import nn
 
 import penstock
 
-STAGES = 4  # d, ranks of the pipeline; each holds one stage
-MICROBATCHES = 8  # m, per batch, that is per update
-BATCHES = 60
-SIZE = 16  # samples per microbatch
+STAGES, MICROBATCHES, SIZE, BATCHES = 4, 8, 16, 60  # SIZE samples per microbatch, MICROBATCHES per update
 
 torch.manual_seed(0)
 console = Console()
@@ -29,45 +25,36 @@ class Residual(nn.Module):  # a block takes what the block before it returned: a
         return x + self.inner(x)
 
 
-def make_blocks():  # cut into stages by cost, or by `balance=[2, 2, 2, 2]`
-    torch.manual_seed(0)
-    return [nn.Linear(8, 32), *(Residual(32) for _ in range(6)), nn.Linear(32, 1)]
-
-
 teacher = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 1)).requires_grad_(False)
 
 
 def batches():  # any iterable; a batch is a sequence of m pairs (input, target)
     for _ in range(BATCHES):
-        inputs = torch.randn(MICROBATCHES, SIZE, 8)
-        yield [(x, teacher(x)) for x in inputs]
+        yield [(x, teacher(x)) for x in torch.randn(MICROBATCHES, SIZE, 8)]
 
 
 def loss(output, target):  # (sum, weight): the update takes the weighted mean over the whole batch
     return ((output - target) ** 2).sum(), target.numel()
 
 
-# A schedule from the method table ("2bw": no flush; every batch reads the weights of one update ago) ...
-schedule = penstock.make_schedule("2bw", stages=STAGES, microbatches=MICROBATCHES)
-predicted = penstock.simulate_schedule(schedule, penstock.Costs.uniform(schedule, 1.0, 1.0, 1.0), batches=2)
-console.print(penstock.draw_timeline(predicted.timeline, console.width), soft_wrap=True)
-
-
-# ... or from a function of your own: the passes of every rank, here GPipe's. It is proven before it runs.
-def my_order(stages, microbatches):
+def my_order(stages, microbatches):  # an order of your own: the passes of every rank, here GPipe's
     forwards, backwards = ([f"{op}{k}" for k in range(microbatches)] for op in "FB")
     return [forwards + backwards for _ in range(stages)]
 
 
-for plan in (schedule, penstock.make_schedule(my_order, STAGES, MICROBATCHES)):
+# A schedule is proven before anything runs: complete, free of deadlock, every pass on the weights its rule names.
+for method in ("2bw", my_order):
+    torch.manual_seed(1)
+    schedule = penstock.make_schedule(method, STAGES, MICROBATCHES)
+    predicted = penstock.simulate_schedule(schedule, penstock.Costs.uniform(schedule), batches=2)
+    console.print(penstock.draw_timeline(predicted.timeline, console.width), soft_wrap=True)
     pipeline = penstock.Pipeline(
-        make_blocks(),
-        plan,
+        [nn.Linear(8, 32), *(Residual(32) for _ in range(6)), nn.Linear(32, 1)],  # cut by cost; or balance=[2, 2, 2, 2]
+        schedule,
         loss=loss,
-        optimizer=lambda named: torch.optim.AdamW(named, lr=3e-3),
-        divisor=MICROBATCHES * SIZE,
+        optimizer=lambda named: torch.optim.AdamW(named, lr=3e-3),  # one per stage
     )
     for report in pipeline.run(batches()):
         if report.batch % 20 == 19:
-            console.print(f"{plan.name}: batch {report.batch + 1}, loss {report.loss:.4f}")
+            console.print(f"{schedule.name}: batch {report.batch + 1}, loss {report.loss:.4f}")
     console.print(f"peak bytes of rank 0: {pipeline.peak_bytes()[0]}")

@@ -47,7 +47,7 @@ class OptimizerSection(_Strict):
     """The optimizer, one per stage."""
 
     name: OptimizerName = Field(default="adamw", description="adamw, adam, nadam or sgd")
-    lr: Number = Field(default=2e-3, gt=0, description="peak learning rate")
+    lr: Number = Field(default=3e-3, gt=0, description="peak learning rate")
     weight_decay: Number = Field(default=0.1, ge=0, description="decay of matrices; vectors are not decayed")
     beta1: Number = Field(default=0.9, ge=0, lt=1, description="first moment; the momentum of sgd")
     beta2: Number = Field(default=0.95, ge=0, lt=1, description="second moment")
@@ -56,7 +56,7 @@ class OptimizerSection(_Strict):
 class RateSection(_Strict):
     """How the learning rate changes with the number of updates."""
 
-    warm_up: int = Field(default=20, ge=0, description="updates over which the rate rises linearly from zero")
+    warm_up: int = Field(default=50, ge=0, description="updates over which the rate rises linearly from zero")
     decay: Literal["cosine", "linear", "none"] = Field(
         default="cosine", description="shape of the fall after the warm-up"
     )
@@ -69,8 +69,8 @@ class TrainConfig(_Strict):
     method: str = Field(default="2bw", description="a row of `penstock methods`")
     stages: int = Field(default=2, ge=1, description="d, ranks of the pipeline; each holds one stage")
     microbatches: int = Field(default=4, ge=1, description="m, microbatches per batch (per update)")
-    microbatch_size: int = Field(default=8, ge=1, description="samples per microbatch")
-    batches: int = Field(default=200, ge=1, description="updates to make")
+    microbatch_size: int = Field(default=2, ge=1, description="samples per microbatch")
+    batches: int = Field(default=1000, ge=1, description="updates to make")
     balance: list[int] | None = Field(default=None, description="blocks per stage; balanced by cost if not set")
     seed: int = Field(default=0, ge=0, description="of initialisation and sample order")
     data: str | None = Field(
