@@ -5,12 +5,12 @@ its two ranks, and the lanes of the machine model are lanes in fact. What descri
 always; the thread that waits for it then posts the receives of the tensors, on a stream of its own, and hands the
 consumer an event to wait for. The host never waits for the device.
 
-`backend="gloo"` runs the same code on the CPU; that is how it is tested where there is no GPU.
+Groups of gloo run the same code on the CPU; that is how it is tested where there is no GPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from penstock.errors import CapabilityError
 from penstock.runtime.distributed import GlooLane
 from penstock.runtime.parcel import Codec, Parcel
 from penstock.runtime.transport import Ticket
@@ -26,35 +27,48 @@ from penstock.schedule.lowered import LaneKey
 _TAG = 1  # tensors of a lane have a group of their own, so one tag serves them all
 
 
+LaneGroups = Mapping[LaneKey, dist.ProcessGroup]
+
+
+def lane_groups(lanes: Sequence[LaneKey], control: dist.ProcessGroup, backend: str) -> LaneGroups:
+    """A group for each lane, made once and used by all spans; a collective call of all ranks of the job.
+
+    Args:
+        lanes: all lanes of the schedule, in one order on all ranks.
+        control: a gloo group whose ranks are those of the pipeline.
+        backend: "nccl"; "gloo" in tests.
+
+    Raises:
+        CapabilityError: the pipeline is only a part of the job, so that not all ranks would take part.
+    """
+    here, everywhere = dist.get_world_size(control), dist.get_world_size()
+    if here != everywhere:
+        # torch's new_group(use_local_synchronization=True) names groups by how many a rank has: lanes of a chain hang.
+        raise CapabilityError(f"over NCCL a pipeline must hold all {everywhere} ranks of the job; its group has {here}")
+    return {
+        lane: dist.new_group([dist.get_global_rank(control, r) for r in lane[:2]], backend=backend) for lane in lanes
+    }
+
+
 class NcclTransport:
     """Lanes of one rank whose tensors travel on groups of their own.
 
-    Making one is a collective call: all ranks of the pipeline make theirs together.
-
     Args:
         rank: this rank in the pipeline.
-        lanes: all lanes of the schedule, in one order on all ranks.
+        groups: of the lanes, as `lane_groups` made them.
         window: outstanding messages per lane.
         control: a gloo group whose ranks are those of the pipeline.
         device: where received tensors go.
-        backend: of the groups that carry tensors.
     """
 
     def __init__(
-        self,
-        rank: int,
-        lanes: tuple[LaneKey, ...],
-        window: int,
-        control: dist.ProcessGroup,
-        device: torch.device,
-        backend: str = "nccl",
+        self, rank: int, groups: LaneGroups, window: int, control: dist.ProcessGroup, device: torch.device
     ) -> None:
-        self._lanes: dict[LaneKey, _SplitLane] = {}
-        for lane in lanes:
-            members = [dist.get_global_rank(control, r) for r in (lane.source, lane.target)]
-            group = dist.new_group(members, backend=backend)
-            if rank in (lane.source, lane.target):
-                self._lanes[lane] = _SplitLane(lane, rank == lane.source, window, control, group, device)
+        self._lanes = {
+            lane: _SplitLane(lane, rank == lane.source, window, control, group, device)
+            for lane, group in groups.items()
+            if rank in lane[:2]
+        }
 
     def receive(self, lane: LaneKey) -> Ticket:
         """Post a RECV."""

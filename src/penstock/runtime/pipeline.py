@@ -21,7 +21,7 @@ from penstock.runtime.distributed import GlooTransport
 from penstock.runtime.executor import Executor, Report, Wait
 from penstock.runtime.gather import gather_json
 from penstock.runtime.local import LocalTransport
-from penstock.runtime.nccl import NcclTransport
+from penstock.runtime.nccl import LaneGroups, NcclTransport, lane_groups
 from penstock.runtime.node import NodeRuntime
 from penstock.runtime.recorder import Recorder
 from penstock.runtime.source import Batches, Source
@@ -103,6 +103,9 @@ class Pipeline:
             fixed = sum(t.nbytes for n in self.schedule.on_rank(rank) for t in self.nodes[n].stage.fixed)
             recorder.hold("frozen parameters and buffers", fixed)
         self._source: Source | None = None
+        self._lane_groups: LaneGroups = {}
+        if self.control is not None and self.control is not group:
+            self._lane_groups = lane_groups(self.proof.lowered.lanes, self.control, "nccl")
 
     def _make_node(self, node: Node, named: dict[str, Any]) -> NodeRuntime:
         made = {
@@ -230,7 +233,7 @@ class Pipeline:
             return GlooTransport(rank, lowered.lanes, lowered.window, self.control)
         assert self.control is not None
         device = torch.device("cuda", torch.cuda.current_device())
-        return NcclTransport(rank, lowered.lanes, lowered.window, self.control, device)
+        return NcclTransport(rank, self._lane_groups, lowered.window, self.control, device)
 
     def _drive(self, runs: list[Iterator[Wait | Report]]) -> Iterator[Report]:
         """Run the executors: all of them in turns, or the only one, blocking where it has to wait."""

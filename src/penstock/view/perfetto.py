@@ -9,12 +9,12 @@ from typing import Any
 from penstock.timeline import Timeline
 
 
-def write_trace(timeline: Timeline, path: Path) -> None:
+def write_trace(timeline: Timeline, path: str | Path) -> None:
     """Write a trace: a process per rank, a thread per lane, a counter per kind of memory.
 
     Seconds become microseconds; a simulated unit of time becomes a millisecond.
     """
-    path.write_text(json.dumps({"traceEvents": trace_events(timeline), "displayTimeUnit": "ms"}))
+    Path(path).write_text(json.dumps({"traceEvents": trace_events(timeline), "displayTimeUnit": "ms"}))
 
 
 def trace_events(timeline: Timeline) -> list[dict[str, Any]]:

@@ -1,0 +1,66 @@
+"""The transport for NCCL, run over gloo on the CPU: the same lanes, threads and order of messages, other wires."""
+
+from __future__ import annotations
+
+import pytest
+import runtime_cases
+import torch
+import torch.distributed as dist
+from runtime_cases import METHODS, Case, Outcome, Recording, assert_same, finish, make_batches, make_blocks, together
+from test_between_stages import RAGGED, TreeCase, batches_of, blocks_of
+from test_between_stages import expected as expected_of_trees
+
+from penstock.errors import CapabilityError
+from penstock.runtime.nccl import NcclTransport, lane_groups
+from penstock.runtime.pipeline import Pipeline
+from penstock.runtime.transport import Transport
+from penstock.schedule.lowered import Lowered
+from pool import Pool
+
+
+class OverSplitLanes(Pipeline):
+    def _make_transport(self, rank: int, lowered: Lowered) -> Transport:
+        assert self.control is not None
+        if not self._lane_groups:
+            self._lane_groups = lane_groups(self.proof.lowered.lanes, self.control, "gloo")
+        return NcclTransport(rank, self._lane_groups, lowered.window, self.control, torch.device("cpu"))
+
+
+def train(group: dist.ProcessGroup, case: Case) -> Outcome:
+    trees = isinstance(case, TreeCase)
+    recording = Recording(runtime_cases.OPTIMIZERS[case.optimizer])
+    pipeline = OverSplitLanes(
+        blocks_of(case) if trees else make_blocks(case.model),
+        runtime_cases.make_schedule(case.method, case.depth, case.m),
+        loss=runtime_cases.LOSSES[case.loss],
+        optimizer=recording,
+        rate=runtime_cases.warm_up if case.rate else None,
+        divisor=case.divisor,
+        balance=runtime_cases.BALANCE[case.depth],
+        group=group,
+        timeout=20.0,
+    )
+    batches = batches_of(case) if trees else make_batches(case)
+    outcome = Outcome([(r.batch, r.loss, r.weight) for r in pipeline.run(batches)])
+    return finish(outcome, pipeline, recording)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_same_numbers(pool: Pool, method: str) -> None:
+    case = Case(method, 4, 3)
+    found = together(pool.submit(train, case, ranks=4, fresh=True))
+    assert_same(found, runtime_cases.expected(case))
+
+
+@pytest.mark.parametrize("method", ["1f1b", "2bw"])
+def test_trees_and_changing_shapes(pool: Pool, method: str) -> None:
+    shapes = tuple(shape for shape in RAGGED if shape[0])
+    case = TreeCase(method, 4, len(shapes), "trees", optimizer="sgd", spans=(4,), shapes=shapes)
+    found = together(pool.submit(train, case, ranks=4, fresh=True))
+    assert_same(found, expected_of_trees(case))
+
+
+def test_a_pipeline_on_a_part_of_the_job_is_refused(pool: Pool) -> None:
+    """Torch wants every rank of the job when a group is made; a clear error is better than ranks that wait."""
+    with pytest.raises(CapabilityError, match="must hold all 4 ranks of the job; its group has 2"):
+        pool.submit(train, Case("1f1b", 2, 2), ranks=2, fresh=True)
