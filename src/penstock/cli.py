@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from penstock.errors import PenstockError
+from penstock.errors import ConfigError, PenstockError
 
 app = typer.Typer(
     name="penstock",
@@ -30,7 +30,10 @@ MethodName = Annotated[str, typer.Argument(metavar="METHOD", help="A row of [bol
 
 
 def main() -> None:
-    """Entry point: a mistake of the user ends with a message and exit code 2, a worker's failure with 1."""
+    """Entry point: a mistake of the user ends with a message and exit code 2, a worker's failure with 1.
+
+    A run that a signal ended exits with 128 + its number, as shells do.
+    """
     try:
         app()
     except PenstockError as error:
@@ -39,7 +42,8 @@ def main() -> None:
             sys.stderr.write(trace.rstrip() + "\n\n")
         message = Text.assemble(("error: ", "bold red"), str(error))
         Console(stderr=True).print(message, soft_wrap=True)
-        sys.exit(2 if trace is None else 1)
+        signal = getattr(error, "signal", None)  # that ended the run
+        sys.exit(128 + signal if signal else 2 if trace is None else 1)
 
 
 def _print_json(value: Any) -> None:
@@ -82,7 +86,10 @@ def show(
     simulation = simulate_schedule(proof, Costs.uniform(schedule, forward, backward / 2, backward / 2), span)
     if svg is not None:
         title = f"{schedule.name}: {stages} stages, {microbatches} microbatches"
-        svg.write_text(timeline_svg(simulation.timeline, title))
+        try:
+            svg.write_text(timeline_svg(simulation.timeline, title))
+        except OSError as error:
+            raise ConfigError(f"cannot write the drawing to {str(svg)!r}: {error.strerror or error}") from None
     orders = [[format_action(a, node=False) for a in schedule.actions(rank, span)] for rank in range(schedule.ranks)]
     if as_json:
         intervals = [interval._asdict() for interval in simulation.timeline.intervals]
@@ -110,7 +117,10 @@ def simulate(
     latency: Annotated[float, typer.Option(help="Time of a hop; it occupies no rank.", min=0)] = 0.0,
     per_stage: Annotated[
         Path | None,
-        typer.Option(help="JSON list with forward, backward_input, backward_weight[, step] of each stage."),
+        typer.Option(
+            help="JSON list with forward, backward_input, backward_weight[, step] of each stage, in place of the times "
+            "given as options."
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -124,7 +134,7 @@ def simulate(
     if per_stage is not None:
         costs = read_stage_costs(per_stage, proof.schedule.cuts, latency)
     else:
-        costs = Costs.uniform(proof.schedule, forward, backward_input, backward_weight, latency, step)
+        costs = Costs.uniform(proof.schedule, forward, backward_input, backward_weight, latency=latency, step=step)
     simulation = simulate_schedule(proof, costs, batches)
     if as_json:
         _print_json(simulation.figures())
@@ -142,15 +152,21 @@ def train(
         str | None,
         typer.Option(help="Text file, folder, or tokens (.npy, .bin); the standard library's sources if not given."),
     ] = None,
+    keys: Annotated[bool, typer.Option("--keys", help="List every key with its default and meaning, and end.")] = False,
 ) -> None:
     """Train a GPT on text through a pipeline of local worker processes.
 
-    Started by torchrun, this process joins that job as one of its workers instead.
+    Started by torchrun (torchrun --nproc-per-node 2 -m penstock train ...), this process joins that job as one of its
+    workers instead.
     """
-    from penstock.train.config import load_config
+    from penstock.train.config import described_keys, load_config
     from penstock.train.launch import is_worker, launch_local
     from penstock.train.prepare import make_run_folder, prepare
+    from penstock.view.tables import keys_table
 
+    if keys:
+        Console().print(keys_table(described_keys()))
+        return
     settings = load_config(config, [*(changes or []), *([f"data={data}"] if data is not None else [])])
     if is_worker():
         _work(settings.model_dump(), None)

@@ -101,6 +101,20 @@ def test_simulate_as_a_table(monkeypatch, capsys):
     assert "idle / (ranks x makespan)" in out
 
 
+def test_simulate_with_latency_and_steps(monkeypatch, capsys):
+    """1F1B at m = 1: down and up the pipeline, 2 (p - 1) hops, and the first rank's update at the end."""
+    arguments = ["--stages", 3, "--microbatches", 1, "--forward", 1, "--backward-input", 2, "--backward-weight", 3]
+    _, out, _ = run(monkeypatch, capsys, "simulate", "1f1b", *arguments, "--latency", 0.5, "--step", 7, "--json")
+    assert json.loads(out)["makespan"] == 3 * (1 + 2 + 3) + 4 * 0.5 + 7
+
+
+def test_every_configuration_key_can_be_listed(monkeypatch, capsys):
+    code, out, _ = run(monkeypatch, capsys, "train", "--keys")
+    assert code == 0
+    for words in ("method", "2bw", "optimizer.lr", "peak learning rate", "timeout"):
+        assert words in out
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -110,9 +124,19 @@ def test_simulate_as_a_table(monkeypatch, capsys):
             ["simulate", "1f1b", "--stages", "2", "--microbatches", "2", "--per-stage", "no.json"],
             "cannot read the per-stage",
         ),
+        (
+            ["simulate", "1f1b", "--stages", "2", "--microbatches", "2", "--latency", "inf"],
+            "latency must be a finite number",
+        ),
+        (
+            ["simulate", "1f1b", "--stages", "2", "--microbatches", "2", "--forward", "nan"],
+            "forward must be a finite number",
+        ),
+        (["show", "1f1b", "--svg", "no/such/folder/x.svg"], "cannot write the drawing to 'no/such/folder/x.svg'"),
         (["sample", "nowhere"], "no saved weights in 'nowhere'"),
         (["train", "--set", "metod=2bw"], "unknown configuration key 'metod'; did you mean 'method'?"),
         (["train", "--set", "stages=two"], "stages: input should be a valid integer"),
+        (["train", "--set", "method=vertical-sync"], "can be proven, drawn and simulated, but not run yet"),
         (["train", "--set", "method=newest"], "can be proven, drawn and simulated, but not run yet"),
         (["train", "--set", "stages=6"], "2bw with 6 stages needs at least 5 microbatches"),
         (["train", "--set", "stages=7", "--set", "method=1f1b"], "cannot be cut into 7 stages"),

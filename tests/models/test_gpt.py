@@ -41,6 +41,13 @@ def test_rotary_products_depend_on_the_distance_alone():
     assert not torch.allclose(products[0, 1], products[0, 5])
 
 
+def test_the_order_of_the_tokens_before_matters():
+    """Without positions attention would see a bag of tokens."""
+    model, tokens = build(), torch.tensor([[1, 2, 3, 4, 5, 6]])
+    swapped = tokens[:, [1, 0, 2, 3, 4, 5]]
+    assert not torch.allclose(model(tokens)[0, -1], model(swapped)[0, -1], atol=1e-4)
+
+
 @pytest.mark.parametrize("name", ["tiny", "small"])
 def test_the_count_of_parameters_is_that_of_the_modules(name):
     shape = PRESETS[name]

@@ -3,6 +3,8 @@
 import pytest
 from runtime_cases import METHODS, Case, assert_same, expected, together, train, train_on_ranks
 
+from penstock.schedule.methods import METHODS as METHOD_TABLE
+from penstock.train.reference import METHODS as REFERENCES
 from pool import Pool
 
 
@@ -39,3 +41,7 @@ def test_on_ranks_that_are_not_the_first(pool: Pool, members: tuple[int, ...]) -
     """A rank of the pipeline is a place in its group, not in the job."""
     case = Case("2bw", len(members), 3)
     assert_same(together(pool.submit(train, case, ranks=members)), expected(case))
+
+
+def test_every_method_that_runs_has_a_reference_and_is_compared_here() -> None:
+    assert {row.name for row in METHOD_TABLE.values() if row.runs} == set(REFERENCES) == set(METHODS)

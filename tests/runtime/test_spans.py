@@ -11,6 +11,7 @@ import pytest
 import torch.distributed as dist
 from runtime_cases import (
     BALANCE,
+    LOSSES,
     METHODS,
     OPTIMIZERS,
     Case,
@@ -26,7 +27,7 @@ from runtime_cases import (
     train,
     train_on_ranks,
 )
-from torch import Tensor
+from torch import Tensor, nn
 
 from penstock.errors import PenstockError
 from pool import Pool
@@ -222,18 +223,42 @@ def test_evaluation_leaves_no_trace(method: str) -> None:
     assert len(set(values)) == 3
 
 
-def test_evaluation_uses_the_newest_weights() -> None:
-    for method in METHODS:
-        case = Case(method, 3, 2, spans=(3,), skips=())
-        pipeline = make_pipeline(case)
-        list(pipeline.run(make_batches(case)))
-        blocks = make_blocks("mixed")
-        newest = expected(case).weights
-        for name, block in blocks.items():
-            if hasattr(block, "load_state_dict"):
-                block.load_state_dict({k.removeprefix(f"{name}."): v for k, v in newest.items() if k.startswith(name)})
-        plain = make_pipeline(replace(case, method="sequential"), blocks=blocks)
-        assert pipeline.evaluate(make_batches(case)) == plain.evaluate(make_batches(case))
+def trained_and_evaluated(group: dist.ProcessGroup | None, case: Case) -> list[tuple[float, float] | None]:
+    pipeline, batches = make_pipeline(case, group), make_batches(case)
+    first = pipeline.evaluate(batches[:2])
+    list(pipeline.run(batches))
+    return [first, pipeline.evaluate(batches[:2])]
+
+
+def evaluated_by_hand(case: Case, weights: dict[str, Tensor] | None) -> tuple[float, float]:
+    """The mean over all tokens that count, with plain torch."""
+    blocks = make_blocks(case.model)
+    for name, block in blocks.items():
+        if weights is not None and isinstance(block, nn.Module):
+            block.load_state_dict(
+                {k.removeprefix(f"{name}."): v for k, v in weights.items() if k.startswith(f"{name}.")}
+            )
+    sums: list[tuple[float, float]] = []
+    for batch in make_batches(case)[:2]:
+        for x, target in batch:
+            for block in blocks.values():
+                x = block(x)
+            total, weight = LOSSES["tokens"](x, target)
+            sums.append((float(total.detach()), weight))
+    weight = sum(w for _, w in sums)
+    return sum(total for total, _ in sums) / weight, weight
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_evaluation_is_the_mean_over_tokens_with_the_newest_weights(pool: Pool, method: str) -> None:
+    case = Case(method, 3, 2, spans=(3,), skips=())
+    wanted = [evaluated_by_hand(case, None), evaluated_by_hand(case, expected(case).weights)]
+    assert wanted[0] != wanted[1]
+    on_ranks = pool.submit(trained_and_evaluated, case, ranks=3)
+    assert on_ranks[:2] == [[None, None]] * 2
+    for found in (trained_and_evaluated(None, case), on_ranks[2]):
+        assert [weight for _, weight in found] == [weight for _, weight in wanted]
+        assert [loss for loss, _ in found] == pytest.approx([loss for loss, _ in wanted], rel=1e-6)
 
 
 @pytest.mark.parametrize("what", ["run", "evaluate"])

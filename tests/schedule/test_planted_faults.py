@@ -218,15 +218,18 @@ def test_a_2bw_step_behind_the_forward_that_should_read_it():
     assert "version 1, which is not born yet" in message
 
 
-def test_a_third_gradient_finds_no_buffer():
-    """W(t-1), W(t) and the gradient of t-1 fill three buffers until STEP(t-1): batch t+1 may not begin before."""
-    schedule = make_schedule("2bw", 1, 2)
-    message = text_fault(
-        schedule,
-        "rank 0: STEP[t-2] F0^t-1 B0^t-1 F1^t-1 B1^t-1\ndrain 0: STEP[t-2] STEP[t-1]",
-        "rank 0: F0^t-1 B0^t-1 STEP[t-2] F1^t-1 B1^t-1\ndrain 0: STEP[t-2] STEP[t-1]",
-    )
-    assert "version 1, which is not born yet" in message or "all 3 are in use" in message
+def test_a_second_gradient_finds_no_buffer():
+    """The last backward of batch t-1 comes after the first of batch t: two gradients at once, and two versions."""
+    text = """
+        rule double-buffer
+        microbatches 2
+        nodes 0@0
+        rank 0: F0^t-1 F1^t-1 B0^t-1 B-1^t-2 STEP[t-1]
+        drain 0: B-1^t-2 STEP[t-1]
+    """
+    message = refused(parse_schedule(text))
+    assert "B4@0^1 on rank 0, rule 'double-buffer': needs a buffer for the gradient of batch 2" in message
+    assert "all 3 are in use: versions [0, 1], gradients of batches [1]" in message
 
 
 def test_newest_weights_have_room_for_one_gradient_only():

@@ -23,7 +23,7 @@ def run_folder(tmp_path):
     files = {}
     for stage, part in enumerate((names[:5], names[5:])):
         files |= save_stage(tmp_path, stage, 2, {name: state[name] for name in part})
-    save_index(tmp_path, files, describe_model(SHAPE))
+    save_index(tmp_path, files, describe_model(SHAPE), text=True)
     return tmp_path, state
 
 

@@ -279,8 +279,9 @@ class Executor:
         parcel = self._outbox.pop((route.payload, route.source, first))
         nbytes = parcel.nbytes
         self.recorder.change("messages", nbytes)
+        posted = self.recorder.now()
         ticket = self.transport.send(route.lane, parcel)
-        queue.append(_Sending(ticket, nbytes, f"{route.payload} {first}", self.recorder.now()))
+        queue.append(_Sending(ticket, nbytes, f"{route.payload} {first}", posted))
 
     def _complete_send(self, queue: deque[_Sending]) -> Iterator[Wait]:
         ticket, nbytes, label, posted = queue[0]

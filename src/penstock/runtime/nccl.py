@@ -3,7 +3,7 @@
 With one communicator for everything, NCCL would merge all lanes into one queue. So every lane gets a communicator of
 its two ranks, and the lanes of the machine model are lanes in fact. What describes a parcel travels through gloo as
 always; the thread that waits for it then posts the receives of the tensors, on a stream of its own, and hands the
-consumer an event to wait for. The host never waits for the device.
+consumer an event to wait for.
 
 Groups of gloo run the same code on the CPU; that is how it is tested where there is no GPU.
 """

@@ -48,15 +48,16 @@ class Pipeline:
     Args:
         blocks: the model as a list (or dict) of modules or functions, each taking what the one before returned; a
             `LazyBlock` is made only where it is needed.
-        schedule: what `penstock.schedule` or `check` returned.
+        schedule: what `make_schedule`, `prove` or `check` returned.
         loss: (output, target) -> (sum, weight), or a scalar; used on the last stage.
         optimizer: named parameters -> optimizer, called once per stage.
         rate: update ordinal -> factor on the optimizer's learning rates.
         divisor: c, about the loss weight of a batch (a count of tokens, say); gradients are accumulated over c and
             corrected by c / N at the update, so that every cut, m and method takes the mean over the batch. m if None.
         balance: blocks per stage; balanced by cost if None.
-        group: a process group with one process per rank (gloo, or NCCL for models on CUDA devices); None to run all
-            ranks in this process.
+        group: a process group with one process per rank; None to run all ranks in this process. Over gloo models are
+            on the CPU. Over NCCL (tested over gloo only so far) the group is the whole job, `torch.cuda.set_device`
+            has been called, and blocks and batches are on that device.
         timeout: seconds after which a missing message is an error.
 
     Raises:
@@ -296,12 +297,14 @@ class Pipeline:
 
     def timeline(self) -> Timeline:
         """What every rank did and held; between processes a collective call, which all ranks make together."""
-        parts: list[Any] = [[r.rank, list(r.intervals), r.series()] for r in self._recorders.values()]
+        recorders = self._recorders.values()
+        parts: list[Any] = [[r.rank, list(r.intervals), r.series(), max(r.since, 0.0)] for r in recorders]
         if self.group is not None:
             parts = [part for gathered in gather_json(parts, self.control) for part in gathered]
         timeline = Timeline(self.schedule.ranks)
-        for rank, intervals, series in parts:
-            timeline.intervals += [Interval(*interval) for interval in intervals]
+        since = max(part[3] for part in parts)  # in a long run, what every rank still remembers
+        for rank, intervals, series, _ in parts:
+            timeline.intervals += [Interval(*interval) for interval in intervals if interval[2] >= since]
             for kind, samples in series.items():
                 timeline.memory[rank, kind] = [(time, amount) for time, amount in samples]
         return timeline

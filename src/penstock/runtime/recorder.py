@@ -6,6 +6,7 @@ Times are seconds on a clock common to all ranks (`penstock.runtime.clock`), sin
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 
@@ -31,7 +32,6 @@ class Recorder:
         self.peak: dict[str, int] = {}
         self.peak_total = 0
         self.busy = 0.0
-        self.waited: dict[str, float] = {}
         self._keep = keep
 
     def now(self) -> float:
@@ -45,11 +45,14 @@ class Recorder:
     def add(self, interval: Interval) -> None:
         """Record an interval."""
         self.intervals.append(interval)
-        length = interval.end - interval.start
         if interval.what in BUSY:
-            self.busy += length
-        elif interval.what == "wait":
-            self.waited[interval.cause] = self.waited.get(interval.cause, 0.0) + length
+            self.busy += interval.end - interval.start
+
+    @property
+    def since(self) -> float:
+        """From when on all intervals are kept."""
+        full = len(self.intervals) == self.intervals.maxlen
+        return self.intervals[0].start if full and self.intervals else -math.inf
 
     def hold(self, kind: str, nbytes: int) -> None:
         """Set the live bytes of one kind."""

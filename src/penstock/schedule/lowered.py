@@ -13,7 +13,6 @@ this period has been consumed, because that message carries the decision to cont
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -94,24 +93,6 @@ class Lowered:
     def lanes(self) -> tuple[LaneKey, ...]:
         """Every lane in use, in a fixed order."""
         return tuple(sorted({route.lane for route in self.routes}))
-
-    def period(self, rank: int, t: int, more: bool) -> Iterator[Instruction]:
-        """The instructions of the period of batch t that exist; t = -1 holds what is posted before the first period.
-
-        Args:
-            rank: whose program.
-            t: the batch, counted from the start of the span.
-            more: whether the span continues with batch t+1.
-        """
-        for instruction in self.programs[rank].period:
-            if (more if instruction.ahead else t >= 0) and present(instruction.action, t, self.schedule.microbatches):
-                yield instruction
-
-    def epilogue(self, rank: int, batches: int) -> Iterator[Instruction]:
-        """The instructions that drain a span of `batches` batches."""
-        for instruction in self.programs[rank].epilogue:
-            if present(instruction.action, batches, self.schedule.microbatches):
-                yield instruction
 
 
 def present(action: Action, t: int, microbatches: int) -> bool:

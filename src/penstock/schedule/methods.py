@@ -43,12 +43,12 @@ class Method:
     sharding: str = "replicated"
     combine: str = "reduce"
     aliases: tuple[str, ...] = ()
-    runs: bool = True
+    runs: bool = False
 
 
 _TABLE = (
-    Method("sequential", "one microbatch at a time", "the definition of training", "sequential", "flush"),
-    Method("gpipe", "GPipe", "arXiv 1811.06965", "gpipe", "flush", aliases=("afab", "fill-drain")),
+    Method("sequential", "one microbatch at a time", "the definition of training", "sequential", "flush", runs=True),
+    Method("gpipe", "GPipe", "arXiv 1811.06965", "gpipe", "flush", aliases=("afab", "fill-drain"), runs=True),
     Method(
         "1f1b",
         "1F1B, PipeDream-Flush, DAPPLE P_A",
@@ -56,8 +56,11 @@ _TABLE = (
         "1f1b",
         "flush",
         aliases=("pipedream-flush", "dapple"),
+        runs=True,
     ),
-    Method("eager", "eager 1F1B, DAPPLE P_B", "arXiv 2007.01045", "eager-1f1b", "flush", aliases=("eager-1f1b",)),
+    Method(
+        "eager", "eager 1F1B, DAPPLE P_B", "arXiv 2007.01045", "eager-1f1b", "flush", aliases=("eager-1f1b",), runs=True
+    ),
     Method(
         "2bw",
         "PipeDream-2BW, double-buffered weights",
@@ -65,6 +68,7 @@ _TABLE = (
         "endless-1f1b",
         "double-buffer",
         aliases=("pipedream-2bw", "double-buffer"),
+        runs=True,
     ),
     Method(
         "stash",
@@ -73,6 +77,7 @@ _TABLE = (
         "endless-1f1b",
         "stash",
         aliases=("pipedream", "weight-stashing"),
+        runs=True,
     ),
     Method(
         "vertical-sync",
@@ -81,7 +86,6 @@ _TABLE = (
         "endless-1f1b",
         "vertical-sync",
         aliases=("vertical",),
-        runs=False,
     ),
     Method(
         "newest",
@@ -90,7 +94,6 @@ _TABLE = (
         "endless-1f1b",
         "newest",
         aliases=("stale", "ampnet"),
-        runs=False,
     ),
 )
 

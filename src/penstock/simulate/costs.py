@@ -27,6 +27,10 @@ class StageCost:
     backward_weight: float
     step: float = 0.0
 
+    def __post_init__(self) -> None:
+        """Refuse what is no time."""
+        _check_times(self)
+
 
 @dataclass(frozen=True)
 class Costs:
@@ -43,6 +47,10 @@ class Costs:
     latency: float = 0.0
     collective: float = 0.0
     fused: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Refuse what is no time."""
+        _check_times(self)
 
     @classmethod
     def uniform(
@@ -89,8 +97,12 @@ def cuts_per_rank(schedule: Schedule) -> int:
     )
 
 
-def _is_time(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
+def _check_times(costs: StageCost | Costs) -> None:
+    for name, value in vars(costs).items():
+        if name == "stages":
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+            raise ConfigError(f"{name} must be a finite number, not negative; got {value!r}")
 
 
 def read_stage_costs(path: Path, cuts: int, latency: float = 0.0) -> Costs:
@@ -111,14 +123,10 @@ def read_stage_costs(path: Path, cuts: int, latency: float = 0.0) -> Costs:
     stages = []
     for number, row in enumerate(rows):
         try:
-            stage = StageCost(**row)
-            valid = all(_is_time(v) for v in vars(stage).values())
-        except TypeError:
-            valid = False
-        if not valid:
+            stages.append(StageCost(**row))
+        except (TypeError, ConfigError):
             raise ConfigError(
                 f"{path}, stage {number}: expected forward, backward_input, backward_weight and optionally step, none "
                 f"negative; got {json.dumps(row)}"
-            )
-        stages.append(stage)
+            ) from None
     return Costs(tuple(stages), latency)

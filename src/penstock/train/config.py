@@ -158,15 +158,23 @@ def _explain(path: tuple[str, ...], kind: str, message: str, value: Any) -> str:
     return f"{key}: {message[0].lower()}{message[1:]}, got {value!r}"
 
 
-def known_keys() -> list[str]:
-    """Every key, sections as `section.key`."""
+def described_keys() -> list[tuple[str, Any, str]]:
+    """Every key (of sections as `section.key`) with its default and its meaning."""
     keys = []
     for name, field in TrainConfig.model_fields.items():
         section = field.annotation
         if isinstance(section, type) and issubclass(section, BaseModel):
-            keys += [f"{name}.{inner}" for inner in section.model_fields]
-        keys.append(name)
+            inner = section.model_fields.items()
+            keys += [(f"{name}.{key}", value.default, value.description or "") for key, value in inner]
+        else:
+            keys.append((name, field.default, field.description or ""))
     return keys
+
+
+def known_keys() -> list[str]:
+    """Every key, and every section."""
+    keys = [key for key, _, _ in described_keys()]
+    return [*keys, *sorted({key.partition(".")[0] for key in keys if "." in key})]
 
 
 def _section_keys(section: str) -> str:

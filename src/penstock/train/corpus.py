@@ -6,7 +6,7 @@ Tokens are bytes. A user's own text may be a file, a folder of files, or an arra
 from __future__ import annotations
 
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,21 +40,23 @@ def load_corpus(path: str | None = None) -> Corpus:
     """Load the training text.
 
     Args:
-        path: a text file, a folder (all its readable text files, in order of their names), a token array (`.npy`, or
-            `.bin` with 16-bit little-endian tokens); None for the standard library.
+        path: a text file, a folder (all its text files but hidden ones, in order of their names), a token array
+            (`.npy`, or `.bin` with 16-bit little-endian tokens); None for the standard library.
 
     Raises:
         DataError: nothing there, or it cannot be read.
     """
     if path is None:
         library = Path(sysconfig.get_paths()["stdlib"])
-        return _bytes_corpus(_join(_sources(library, "*.py"), library), "Python standard library")
+        return _bytes_corpus(
+            _join(_sources(library, "*.py", _not_shipped_everywhere), library), "Python standard library"
+        )
     place = Path(path)
     if not place.exists():
         raise DataError(f"there is no file or folder {path!r}; give a text file, a folder, or a .npy or .bin of tokens")
     try:
         if place.is_dir():
-            return _bytes_corpus(_join(_sources(place, "*"), place), str(place))
+            return _bytes_corpus(_join(_sources(place, "*", _hidden), place), str(place))
         if place.suffix in (".npy", ".bin"):
             return _tokens_corpus(place)
         return _bytes_corpus(place.read_bytes(), str(place))
@@ -62,10 +64,18 @@ def load_corpus(path: str | None = None) -> Corpus:
         raise DataError(f"cannot read {path!r}: {error.strerror or error}") from None
 
 
-def _sources(root: Path, pattern: str) -> Iterator[Path]:
+def _sources(root: Path, pattern: str, skip: Callable[[str], bool]) -> Iterator[Path]:
     for path in sorted(root.rglob(pattern)):
-        if path.is_file() and not SKIPPED_FOLDERS.intersection(path.relative_to(root).parts[:-1]):
+        if path.is_file() and not any(skip(part) for part in path.relative_to(root).parts):
             yield path
+
+
+def _not_shipped_everywhere(part: str) -> bool:
+    return part in SKIPPED_FOLDERS
+
+
+def _hidden(part: str) -> bool:
+    return part.startswith(".")
 
 
 def _join(paths: Iterator[Path], root: Path) -> bytes:

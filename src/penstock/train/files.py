@@ -43,10 +43,12 @@ def save_stage(folder: Path, stage: int, stages: int, state: Mapping[str, Tensor
     return dict.fromkeys(tensors, name)
 
 
-def save_index(folder: Path, files: Mapping[str, str], model: Mapping[str, Any]) -> None:
-    """Write which file holds which tensor, and what the model looks like."""
+def save_index(folder: Path, files: Mapping[str, str], model: Mapping[str, Any], *, text: bool) -> None:
+    """Write which file holds which tensor, what the model looks like, and whether its tokens are bytes of text."""
     temporary = folder / FOLDER / f".{INDEX}.part"
-    temporary.write_text(json.dumps({"schema": SCHEMA, "model": dict(model), "files": dict(files)}, indent=1))
+    temporary.write_text(
+        json.dumps({"schema": SCHEMA, "text": text, "model": dict(model), "files": dict(files)}, indent=1)
+    )
     os.replace(temporary, folder / FOLDER / INDEX)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 import tempfile
 import uuid
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -29,6 +31,14 @@ class WorkerError(PenstockError):
         self.trace = trace
 
 
+class InterruptedRunError(PenstockError):
+    """A signal has ended the job; the workers are gone."""
+
+    def __init__(self, signal_: signal.Signals) -> None:
+        super().__init__(f"{signal_.name} has ended the run; weights are saved only at its end")
+        self.signal = signal_
+
+
 def is_worker() -> bool:
     """Whether torch elastic (torchrun) has started this process as one of a job."""
     return "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ
@@ -37,7 +47,7 @@ def is_worker() -> bool:
 def launch_local(workers: int, function: Callable[..., None], *arguments: Any) -> None:
     """Run `function(*arguments)` in local worker processes; returns when all of them have.
 
-    The rendezvous is a file that only this user can read, and workers talk through the loopback interface.
+    The rendezvous is a file that only this user can read; on Linux gloo is bound to the loopback interface.
 
     Args:
         workers: how many.
@@ -46,6 +56,7 @@ def launch_local(workers: int, function: Callable[..., None], *arguments: Any) -
 
     Raises:
         WorkerError: one failed; elastic has ended the others.
+        InterruptedRunError: this process was told to end (Ctrl-C); elastic has ended the workers.
     """
     for name in ("torch.distributed.elastic", "torch.multiprocessing"):
         logging.getLogger(name).setLevel(logging.CRITICAL)  # failures are reported below, once
@@ -69,6 +80,8 @@ def launch_local(workers: int, function: Callable[..., None], *arguments: Any) -
             elastic_launch(config, function)(*arguments)
         except ChildFailedError as error:
             raise _explain(error) from None
+        except SignalException as error:
+            raise InterruptedRunError(signal.Signals(error.sigval)) from None
 
 
 def _explain(error: ChildFailedError) -> WorkerError:

@@ -118,27 +118,55 @@ def _local_ranks() -> int:
 
 
 def _shared_folder(config: TrainConfig, store: Store) -> Path:
-    """A run folder made by rank 0; the others learn its name."""
+    """A run folder made by rank 0; the others learn its name.
+
+    Raises:
+        ConfigError: this rank cannot see it.
+    """
     if dist.get_rank() == 0:
-        store.set("penstock/folder", str(make_run_folder(config)))
-    return Path(store.get("penstock/folder").decode())
+        store.set("penstock/folder", str(make_run_folder(config).resolve()))
+    folder = Path(store.get("penstock/folder").decode())
+    if not folder.is_dir():
+        raise ConfigError(
+            f"rank {dist.get_rank()} cannot see the run folder {str(folder)!r} that rank 0 has made; set `out` to a "
+            "folder that all machines share"
+        )
+    return folder
+
+
+def _check_same(config: TrainConfig, store: Store, rank: int) -> None:
+    """Make sure that every rank was started with the same configuration.
+
+    Raises:
+        ConfigError: this one was not.
+    """
+    mine = config.model_dump_json()
+    if rank == 0:
+        store.set("penstock/config", mine)
+    first = json.loads(store.get("penstock/config"))
+    other = [key for key, value in json.loads(mine).items() if first.get(key) != value]
+    if other:
+        raise ConfigError(f"rank {rank} was started with other values than rank 0 for: {', '.join(other)}")
 
 
 @contextmanager
 def _process_group(config: TrainConfig) -> Iterator[Store]:
-    """The job's process group, from the variables that torch elastic sets for launch."""
+    """The job's process group, from the variables that torch elastic sets.
+
+    Raises:
+        ConfigError: the job is not what the configuration says.
+    """
     store, rank, size = next(iter(rendezvous("env://")))
     if size != config.stages:
         raise ConfigError(
             f"the job has {size} processes, but stages is {config.stages}; launch one process per stage, "
-            f"for example with torchrun --nproc-per-node {config.stages}"
+            f"for example with torchrun --nproc-per-node {config.stages} -m penstock train ..."
         )
+    _check_same(config, store, rank)
     timeout = timedelta(seconds=config.timeout)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
-    try:
-        yield store
-    finally:
-        dist.destroy_process_group()
+    yield store
+    dist.destroy_process_group()  # not after an error: peers would see broken connections before they see the error
 
 
 class _Loop:
@@ -255,7 +283,8 @@ class _Loop:
         files = save_stage(self.folder, self.rank, self.ranks, self.pipeline.state_dict())
         everything = {name: file for part in gather_json(files, None) for name, file in part.items()}
         if self.reports:
-            save_index(self.folder, everything, describe_model(self.prepared.model))
+            text = self.prepared.windows.corpus.text
+            save_index(self.folder, everything, describe_model(self.prepared.model), text=text)
 
     def _finish(
         self,

@@ -33,7 +33,13 @@ def load_model(folder: Path) -> tuple[nn.Sequential, GPTConfig]:
 
 @torch.no_grad()
 def generate(
-    model: nn.Module, config: GPTConfig, prompt: list[int], length: int, temperature: float = 0.8, seed: int = 0
+    model: nn.Module,
+    config: GPTConfig,
+    prompt: list[int],
+    length: int,
+    temperature: float = 0.8,
+    seed: int = 0,
+    alphabet: int | None = None,
 ) -> Iterator[int]:
     """Sample tokens one by one.
 
@@ -44,6 +50,7 @@ def generate(
         length: how many tokens to make.
         temperature: below 1 for likelier text, 0 for the likeliest token each time.
         seed: of the choices.
+        alphabet: make only tokens below this, where the vocabulary is larger (padded); all if None.
 
     Raises:
         ConfigError: the prompt is empty or holds unknown tokens.
@@ -57,7 +64,7 @@ def generate(
     random = torch.Generator().manual_seed(seed)
     tokens = list(prompt)
     for _ in range(length):
-        logits_V = model(torch.tensor([tokens[-config.context :]]))[0, -1]
+        logits_V = model(torch.tensor([tokens[-config.context :]]))[0, -1, :alphabet]
         if temperature == 0:
             token = int(logits_V.argmax())
         else:
@@ -67,7 +74,17 @@ def generate(
 
 
 def sample_text(folder: Path, prompt: str, length: int, temperature: float = 0.8, seed: int = 0) -> str:
-    """The prompt and what the model makes of it, for models of bytes."""
+    """The prompt and what the model makes of it.
+
+    Raises:
+        ConfigError: the model was trained on tokens that are not bytes of text.
+        CheckpointError: the weights are missing or damaged.
+    """
+    if not load_index(folder)["text"]:
+        raise ConfigError(
+            f"the model in {str(folder)!r} was trained on an array of tokens; only its tokenizer could turn them into "
+            "text: use penstock.train.sample.generate with it"
+        )
     model, config = load_model(folder)
-    made = generate(model, config, list(prompt.encode()), length, temperature, seed)
+    made = generate(model, config, list(prompt.encode()), length, temperature, seed, alphabet=256)
     return prompt + bytes(made).decode(errors="replace")

@@ -95,7 +95,8 @@ class TerminalObserver:
             print_(summary.sample, markup=False, highlight=False)
         print_(f"\nrun folder: {summary.folder}", highlight=False)
         print_(f"  metrics.jsonl, {TRACE} (open it at ui.perfetto.dev), weights/, config.yaml", highlight=False)
-        print_(f"more text: penstock sample {summary.folder}", highlight=False)
+        if summary.sample is not None:
+            print_(f"more text: penstock sample {summary.folder}", highlight=False)
 
     def close(self) -> None:
         """End the live display, whatever happened."""

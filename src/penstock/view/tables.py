@@ -119,3 +119,15 @@ def simulation_table(simulation: Simulation) -> Table:
     for row in rows:
         table.add_row(*row)
     return table
+
+
+def keys_table(keys: list[tuple[str, Any, str]]) -> Table:
+    """Configuration keys with their defaults and meanings."""
+    table = Table(
+        title="keys of CONFIG.yaml and --set", title_justify="left", title_style="dim", box=None, padding=(0, 2)
+    )
+    for heading in ("key", "default", "meaning"):
+        table.add_column(heading, no_wrap=heading == "key")
+    for key, default, meaning in keys:
+        table.add_row(key, "-" if default is None else str(default), meaning)
+    return table
