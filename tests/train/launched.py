@@ -2,6 +2,12 @@
 
 import os
 import time
+from pathlib import Path
+from typing import Any
+
+from penstock.runtime.stage import Stage
+from penstock.train.config import validate_config
+from penstock.train.loop import train
 
 
 def raise_on_rank_1() -> None:
@@ -14,3 +20,25 @@ def die_on_rank_1() -> None:
     if os.environ["RANK"] == "1":
         os._exit(17)
     time.sleep(120)
+
+
+class Silent:
+    """An observer that shows nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: None
+
+
+def fail_in_training(values: dict[str, Any], folder: str, rank: int) -> None:
+    """Train; on one rank a block raises at its fifth microbatch, while the others wait for messages."""
+    (Path(folder) / f"start-{os.environ['RANK']}-{os.getpid()}").touch()
+    apply, calls = Stage.apply, []
+
+    def failing(self: Stage, value: Any) -> Any:
+        calls.append(value)
+        if len(calls) == 5 and int(os.environ["RANK"]) == rank:
+            raise ValueError("planted in a block")
+        return apply(self, value)
+
+    Stage.apply = failing  # type: ignore[method-assign]
+    train(validate_config(values), Path(folder), Silent())

@@ -2,13 +2,26 @@
 
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
+import time
 
+import numpy as np
 import pytest
-from launched import die_on_rank_1, raise_on_rank_1
+import torch
+from launched import die_on_rank_1, fail_in_training, raise_on_rank_1
 
+from penstock.models.gpt import gpt_blocks, language_loss, preset
+from penstock.train.config import load_config
+from penstock.train.corpus import load_corpus
+from penstock.train.data import Windows
+from penstock.train.files import load_weights
 from penstock.train.launch import WorkerError, launch_local
+from penstock.train.optimizers import optimizer_factory
+from penstock.train.rate import rate_schedule
+from penstock.train.reference import train_reference
 
 TINY = [
     "batches=3", "microbatches=2", "microbatch_size=2", "model.layers=2", "model.width=32", "model.heads=2",
@@ -64,6 +77,102 @@ def test_train_and_sample(tmp_path, text):
     assert sampled.stdout.startswith("the ")
 
 
+def learnt_by_the_reference(config):
+    """Losses, weights, learning rates and held-out loss of a run, from the reference and plain torch."""
+    windows = Windows(load_corpus(config.data), config.model.context, config.held_out, config.seed)
+    shape = preset(config.model.preset, layers=2, width=32, heads=2, context=16, vocabulary=256)
+    blocks = {name: block.make() for name, block in gpt_blocks(shape, config.seed).items()}
+    names = list(blocks)
+    per_batch = config.microbatches * config.microbatch_size
+    batches = []
+    for t in range(config.batches):
+        numbers = [t * per_batch + k * config.microbatch_size for k in range(config.microbatches)]
+        batches.append([windows.samples(number, config.microbatch_size) for number in numbers])
+    rates = [config.optimizer.lr * rate_schedule(config.rate, config.batches)(t) for t in range(config.batches)]
+    result = train_reference(
+        [{n: blocks[n] for n in names[:2]}, {n: blocks[n] for n in names[2:]}],
+        language_loss,
+        batches,
+        method=config.method,
+        optimizer=optimizer_factory(config.optimizer),
+        rate=rate_schedule(config.rate, config.batches),
+        divisor=per_batch * 16,
+    )
+    for name, block in blocks.items():
+        own = {k.removeprefix(f"{name}."): v for k, v in result.versions[-1].items() if k.startswith(f"{name}.")}
+        block.load_state_dict(own, strict=False)
+    tokens = torch.from_numpy(windows.corpus.tokens.astype("int64"))
+    rows = torch.stack([tokens[w * 16 : w * 16 + 17] for w in windows.validation])
+    with torch.no_grad():
+        x = rows[:, :-1]
+        for block in blocks.values():
+            x = block(x)
+        held_out = torch.nn.functional.cross_entropy(x.flatten(0, 1), rows[:, 1:].flatten())
+    return result, rates, float(held_out), windows
+
+
+def test_it_trains_what_the_reference_trains_and_learns(tmp_path, text):
+    """Losses, rates and weights are those of the equations; the held-out loss is that of text not trained on."""
+    changes = [
+        "batches=60", "model.layers=2", "optimizer.lr=0.01", "rate.warm_up=5", "balance=[2,2]",
+        "validation_samples=1000", "sample_length=0", f"out={tmp_path / 'runs'}", f"data={text}",
+    ]  # fmt: skip
+    ran = start("-m", "penstock", "train", *settings(*changes))
+    assert ran.returncode == 0, ran.stderr
+    folder = only_folder(tmp_path / "runs")
+    *lines, last = check_run(folder, 60, 2)
+    result, rates, held_out, windows = learnt_by_the_reference(load_config(folder / "config.yaml", []))
+    assert len(windows.validation) % 4 == 0  # so that every held-out sample counts once
+    assert [line["loss"] for line in lines] == result.losses
+    assert [line["learning_rate"] for line in lines] == rates
+    saved = load_weights(folder)
+    assert all(torch.equal(saved[name], weights) for name, weights in result.versions[-1].items())
+    assert last["validation_loss"] == pytest.approx(held_out, rel=1e-5)
+    assert last["validation_loss"] < last["unigram_entropy"] - 0.5
+    assert not set(windows.training) & set(windows.validation)
+    assert 0 < last["bubble"] < 1
+    assert all(0 <= line["bubble"] < 1 for line in lines if line["bubble"] is not None)
+
+
+def test_a_vocabulary_larger_than_bytes_still_makes_text(tmp_path, text):
+    changes = settings(f"out={tmp_path / 'runs'}", "model.vocabulary=3000", "batches=1", "sample_length=100")
+    ran = start("-m", "penstock", "train", *changes, "--data", text)
+    assert ran.returncode == 0, ran.stderr
+    assert "more text: penstock sample" in ran.stdout
+
+
+def test_models_of_tokens_make_no_text(tmp_path):
+    np.save(tmp_path / "tokens.npy", np.arange(20_000, dtype=np.int32) % 700)
+    changes = settings(f"out={tmp_path / 'runs'}", f"data={tmp_path / 'tokens.npy'}")
+    ran = start("-m", "penstock", "train", *changes)
+    assert ran.returncode == 0, ran.stderr
+    assert "more text" not in ran.stdout
+    sampled = start("-m", "penstock", "sample", only_folder(tmp_path / "runs"))
+    assert sampled.returncode == 2
+    assert "was trained on an array of tokens" in " ".join(sampled.stderr.split())
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_the_run_and_its_workers(tmp_path, text, number, code):
+    command = [sys.executable, "-m", "penstock", "train", "--data", text]
+    command += settings(f"out={tmp_path / 'runs'}", "batches=1000000")
+    with subprocess.Popen(
+        list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        while not list(tmp_path.glob("runs/*/metrics.jsonl")):
+            assert process.poll() is None
+            time.sleep(0.1)
+        children = subprocess.run(["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True)
+        process.send_signal(number)
+        _, err = process.communicate(timeout=40)
+    assert process.returncode == code
+    assert "has ended the run" in err
+    assert "Traceback" not in err
+    for child in children.stdout.split():
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(child), 0)
+
+
 def test_the_same_command_under_torchrun_joins_the_job(tmp_path, text):
     """And trains to the same numbers: workers that elastic starts for us or that torchrun starts are the same."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "penstock", "train"]
@@ -95,6 +204,19 @@ def test_a_worker_that_raises_ends_the_job_with_its_traceback():
         launch_local(2, raise_on_rank_1)
     assert "ValueError: planted failure" in caught.value.trace
     assert "raise_on_rank_1" in caught.value.trace
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_block_that_raises_in_training_ends_the_job(tmp_path, text, rank):
+    """Within seconds, although the other rank waits for messages; once, and with the right traceback."""
+    values = load_config(None, [*TINY, "batches=1000", f"data={text}"]).model_dump()
+    (tmp_path / "run").mkdir()
+    begun = time.monotonic()
+    with pytest.raises(WorkerError, match=rf"worker {rank} failed with exit code 1: ValueError: planted") as caught:
+        launch_local(2, fail_in_training, values, str(tmp_path / "run"), rank)
+    assert time.monotonic() - begun < 40  # starting takes most of it; the time-out is 300
+    assert re.search(rf"raised by F4 of stage {rank} on rank {rank}", caught.value.trace)
+    assert len(list((tmp_path / "run").glob("start-*"))) == 2  # nobody was started again
 
 
 def test_a_worker_that_dies_ends_the_job():
