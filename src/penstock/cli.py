@@ -200,7 +200,7 @@ def sample(
     """Write text with the weights of a finished run."""
     from penstock.train.sample import sample_text
 
-    Console().print(sample_text(run, prompt, length, temperature, seed), markup=False, highlight=False)
+    sys.stdout.write(sample_text(run, prompt, length, temperature, seed) + "\n")
 
 
 if __name__ == "__main__":

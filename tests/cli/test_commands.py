@@ -128,10 +128,6 @@ def test_every_configuration_key_can_be_listed(monkeypatch, capsys):
             ["simulate", "1f1b", "--stages", "2", "--microbatches", "2", "--latency", "inf"],
             "latency must be a finite number",
         ),
-        (
-            ["simulate", "1f1b", "--stages", "2", "--microbatches", "2", "--forward", "nan"],
-            "forward must be a finite number",
-        ),
         (["show", "1f1b", "--svg", "no/such/folder/x.svg"], "cannot write the drawing to 'no/such/folder/x.svg'"),
         (["sample", "nowhere"], "no saved weights in 'nowhere'"),
         (["train", "--set", "metod=2bw"], "unknown configuration key 'metod'; did you mean 'method'?"),

@@ -411,6 +411,18 @@ def test_buffers_change_once_per_forward_in_order(method: str, depth: int) -> No
     assert int(found["norm.calls"]) == 4 * m
 
 
+def test_evaluation_leaves_modes_as_they_were() -> None:
+    """A user may have frozen statistics inside a block."""
+    case = Case("1f1b", 2, 2, spans=(2,), skips=())
+    blocks = with_statistics()
+    blocks["norm"].norm.eval()
+    pipeline = make_pipeline(case, blocks=blocks)
+    pipeline.evaluate(make_batches(case))
+    assert blocks["norm"].training
+    assert not blocks["norm"].norm.training
+    assert blocks["tanh"].norm.training
+
+
 def test_evaluation_changes_no_buffer() -> None:
     case = Case("2bw", 2, 2, spans=(2,), skips=())
     pipeline = make_pipeline(case, blocks=with_statistics())

@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from live_storage import LiveStorage
 from runtime_cases import METHODS, OPTIMIZERS, Named
 from torch import Tensor, nn
 
 from penstock.runtime.pipeline import Pipeline
 from penstock.schedule.build import make_schedule
+from pool import Pool
 
 WIDTH, SIZE = 32, 4
 BALANCE = {1: (5,), 2: (3, 2), 3: (2, 1, 2), 4: (2, 1, 1, 1)}
@@ -251,3 +253,52 @@ def test_optimizer_state_is_counted() -> None:
     pipeline = make_pipeline("1f1b", 2, 2, make_layers(), optimizer=momentum)
     list(pipeline.run(make_data(1, 2)))
     assert of_kind(pipeline, "optimizer") == sum(p.nbytes for layer in make_layers() for p in layer.parameters())
+
+
+# --- between processes ----------------------------------------------------------------------------------------------
+
+
+class WatchedInput(nn.Module):
+    """Takes down which of the tensors it was given are still alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.given: list[weakref.ref[torch.UntypedStorage]] = []
+        self.most = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.given.append(weakref.ref(x.untyped_storage()))
+        self.most = max(self.most, sum(given() is not None for given in self.given))
+        y: Tensor = self.layer(x)
+        return y
+
+
+def watched(group: dist.ProcessGroup, method: str, depth: int, m: int) -> tuple[int, int, dict[str, int], float]:
+    """Received tensors alive at once, and at the end; peaks of the ledger; its activations at the end."""
+    watch = WatchedInput()
+    rank = dist.get_rank(group)
+    layers: list[nn.Module] = [layer for _ in range(depth) for layer in (nn.Identity(), nn.Linear(WIDTH, WIDTH))]
+    layers[2 * rank] = watch
+    pipeline = make_pipeline(method, depth, m, layers, group=group, balance=[3] + [2] * (depth - 1))
+    torch.manual_seed(1)  # the same data on every rank
+    list(pipeline.run(make_data(6, m)))
+    left = sum(given() is not None for given in watch.given)
+    live = of_kind(pipeline, "activations", "messages")
+    return watch.most, left, pipeline.peak_bytes()[rank], live
+
+
+@pytest.mark.parametrize("method", ["1f1b", "2bw"])
+def test_received_tensors_die_at_their_backward(pool: Pool, method: str) -> None:
+    """Nobody else keeps them: not a ticket, a lane's thread, nor the block they came in. Nothing grows with m."""
+    depth = 3
+    peaks = []
+    for m in (4, 12):
+        found = pool.submit(watched, method, depth, m, ranks=depth)
+        for rank, (most, left, _, live) in enumerate(found):
+            assert left == live == 0
+            assert most <= depth - rank
+        peaks.append([peak for _, _, peak, _ in found])
+    for few, many in zip(*peaks, strict=True):
+        assert few["activations"] == many["activations"] > 0
+        assert all(0 < peak["messages"] <= 8 * 4096 for peak in (few, many))  # four lanes, two small blocks on each

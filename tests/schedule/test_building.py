@@ -3,7 +3,7 @@
 import pytest
 
 from penstock.errors import ConfigError, PenstockError, ScheduleError
-from penstock.schedule.build import call_order, make_schedule, prove
+from penstock.schedule.build import call_order, make_schedule, prove, smallest_microbatches
 from penstock.schedule.ir import Op, straight
 from penstock.schedule.methods import METHODS, compatible, find_method
 from penstock.schedule.order import make_order, pass_of
@@ -151,3 +151,43 @@ def test_every_refusal_is_one_of_our_errors():
         with pytest.raises(PenstockError) as caught:
             make_schedule(*bad)
         assert isinstance(caught.value, ValueError)
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        ([], "asked for 2 stages, it returned the passes of 0 ranks"),
+        (["F0 B0"], "asked for 2 stages, it returned the passes of 1 ranks"),
+        ([None, None], "expected the passes of rank 0, got None"),
+        ([[("F", 0)], []], r"expected a pass on rank 0, such as 'F0', got \('F', 0\)"),
+        ("F0 B0", "expected an Order, or a list"),
+    ],
+)
+def test_what_is_no_order_is_refused_by_name(returned, message):
+    with pytest.raises(ScheduleError, match=message):
+        make_schedule(lambda stages, microbatches: returned, 2, 1)
+
+
+def test_a_node_without_forwards_is_refused():
+    with pytest.raises(ScheduleError, match="node 0 on rank 0 has backwards but no forwards"):
+        make_schedule(lambda stages, microbatches: ["B0", "F0 B0"], 2, 1, rule="double-buffer")
+
+
+def test_cuts_that_run_different_microbatches_are_refused():
+    with pytest.raises(ScheduleError, match=r"cut 0 runs no forward of microbatches \[1\]"):
+        make_schedule(lambda stages, microbatches: ["F0 B0", "F0 F1 B0 B1"], 2, 2, rule="vertical-sync")
+
+
+def only_multiples_of_four(stages, microbatches):
+    if microbatches % 4:
+        raise ValueError("this order wants multiples of four")
+    return [[f"{op}{k}" for op in "FB" for k in range(microbatches)] for _ in range(stages)]
+
+
+def test_an_error_of_the_user_s_function_is_not_hidden():
+    with pytest.raises(ValueError, match="multiples of four"):
+        make_schedule(only_multiples_of_four, 2, 2)
+
+
+def test_the_smallest_legal_number_is_found_among_the_few():
+    assert smallest_microbatches(only_multiples_of_four, 2, beyond=1) == 4

@@ -29,7 +29,7 @@ GATHERING = [
     ("GATHER[t]@2^t ", "", "RELEASE[0]@2 on rank 0 ... nothing is gathered"),
     ("F1@0^t RELEASE[t]@0 ", "RELEASE[t]@0 F1@0^t ", "F1@0^0 on rank 0 ... reads version 0, which is not gathered"),
     ("B1@0^t RELEASE[t]@0", "RELEASE[t]@0 B1@0^t", "B1@0^0 on rank 0 ... reads version 0, which is not gathered"),
-    ("B1@0^t RELEASE[t]@0", "B1@0^t", "GATHER[1]@0^1 on rank 0"),  # still gathered from the batch before
+    ("B1@0^t RELEASE[t]@0", "B1@0^t", "after draining 1 batches, rank 0 still has gathered weights of version [0]"),
     ("GATHER[t]@2^t", "GATHER[t]@2", "GATHER[0]@2 on rank 0 ... names no version"),
     ("GATHER[t]@2^t", "GATHER[t]@2^t-1", "GATHER[1]@2^0 on rank 0 ... reads version 0, which no longer exists"),
     ("REDUCE[t]@2 STEP[t]@2", "STEP[t]@2 REDUCE[t]@2", "REDUCE[0]@2 on rank 0"),

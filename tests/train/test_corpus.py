@@ -2,6 +2,7 @@
 
 import math
 import sysconfig
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -81,8 +82,50 @@ def test_missing_unreadable_and_empty_places(tmp_path):
 
 
 def test_unigram_entropy_by_hand():
-    train, held_out = np.array([0, 0, 0, 1]), np.array([0, 1])
+    train, held_out = np.array([3, 1]), np.array([1, 1])
     # Counts plus one: 4 and 2 of 6.
-    assert unigram_entropy(train, held_out, 2) == pytest.approx(-(math.log(4 / 6) + math.log(2 / 6)) / 2)
-    uniform = np.arange(256).repeat(100)
-    assert unigram_entropy(uniform, uniform, 256) == pytest.approx(math.log(256))
+    assert unigram_entropy(train, held_out) == pytest.approx(-(math.log(4 / 6) + math.log(2 / 6)) / 2)
+    uniform = np.full(256, 100)
+    assert unigram_entropy(uniform, uniform) == pytest.approx(math.log(256))
+
+
+def several_arrays(path):
+    with path.open("wb") as file:
+        np.savez(file, a=np.arange(3))
+
+
+@pytest.mark.parametrize(
+    ("name", "make", "message"),
+    [
+        ("empty.npy", lambda path: path.write_bytes(b""), "cannot read tokens"),
+        ("zip.npy", several_arrays, "holds several arrays"),
+        ("x" * 300, lambda path: None, "cannot read"),
+    ],
+)
+def test_files_that_are_no_tokens(tmp_path, name, make, message):
+    make(tmp_path / name)
+    with pytest.raises(DataError, match=message):
+        load_corpus(str(tmp_path / name))
+
+
+def test_an_empty_path_is_not_this_folder():
+    with pytest.raises(DataError, match="no file or folder ''"):
+        load_corpus("")
+
+
+def test_a_file_that_cannot_be_read(tmp_path, monkeypatch):
+    (tmp_path / "secret.txt").write_text("text")
+
+    def refuse(self):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    with pytest.raises(DataError, match=r"cannot read '.*secret.txt': Permission denied"):
+        load_corpus(str(tmp_path / "secret.txt"))
+
+
+def test_hidden_files_of_a_folder_are_left_out_and_tests_are_not(tmp_path):
+    for place in ("a.txt", ".git/config", ".hidden.txt", "tests/b.txt"):
+        (tmp_path / place).parent.mkdir(exist_ok=True)
+        (tmp_path / place).write_text(place)
+    assert load_corpus(str(tmp_path)).tokens.tobytes() == b"a.txt\ntests/b.txt"

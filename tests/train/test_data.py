@@ -75,3 +75,14 @@ def test_there_is_always_something_to_train_and_to_validate_on(tokens, held_out)
     data = windows(tokens, held_out=held_out)
     assert len(data.training)
     assert len(data.validation)
+
+
+def test_tokens_are_counted_where_they_are(monkeypatch):
+    """Training and held-out text apart, in parts, every token of a window once."""
+    monkeypatch.setattr("penstock.train.data._PART", 7)
+    tokens = np.random.default_rng(0).integers(0, 11, 1003)
+    windows = Windows(Corpus("numbers", tokens, 11, text=False), 10, 0.1, seed=0)
+    train, held_out = windows.count_tokens(11)
+    rows = tokens[:1000].reshape(100, 10)
+    assert train.tolist() == np.bincount(rows[windows.training].ravel(), minlength=11).tolist()
+    assert held_out.tolist() == np.bincount(rows[windows.validation].ravel(), minlength=11).tolist()

@@ -152,25 +152,39 @@ def test_models_of_tokens_make_no_text(tmp_path):
     assert "was trained on an array of tokens" in " ".join(sampled.stderr.split())
 
 
+def workers_of(process):
+    """The worker processes of a run, by number."""
+    listed = subprocess.run(["ps", "-o", "pid=,args=", "--ppid", str(process)], capture_output=True, text=True)
+    return [int(line.split()[0]) for line in listed.stdout.splitlines() if "spawn_main" in line]
+
+
+def alive(process):
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_ends_the_run_and_its_workers(tmp_path, text, number, code):
-    command = [sys.executable, "-m", "penstock", "train", "--data", text]
+    command = [sys.executable, "-m", "penstock", "train", "--data", str(text)]
     command += settings(f"out={tmp_path / 'runs'}", "batches=1000000")
-    with subprocess.Popen(
-        list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         while not list(tmp_path.glob("runs/*/metrics.jsonl")):
             assert process.poll() is None
             time.sleep(0.1)
-        children = subprocess.run(["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True)
+        workers = workers_of(process.pid)
         process.send_signal(number)
         _, err = process.communicate(timeout=40)
     assert process.returncode == code
     assert "has ended the run" in err
     assert "Traceback" not in err
-    for child in children.stdout.split():
-        with pytest.raises(ProcessLookupError):
-            os.kill(int(child), 0)
+    assert len(workers) == 2
+    patience = time.monotonic() + 10
+    while any(map(alive, workers)):
+        assert time.monotonic() < patience
+        time.sleep(0.1)
 
 
 def test_the_same_command_under_torchrun_joins_the_job(tmp_path, text):

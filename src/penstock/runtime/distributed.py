@@ -96,7 +96,7 @@ class GlooLane:
 
     def receive(self) -> Ticket:
         """Post a RECV for the next parcel of the lane."""
-        ticket, block = Ticket(self.lane), torch.empty(self._largest, dtype=torch.uint8)
+        ticket, block = Ticket(self.lane, nbytes=self._largest), torch.empty(self._largest, dtype=torch.uint8)
         work = self._irecv(block, self._tag)
 
         def finish() -> None:
@@ -148,6 +148,7 @@ class GlooLane:
     def _serve(self) -> None:
         while (job := self._jobs.get()) is not None:
             job()
+            del job  # it holds a block until the next one comes
 
     def close(self) -> None:
         """Let the thread end once all it was given is done."""

@@ -134,7 +134,8 @@ class Executor:
             return
         first = action.unit.first + t * (1 if action.unit.kind is Kind.BATCH else self.m)
         if action.op is Op.RECV:
-            self._posted[Message(route, first)] = self.transport.receive(self._lanes[route])
+            ticket = self._posted[Message(route, first)] = self.transport.receive(self._lanes[route])
+            self.recorder.change("messages", ticket.nbytes)
         elif action.op is Op.SEND:
             yield from self._send(route, first)
         else:
@@ -252,14 +253,16 @@ class Executor:
         what = f"rank {self.rank}, stage {action.node.name}, {action.op}{first}"
         ticket = self._posted.pop(message)
         yield from self._await(ticket, what, f"rank {route.source.rank}: {route.payload} {message.first}")
-        parcel = ticket.parcel
+        parcel, ticket.parcel = ticket.parcel, None  # who waits for the ticket keeps it longer than the parcel lives
         assert parcel is not None
+        self.recorder.change("messages", -ticket.nbytes)
         if parcel.on_use is not None:
             parcel.on_use()
-        if parcel.header.first != message.first:
+        expected = (self._start + message.first // self.m, message.first)
+        if (parcel.header.batch, parcel.header.first) != expected:
             raise TransportError(
-                f"{what}: expected the {route.payload} of microbatch {message.first} from rank {route.source.rank}, "
-                f"got that of microbatch {parcel.header.first}"
+                f"{what}: expected the {route.payload} of microbatch {message.first} (batch {expected[0]}) from rank "
+                f"{route.source.rank}, got that of microbatch {parcel.header.first} (batch {parcel.header.batch})"
             )
         return parcel
 

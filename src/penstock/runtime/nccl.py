@@ -111,11 +111,12 @@ class _SplitLane(GlooLane):
 
         def finish() -> None:
             ticket.check(self.where)  # the description is done: the thread works in order
-            for work in works:
-                assert work is not None
-                work.wait()
+            with torch.cuda.stream(self._stream):  # not on the stream that computes
+                for work in works:
+                    assert work is not None
+                    work.wait()
             if self._stream is not None:
-                torch.cuda.current_stream(self._device).synchronize()
+                self._stream.synchronize()
             leaves.clear()  # they live until the peer has them
             kept.complete()
 

@@ -68,7 +68,7 @@ class NodeRuntime:
         """
         handle = self._claim(version)
         value, opened, leaves = open_inputs(value, wants)
-        key = signature(value)
+        key = signature((value, target))
         counter = None if key in self._saved else SavedBytes(self._fixed)
         if counter is None:
             output, total, loss = self._compute(value, target, has_loss)
@@ -149,7 +149,15 @@ class NodeRuntime:
         return handle
 
     def _compute(self, value: Any, target: Any, has_loss: bool) -> tuple[Any, Tensor | None, Loss | None]:
-        output = self.stage.apply(value)
+        try:
+            output = self.stage.apply(value)
+        except RuntimeError as error:
+            if "a leaf Variable that requires grad" in str(error):
+                raise ConfigError(
+                    f"{self.stage.where}: a block writes in place into what the stage received, or into a parameter; "
+                    "let it make a new tensor (inplace=False), or cut the model elsewhere"
+                ) from error
+            raise
         if not has_loss:
             return output, None, None
         total, weight = self.stage.evaluate_loss(output, target)

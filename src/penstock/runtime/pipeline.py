@@ -28,7 +28,7 @@ from penstock.runtime.source import Batches, Source
 from penstock.runtime.stage import LossFunction, Stage
 from penstock.runtime.transport import Transport
 from penstock.schedule.check import Proof, check
-from penstock.schedule.ir import Kind, Node, Op, Schedule, chain, straight
+from penstock.schedule.ir import Kind, Node, Op, Schedule, chain, passes, straight
 from penstock.schedule.lowered import Lowered
 from penstock.schedule.nodespec import node_specs
 from penstock.schedule.orders.forward_only import forward_only
@@ -78,6 +78,8 @@ class Pipeline:
         group: dist.ProcessGroup | None = None,
         timeout: float = 300.0,
     ) -> None:
+        if not isinstance(schedule, Schedule | Proof):
+            raise ConfigError(f"schedule must come from make_schedule, prove or check, not {schedule!r:.80}")
         self.proof = schedule if isinstance(schedule, Proof) else check(schedule)
         self.schedule = self.proof.schedule
         _check_runnable(self.schedule)
@@ -96,7 +98,7 @@ class Pipeline:
             raise ConfigError(f"divisor must be positive, got {divisor}")
         self.batches = 0
         self._broken: BaseException | None = None
-        self._running = False
+        self._running = self._abandoned = False
         origin = time.perf_counter() if group is None else common_origin(self.control)
         self._recorders = {rank: Recorder(rank, origin) for rank in self.ranks}
         self.nodes = {node: self._make_node(node, named) for node in self.schedule.nodes if node.rank in self.ranks}
@@ -131,7 +133,8 @@ class Pipeline:
 
         Losses arrive while later microbatches are under way, so this is an iterator of reports, one per batch, in
         order, on every rank. It ends when the data ends or `stop` was called, with the pipeline drained. Leaving the
-        loop early drains it, too: all batches that have entered are finished.
+        loop early drains it, too: all batches that have entered are finished. Between processes the first stage
+        decides: let all ranks leave after the same batch, or they train on until the first one does.
 
         Raises:
             PenstockError: a message did not arrive, the data differ, weights were rewritten under a reader; also what
@@ -144,14 +147,15 @@ class Pipeline:
         """The weighted mean loss on batches, with the newest weights, and its weight; None without the last stage."""
         order = forward_only(self.schedule.cuts, self.schedule.microbatches)
         schedule = apply_rule(order, RULES["frozen"], self.schedule.microbatches, "evaluation")
-        modes = [(m, m.training) for node in self.nodes.values() for m in node.stage.modules]
-        for module, _ in modes:
-            module.eval()
+        modules = [m for node in self.nodes.values() for block in node.stage.modules for m in block.modules()]
+        modes = [(module, module.training) for module in modules]
+        for module in modules:
+            module.training = False
         try:
             reports = list(self._span(check(schedule), batches, 0, training=False))
         finally:
             for module, mode in modes:
-                module.train(mode)
+                module.training = mode
         known = [(r.loss * r.weight, r.weight) for r in reports if r.loss is not None and r.weight]
         weight = sum(w for _, w in known)
         return (sum(total for total, _ in known) / weight, weight) if weight else None
@@ -160,6 +164,10 @@ class Pipeline:
         """Let the run end after the batches that have been announced; takes effect on the first stage."""
         if self._source is not None:
             self._source.stopped = True
+
+    def abandon(self) -> None:
+        """Do not finish what is under way when the loop is left: this rank has failed, and the job is to end."""
+        self._abandoned = True
 
     def _span(self, proof: Proof, batches: Batches, older: int, training: bool) -> Iterator[Report]:
         if self._broken is not None:
@@ -181,8 +189,11 @@ class Pipeline:
                     count += 1
                     yield report
             except GeneratorExit:  # the caller has left the loop: finish what is under way
-                source.stopped = True
-                count += sum(1 for _ in reports)
+                if not self._abandoned:
+                    source.stopped = True
+                    count += sum(1 for _ in reports)
+                else:
+                    self._broken = PenstockError("the run was abandoned")
                 raise
         except GeneratorExit:
             raise
@@ -273,6 +284,8 @@ class Pipeline:
         state: dict[str, Tensor] = {}
         for node in self.nodes.values():
             state.update(node.stage.state())
+            if node.store is not None:  # in the middle of a run another version may be bound
+                state.update(node.store.tensors(node.store.newest))
         return state
 
     def optimizers(self) -> dict[Node, torch.optim.Optimizer]:
@@ -319,13 +332,15 @@ def _control_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
 
 
 def _check_runnable(schedule: Schedule) -> None:
-    actions = [a for program in schedule.programs for a in program.period]
+    actions = [p for program in schedule.programs for part in program for a in part for p in passes(a)]
     ops = {a.op for a in actions}
     missing = sorted(op.value for op in ops - _RUNNABLE)
     if missing:
         raise CapabilityError(f"{schedule.name}: the runtime does not offer {', '.join(missing)} yet")
     if any(a.unit.slice is not None or a.unit.count > 1 or a.unit.kind is Kind.EVAL for a in actions):
         raise CapabilityError(f"{schedule.name}: the runtime offers passes of one whole training microbatch so far")
+    if any(p.op is Op.F and p.unit.first < 0 for program in schedule.programs for p in program.period):
+        raise CapabilityError(f"{schedule.name}: the runtime offers periods that begin the forwards of their own batch")
     if schedule.nodes != straight(schedule.ranks) or schedule.edges != chain(schedule.cuts) or schedule.frozen:
         raise CapabilityError(f"{schedule.name}: the runtime offers chains with one trained cut per rank so far")
     rule = RULES[schedule.rule]

@@ -50,6 +50,11 @@ class Source:
             except StopIteration:
                 self._exhausted = True
                 break
+            if not isinstance(following, Sequence):
+                raise DataError(
+                    f"batch {self._fetched} is a {type(following).__name__}; a batch is a list of {self._m} pairs "
+                    "(input, target), or any other sequence"
+                )
             if len(following) != self._m:
                 found = f"batch {self._fetched} has {len(following)} microbatches"
                 raise DataError(f"{found}, but the schedule takes {self._m} per batch")

@@ -22,13 +22,15 @@ class Ticket:
 
     Attributes:
         lane: where it was posted.
-        parcel: for a RECV, what arrived.
+        parcel: for a RECV, what arrived, until it is used.
+        nbytes: memory that a posted RECV holds ready.
         done_at: when it completed, on the clock of `time.perf_counter`.
         error: why it never will.
     """
 
     lane: LaneKey
     parcel: Parcel | None = None
+    nbytes: int = 0
     done_at: float = 0.0
     error: BaseException | None = None
     _event: threading.Event = field(default_factory=threading.Event)

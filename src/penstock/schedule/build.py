@@ -72,28 +72,15 @@ def smallest_microbatches(
     order: str | OrderFunction | None = None,
     beyond: int = 0,
 ) -> int | None:
-    """The smallest legal number of microbatches above `beyond`; None if none is near.
+    """The smallest legal number of microbatches above `beyond`; None if there is none up to 4 per stage (or 4 more)."""
 
-    Found by trying: more microbatches never make an order illegal, and every order of the literature with s stages is
-    legal from 4 s microbatches on, so doubling and halving finds the border.
-    """
-
-    def legal(m: int) -> bool:
+    for m in range(beyond + 1, max(4 * stages, beyond + 4) + 1):
         try:
             check(_build(method, stages, m, rule, order))
-        except ScheduleError:
-            return False
-        return True
-
-    low, high = beyond, beyond + 1  # low is illegal (or not asked for), high is tried next
-    while not legal(high):
-        if high > 4 * stages:
-            return None
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if legal(middle) else (middle, high)
-    return high
+        except Exception:  # a user's function may refuse some m in its own way
+            continue
+        return m
+    return None
 
 
 def _build(
@@ -133,13 +120,23 @@ def call_order(function: OrderFunction, stages: int, microbatches: int) -> Order
         return result
     if not isinstance(result, Sequence) or isinstance(result, str):
         raise ScheduleError(f"{name}: expected an Order, or a list with the passes of each rank, got {result!r:.80}")
-    ranks = [[_as_action(a, rank) for a in _split(actions)] for rank, actions in enumerate(result)]
+    if len(result) != stages:
+        raise ScheduleError(f"{name}: asked for {stages} stages, it returned the passes of {len(result)} ranks")
+    ranks = [[_as_action(a, rank, name) for a in _split(actions, rank, name)] for rank, actions in enumerate(result)]
     return make_order(ranks, nodes=straight(len(result)))
 
 
-def _split(actions: Iterable[Action | str] | str) -> Iterable[Action | str]:
-    return actions.split() if isinstance(actions, str) else actions
+def _split(actions: object, rank: int, name: str) -> Iterable[object]:
+    if isinstance(actions, str):
+        return actions.split()
+    if not isinstance(actions, Iterable):
+        raise ScheduleError(f"{name}: expected the passes of rank {rank}, got {actions!r:.80}")
+    return actions
 
 
-def _as_action(action: Action | str, rank: int) -> Action:
-    return parse_action(action, straight(rank + 1), rank) if isinstance(action, str) else action
+def _as_action(action: object, rank: int, name: str) -> Action:
+    if isinstance(action, Action):
+        return action
+    if not isinstance(action, str):
+        raise ScheduleError(f"{name}: expected a pass on rank {rank}, such as 'F0', got {action!r:.80}")
+    return parse_action(action, straight(rank + 1), rank)

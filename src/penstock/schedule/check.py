@@ -219,6 +219,7 @@ class _Books:
                 "gradients of batches": sorted(state.gradients),
                 "derived copies": sorted(state.copies),
                 "provisional versions": sorted(state.provisional),
+                "gathered weights of version": [] if state.gathered is None else [state.gathered],
             }
             for what, items in left.items():
                 if items:

@@ -249,7 +249,8 @@ class _Placing:
     def _decided_after(self) -> int:
         """The position of the first forward of batch t: its message tells whether batch t+1 follows."""
         period = self.schedule.programs[self.lane.target].period
-        return next((i for i, a in enumerate(period) if any(p.op is Op.F for p in passes(a))), 0)
+        own = (i for i, a in enumerate(period) if any(p.op is Op.F and p.unit.first >= 0 for p in passes(a)))
+        return next(own, len(period))  # a rank without one posts nothing ahead
 
     def _add(self, plan: _Plan, use: _Use, position: int, ahead: bool) -> None:
         route, unit = self.routes[use.route], use.unit

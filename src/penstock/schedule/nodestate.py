@@ -155,7 +155,7 @@ class NodeState:
             self._check_rule(action, t, source, key, (versions, derive), admitted)
             if op is Op.F:
                 self.flights[key] = Flight(versions, derive)
-                if spec.admits:
+                if spec.admits and source is Source.ADMISSION:
                     admitted[k] = versions[0]
             elif op is Op.R:
                 self._recompute(action, t, key)
@@ -192,6 +192,8 @@ class NodeState:
         elif source is Source.NEWEST or self.spec.admits:
             wanted_version = self.newest
         else:
+            if key[0] not in admitted:
+                raise self._error(action, t, "runs before its microbatch was admitted by the first trained cut")
             wanted_version = admitted[key[0]]
         if reads != ((wanted_version,), None):
             raise self._error(action, t, f"must read version {wanted_version}")
@@ -217,8 +219,8 @@ class NodeState:
             self.newest_read = True
 
     def _recompute(self, action: Action, t: int, key: Piece) -> None:
-        if self.flights[key].recomputed:
-            raise self._error(action, t, "has been recomputed already")
+        if self.flights[key].recomputed or self.flights[key].offloaded:
+            raise self._error(action, t, "has been recomputed already, or its input is offloaded")
         self.flights[key] = self.flights[key]._replace(recomputed=True)
 
     def _backward(self, action: Action, t: int, key: Piece, versions: tuple[int, ...]) -> None:

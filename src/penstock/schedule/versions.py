@@ -178,10 +178,10 @@ def apply_rule(order: Order, rule: VersionRule, microbatches: int, name: str) ->
     if Source.COPY in (rule.forward, rule.backward):
         raise ScheduleError(f"rule {rule.name!r} needs an order that places its own PREDICTs and reads")
     with_steps = tuple(
-        _insert_steps(program, [n for n in order.nodes if n.rank == rank], order, rule, microbatches)
+        _insert_steps(program, [n for n in order.nodes if n.rank == rank], order, rule, microbatches, name)
         for rank, program in enumerate(order.programs)
     )
-    forward_reads = _forward_offsets(with_steps, rule)
+    forward_reads = _forward_offsets(with_steps, rule, microbatches)
     programs = tuple(_annotate(program, rule, forward_reads, microbatches) for program in with_steps)
     return Schedule(name, microbatches, order.nodes, order.edges, programs, rule.name, order.frozen, order.segments)
 
@@ -194,7 +194,7 @@ def batch_unit(offset: int) -> Unit:
 # --- where the updates stand ----------------------------------------------------------------------------------------
 
 
-def _insert_steps(program: Program, nodes: list[Node], order: Order, rule: VersionRule, m: int) -> Program:
+def _insert_steps(program: Program, nodes: list[Node], order: Order, rule: VersionRule, m: int, name: str) -> Program:
     period, epilogue = list(program.period), list(program.epilogue)
     for node in nodes:
         if not any(_is_backward(p, node) for a in period for p in passes(a)):
@@ -205,8 +205,10 @@ def _insert_steps(program: Program, nodes: list[Node], order: Order, rule: Versi
         if rule.step is Placing.END:
             period.append(steps[0])
         elif rule.step is Placing.LATE:
-            first = next(i for i, a in enumerate(period) if any(p.op is Op.F and p.node == node for p in passes(a)))
-            period.insert(first, steps[2])
+            forwards = [i for i, a in enumerate(period) if any(p.op is Op.F and p.node == node for p in passes(a))]
+            if not forwards:
+                raise ScheduleError(f"{name}: node {node.name} on rank {node.rank} has backwards but no forwards")
+            period.insert(forwards[0], steps[2])
             epilogue = [steps[2], *epilogue, steps[1]]
         else:
             period, epilogue = _insert_early(period, epilogue, node, Op.STEP, m)
@@ -249,8 +251,8 @@ def _is_backward(action: Action, node: Node) -> bool:
 # --- which version each pass reads ----------------------------------------------------------------------------------
 
 
-def _forward_offsets(programs: tuple[Program, ...], rule: VersionRule) -> dict[tuple[Node, int], int]:
-    """The version, relative to t, that the forward of each (node, microbatch of batch t) reads."""
+def _forward_offsets(programs: tuple[Program, ...], rule: VersionRule, m: int) -> dict[tuple[Node, int], int]:
+    """The version, relative to its batch, that the forward of each (node, microbatch of its batch) reads."""
     reads: dict[tuple[Node, int], int] = {}
     admission: dict[int, int] = {}
     first = min((a.node.cut for program in programs for a in program.period if a.op is Op.STEP), default=0)
@@ -261,12 +263,15 @@ def _forward_offsets(programs: tuple[Program, ...], rule: VersionRule) -> dict[t
                 newest[action.node] = action.unit.first + 1
             for p in passes(action):
                 if p.op is Op.F:
-                    for k in p.unit.microbatches:
-                        here = {Source.BATCH: 0, Source.PREVIOUS: -1}.get(rule.forward, newest.get(p.node, 0))
+                    for batch, k in (divmod(number, m) for number in p.unit.microbatches):
+                        here = {Source.BATCH: 0, Source.PREVIOUS: -1}.get(rule.forward, newest.get(p.node, 0) - batch)
                         reads[p.node, k] = here
                         if p.node.cut == first:
                             admission[k] = here
     if rule.forward is Source.ADMISSION:
+        missing = sorted({k for _, k in reads} - admission.keys())
+        if missing:
+            raise ScheduleError(f"cut {first} runs no forward of microbatches {missing}, which other cuts run")
         return {(node, k): admission[k] for node, k in reads}
     return reads
 

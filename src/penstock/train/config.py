@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AllowInfNan, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from penstock.errors import ConfigError
 
@@ -22,7 +22,7 @@ def _as_number(value: Any) -> Any:
     return value
 
 
-Number = Annotated[float, BeforeValidator(_as_number)]
+Number = Annotated[float, BeforeValidator(_as_number), AllowInfNan(False)]
 OptimizerName = Literal["adamw", "adam", "nadam", "sgd"]
 
 
@@ -72,7 +72,7 @@ class TrainConfig(_Strict):
     microbatch_size: int = Field(default=2, ge=1, description="samples per microbatch")
     batches: int = Field(default=1000, ge=1, description="updates to make")
     balance: list[int] | None = Field(default=None, description="blocks per stage; balanced by cost if not set")
-    seed: int = Field(default=0, ge=0, description="of initialisation and sample order")
+    seed: int = Field(default=0, ge=0, le=2**63 - 1, description="of initialisation and sample order")
     data: str | None = Field(
         default=None, description="text file, folder or token array; the standard library if not set"
     )

@@ -52,9 +52,11 @@ def load_corpus(path: str | None = None) -> Corpus:
             _join(_sources(library, "*.py", _not_shipped_everywhere), library), "Python standard library"
         )
     place = Path(path)
-    if not place.exists():
-        raise DataError(f"there is no file or folder {path!r}; give a text file, a folder, or a .npy or .bin of tokens")
     try:
+        if not path or not place.exists():
+            raise DataError(
+                f"there is no file or folder {path!r}; give a text file, a folder, or a .npy or .bin of tokens"
+            )
         if place.is_dir():
             return _bytes_corpus(_join(_sources(place, "*", _hidden), place), str(place))
         if place.suffix in (".npy", ".bin"):
@@ -97,8 +99,10 @@ def _tokens_corpus(path: Path) -> Corpus:
     """Map an array of tokens."""
     try:
         tokens = np.load(path, mmap_mode="r") if path.suffix == ".npy" else np.memmap(path, dtype="<u2", mode="r")
-    except ValueError as error:
+    except (ValueError, EOFError) as error:
         raise DataError(f"cannot read tokens from {str(path)!r}: {error}") from None
+    if not isinstance(tokens, np.ndarray):
+        raise DataError(f"{str(path)!r} holds several arrays; give one array of tokens")
     if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer) or not len(tokens):
         raise DataError(
             f"{str(path)!r} must hold whole numbers in one dimension; it holds {tokens.dtype} of shape {tokens.shape}"
@@ -108,11 +112,13 @@ def _tokens_corpus(path: Path) -> Corpus:
     return Corpus(str(path), tokens, int(tokens.max()) + 1, text=False)
 
 
-def unigram_entropy(train: NDArray[np.integer], held_out: NDArray[np.integer], vocabulary: int) -> float:
+def unigram_entropy(train: NDArray[np.int64], held_out: NDArray[np.int64]) -> float:
     """Cross-entropy in nats per token of held-out text under the token frequencies of the training text.
 
     What a model reaches that looks at no context at all; every token counts once more than it was seen.
+
+    Args:
+        train, held_out: how often each token occurs, (V,).
     """
-    counts = np.bincount(train, minlength=vocabulary) + 1
-    seen = np.bincount(held_out, minlength=vocabulary)
-    return float(-(seen * np.log(counts / counts.sum())).sum() / seen.sum())
+    seen = train + 1
+    return float(-(held_out * np.log(seen / seen.sum())).sum() / held_out.sum())

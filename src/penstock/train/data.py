@@ -20,6 +20,7 @@ from penstock.errors import DataError
 from penstock.train.corpus import Corpus
 
 _ROUNDS = 4
+_PART = 4096  # windows that are counted at once
 _BLOCK = 32  # neighbouring windows that are held out together, if there are enough
 
 
@@ -90,10 +91,15 @@ class Windows:
         tokens_BL = torch.from_numpy(np.stack(rows).astype(np.int64))
         return tokens_BL[:, :-1].contiguous(), tokens_BL[:, 1:].contiguous()
 
-    def split_tokens(self) -> tuple[NDArray[np.integer], NDArray[np.integer]]:
-        """All training tokens and all held-out tokens."""
-        used = self.corpus.tokens[: self.count * self.context].reshape(self.count, self.context)
-        return used[self.training].ravel(), used[self.validation].ravel()
+    def count_tokens(self, vocabulary: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """How often each token occurs in the training text and in the held-out text; reads a part at a time."""
+        counts = np.zeros((2, vocabulary), dtype=np.int64)
+        for first in range(0, self.count, _PART):
+            last = min(first + _PART, self.count)
+            rows = self.corpus.tokens[first * self.context : last * self.context].reshape(-1, self.context)
+            for which, chosen in enumerate((~self._is_held_out[first:last], self._is_held_out[first:last])):
+                counts[which] += np.bincount(rows[chosen].ravel(), minlength=vocabulary)
+        return counts[0], counts[1]
 
 
 class Microbatches(Sequence[tuple[Tensor, Tensor]]):

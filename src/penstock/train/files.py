@@ -22,7 +22,7 @@ from torch import Tensor
 
 from penstock.errors import CheckpointError
 
-SCHEMA = 1
+SCHEMA = 2
 FOLDER = "weights"
 INDEX = "index.json"
 
@@ -70,6 +70,9 @@ def load_index(folder: Path) -> dict[str, Any]:
     if not isinstance(index, dict) or index.get("schema") != SCHEMA:
         found = index.get("schema") if isinstance(index, dict) else None
         raise CheckpointError(f"{str(path)!r} has schema {found}, this version of penstock reads {SCHEMA}")
+    missing = {"text", "model", "files"} - index.keys()
+    if missing:
+        raise CheckpointError(f"{str(path)!r} is damaged: it lacks {', '.join(sorted(missing))}")
     return index
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import signal
@@ -12,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -75,22 +76,34 @@ def launch_local(workers: int, function: Callable[..., None], *arguments: Any) -
             max_restarts=0,
             monitor_interval=0.1,
             start_method="spawn",
+            logs_specs=DefaultLogsSpecs(log_dir=str(Path(folder) / "errors")),
         )
         try:
             elastic_launch(config, function)(*arguments)
         except ChildFailedError as error:
-            raise _explain(error) from None
+            raise _explain(error, Path(folder) / "errors") from None
         except SignalException as error:
             raise InterruptedRunError(signal.Signals(error.sigval)) from None
 
 
-def _explain(error: ChildFailedError) -> WorkerError:
+def _explain(error: ChildFailedError, folder: Path) -> WorkerError:
+    """What the user must know: the error that came first.
+
+    A worker that ends breaks its connections, so that its peers fail, too; elastic names the lowest rank among those
+    it finds dead. All workers leave their errors in `folder`, and what is not about transport is the cause.
+    """
     rank, failure = error.get_first_failure()
-    trace = ""
-    message: Any = failure.message  # text, or what torch elastic's error handler wrote
-    if isinstance(message, dict):
-        trace = str(message.get("extraInfo", {}).get("py_callstack", ""))
-        message = message.get("message", "")
-    others = len(error.failures) - 1
-    also = f" ({others} other worker{'s' * (others > 1)} then failed, too)" if others else ""
-    return WorkerError(f"worker {rank} failed with exit code {failure.exitcode}: {message}{also}", trace)
+    code, message, trace = failure.exitcode, str(failure.message), ""
+    reports = [_report(path) for path in folder.rglob("error.json")]
+    causes = [r for r in reports if not r[2].startswith("TransportError")] or [r for r in reports if r[1] == rank]
+    if causes:
+        _, found, message, trace = min(causes)
+        rank, code = found, code if found == rank else 1
+    return WorkerError(f"worker {rank} failed with exit code {code}: {message}", trace)
+
+
+def _report(path: Path) -> tuple[float, int, str, str]:
+    """Time, rank, message and traceback of an error that a worker left behind."""
+    message: Any = json.loads(path.read_text())["message"]
+    extra = message["extraInfo"]
+    return float(extra["timestamp"]), int(path.parent.name), str(message["message"]), str(extra["py_callstack"])

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, PenstockError
 from penstock.models.gpt import gpt_blocks, language_loss
 from penstock.runtime.executor import Report
 from penstock.runtime.gather import gather_json
@@ -35,6 +35,7 @@ from penstock.train.rate import rate_schedule
 from penstock.train.sample import sample_text
 
 METRICS = "metrics.jsonl"
+_SAMPLED_PARAMETERS = 200_000_000  # the sample at the end loads the whole model on one rank
 _POST_EVERY = 0.5  # seconds between two postings of a rank's figures
 
 
@@ -76,7 +77,6 @@ class Summary:
     entropy: float
     bubble: float
     peak_bytes: dict[int, dict[str, int]]
-    sample: str | None
 
 
 class Observer(Protocol):
@@ -92,6 +92,10 @@ class Observer(Protocol):
 
     def finished(self, summary: Summary, timeline: Timeline) -> None:
         """Training is over and the weights are saved."""
+        ...
+
+    def sampled(self, summary: Summary, text: str) -> None:
+        """What the model writes (models of bytes only)."""
         ...
 
 
@@ -204,10 +208,14 @@ class _Loop:
         if self.reports:
             self.observer.started(self.prepared, self.pipeline.parts)
         for report in self.pipeline.run(data):
-            self._post()
-            if self.reports:
-                loss = report.loss
-                self._progress(report, time.perf_counter() - begun)
+            try:
+                self._post()
+                if self.reports:
+                    loss = report.loss
+                    self._progress(report, time.perf_counter() - begun)
+            except BaseException:
+                self.pipeline.abandon()  # or this rank would train on to the end before anybody hears of it
+                raise
         seconds = time.perf_counter() - begun
         timeline = self.pipeline.timeline()
         validation = self._validate()
@@ -294,10 +302,6 @@ class _Loop:
         timeline: Timeline,
         peaks: dict[int, dict[str, int]],
     ) -> None:
-        config, corpus = self.config, self.prepared.windows.corpus
-        text = None
-        if corpus.text and config.sample_length:
-            text = sample_text(self.folder, config.prompt, config.sample_length, seed=config.seed)
         summary = Summary(
             folder=self.folder,
             batches=self.pipeline.batches,
@@ -305,10 +309,9 @@ class _Loop:
             seconds=seconds,
             loss=loss,
             validation_loss=validation,
-            entropy=unigram_entropy(*self.prepared.windows.split_tokens(), self.prepared.model.vocabulary),
+            entropy=unigram_entropy(*self.prepared.windows.count_tokens(self.prepared.model.vocabulary)),
             bubble=timeline.bubble().bubble,
             peak_bytes=peaks,
-            sample=text,
         )
         self._log(
             {
@@ -320,10 +323,27 @@ class _Loop:
             }
         )
         self.observer.finished(summary, timeline)
+        if self.prepared.windows.corpus.text and self.config.sample_length:
+            self.observer.sampled(summary, self._sample())
+
+    def _sample(self) -> str:
+        """A sample, which is worth little enough that nothing may fail because of it."""
+        config, model = self.config, self.prepared.model
+        if model.parameters > _SAMPLED_PARAMETERS:
+            return f"(none: {model.parameters / 1e6:.0f} M parameters at once may be more than this rank can hold)"
+        try:
+            return sample_text(self.folder, config.prompt, config.sample_length, seed=config.seed)
+        except (RuntimeError, PenstockError) as error:  # weights that are not numbers any more, say
+            return f"(none: {error})"
 
     def _log(self, values: dict[str, Any]) -> None:
         with (self.folder / METRICS).open("a") as file:
-            file.write(json.dumps(values) + "\n")
+            file.write(json.dumps({key: _finite(value) for key, value in values.items()}) + "\n")
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _pairs(

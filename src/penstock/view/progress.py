@@ -40,7 +40,8 @@ class TerminalObserver:
         )
         self.console.print(
             f"GPT {model.layers} x {model.width}, {model.parameters / 1e6:.2f} M parameters; "
-            f"{windows.corpus.name}, {len(windows.corpus.tokens) / 1e6:.1f} M tokens"
+            f"{windows.corpus.name}, {len(windows.corpus.tokens) / 1e6:.1f} M tokens",
+            markup=False,
         )
         for stage, names in enumerate(parts):
             label = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
@@ -90,13 +91,15 @@ class TerminalObserver:
                 highlight=False,
             )
         print_(_bytes_table(summary.peak_bytes, "peak bytes"))
-        if summary.sample is not None:
-            print_("[bold]sample[/bold]")
-            print_(summary.sample, markup=False, highlight=False)
-        print_(f"\nrun folder: {summary.folder}", highlight=False)
+        print_(f"\nrun folder: {summary.folder}", highlight=False, markup=False)
         print_(f"  metrics.jsonl, {TRACE} (open it at ui.perfetto.dev), weights/, config.yaml", highlight=False)
-        if summary.sample is not None:
-            print_(f"more text: penstock sample {summary.folder}", highlight=False)
+
+    def sampled(self, summary: Summary, text: str) -> None:
+        """Show what the model writes."""
+        print_ = partial(self.console.print, soft_wrap=True, highlight=False)
+        print_("\n[bold]sample[/bold]")
+        print_(text, markup=False)
+        print_(f"\nmore text: penstock sample {summary.folder}", markup=False)
 
     def close(self) -> None:
         """End the live display, whatever happened."""
