@@ -25,7 +25,13 @@ STAGES = 2
 
 
 class Arm(Protocol):
-    """Something that trains."""
+    """Something that trains.
+
+    Attributes:
+        endless: whether batches overlap, so that dividing a run would add a drain.
+    """
+
+    endless: bool
 
     def run(self, batches: int) -> None:
         """Train `batches` batches."""
@@ -75,6 +81,7 @@ class PenstockArm:
 
     def __init__(self, method: str, microbatches: int, data: Data) -> None:
         self.microbatches, self.data = microbatches, data
+        self.endless = method == "2bw"
         self.pipeline = Pipeline(
             stage_modules(STAGES),
             prove(method, STAGES, microbatches),
@@ -92,6 +99,8 @@ class PenstockArm:
 
 class TorchArm:
     """A schedule of `torch.distributed.pipelining`."""
+
+    endless = False
 
     def __init__(self, name: str, microbatches: int, data: Data) -> None:
         self.microbatches, self.data, self.rank = microbatches, data, dist.get_rank()
@@ -124,6 +133,8 @@ class TorchArm:
 
 class CeilingArm:
     """What two processes can do at best: their own stages, inputs from a loop-back buffer, no communication."""
+
+    endless = False
 
     def __init__(self, microbatches: int, data: Data) -> None:
         self.microbatches, self.data, self.rank = microbatches, data, dist.get_rank()

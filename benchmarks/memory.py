@@ -68,9 +68,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--batches", type=int, default=6)
     parser.add_argument("--arms", nargs="+", default=[name for name in ARMS if name != "ceiling"])
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the raw data")
     arguments = parser.parse_args()
-    RESULTS.mkdir(exist_ok=True)
-    out = RESULTS / f"memory-{time.strftime('%Y-%m-%d-%H%M%S')}.jsonl"
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    out = arguments.out / f"memory-{time.strftime('%Y-%m-%d-%H%M%S')}.jsonl"
     header = {"machine": describe_machine(), "command": " ".join(["python -m benchmarks.memory", *sys.argv[1:]])}
     out.write_text(json.dumps(header) + "\n")
     found: dict[str, list[list[int]]] = {name: [] for name in arguments.arms}

@@ -3,9 +3,10 @@
     python -m benchmarks.throughput            # about an hour and a quarter on two cores
     python -m benchmarks.throughput --short    # minutes, for daily use
 
-Every round runs every arm once, in a rotated order, on at least 128 microbatches; ratios are taken within a round,
-because machines drift. Bounds are the second lowest and second highest ratio of the rounds. Raw data go to
-`benchmarks/results/`.
+Every round runs every arm on at least 128 microbatches; ratios are taken within a round, because machines drift. Arms
+that empty the pipeline after each batch take turns within a round, in slices of `--slice` microbatches and in rotated
+order, so that a slow minute hits them all; 2bw runs its round in one span, without a drain. Bounds are the second
+lowest and second highest ratio of the rounds. Raw data go to `benchmarks/results/`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import multiprocessing
 
-from benchmarks.arms import ARMS, STAGES, Data
+from benchmarks.arms import ARMS, STAGES, Arm, Data
 from benchmarks.machine import describe_machine, free_port
 
 RESULTS = Path(__file__).parent / "results"
@@ -42,9 +43,7 @@ def measure(rank: int, port: int, arguments: argparse.Namespace, out: str) -> No
         for arm in arms.values():
             arm.run(max(4 // m, 2))  # warm up: allocators, optimizer state, shapes
         for round_ in range(arguments.rounds):
-            names = list(arms)
-            shift = round_ % len(names)
-            seconds = {name: _time(arms[name].run, batches) for name in names[shift:] + names[:shift]}
+            seconds = _round(arms, round_, batches, max(arguments.slice // m, 1))
             if rank == 0:
                 with open(out, "a") as file:
                     row = {"m": m, "round": round_, "microbatches": batches * m, "seconds": seconds}
@@ -53,6 +52,20 @@ def measure(rank: int, port: int, arguments: argparse.Namespace, out: str) -> No
         del arms
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _round(arms: dict[str, Arm], round_: int, batches: int, size: int) -> dict[str, float]:
+    """Seconds of every arm for `batches` batches, in slices of `size` batches where the arm may be divided."""
+    seconds = dict.fromkeys(arms, 0.0)
+    names = list(arms)
+    for place, first in enumerate(range(0, batches, size)):
+        shift = (round_ + place) % len(names)
+        for name in names[shift:] + names[:shift]:
+            if not arms[name].endless:
+                seconds[name] += _time(arms[name].run, min(size, batches - first))
+            elif place == round_ % -(-batches // size):
+                seconds[name] = _time(arms[name].run, batches)
+    return seconds
 
 
 def _time(run: Any, batches: int) -> float:
@@ -97,10 +110,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--count", type=int, default=128, help="microbatches per arm and round")
+    parser.add_argument("--slice", type=int, default=16, help="microbatches that an arm runs at a time")
     parser.add_argument("--microbatches", type=int, nargs="+", default=list(MICROBATCH_COUNTS), help="values of m")
     parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS))
     parser.add_argument("--short", action="store_true", help="3 rounds of 32 microbatches at m = 2 and 8")
     parser.add_argument("--summary", type=Path, help="print the summary of this raw file instead")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the raw data")
     arguments = parser.parse_args()
     if arguments.summary:
         lines = [json.loads(line) for line in arguments.summary.read_text().splitlines()]
@@ -108,8 +123,8 @@ def main() -> None:
         return
     if arguments.short:
         arguments.rounds, arguments.count, arguments.microbatches = 3, 32, [2, 8]
-    RESULTS.mkdir(exist_ok=True)
-    out = RESULTS / f"throughput-{time.strftime('%Y-%m-%d-%H%M%S')}.jsonl"
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    out = arguments.out / f"throughput-{time.strftime('%Y-%m-%d-%H%M%S')}.jsonl"
     header = {"machine": describe_machine(), "command": " ".join(["python -m benchmarks.throughput", *sys.argv[1:]])}
     out.write_text(json.dumps(header) + "\n")
     multiprocessing.spawn(measure, (free_port(), arguments, str(out)), nprocs=STAGES)

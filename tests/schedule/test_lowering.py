@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from penstock.schedule.build import make_schedule
+from penstock.schedule.check import check
 from penstock.schedule.ir import Op, Payload
 from penstock.schedule.lower import lower
 from penstock.schedule.lowered import present
@@ -202,3 +203,19 @@ def test_a_large_schedule_has_exactly_the_expected_instructions():
     assert counted.total() == 389_184
     assert len(lowered.routes) == 2 * (p - 1)
     assert not any(program.epilogue for program in lowered.programs)
+
+
+def test_a_message_that_a_period_has_taken_is_not_taken_again_to_drain():
+    """One backward for four microbatches on rank 1; rank 0 uses its gradient in two periods, half in each."""
+    text = """
+        rule stash
+        microbatches 4
+        nodes 0@0 1@1
+        rank 0: B-2^t-1 B-1^t-1 STEP[t-1] F0^t F1^t F2^t F3^t B0^t B1^t
+        rank 1: F0^t F1^t F2^t F3^t B0..3^t STEP[t]
+        drain 0: B-2^t-1 B-1^t-1 STEP[t-1]
+    """
+    lowered = check(parse_schedule(text)).lowered
+    receiver = lowered.programs[0]
+    assert [str(i.action) for i in receiver.epilogue] == ["B-2@0^-1", "B-1@0^-1", "STEP[-1]@0"]
+    assert sum(i.action.op is Op.RECV for i in receiver.period) == 1

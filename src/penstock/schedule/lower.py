@@ -72,6 +72,9 @@ def lower(schedule: Schedule, lookahead: int = LOOKAHEAD, window: int = WINDOW) 
                 if action.op not in PASSES and not action.parts:
                     continue
                 for route, source, lag in incoming.messages(action, part, rank, position):
+                    earlier = uses.get((incoming.lanes[route], 0), {}).get((source.position, route))
+                    if part and not source.part and earlier is not None and earlier.lag < lag:
+                        continue  # a consumer in the last periods has it already
                     lane = uses.setdefault((incoming.lanes[route], part), {})
                     order = source.position
                     if part:  # all uses in a period have their sources in one period; those in an epilogue may not

@@ -1,0 +1,38 @@
+"""The benchmarks still run: every arm, a few microbatches; no figure is asserted."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def run(module, *arguments):
+    command = [sys.executable, "-m", f"benchmarks.{module}", *map(str, arguments)]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout
+
+
+@pytest.mark.slow
+def test_throughput_of_every_arm(tmp_path):
+    printed = run("throughput", "--microbatches", 2, "--count", 4, "--slice", 2, "--rounds", 1, "--out", tmp_path)
+    (raw,) = tmp_path.iterdir()
+    header, row = map(json.loads, raw.read_text().splitlines())
+    assert {"machine", "command"} <= header.keys()
+    arms = {"ceiling", "penstock 2bw", "penstock 1f1b", "torch 1f1b", "torch gpipe", "torch zbv"}
+    assert row["seconds"].keys() == arms
+    assert row["microbatches"] == 4
+    assert all(seconds > 0 for seconds in row["seconds"].values())
+    assert all(f"| {arm} |" in printed for arm in arms)
+
+
+@pytest.mark.slow
+def test_memory_of_an_arm(tmp_path):
+    printed = run("memory", "--rounds", 1, "--batches", 1, "--arms", "penstock 1f1b", "--out", tmp_path)
+    (raw,) = tmp_path.iterdir()
+    assert len(raw.read_text().splitlines()) == 2
+    assert "penstock 1f1b" in printed
