@@ -13,7 +13,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -30,21 +30,15 @@ _FIRST_CAPACITY = 4096
 _TAGS = {payload: 16 + 2 * i for i, payload in enumerate(Payload)}  # the odd tags carry second messages
 
 
-class GlooTransport:
-    """Lanes of one rank on a gloo process group.
+class LaneTransport:
+    """Hands every message to its lane.
 
     Args:
-        rank: this rank in the pipeline.
-        lanes: all lanes of the schedule; those of this rank get a thread each.
-        window: outstanding messages per lane.
-        group: a group whose ranks are those of the pipeline; None for the default group.
+        lanes: those that begin or end at this rank.
     """
 
-    def __init__(
-        self, rank: int, lanes: tuple[LaneKey, ...], window: int, group: dist.ProcessGroup | None = None
-    ) -> None:
-        here = [lane for lane in lanes if rank in (lane.source, lane.target)]
-        self._lanes = {lane: GlooLane(lane, rank == lane.source, window, group) for lane in here}
+    def __init__(self, lanes: Mapping[LaneKey, GlooLane]) -> None:
+        self._lanes = lanes
 
     def receive(self, lane: LaneKey) -> Ticket:
         """Post a RECV."""
@@ -58,6 +52,24 @@ class GlooTransport:
         """Stop the waiting threads once all they were given is done."""
         for lane in self._lanes.values():
             lane.close()
+
+
+class GlooTransport(LaneTransport):
+    """Lanes of one rank on a gloo process group.
+
+    Args:
+        rank: this rank in the pipeline.
+        lanes: all lanes of the schedule; those of this rank get a thread each.
+        window: outstanding messages per lane.
+        group: a group whose ranks are those of the pipeline; None for the default group.
+    """
+
+    def __init__(
+        self, rank: int, lanes: tuple[LaneKey, ...], window: int, group: dist.ProcessGroup | None = None
+    ) -> None:
+        super().__init__(
+            {lane: GlooLane(lane, rank == lane.source, window, group) for lane in lanes if rank in lane[:2]}
+        )
 
 
 class GlooLane:

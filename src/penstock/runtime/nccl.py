@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from penstock.errors import CapabilityError
-from penstock.runtime.distributed import GlooLane
+from penstock.runtime.distributed import GlooLane, LaneTransport
 from penstock.runtime.parcel import Codec, Parcel
 from penstock.runtime.transport import Ticket
 from penstock.schedule.lowered import LaneKey
@@ -50,7 +50,7 @@ def lane_groups(lanes: Sequence[LaneKey], control: dist.ProcessGroup, backend: s
     }
 
 
-class NcclTransport:
+class NcclTransport(LaneTransport):
     """Lanes of one rank whose tensors travel on groups of their own.
 
     Args:
@@ -64,24 +64,13 @@ class NcclTransport:
     def __init__(
         self, rank: int, groups: LaneGroups, window: int, control: dist.ProcessGroup, device: torch.device
     ) -> None:
-        self._lanes = {
-            lane: _SplitLane(lane, rank == lane.source, window, control, group, device)
-            for lane, group in groups.items()
-            if rank in lane[:2]
-        }
-
-    def receive(self, lane: LaneKey) -> Ticket:
-        """Post a RECV."""
-        return self._lanes[lane].receive()
-
-    def send(self, lane: LaneKey, parcel: Parcel) -> Ticket:
-        """Post a SEND."""
-        return self._lanes[lane].send(parcel)
-
-    def close(self) -> None:
-        """Stop the waiting threads once all they were given is done."""
-        for lane in self._lanes.values():
-            lane.close()
+        super().__init__(
+            {
+                lane: _SplitLane(lane, rank == lane.source, window, control, group, device)
+                for lane, group in groups.items()
+                if rank in lane[:2]
+            }
+        )
 
 
 class _SplitLane(GlooLane):
