@@ -17,6 +17,7 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,11 @@ def measure(rank: int, port: int, arguments: argparse.Namespace, out: str) -> No
 
 
 def _round(arms: dict[str, Arm], round_: int, batches: int, size: int) -> dict[str, float]:
-    """Seconds of every arm for `batches` batches, in slices of `size` batches where the arm may be divided."""
+    """Seconds of every arm for `batches` batches, in slices of `size` batches where the arm may be divided.
+
+    A rank adds up its own slices and the slower rank counts, so that an arm that never waits for its peer (the
+    ceiling) is not charged for the slower rank of every slice.
+    """
     seconds = dict.fromkeys(arms, 0.0)
     names = list(arms)
     for place, first in enumerate(range(0, batches, size)):
@@ -65,17 +70,17 @@ def _round(arms: dict[str, Arm], round_: int, batches: int, size: int) -> dict[s
                 seconds[name] += _time(arms[name].run, min(size, batches - first))
             elif place == round_ % -(-batches // size):
                 seconds[name] = _time(arms[name].run, batches)
-    return seconds
+    slower = torch.tensor(list(seconds.values()), dtype=torch.float64)
+    dist.all_reduce(slower, dist.ReduceOp.MAX)
+    return dict(zip(seconds, slower.tolist(), strict=True))
 
 
-def _time(run: Any, batches: int) -> float:
-    """Seconds until the slower rank is done."""
+def _time(run: Callable[[int], None], batches: int) -> float:
+    """Seconds of this rank, from a common start."""
     dist.barrier()
     start = time.perf_counter()
     run(batches)
-    spent = torch.tensor([time.perf_counter() - start])
-    dist.all_reduce(spent, dist.ReduceOp.MAX)
-    return float(spent)
+    return time.perf_counter() - start
 
 
 def summarise(rows: list[dict[str, Any]], base: str) -> dict[int, dict[str, tuple[float, float, float]]]:
