@@ -1,11 +1,11 @@
 """The arms of the throughput benchmark: the same stages, data and optimizer, driven by different engines.
 
-Two ranks, one thread each. An arm's `run(batches)` trains that many batches of m microbatches and returns when the
-last update is done.
+Two ranks, one thread each. An arm's `run(batches)` trains that many batches of m microbatches.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -25,16 +25,14 @@ STAGES = 2
 
 
 class Arm(Protocol):
-    """Something that trains.
-
-    Attributes:
-        endless: whether batches overlap, so that dividing a run would add a drain.
-    """
-
-    endless: bool
+    """Something that trains."""
 
     def run(self, batches: int) -> None:
         """Train `batches` batches."""
+        ...
+
+    def close(self) -> None:
+        """Finish what is under way."""
         ...
 
 
@@ -77,11 +75,10 @@ def stage_modules(cuts: int) -> list[nn.Sequential]:
 
 
 class PenstockArm:
-    """A method of Penstock."""
+    """A method of Penstock; each run is a span, filled once and drained once."""
 
     def __init__(self, method: str, microbatches: int, data: Data) -> None:
         self.microbatches, self.data = microbatches, data
-        self.endless = method == "2bw"
         self.pipeline = Pipeline(
             stage_modules(STAGES),
             prove(method, STAGES, microbatches),
@@ -92,15 +89,39 @@ class PenstockArm:
         )
 
     def run(self, batches: int) -> None:
-        """One span: filled once, drained once."""
+        """One span."""
         for _ in self.pipeline.run(self.data.batches(batches, self.microbatches)):
+            pass
+
+    def close(self) -> None:
+        """Nothing is under way between spans."""
+
+
+class PenstockStream(PenstockArm):
+    """A method of Penstock whose batches overlap: one span from beginning to end, of which a run takes the next part.
+
+    A rank stops in the middle of the stream, directly before the first backward of a batch, and goes on from there. No
+    work is left out or done twice, but the ranks lose their stagger, which costs the last one about a forward per run.
+    """
+
+    def __init__(self, method: str, microbatches: int, data: Data) -> None:
+        super().__init__(method, microbatches, data)
+        self._reports = self.pipeline.run(data.batches(sys.maxsize, microbatches))
+
+    def run(self, batches: int) -> None:
+        """The next batches of the stream."""
+        for _ in range(batches):
+            next(self._reports)
+
+    def close(self) -> None:
+        """Drain the pipeline."""
+        self.pipeline.stop()
+        for _ in self._reports:
             pass
 
 
 class TorchArm:
     """A schedule of `torch.distributed.pipelining`."""
-
-    endless = False
 
     def __init__(self, name: str, microbatches: int, data: Data) -> None:
         self.microbatches, self.data, self.rank = microbatches, data, dist.get_rank()
@@ -130,11 +151,12 @@ class TorchArm:
             self.optimizer.step()
             self.optimizer.zero_grad()
 
+    def close(self) -> None:
+        """Nothing is under way between batches."""
+
 
 class CeilingArm:
     """What two processes can do at best: their own stages, inputs from a loop-back buffer, no communication."""
-
-    endless = False
 
     def __init__(self, microbatches: int, data: Data) -> None:
         self.microbatches, self.data, self.rank = microbatches, data, dist.get_rank()
@@ -155,10 +177,13 @@ class CeilingArm:
             self.optimizer.step()
             self.optimizer.zero_grad()
 
+    def close(self) -> None:
+        """Nothing is ever under way."""
+
 
 ARMS: dict[str, Callable[[int, Data], Arm]] = {
     "ceiling": CeilingArm,
-    "penstock 2bw": lambda m, data: PenstockArm("2bw", m, data),
+    "penstock 2bw": lambda m, data: PenstockStream("2bw", m, data),
     "penstock 1f1b": lambda m, data: PenstockArm("1f1b", m, data),
     "torch 1f1b": lambda m, data: TorchArm("1f1b", m, data),
     "torch gpipe": lambda m, data: TorchArm("gpipe", m, data),

@@ -3,9 +3,9 @@
     python -m benchmarks.throughput            # about an hour and a quarter on two cores
     python -m benchmarks.throughput --short    # minutes, for daily use
 
-Every round runs every arm on at least 128 microbatches; ratios are taken within a round, because machines drift. Arms
-that empty the pipeline after each batch take turns within a round, in slices of `--slice` microbatches and in rotated
-order, so that a slow minute hits them all; 2bw runs its round in one span, without a drain. Bounds are the second
+Every round runs every arm on at least 128 microbatches; ratios are taken within a round, because machines drift. The
+arms take turns within a round, in slices of `--slice` microbatches and in rotated order, so that a slow minute hits
+them all; 2bw runs in one span, which is halted between its slices and drained only at the end. Bounds are the second
 lowest and second highest ratio of the rounds. Raw data go to `benchmarks/results/`.
 """
 
@@ -50,13 +50,14 @@ def measure(rank: int, port: int, arguments: argparse.Namespace, out: str) -> No
                     row = {"m": m, "round": round_, "microbatches": batches * m, "seconds": seconds}
                     file.write(json.dumps(row) + "\n")
                 print(f"m={m} round {round_}: " + ", ".join(f"{n} {s:.2f} s" for n, s in seconds.items()), flush=True)
-        del arms
+        for arm in arms.values():
+            arm.close()
     dist.barrier()
     dist.destroy_process_group()
 
 
 def _round(arms: dict[str, Arm], round_: int, batches: int, size: int) -> dict[str, float]:
-    """Seconds of every arm for `batches` batches, in slices of `size` batches where the arm may be divided.
+    """Seconds of every arm for `batches` batches, in slices of `size` batches.
 
     A rank adds up its own slices and the slower rank counts, so that an arm that never waits for its peer (the
     ceiling) is not charged for the slower rank of every slice.
@@ -66,10 +67,7 @@ def _round(arms: dict[str, Arm], round_: int, batches: int, size: int) -> dict[s
     for place, first in enumerate(range(0, batches, size)):
         shift = (round_ + place) % len(names)
         for name in names[shift:] + names[:shift]:
-            if not arms[name].endless:
-                seconds[name] += _time(arms[name].run, min(size, batches - first))
-            elif place == round_ % -(-batches // size):
-                seconds[name] = _time(arms[name].run, batches)
+            seconds[name] += _time(arms[name].run, min(size, batches - first))
     slower = torch.tensor(list(seconds.values()), dtype=torch.float64)
     dist.all_reduce(slower, dist.ReduceOp.MAX)
     return dict(zip(seconds, slower.tolist(), strict=True))
@@ -115,7 +113,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--count", type=int, default=128, help="microbatches per arm and round")
-    parser.add_argument("--slice", type=int, default=16, help="microbatches that an arm runs at a time")
+    parser.add_argument("--slice", type=int, default=32, help="microbatches that an arm runs at a time")
     parser.add_argument("--microbatches", type=int, nargs="+", default=list(MICROBATCH_COUNTS), help="values of m")
     parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS))
     parser.add_argument("--short", action="store_true", help="3 rounds of 32 microbatches at m = 2 and 8")

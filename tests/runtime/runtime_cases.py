@@ -277,6 +277,20 @@ def expected(case: Case, batches: int | None = None) -> Outcome:
     return as_outcome(result)
 
 
+def reference_of(case: Case, make: Callable[[], dict[str, Any]], balance: tuple[int, ...]) -> Reference:
+    """What the reference says of other blocks, made right after seeding, in one span."""
+    torch.manual_seed(5)
+    return train_reference(
+        cut(make(), balance),
+        token_loss,
+        make_batches(case),
+        method=case.method,
+        optimizer=OPTIMIZERS[case.optimizer],
+        rate=warm_up,
+        divisor=case.divisor,
+    )
+
+
 def as_outcome(result: Reference) -> Outcome:
     outcome = Outcome(gradients=[g for g in result.gradients if g], weights=result.versions[-1])
     for t, (loss, weight) in enumerate(zip(result.losses, result.weights, strict=True)):

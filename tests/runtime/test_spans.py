@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from runtime_cases import (
     BALANCE,
@@ -274,3 +275,22 @@ def test_a_second_run_inside_a_run_is_refused(what: str) -> None:
     finally:
         with suppress(Exception):
             first.close()
+
+
+def meet_after_every_batch(group: dist.ProcessGroup, case: Case) -> list[float]:
+    """Tell every rank the loss, as a loop that stops early would."""
+    losses = []
+    for report in make_pipeline(case, group).run(make_batches(case)):
+        loss = torch.tensor([float("nan") if report.loss is None else report.loss])
+        dist.broadcast(loss, group_src=case.depth - 1, group=group)
+        losses.append(float(loss))
+    return losses
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("depth", "m"), [(2, 1), (3, 2), (4, 5)])
+def test_ranks_may_meet_in_the_loop(pool: Pool, method: str, depth: int, m: int) -> None:
+    """A report comes after what the peers need for theirs has been sent."""
+    case = Case(method, depth, max(m, depth - 1) if method == "2bw" else m, skips=())
+    wanted = [loss for _, loss, _ in train(None, case).reports]
+    assert pool.submit(meet_after_every_batch, case, ranks=depth) == [pytest.approx(wanted)] * depth

@@ -77,6 +77,20 @@ def test_a_trace_names_ranks_lanes_stages_and_versions(tmp_path):
     assert {e["name"] for e in events if e["ph"] == "C"} == {"activations"}
 
 
+def test_messages_under_way_together_have_rows_of_their_own():
+    """A row of a trace cannot show slices that overlap."""
+    spans = {"activation 0": (0, 4), "activation 1": (1, 3), "activation 2": (3, 5), "activation 3": (4, 6)}
+    intervals = [Interval(0, "activation 0>1", *span, "SEND", label) for label, span in spans.items()]
+    events = trace_events(Timeline(1, intervals[::-1]))
+    names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert {e["name"]: names[e["tid"]] for e in events if e["ph"] == "X"} == {
+        "activation 0": "activation 0>1",
+        "activation 1": "activation 0>1 (2)",
+        "activation 2": "activation 0>1 (2)",
+        "activation 3": "activation 0>1",
+    }
+
+
 def test_bytes_for_people():
     assert [human_bytes(n) for n in (0, 999, 1500, 2_340_000, 10**9, 5 * 10**12)] == [
         "0 B", "999 B", "1.5 kB", "2.3 MB", "1.0 GB", "5.0 TB",

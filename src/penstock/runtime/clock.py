@@ -7,6 +7,8 @@ import time
 import torch
 import torch.distributed as dist
 
+from penstock.runtime.collective import collective
+
 _PINGS = 8
 
 
@@ -15,7 +17,15 @@ def common_origin(group: dist.ProcessGroup | None) -> float:
 
     Rank 0 names the moment; every other rank measures how far its clock is off by the round trip that took least time.
     Clocks of one host agree to less than a round trip, and are then taken as they are.
+
+    Raises:
+        TransportError: a peer is dead, or did not come within the group's time-out.
     """
+    with collective("comparing clocks", group):
+        return _common_origin(group)
+
+
+def _common_origin(group: dist.ProcessGroup | None) -> float:
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     origin = torch.tensor([time.perf_counter()], dtype=torch.float64)
     dist.broadcast(origin, group_src=0, group=group)

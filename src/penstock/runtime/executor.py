@@ -96,6 +96,7 @@ class Executor:
         self._losses: dict[int, list[Loss]] = {}
         self._weights: dict[int, float] = {}  # N of each batch, once known here
         self._admitted: dict[int, int] = {}
+        self._report: Report | None = None
         self._start = 0
         self._more = True
 
@@ -124,6 +125,7 @@ class Executor:
             books.drain(t)
         for instruction in program.epilogue:
             yield from self._instruct(instruction, t, source)
+        yield from self._pending_report()
         for queue in self._sending.values():
             while queue:
                 yield from self._complete_send(queue)
@@ -133,6 +135,8 @@ class Executor:
         if not present(action, t, self.m):
             return
         first = action.unit.first + t * (1 if action.unit.kind is Kind.BATCH else self.m)
+        if action.op is not Op.SEND:
+            yield from self._pending_report()
         if action.op is Op.RECV:
             ticket = self._posted[Message(route, first)] = self.transport.receive(self._lanes[route])
             self.recorder.change("messages", ticket.nbytes)
@@ -145,7 +149,7 @@ class Executor:
                 parcels.append((yield from self._collect(wanted, action, first)))
             self._act(action, t, first, parcels, source)
             if action.op is Op.F:
-                yield from self._report(action, first)
+                self._note_forward(action, first)
 
     # --- actions ----------------------------------------------------------------------------------------------------
 
@@ -231,8 +235,8 @@ class Executor:
         weight = self._weights.pop(self._start + batch)
         node.step(self._start + batch, weight, keeps_old=books.rotated)
 
-    def _report(self, action: Action, k: int) -> Iterator[Report]:
-        """A report once the last forward of a batch on this rank is done."""
+    def _note_forward(self, action: Action, k: int) -> None:
+        """Make the report of a batch once its last forward on this rank is done."""
         batch = self._start + k // self.m
         self._forwards[batch] = self._forwards.get(batch, 0) + action.unit.count
         if self._forwards[batch] < self.m * len(self.nodes):
@@ -240,10 +244,16 @@ class Executor:
         del self._forwards[batch]
         losses = self._losses.pop(batch, None)
         if losses is None:
-            yield Report(batch, None, None, self.recorder.now())
+            self._report = Report(batch, None, None, self.recorder.now())
         else:
             total, weight = sum(item.total for item in losses), sum(item.weight for item in losses)
-            yield Report(batch, total / weight if weight else None, weight, self.recorder.now())
+            self._report = Report(batch, total / weight if weight else None, weight, self.recorder.now())
+
+    def _pending_report(self) -> Iterator[Report]:
+        """Hand the report out only when what the forward made is on its way: the caller may take any time with it."""
+        if self._report is not None:
+            report, self._report = self._report, None
+            yield report
 
     # --- messages ---------------------------------------------------------------------------------------------------
 

@@ -14,32 +14,32 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.errors import CapabilityError, ConfigError, PenstockError, TransportError
+from penstock.errors import ConfigError, PenstockError, TransportError
 from penstock.runtime.blocks import Blocks, LazyBlock, check_untied, cut_blocks, named_blocks
 from penstock.runtime.clock import common_origin
+from penstock.runtime.collective import broadcast_number, gather_json
 from penstock.runtime.distributed import GlooTransport
+from penstock.runtime.drive import drive_all, drive_one
 from penstock.runtime.executor import Executor, Report, Wait
-from penstock.runtime.gather import gather_json
 from penstock.runtime.local import LocalTransport
 from penstock.runtime.nccl import LaneGroups, NcclTransport, lane_groups
 from penstock.runtime.node import NodeRuntime
-from penstock.runtime.recorder import Recorder
+from penstock.runtime.offer import check_offered
+from penstock.runtime.recorder import Recorder, merge_recordings
 from penstock.runtime.source import Batches, Source
 from penstock.runtime.stage import LossFunction, Stage
 from penstock.runtime.transport import Transport
 from penstock.schedule.check import Proof, check
-from penstock.schedule.ir import Kind, Node, Op, Schedule, chain, passes, straight
+from penstock.schedule.ir import Node, Schedule
 from penstock.schedule.lowered import Lowered
 from penstock.schedule.nodespec import node_specs
 from penstock.schedule.orders.forward_only import forward_only
 from penstock.schedule.versions import RULES, apply_rule
-from penstock.timeline import Interval, Timeline
+from penstock.timeline import Timeline
 from penstock.weights.store import VersionStore
 from penstock.weights.update import OptimizerFactory, Updater
 
-_RUNNABLE = frozenset({Op.F, Op.B, Op.STEP})
 _FAILED = -1
-_RUNNABLE_RULES = frozenset({"flush", "double-buffer", "stash"})
 
 
 class Pipeline:
@@ -58,7 +58,8 @@ class Pipeline:
         group: a process group with one process per rank; None to run all ranks in this process. Over gloo models are
             on the CPU. Over NCCL (tested over gloo only so far) the group is the whole job, `torch.cuda.set_device`
             has been called, and blocks and batches are on that device.
-        timeout: seconds after which a missing message is an error.
+        timeout: seconds after which a missing message is an error; between runs, where all ranks meet, the group's own
+            time-out counts.
 
     Raises:
         ConfigError: model, schedule and group do not fit.
@@ -82,7 +83,7 @@ class Pipeline:
             raise ConfigError(f"schedule must come from make_schedule, prove or check, not {schedule!r:.80}")
         self.proof = schedule if isinstance(schedule, Proof) else check(schedule)
         self.schedule = self.proof.schedule
-        _check_runnable(self.schedule)
+        check_offered(self.schedule)
         self.group, self.timeout = group, timeout
         ranks = self.schedule.ranks
         if group is not None and dist.get_world_size(group) != ranks:
@@ -214,13 +215,17 @@ class Pipeline:
         first = self.schedule.node_at[0, 0].rank
         if self.group is None:
             return source.has(0)
-        flag, failure = torch.tensor([0]), None
+        flag, failure = 0, None
         if first in self.ranks:
             try:
-                flag[0] = int(source.has(0))
+                flag = int(source.has(0))
             except Exception as error:  # the others must hear of it before it is raised here
-                flag[0], failure = _FAILED, error
-        dist.broadcast(flag, group_src=first, group=self.control)
+                flag, failure = _FAILED, error
+        try:
+            flag = broadcast_number(flag, first, "agreeing to start", self.control)
+        except TransportError as error:
+            self._broken = error
+            raise
         if failure is not None:
             raise failure
         if flag == _FAILED:
@@ -248,34 +253,9 @@ class Pipeline:
         return NcclTransport(rank, self._lane_groups, lowered.window, self.control, device)
 
     def _drive(self, runs: list[Iterator[Wait | Report]]) -> Iterator[Report]:
-        """Run the executors: all of them in turns, or the only one, blocking where it has to wait."""
         if self.group is not None:
-            for event in runs[0]:
-                if isinstance(event, Wait):
-                    event.ticket.wait(self.timeout, event.what)
-                else:
-                    yield event
-            return
-        reporting = self.schedule.node_at[self.schedule.cuts - 1, 0].rank
-        blocked: dict[int, Wait | None] = dict.fromkeys(range(len(runs)))
-        while blocked:
-            moved = False
-            for rank in list(blocked):
-                wait = blocked[rank]
-                if wait is not None and not wait.ticket.done:
-                    continue
-                moved = True
-                for event in runs[rank]:
-                    if isinstance(event, Wait):
-                        blocked[rank] = event
-                        break
-                    if rank == reporting:
-                        yield event
-                else:
-                    del blocked[rank]
-            if not moved:
-                stuck = "; ".join(f"{wait.what} on {wait.ticket.lane}" for wait in blocked.values() if wait)
-                raise TransportError(f"no rank can go on: {stuck}")
+            return drive_one(runs[0], self.timeout)
+        return drive_all(runs, reporting=self.schedule.node_at[self.schedule.cuts - 1, 0].rank)
 
     # --- looking at it ----------------------------------------------------------------------------------------------
 
@@ -310,17 +290,11 @@ class Pipeline:
 
     def timeline(self) -> Timeline:
         """What every rank did and held; between processes a collective call, which all ranks make together."""
-        recorders = self._recorders.values()
-        parts: list[Any] = [[r.rank, list(r.intervals), r.series(), max(r.since, 0.0)] for r in recorders]
+        parts = [recorder.recording() for recorder in self._recorders.values()]
         if self.group is not None:
-            parts = [part for gathered in gather_json(parts, self.control) for part in gathered]
-        timeline = Timeline(self.schedule.ranks)
-        since = max(part[3] for part in parts)  # in a long run, what every rank still remembers
-        for rank, intervals, series, _ in parts:
-            timeline.intervals += [Interval(*interval) for interval in intervals if interval[2] >= since]
-            for kind, samples in series.items():
-                timeline.memory[rank, kind] = [(time, amount) for time, amount in samples]
-        return timeline
+            gathered = gather_json(parts, "gathering the timeline", self.control)
+            parts = [part for others in gathered for part in others]
+        return merge_recordings(parts, self.schedule.ranks)
 
 
 def _control_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
@@ -329,20 +303,3 @@ def _control_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
         return group
     made: dist.ProcessGroup = dist.new_group(dist.get_process_group_ranks(group), backend="gloo")
     return made
-
-
-def _check_runnable(schedule: Schedule) -> None:
-    actions = [p for program in schedule.programs for part in program for a in part for p in passes(a)]
-    ops = {a.op for a in actions}
-    missing = sorted(op.value for op in ops - _RUNNABLE)
-    if missing:
-        raise CapabilityError(f"{schedule.name}: the runtime does not offer {', '.join(missing)} yet")
-    if any(a.unit.slice is not None or a.unit.count > 1 or a.unit.kind is Kind.EVAL for a in actions):
-        raise CapabilityError(f"{schedule.name}: the runtime offers passes of one whole training microbatch so far")
-    if any(p.op is Op.F and p.unit.first < 0 for program in schedule.programs for p in program.period):
-        raise CapabilityError(f"{schedule.name}: the runtime offers periods that begin the forwards of their own batch")
-    if schedule.nodes != straight(schedule.ranks) or schedule.edges != chain(schedule.cuts) or schedule.frozen:
-        raise CapabilityError(f"{schedule.name}: the runtime offers chains with one trained cut per rank so far")
-    rule = RULES[schedule.rule]
-    if rule.name not in _RUNNABLE_RULES:
-        raise CapabilityError(f"{schedule.name}: the runtime does not offer version rule {rule.name!r} yet")

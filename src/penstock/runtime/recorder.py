@@ -6,11 +6,12 @@ Times are seconds on a clock common to all ranks (`penstock.runtime.clock`), sin
 
 from __future__ import annotations
 
-import math
 import time
 from collections import deque
+from collections.abc import Sequence
+from typing import Any
 
-from penstock.timeline import BUSY, Interval
+from penstock.timeline import BUSY, Interval, Timeline
 
 KEEP = 200_000
 
@@ -48,12 +49,6 @@ class Recorder:
         if interval.what in BUSY:
             self.busy += interval.end - interval.start
 
-    @property
-    def since(self) -> float:
-        """From when on all intervals are kept."""
-        full = len(self.intervals) == self.intervals.maxlen
-        return self.intervals[0].start if full and self.intervals else -math.inf
-
     def hold(self, kind: str, nbytes: int) -> None:
         """Set the live bytes of one kind."""
         if self.live.get(kind) == nbytes:
@@ -68,6 +63,23 @@ class Recorder:
         if nbytes:
             self.hold(kind, self.live.get(kind, 0) + nbytes)
 
-    def series(self) -> dict[str, list[tuple[float, float]]]:
-        """Live bytes over time, by kind."""
-        return {kind: list(samples) for kind, samples in self.samples.items()}
+    def recording(self) -> dict[str, Any]:
+        """What is kept, in plain values that can travel."""
+        full = len(self.intervals) == self.intervals.maxlen
+        return {
+            "rank": self.rank,
+            "since": max(self.intervals[0].start, 0.0) if full else 0.0,  # from when on all intervals are kept
+            "intervals": list(self.intervals),
+            "memory": {kind: list(samples) for kind, samples in self.samples.items()},
+        }
+
+
+def merge_recordings(parts: Sequence[dict[str, Any]], ranks: int) -> Timeline:
+    """One timeline of all ranks: of a long run, what every rank still remembers."""
+    since = max(part["since"] for part in parts)
+    timeline = Timeline(ranks)
+    for part in parts:
+        timeline.intervals += [Interval(*interval) for interval in part["intervals"] if interval[2] >= since]
+        for kind, samples in part["memory"].items():
+            timeline.memory[part["rank"], kind] = [(when, amount) for when, amount in samples]
+    return timeline

@@ -26,7 +26,7 @@ class Simulation:
         bubble: its figures.
         messages: activation and gradient sends of all batches.
         activations: per rank, the most microbatches in flight, in units of its whole share.
-        versions: per rank, the most weight versions alive at once.
+        versions: per rank, the most weight versions alive at once in a span of any length: what a run provides for.
     """
 
     timeline: Timeline

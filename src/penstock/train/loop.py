@@ -7,21 +7,17 @@ import math
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
-from torch.distributed.rendezvous import rendezvous
 
-from penstock.errors import ConfigError, PenstockError
+from penstock.errors import PenstockError
 from penstock.models.gpt import gpt_blocks, language_loss
+from penstock.runtime.collective import gather_json
 from penstock.runtime.executor import Report
-from penstock.runtime.gather import gather_json
 from penstock.runtime.pipeline import Pipeline
 from penstock.timeline import Timeline
 from penstock.train.board import Board
@@ -29,74 +25,16 @@ from penstock.train.config import TrainConfig
 from penstock.train.corpus import unigram_entropy
 from penstock.train.data import batches
 from penstock.train.files import save_index, save_stage
+from penstock.train.job import local_ranks, process_group, shared_folder
+from penstock.train.observer import Observer, Progress, Summary
 from penstock.train.optimizers import optimizer_factory
-from penstock.train.prepare import Prepared, describe_model, make_run_folder, prepare
+from penstock.train.prepare import Prepared, describe_model, prepare
 from penstock.train.rate import rate_schedule
 from penstock.train.sample import sample_text
 
 METRICS = "metrics.jsonl"
 _SAMPLED_PARAMETERS = 200_000_000  # the sample at the end loads the whole model on one rank
 _POST_EVERY = 0.5  # seconds between two postings of a rank's figures
-
-
-@dataclass(frozen=True)
-class Progress:
-    """How far training is, as the reporting rank knows it.
-
-    Attributes:
-        bubble: idle share of all ranks since the last report that had figures; None before the first.
-        live_bytes: per rank, bytes by kind.
-    """
-
-    batch: int
-    batches: int
-    loss: float | None
-    seconds: float
-    tokens: int
-    tokens_per_second: float
-    rate: float
-    bubble: float | None
-    live_bytes: dict[int, dict[str, int]]
-
-
-@dataclass(frozen=True)
-class Summary:
-    """The end of a run.
-
-    Attributes:
-        entropy: unigram entropy of the held-out text, in nats per token: what no context at all would reach.
-        peak_bytes: per rank, the most bytes of each kind.
-    """
-
-    folder: Path
-    batches: int
-    tokens: int
-    seconds: float
-    loss: float | None
-    validation_loss: float | None
-    entropy: float
-    bubble: float
-    peak_bytes: dict[int, dict[str, int]]
-
-
-class Observer(Protocol):
-    """What the reporting rank tells about the run."""
-
-    def started(self, prepared: Prepared, parts: list[list[str]]) -> None:
-        """The pipeline stands."""
-        ...
-
-    def progress(self, progress: Progress) -> None:
-        """Another batch is done."""
-        ...
-
-    def finished(self, summary: Summary, timeline: Timeline) -> None:
-        """Training is over and the weights are saved."""
-        ...
-
-    def sampled(self, summary: Summary, text: str) -> None:
-        """What the model writes (models of bytes only)."""
-        ...
 
 
 def train(config: TrainConfig, folder: Path | None, observer: Observer) -> None:
@@ -112,65 +50,9 @@ def train(config: TrainConfig, folder: Path | None, observer: Observer) -> None:
         PenstockError: as `prepare` and `Pipeline` say.
     """
     prepared = prepare(config)
-    torch.set_num_threads(config.threads or max((os.cpu_count() or 1) // _local_ranks(), 1))
-    with _process_group(config) as store:
-        _Loop(prepared, folder or _shared_folder(config, store), store, observer).run()
-
-
-def _local_ranks() -> int:
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-
-
-def _shared_folder(config: TrainConfig, store: Store) -> Path:
-    """A run folder made by rank 0; the others learn its name.
-
-    Raises:
-        ConfigError: this rank cannot see it.
-    """
-    if dist.get_rank() == 0:
-        store.set("penstock/folder", str(make_run_folder(config).resolve()))
-    folder = Path(store.get("penstock/folder").decode())
-    if not folder.is_dir():
-        raise ConfigError(
-            f"rank {dist.get_rank()} cannot see the run folder {str(folder)!r} that rank 0 has made; set `out` to a "
-            "folder that all machines share"
-        )
-    return folder
-
-
-def _check_same(config: TrainConfig, store: Store, rank: int) -> None:
-    """Make sure that every rank was started with the same configuration.
-
-    Raises:
-        ConfigError: this one was not.
-    """
-    mine = config.model_dump_json()
-    if rank == 0:
-        store.set("penstock/config", mine)
-    first = json.loads(store.get("penstock/config"))
-    other = [key for key, value in json.loads(mine).items() if first.get(key) != value]
-    if other:
-        raise ConfigError(f"rank {rank} was started with other values than rank 0 for: {', '.join(other)}")
-
-
-@contextmanager
-def _process_group(config: TrainConfig) -> Iterator[Store]:
-    """The job's process group, from the variables that torch elastic sets.
-
-    Raises:
-        ConfigError: the job is not what the configuration says.
-    """
-    store, rank, size = next(iter(rendezvous("env://")))
-    if size != config.stages:
-        raise ConfigError(
-            f"the job has {size} processes, but stages is {config.stages}; launch one process per stage, "
-            f"for example with torchrun --nproc-per-node {config.stages} -m penstock train ..."
-        )
-    _check_same(config, store, rank)
-    timeout = timedelta(seconds=config.timeout)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
-    yield store
-    dist.destroy_process_group()  # not after an error: peers would see broken connections before they see the error
+    torch.set_num_threads(config.threads or max((os.cpu_count() or 1) // local_ranks(), 1))
+    with process_group(config) as store:
+        _Loop(prepared, folder or shared_folder(config, store), store, observer).run()
 
 
 class _Loop:
@@ -220,7 +102,7 @@ class _Loop:
         timeline = self.pipeline.timeline()
         validation = self._validate()
         self._save()
-        peaks = {r: b for part in gather_json(list(self.pipeline.peak_bytes().items()), None) for r, b in part}
+        peaks = {r: b for part in self._gather(list(self.pipeline.peak_bytes().items())) for r, b in part}
         if self.reports:
             self._finish(loss, validation, seconds, timeline, peaks)
 
@@ -289,7 +171,7 @@ class _Loop:
     def _save(self) -> None:
         """Every rank writes its stage, the reporting rank the index."""
         files = save_stage(self.folder, self.rank, self.ranks, self.pipeline.state_dict())
-        everything = {name: file for part in gather_json(files, None) for name, file in part.items()}
+        everything = {name: file for part in self._gather(files) for name, file in part.items()}
         if self.reports:
             text = self.prepared.windows.corpus.text
             save_index(self.folder, everything, describe_model(self.prepared.model), text=text)
@@ -335,6 +217,9 @@ class _Loop:
             return sample_text(self.folder, config.prompt, config.sample_length, seed=config.seed)
         except (RuntimeError, PenstockError) as error:  # weights that are not numbers any more, say
             return f"(none: {error})"
+
+    def _gather(self, value: Any) -> list[Any]:
+        return gather_json(value, "ending the run", None)
 
     def _log(self, values: dict[str, Any]) -> None:
         with (self.folder / METRICS).open("a") as file:

@@ -13,7 +13,7 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 
 from penstock.timeline import Timeline
-from penstock.train.loop import Progress, Summary
+from penstock.train.observer import Progress, Summary
 from penstock.train.prepare import Prepared
 from penstock.view.perfetto import write_trace
 
@@ -120,8 +120,12 @@ def _line(progress: Progress) -> str:
     bubble = "-" if progress.bubble is None else f"{progress.bubble:.1%}"
     return (
         f"loss {loss}  {progress.tokens_per_second:,.0f} tokens/s  bubble {bubble}  rate {progress.rate:.2e}  "
-        f"ETA {_duration(_remaining(progress))}"
+        f"ETA {_duration(_remaining(progress))}  live bytes by stage {_totals(progress.live_bytes)}"
     )
+
+
+def _totals(by_rank: dict[int, dict[str, int]]) -> str:
+    return " + ".join(human_bytes(sum(by_rank[rank].values())) for rank in sorted(by_rank)) or "-"
 
 
 def _figures(progress: Progress) -> Table:

@@ -113,7 +113,11 @@ def simulation_table(simulation: Simulation) -> Table:
         ("bubble of ideal", f"{bubble.bubble_of_ideal:.4f}", "(makespan - ideal) / ideal"),
         ("rank span bubble", f"{bubble.rank_span_bubble:.4f}", "1 - ideal / rank span"),
         ("peak activations", _per_rank(list(simulation.activations)), "microbatches in flight, per rank"),
-        ("live versions", _per_rank(list(simulation.versions)), "weight versions alive at once, per rank"),
+        (
+            "live versions",
+            _per_rank(list(simulation.versions)),
+            "weight versions alive at once in a span of any length, per rank",
+        ),
         ("messages", str(simulation.messages), "activation and gradient sends"),
     )
     for row in rows:

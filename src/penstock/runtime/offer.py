@@ -1,0 +1,29 @@
+"""What the runtime offers so far; every other proven schedule is drawn and simulated, and refused here by name."""
+
+from __future__ import annotations
+
+from penstock.errors import CapabilityError
+from penstock.schedule.ir import Kind, Op, Schedule, chain, passes, straight
+
+_OPS = frozenset({Op.F, Op.B, Op.STEP})
+_RULES = frozenset({"flush", "double-buffer", "stash"})
+
+
+def check_offered(schedule: Schedule) -> None:
+    """Make sure that the runtime can run a schedule.
+
+    Raises:
+        CapabilityError: it cannot yet; the message says what is missing.
+    """
+    actions = [p for program in schedule.programs for part in program for a in part for p in passes(a)]
+    missing = sorted(op.value for op in {a.op for a in actions} - _OPS)
+    if missing:
+        raise CapabilityError(f"{schedule.name}: the runtime does not offer {', '.join(missing)} yet")
+    if any(a.unit.slice is not None or a.unit.count > 1 or a.unit.kind is Kind.EVAL for a in actions):
+        raise CapabilityError(f"{schedule.name}: the runtime offers passes of one whole training microbatch so far")
+    if any(p.op is Op.F and p.unit.first < 0 for program in schedule.programs for p in program.period):
+        raise CapabilityError(f"{schedule.name}: the runtime offers periods that begin the forwards of their own batch")
+    if schedule.nodes != straight(schedule.ranks) or schedule.edges != chain(schedule.cuts) or schedule.frozen:
+        raise CapabilityError(f"{schedule.name}: the runtime offers chains with one trained cut per rank so far")
+    if schedule.rule not in _RULES:
+        raise CapabilityError(f"{schedule.name}: the runtime does not offer version rule {schedule.rule!r} yet")

@@ -1,0 +1,75 @@
+"""The job that torch elastic has started: its process group, and what its ranks must agree on."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import rendezvous
+
+from penstock.errors import ConfigError
+from penstock.train.config import TrainConfig
+from penstock.train.prepare import make_run_folder
+
+
+def local_ranks() -> int:
+    """Processes of the job on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def shared_folder(config: TrainConfig, store: Store) -> Path:
+    """A run folder made by rank 0; the others learn its name.
+
+    Raises:
+        ConfigError: this rank cannot see it.
+    """
+    if dist.get_rank() == 0:
+        store.set("penstock/folder", str(make_run_folder(config).resolve()))
+    folder = Path(store.get("penstock/folder").decode())
+    if not folder.is_dir():
+        raise ConfigError(
+            f"rank {dist.get_rank()} cannot see the run folder {str(folder)!r} that rank 0 has made; set `out` to a "
+            "folder that all machines share"
+        )
+    return folder
+
+
+def _check_same(config: TrainConfig, store: Store, rank: int) -> None:
+    """Make sure that every rank was started with the same configuration.
+
+    Raises:
+        ConfigError: this one was not.
+    """
+    mine = config.model_dump_json()
+    if rank == 0:
+        store.set("penstock/config", mine)
+    first = json.loads(store.get("penstock/config"))
+    other = [key for key, value in json.loads(mine).items() if first.get(key) != value]
+    if other:
+        raise ConfigError(f"rank {rank} was started with other values than rank 0 for: {', '.join(other)}")
+
+
+@contextmanager
+def process_group(config: TrainConfig) -> Iterator[Store]:
+    """The job's process group, from the variables that torch elastic sets.
+
+    Raises:
+        ConfigError: the job is not what the configuration says.
+    """
+    store, rank, size = next(iter(rendezvous("env://")))
+    if size != config.stages:
+        raise ConfigError(
+            f"the job has {size} processes, but stages is {config.stages}; launch one process per stage, "
+            f"for example with torchrun --nproc-per-node {config.stages} -m penstock train ..."
+        )
+    _check_same(config, store, rank)
+    timeout = timedelta(seconds=config.timeout)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
+    yield store
+    dist.destroy_process_group()  # not after an error: peers would see broken connections before they see the error

@@ -1,0 +1,70 @@
+"""What the reporting rank of a run tells, and to whom."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from penstock.timeline import Timeline
+from penstock.train.prepare import Prepared
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far training is, as the reporting rank knows it.
+
+    Attributes:
+        bubble: idle share of all ranks since the last report that had figures; None before the first.
+        live_bytes: per rank, bytes by kind.
+    """
+
+    batch: int
+    batches: int
+    loss: float | None
+    seconds: float
+    tokens: int
+    tokens_per_second: float
+    rate: float
+    bubble: float | None
+    live_bytes: dict[int, dict[str, int]]
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The end of a run.
+
+    Attributes:
+        entropy: unigram entropy of the held-out text, in nats per token: what no context at all would reach.
+        peak_bytes: per rank, the most bytes of each kind.
+    """
+
+    folder: Path
+    batches: int
+    tokens: int
+    seconds: float
+    loss: float | None
+    validation_loss: float | None
+    entropy: float
+    bubble: float
+    peak_bytes: dict[int, dict[str, int]]
+
+
+class Observer(Protocol):
+    """What the reporting rank tells about the run."""
+
+    def started(self, prepared: Prepared, parts: list[list[str]]) -> None:
+        """The pipeline stands."""
+        ...
+
+    def progress(self, progress: Progress) -> None:
+        """Another batch is done."""
+        ...
+
+    def finished(self, summary: Summary, timeline: Timeline) -> None:
+        """Training is over and the weights are saved."""
+        ...
+
+    def sampled(self, summary: Summary, text: str) -> None:
+        """What the model writes (models of bytes only)."""
+        ...

@@ -1,0 +1,91 @@
+"""What the runtime does not offer is refused before anything runs, by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from runtime_cases import Case, make_pipeline
+
+from penstock.errors import CapabilityError, ConfigError, ScheduleError
+from penstock.schedule.build import make_schedule
+from penstock.schedule.text import parse_schedule
+from pool import Pool
+
+GOLDEN = sorted((Path(__file__).parent.parent / "golden").glob("*.txt"))
+
+
+def wrong_group(group: dist.ProcessGroup) -> str:
+    with pytest.raises(ConfigError) as caught:
+        make_pipeline(Case("1f1b", 3, 2), group)
+    return str(caught.value)
+
+
+def test_a_group_of_the_wrong_size(pool: Pool) -> None:
+    assert set(pool.submit(wrong_group, ranks=2)) == {"the schedule has 3 ranks, the process group 2"}
+
+
+@pytest.mark.parametrize("divisor", [0.0, -1.0, float("nan")])
+def test_a_divisor_that_is_not_positive(divisor: float) -> None:
+    with pytest.raises(ConfigError, match="divisor must be positive"):
+        make_pipeline(Case("1f1b", 2, 2), divisor=divisor)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, id=path.stem) for path in GOLDEN],
+)
+def test_schedules_that_the_runtime_does_not_offer(path: Path) -> None:
+    schedule = parse_schedule(path.read_text())
+    with pytest.raises(CapabilityError, match=f"{schedule.name}: the runtime"):
+        make_pipeline(Case("1f1b", 4, 1), schedule=schedule, balance=None)
+
+
+@pytest.mark.parametrize("passes", ["F0^t F1^t B0..1^t", "F0..1^t B0^t B1^t"])
+def test_units_of_several_microbatches_are_not_run_in_part(passes: str) -> None:
+    text = f"schedule several\nrule flush\nmicrobatches 2\nnodes 0@0\nrank 0: {passes} STEP[t]\n"
+    with pytest.raises(CapabilityError, match="several: the runtime"):
+        make_pipeline(Case("1f1b", 1, 2), schedule=parse_schedule(text))
+
+
+def test_a_drain_of_several_microbatches_is_not_run_in_part() -> None:
+    """The books would count two backwards where one has run."""
+    text = """
+        rule stash
+        microbatches 2
+        nodes 0@0
+        rank 0: F0^t-1 B-2^t-2 F1^t-1 B-1^t-2 STEP[t-1]
+        drain 0: B-2..-1^t-2 STEP[t-1]
+    """
+    with pytest.raises(CapabilityError, match="one whole training microbatch"):
+        make_pipeline(Case("1f1b", 1, 2), schedule=parse_schedule(text))
+
+
+def test_periods_of_the_batch_before_are_not_run() -> None:
+    """Their messages would say too late that the data has ended."""
+    row = "F-1^t-1 B-1^t-1 STEP[t-1]"
+    text = f"rule stash\nmicrobatches 1\nnodes 0@0\nrank 0: {row}\ndrain 0: {row}\n"
+    with pytest.raises(CapabilityError, match="periods that begin the forwards of their own batch"):
+        make_pipeline(Case("1f1b", 1, 1), schedule=parse_schedule(text))
+
+
+@pytest.mark.parametrize("schedule", ["2bw", None, 3])
+def test_what_is_no_schedule(schedule: Any) -> None:
+    with pytest.raises(ConfigError, match="schedule must come from make_schedule, prove or check"):
+        make_pipeline(Case("1f1b", 1, 2), schedule=schedule)
+
+
+@pytest.mark.parametrize("method", ["vertical-sync", "newest"])
+def test_methods_that_are_only_simulated(method: str) -> None:
+    with pytest.raises(CapabilityError, match="does not offer version rule"):
+        make_pipeline(Case(method, 2, 2))
+
+
+def test_a_schedule_that_is_wrong_is_not_run() -> None:
+    """A schedule is proven before anything runs, whoever made it."""
+    text = str(make_schedule("1f1b", 2, 2))
+    assert "B1^t" in text
+    with pytest.raises(ScheduleError, match="microbatch 0"):
+        make_pipeline(Case("1f1b", 2, 2), schedule=parse_schedule(text.replace("B1^t", "B0^t")))
