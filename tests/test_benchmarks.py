@@ -36,3 +36,11 @@ def test_memory_of_an_arm(tmp_path):
     (raw,) = tmp_path.iterdir()
     assert len(raw.read_text().splitlines()) == 2
     assert "penstock 1f1b" in printed
+
+
+@pytest.mark.slow
+def test_schedules_of_every_size(tmp_path):
+    printed = run("schedules", "--rounds", 1, "--stages", 4, "--microbatches", 8, "--out", tmp_path)
+    (raw,) = tmp_path.iterdir()
+    assert len(raw.read_text().splitlines()) == 3
+    assert "| 2bw, 4 x 8 | " in printed

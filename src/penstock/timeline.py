@@ -11,7 +11,10 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-BUSY = frozenset({"F", "B", "I", "W", "R", "STEP", "PREDICT", "VALIDATE", "FUSED", "RELEASE"})
+from penstock.schedule.ir import Op
+from penstock.schedule.ops import OPS, Lane
+
+BUSY = frozenset({op.value for op, spec in OPS.items() if spec.lane is Lane.COMPUTE} | {Op.FUSED.value})
 """Operations that count as work of a rank's compute lane."""
 
 

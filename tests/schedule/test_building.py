@@ -1,9 +1,11 @@
 """From a name or a user's function to a schedule: names, aliases, refusals, and what a user may hand in."""
 
+from dataclasses import replace
+
 import pytest
 
 from penstock.errors import ConfigError, PenstockError, ScheduleError
-from penstock.schedule.build import call_order, make_schedule, prove, smallest_microbatches
+from penstock.schedule.build import make_schedule, prove, smallest_microbatches
 from penstock.schedule.ir import Op, straight
 from penstock.schedule.methods import METHODS, compatible, find_method
 from penstock.schedule.order import make_order, pass_of
@@ -140,9 +142,21 @@ def test_a_rank_that_lacks_a_pass_is_refused():
         prove(lambda stages, microbatches: ["F0 F1 B0 B1", "F0 B0"], 2, 2)
 
 
-def test_orders_are_functions_of_two_numbers_only():
-    for name, order in ORDERS.items():
-        assert call_order(order, 3, 4) == call_order(order, 3, 4), name
+def test_a_row_with_a_choice_that_is_not_offered_is_refused(monkeypatch):
+    """Not built without it."""
+    row = replace(METHODS["newest"], name="corrected", correction="prediction")
+    monkeypatch.setattr("penstock.schedule.build.find_method", lambda name: row)
+    with pytest.raises(ConfigError, match="corrected: correction 'prediction' is not offered yet"):
+        make_schedule("corrected", 2, 2)
+
+
+def test_a_function_s_next_legal_number_is_not_called_the_smallest():
+    def odd(stages, microbatches):
+        passes = [f"F{k} B{k}" for k in range(microbatches)]
+        return [" ".join(passes[: microbatches - 1] if microbatches == 5 else passes)]
+
+    with pytest.raises(ScheduleError, match="odd with 1 stages cannot run with the given .* but with 6"):
+        make_schedule(odd, 1, 5)
 
 
 def test_every_refusal_is_one_of_our_errors():

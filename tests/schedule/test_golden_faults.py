@@ -47,7 +47,12 @@ SHARED_CUTS = [
     (
         "REDUCE[t]@3 STEP[t]@3 REDUCE[t]@0.1 STEP[t]@0.1",
         "REDUCE[t]@0.1 STEP[t]@0.1 REDUCE[t]@3 STEP[t]@3",
-        "rank 0 at STEP[0]@3.1 waits for a reduction that other ranks have not joined",
+        "rank 0 issues REDUCE of cut 3, batch 0, where another rank of its group issues it of cut 0, batch 0",
+    ),
+    (  # all reductions first: nobody waits, but one communicator would mix up the gradients of two cuts
+        "REDUCE[t]@3 STEP[t]@3 REDUCE[t]@0.1 STEP[t]@0.1",
+        "REDUCE[t]@0.1 REDUCE[t]@3 STEP[t]@3 STEP[t]@0.1",
+        "rank 0 issues REDUCE of cut 3, batch 0, where another rank of its group issues it of cut 0, batch 0",
     ),
     ("3@3 0.1@3", "3@3 0@3", "no such node here"),
 ]  # fmt: skip
@@ -65,6 +70,7 @@ SLICES = [
     ("B0:1/2^t F1:1/2^t B0:0/2^t", "B0:0/2^t F1:1/2^t B0:1/2^t", "B0:0/2@0^0 on rank 0 needs the backward of"),
     ("F1:1/2^t ", "", "microbatch 1, slice 1, cut 0 has 0 forwards per batch instead of 1"),
     ("F1:1/2^t ", "F1:1/3^t ", "slice"),  # a third of a sequence and a half
+    ("F1:1/2^t ", "F1^t ", "all slices are of one size"),  # the second half trained alone, and the whole
 ]  # fmt: skip
 
 RECOMPUTE = [
@@ -76,6 +82,10 @@ RECOMPUTE = [
     ),
     ("R0^t B0^t F1^t", "R0^t-1 B0^t F1^t", "R2@1^0 on rank 1 ... must read version 1"),
     ("R0^t B0^t F1^t", "R0^t R0^t B0^t F1^t", "microbatch 0, cut 1 has 2 recomputes per batch"),
+    ("segments 0,1", "segments 0,1 1", "cut 1 stands twice in segments"),
+    ("segments 0,1", "segments 0,2", "there is no cut 2 to be frozen or in a segment"),
+    ("segments 0,1", "segments 1,0", "in a segment cut 1 must be all that cut 0 has its input from"),
+    ("R0^t B0^t F1^t R1^t B1^t", "B0^t F1^t B1^t", "cut 1 is in a segment, but does not recompute"),
 ]
 
 POST_VALIDATION = [
@@ -89,7 +99,9 @@ POST_VALIDATION = [
 PREDICTIONS = [
     ("PREDICT0^t-1~f0 ", "", "F0@0^0~f0 on rank 0 ... reads copy f0, which no PREDICT has made"),
     ("rank 1: PREDICT0^t~f0 F0^t~f0", "rank 1: F0^t~f0 PREDICT0^t~f0", "F0@1^0~f0 on rank 1 ... reads copy f0"),
-    ("B1^t~b0", "B1^t~b2", "B1@1^0~b2 on rank 1 ... reads copy b2, which no PREDICT has made"),
+    ("B1^t~b0", "B1^t~b1", "B1@1^0~b1 on rank 1 ... reads copy b1, which no PREDICT has made"),
+    ("B1^t~b0", "B1^t~b2", "B1@1^0~b2 on rank 1 ... reads copy b2, which was made for another batch"),
+    ("F1^t~f0 B1^t~b0", "F1^t~b0 B1^t~f0", "node 1 on rank 1: forwards and backwards read copies of one label, 'b'"),
     ("F0^t-1~f0", "F0^t-1", "F0@0^0 on rank 0 ... must read a copy that a PREDICT made"),
     ("PREDICT0^t-1~f0 F0^t-1~f0", "PREDICT0^t-2~f0 F0^t-2~f0", "PREDICT4@0^0~f4 ... version 0, which no longer"),
     ("F1^t-1~f0", "F1^t~f0", "copy f2 was made of other versions"),
@@ -237,3 +249,41 @@ def test_a_backward_on_the_other_replica_has_no_forward_there():
 def test_a_prediction_too_late_for_the_backward():
     message = message_of("xpipe", ("F0^t~f0 PREDICT0^t~b0 B0^t~b0 F1^t~f0", "F0^t~f0 B0^t~b0 PREDICT0^t~b0 F1^t~f0"))
     assert "B0@1^0~b0 on rank 1, rule 'predicted': reads copy b0, which no PREDICT has made" in message
+
+
+def test_a_whole_microbatch_is_not_the_first_slice_of_one():
+    text = "microbatches 1\nnodes 0@0\nrank 0: F0^t F0:1/2^t B0:1/2^t B0^t STEP[t]\n"
+    with pytest.raises(ScheduleError, match=r"F0@0\^0 on rank 0.* all slices are of one size"):
+        check(parse_schedule(text))
+
+
+def test_a_segment_does_not_skip_a_cut():
+    """What cut 0 recomputes is not the input of cut 2."""
+    text = """
+        microbatches 1
+        nodes 0@0 1@1 2@2
+        segments 0,2
+        rank 0: F0^t R0^t B0^t STEP[t]
+        rank 1: F0^t B0^t STEP[t]
+        rank 2: F0^t R0^t B0^t STEP[t]
+    """
+    with pytest.raises(ScheduleError, match="cut 0 must be all that cut 2 has its input from"):
+        check(parse_schedule(text))
+
+
+def test_a_blend_is_of_its_own_microbatch():
+    """Of the same versions, but with another microbatch's activations in mind."""
+    text = """
+        rule blended
+        microbatches 2
+        nodes 0@0
+        rank 0: F0^t F1^t PREDICT1^t,t~i1 B0^t,t~i1 B1^t,t~i1 STEP[t]
+    """
+    with pytest.raises(ScheduleError, match="B0@0.*reads copy i1, which was made for another microbatch"):
+        check(parse_schedule(text))
+
+
+def test_what_was_recomputed_is_not_moved_away():
+    text = "microbatches 1\nnodes 0@0\nrank 0: F0^t R0^t OFFLOAD0 FETCH0 B0^t STEP[t]\n"
+    with pytest.raises(ScheduleError, match="OFFLOAD0@0 on rank 0.* offload them before"):
+        check(parse_schedule(text))

@@ -84,13 +84,14 @@ BUFFERS = {
     "blend": [3, 2],  # two versions and a gradient
     "evaluation": [1, 1],  # no gradient
     "frozen_front": [1, 2, 2],
+    "post_validation": [3, 3],  # the gradient stays until the decision, for an update that may be done again
     "wave_synchronous": [3, 2],
 }
 
 
 @pytest.mark.parametrize("name", PEAKS)
 def test_buffers(name):
-    """Versions and gradients together; post-validation's gradient is gone before the second version is there."""
+    """Versions and gradients together."""
     nodes = len(proof_of(name).schedule.nodes)
     assert facts(name, "buffers") == BUFFERS.get(name, [2] * nodes)
 

@@ -7,9 +7,8 @@ import pytest
 
 from penstock.schedule.build import make_schedule
 from penstock.schedule.check import check
-from penstock.schedule.ir import Op, Payload
+from penstock.schedule.ir import Op, Payload, existing
 from penstock.schedule.lower import lower
-from penstock.schedule.lowered import present
 from penstock.schedule.methods import METHODS
 from penstock.schedule.orders import ORDERS
 from penstock.schedule.text import parse_schedule
@@ -183,10 +182,10 @@ def test_instructions_of_a_span_are_those_that_exist(schedule):
         messages = Counter()
         for t in range(-1, batches):
             here = [i for i in lowered.programs[rank].period if (t + 1 < batches if i.ahead else t >= 0)]
-            instructions = [i for i in here if present(i.action, t, schedule.microbatches)]
+            instructions = [i for i in here if existing(i.action, t, schedule.microbatches)]
             passes.update("period" for i in instructions if i.route < 0)
             messages.update(i.action.op for i in instructions if i.route >= 0)
-        epilogue = [i for i in lowered.programs[rank].epilogue if present(i.action, batches, schedule.microbatches)]
+        epilogue = [i for i in lowered.programs[rank].epilogue if existing(i.action, batches, schedule.microbatches)]
         messages.update(i.action.op for i in epilogue if i.route >= 0)
         wanted = Counter(what for what, _ in stream(lowered, rank, batches))
         assert (messages[Op.SEND], messages[Op.RECV]) == (wanted["send"], wanted["receive"])

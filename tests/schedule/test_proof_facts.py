@@ -135,3 +135,40 @@ def test_forwards_may_read_versions_in_any_order():
         drain 0: B-1^t-1 B-2^t-2 STEP[t-1]
     """
     check(parse_schedule(text))
+
+
+def test_moving_the_input_of_a_recomputed_microbatch_frees_no_activations():
+    """R2 and R3 hold two; OFFLOAD and FETCH move what counts as nothing."""
+    text = """
+        microbatches 4
+        nodes 0@0
+        rank 0: F0^t F1^t OFFLOAD0 OFFLOAD1 F2^t F3^t R2^t R3^t B2^t B3^t FETCH0 R0^t B0^t FETCH1 R1^t B1^t STEP[t]
+    """
+    assert list(check(parse_schedule(text)).activations) == [2]
+
+
+def test_vertical_sync_with_a_rank_that_admits_and_follows():
+    """Two directions: each rank admits for the other, so that no rank can be played as a whole before the other."""
+    text = """
+        rule vertical-sync
+        microbatches 2
+        nodes 0@0 1@1 0.1@1 1.1@0
+        rank 0: F0@0^t F1@1.1^t B1@1.1^t B0@0^t REDUCE[t]@0 STEP[t]@0 REDUCE[t]@1.1 STEP[t]@1.1
+        rank 1: F1@0.1^t F0@1^t B0@1^t B1@0.1^t REDUCE[t]@0.1 STEP[t]@0.1 REDUCE[t]@1 STEP[t]@1
+    """
+    proof = check(parse_schedule(text))
+    assert all(facts.delay.forward == 0 for facts in proof.nodes.values())
+
+
+def test_vertical_sync_remembers_an_admission_until_every_stage_has_asked():
+    """With a local loss the first stage is through with a microbatch before the second one begins."""
+    text = """
+        rule vertical-sync
+        microbatches 1
+        nodes 0@0 1@1
+        edges 0|1
+        rank 0: F0^t B0^t STEP[t]
+        rank 1: F-1^t-1 B-1^t-1 STEP[t-1]
+        drain 1: F-1^t-1 B-1^t-1 STEP[t-1]
+    """
+    assert [tuple(facts.delay) for facts in check(parse_schedule(text)).nodes.values()] == [(0, 0), (0, 0)]

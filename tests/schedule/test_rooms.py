@@ -95,3 +95,10 @@ def test_the_import_finder_sees_every_form(tmp_path):
     assert found == {
         "torch.nn", "penstock.runtime", "penstock.view", "penstock.schedule", "penstock.simulate", "penstock.cli",
     }  # fmt: skip
+
+
+def test_the_reference_shares_nothing_with_what_it_judges():
+    """Equations, data and names of its own: no schedule, no weights, no runtime."""
+    path = ROOT / "train" / "reference.py"
+    used = set(imports("penstock.train.reference", path))
+    assert not {name for name in used if room_of(name) in ("schedule", "simulate", "weights", "runtime")}

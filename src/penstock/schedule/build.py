@@ -59,9 +59,11 @@ def prove(
         legal = smallest_microbatches(method, stages, rule=rule, order=order, beyond=microbatches)
         if legal is None:
             raise
+        ours = not callable(method) and not callable(order)  # all numbers from the smallest legal one on are legal
+        need = f"needs at least {legal}" if ours else f"cannot run with the given microbatches, but with {legal}"
         raise ScheduleError(
-            f"{schedule.name} with {stages} stages needs at least {legal} microbatches per batch, got {microbatches}; "
-            f"raise microbatches to {legal}. ({error})"
+            f"{schedule.name} with {stages} stages {need} microbatches per batch, got {microbatches}; raise "
+            f"microbatches to {legal}. ({error})"
         ) from None
 
 
@@ -97,11 +99,13 @@ def smallest_microbatches(
 def _build(
     method: str | OrderFunction, stages: int, microbatches: int, rule: str | None, order: str | OrderFunction | None
 ) -> Schedule:
+    choices: tuple[str, ...] = ()
     if callable(method):
         name, function, rule_name = getattr(method, "__name__", "order"), order or method, rule or "flush"
     else:
         row = find_method(method)
         name, function, rule_name = row.name, order or row.order, rule or row.rule
+        choices = row.correction, row.sharding, row.combine
     if isinstance(function, str):
         if function not in ORDERS:
             raise ConfigError(f"unknown order {function!r}; known: {', '.join(ORDERS)}")
@@ -109,7 +113,7 @@ def _build(
     if rule_name not in RULES:
         raise ConfigError(f"unknown version rule {rule_name!r}; known: {', '.join(RULES)}")
     made = call_order(function, stages, microbatches)
-    reason = compatible(made, RULES[rule_name])
+    reason = compatible(made, RULES[rule_name], *choices)
     if reason is not None:
         raise ConfigError(f"{name}: {reason}")
     return apply_rule(made, RULES[rule_name], microbatches, name)

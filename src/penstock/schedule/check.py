@@ -14,22 +14,20 @@ played apart, because the books of a node depend on the order of its rank's prog
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import reduce
-from math import lcm
 
 from penstock.errors import ScheduleError
+from penstock.schedule.activations import Activations
 from penstock.schedule.collection import no_collection
 from penstock.schedule.coverage import check_coverage
-from penstock.schedule.ir import Action, Kind, Node, Op, Program, Schedule, passes
+from penstock.schedule.ir import Action, Kind, Node, Op, Program, Schedule, existing, passes, since
 from penstock.schedule.lower import lower
-from penstock.schedule.lowered import LOOKAHEAD, WINDOW, Lowered, present
+from penstock.schedule.lowered import LOOKAHEAD, WINDOW, Lowered
 from penstock.schedule.machine import Machine
 from penstock.schedule.nodespec import node_specs
 from penstock.schedule.nodestate import Delay, NodeState
-from penstock.schedule.ops import OPS, PASSES
 from penstock.schedule.versions import RULES
 
 _LIMIT = 8
@@ -102,11 +100,10 @@ def check(schedule: Schedule, lookahead: int = LOOKAHEAD, window: int = WINDOW) 
         other.prove()
         books.absorb(other)
     facts = {
-        node: NodeFacts(s.peak_versions, s.peak_copies, s.peak_buffers, s.delay or Delay(0.0, 0.0))
+        node: NodeFacts(s.peak_versions, s.copies.peak, s.peak_buffers, s.delay or Delay(0.0, 0.0))
         for node, s in books.states.items()
     }
-    activations = tuple(Fraction(peak, books.scale) for peak in books.peak)
-    return Proof(lowered, facts, activations, steady_from)
+    return Proof(lowered, facts, books.activations.peaks(), steady_from)
 
 
 def _transient(schedule: Schedule) -> int:
@@ -147,15 +144,21 @@ class _Books:
     def __init__(self, schedule: Schedule, older: int) -> None:
         self.schedule = schedule
         self.programs = [Program(*(tuple(map(_always, part)) for part in p)) for p in schedule.programs]
-        self.states = {spec.node: NodeState(spec) for spec in node_specs(schedule, older)}
+        specs = node_specs(schedule, older)
+        self.states = {spec.node: NodeState(spec) for spec in specs}
+        self.activations = Activations(schedule)
+        # A node's books depend on its own passes only, and on the versions that microbatches were admitted with: so
+        # the nodes are played one after the other, those that admit first.
+        self.order = sorted((s.node for s in specs), key=lambda node: not self.states[node].spec.admits)
+        self.passes = {node: tuple(self._of_node(p, node) for p in self.programs[node.rank]) for node in self.order}
         self.admitted: dict[int, int] = {}
-        self.held = [0] * schedule.ranks
-        self.peak = [0] * schedule.ranks
-        self.scale, self.weight = activation_weights(schedule)
-        self.memory = {op: OPS[op].memory for op in (*PASSES, Op.OFFLOAD, Op.FETCH)}
-        # Versions are tagged on the rank that admits microbatches, so it is played first.
-        admitting = next((s.node.rank for s in (n.spec for n in self.states.values()) if s.admits), 0)
-        self.ranks = sorted(range(schedule.ranks), key=lambda rank: rank != admitting)
+        self.runs = len({s.node.cut for s in specs if s.share}) * schedule.slices  # forwards of a microbatch
+        self.run: dict[int, int] = {}  # how many of them an admitted microbatch has behind it
+
+    def _of_node(self, actions: Iterable[Action], node: Node) -> list[tuple[int, Action]]:
+        """What a node does, with the first batch in which each action exists."""
+        mine = [p for action in actions for p in passes(action) if p.node == node]
+        return [(since(p.unit, self.schedule.microbatches), p) for p in mine]
 
     def prove(self) -> int:
         """Play until the state at a border repeats; the batch from which it does."""
@@ -173,39 +176,39 @@ class _Books:
 
     def _play(self, t: int, epilogue: bool) -> None:
         m = self.schedule.microbatches
-        for rank in self.ranks:
-            for action in self.programs[rank][epilogue]:
-                exist = [p for p in action.parts or (action,) if present(p, t, m)]
-                for p in exist:
-                    self.states[p.node].apply(p, t, self.admitted)
-                self._count_activations(rank, exist)
+        for node in self.order:
+            state = self.states[node]
+            for begins, action in self.passes[node][epilogue]:
+                if t >= begins:
+                    state.apply(action, t, self.admitted)
+                    if self.admitted and action.op is Op.F:
+                        self._forget(range(action.unit.first + t * m, action.unit.first + t * m + action.unit.count))
+        for rank, program in enumerate(self.programs):
+            for action in program[epilogue]:
+                found = existing(action, t, m)
+                if found is not None:
+                    taken, freed = self.activations.change(found)
+                    self.activations.add(rank, taken)
+                    self.activations.add(rank, freed)
 
-    def _count_activations(self, rank: int, together: Sequence[Action]) -> None:
-        """What actions that run together take at their start, and free at their end."""
-        freed_later = 0
-        for action in together:
-            change = self.memory.get(action.op)
-            if change is not None:
-                taken, freed = change(action, self.schedule)
-                piece = action.unit.slice[1] if action.unit.slice else 1
-                amount = self.weight[action.node] * action.unit.count // piece
-                self.held[rank] += taken * amount
-                freed_later += freed * amount
-        self.peak[rank] = max(self.peak[rank], self.held[rank])
-        self.held[rank] += freed_later
+    def _forget(self, microbatches: Iterable[int]) -> None:
+        """Admissions are asked for by forwards only."""
+        for k in self.admitted.keys() & set(microbatches):
+            self.run[k] = self.run.get(k, 0) + 1
+            if self.run[k] == self.runs:
+                del self.admitted[k], self.run[k]
 
     def _state(self, t: int) -> object:
         """What is under way at the border before batch t."""
         k = t * self.schedule.microbatches
-        flying = {mb for s in self.states.values() for mb, _ in s.flights}
-        self.admitted = {mb: v for mb, v in self.admitted.items() if mb in flying}
-        return [s.state(t) for s in self.states.values()], sorted((mb - k, v - t) for mb, v in self.admitted.items())
+        admitted = sorted((mb - k, v - t, self.run.get(mb, 0)) for mb, v in self.admitted.items())
+        return [s.state(t) for s in self.states.values()], admitted
 
     def _twin(self) -> _Books:
         """Independent books in the same state."""
         twin = copy.copy(self)
         twin.states = {node: state.copy() for node, state in self.states.items()}
-        twin.admitted, twin.held, twin.peak = dict(self.admitted), list(self.held), list(self.peak)
+        twin.admitted, twin.run, twin.activations = dict(self.admitted), dict(self.run), self.activations.copy()
         return twin
 
     def drain(self, batches: int) -> None:
@@ -216,9 +219,9 @@ class _Books:
         for node, state in self.states.items():
             left = {
                 "microbatches in flight": sorted({k for k, _ in state.flights}),
+                "provisional versions": sorted(state.provisional),
                 "gradients of batches": sorted(state.gradients),
                 "derived copies": sorted(state.copies),
-                "provisional versions": sorted(state.provisional),
                 "gathered weights of version": [] if state.gathered is None else [state.gathered],
             }
             for what, items in left.items():
@@ -231,21 +234,12 @@ class _Books:
         for node, state in self.states.items():
             twin = other.states[node]
             state.peak_versions = max(state.peak_versions, twin.peak_versions)
-            state.peak_copies = max(state.peak_copies, twin.peak_copies)
+            state.copies.peak = max(state.copies.peak, twin.copies.peak)
             state.peak_buffers = max(state.peak_buffers, twin.peak_buffers)
             state.delay = state.delay or twin.delay
-        self.peak = [max(a, b) for a, b in zip(self.peak, other.peak, strict=True)]
+        self.activations.peak = [*map(max, self.activations.peak, other.activations.peak)]
 
 
 def _always(action: Action) -> Action:
     """An AVERAGE as if it stood in every period: it changes nothing, and must be in its place wherever it stands."""
     return action._replace(unit=action.unit._replace(every=1)) if action.unit.every > 1 else action
-
-
-def activation_weights(schedule: Schedule) -> tuple[int, dict[Node, int]]:
-    """Integer weights of one microbatch on each node, and the weight of one on a rank's whole share."""
-    chunks = {
-        node: sum(n.replica == node.replica and n.rank == node.rank for n in schedule.nodes) for node in schedule.nodes
-    }
-    scale = reduce(lcm, chunks.values(), 1) * schedule.slices
-    return scale, {node: scale // count for node, count in chunks.items()}

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import NamedTuple
 
 from penstock.errors import ScheduleError
@@ -83,6 +84,7 @@ def _check_structure(schedule: Schedule) -> None:
     for edge in schedule.edges:
         if edge.source not in held or edge.target not in held or edge.source == edge.target:
             raise ScheduleError(f"{name}: edge {edge.source}>{edge.target} does not join two cuts")
+    _check_segments(schedule, held)
     for rank, program in enumerate(schedule.programs):
         for actions, begun in ((program.period, 1), (program.epilogue, 0)):
             for action in actions:
@@ -96,6 +98,24 @@ def _check_structure(schedule: Schedule) -> None:
                     _check_unit(schedule, p, begun)
 
 
+def _check_segments(schedule: Schedule, held: set[int]) -> None:
+    """A segment is a chain: what one cut recomputes is all the input of the next."""
+    name, recomputed = schedule.name, schedule.recomputed
+    unknown = sorted({*schedule.frozen, *(c for s in schedule.segments for c in s)} - held)
+    if unknown:
+        raise ScheduleError(f"{name}: there is no cut {unknown[0]} to be frozen or in a segment")
+    twice = [cut for cut, n in Counter(c for s in schedule.segments for c in s).items() if n > 1]
+    if twice:
+        raise ScheduleError(f"{name}: cut {twice[0]} stands twice in segments")
+    for segment in schedule.segments:
+        without = [cut for cut in segment if cut not in recomputed]
+        if without:
+            raise ScheduleError(f"{name}: cut {without[0]} is in a segment, but does not recompute")
+        for before, cut in pairwise(segment):
+            if [edge.source for edge in schedule.predecessors[cut]] != [before]:
+                raise ScheduleError(f"{name}: in a segment cut {before} must be all that cut {cut} has its input from")
+
+
 def _check_unit(schedule: Schedule, action: Action, begun: int) -> None:
     """A unit lies within one batch that has begun (relative to the action's own: before `begun`)."""
     op, unit, m = action.op, action.unit, schedule.microbatches
@@ -106,7 +126,8 @@ def _check_unit(schedule: Schedule, action: Action, begun: int) -> None:
         raise ScheduleError(f"{where}: {op} works on {'microbatches' if unit.kind is Kind.BATCH else 'batches'}")
     if unit.every != 1 and (op is not Op.AVERAGE or unit.every < 1):
         raise ScheduleError(f"{where}: only an AVERAGE may be left out of some batches; every batch has its {op}")
-    if unit.count < 1 or (unit.slice is not None and unit.slice[1] != schedule.slices):
+    pieces = unit.slice[1] if unit.slice else 1
+    if unit.count < 1 or (op is not Op.PREDICT and unit.kind is not Kind.BATCH and pieces != schedule.slices):
         raise ScheduleError(f"{where}: a unit holds at least one microbatch, and all slices are of one size")
     size = 1 if unit.kind is Kind.BATCH else m
     if unit.first // size != (unit.first + unit.count - 1) // size:

@@ -15,6 +15,7 @@ Times, costs and tensors live elsewhere; this module is only the vocabulary (doc
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
@@ -58,8 +59,6 @@ class Payload(StrEnum):
     ACTIVATION = "activation"
     GRADIENT = "gradient"
     RECOMPUTE = "recompute"
-    CARRY = "carry"
-    CONTROL = "control"
 
 
 class Node(NamedTuple):
@@ -200,6 +199,12 @@ class Schedule:
         """k, the number of slices of a sequence; 1 where units are whole microbatches."""
         return max((a.unit.slice[1] for p in self.programs for a in p.period if a.unit.slice), default=1)
 
+    @cached_property
+    def chunks(self) -> dict[Node, int]:
+        """How many nodes of its direction (replica) the rank of each node holds: v of an interleaved placement."""
+        held = Counter((n.replica, n.rank) for n in self.nodes)
+        return {n: held[n.replica, n.rank] for n in self.nodes}
+
     def segment_before(self, cut: int) -> int | None:
         """The cut that hands recomputed activations to `cut`, or None where `cut` keeps its own input."""
         for segment in self.segments:
@@ -237,6 +242,26 @@ def passes(action: Action) -> tuple[Action, ...]:
     return action.parts or (action,)
 
 
+def since(unit: Unit, microbatches: int) -> int:
+    """The first batch in whose period (or at whose border, in an epilogue) a unit does not lie before the span."""
+    return -unit.first if unit.kind is Kind.BATCH else -(unit.first // microbatches)
+
+
+def existing(action: Action, batches: int, microbatches: int) -> Action | None:
+    """What of an action exists in the period (or epilogue) of batch `batches`; its numbers stay relative."""
+    unit = action.unit
+    if action.parts:
+        alive = tuple([p for p in action.parts if batches >= since(p.unit, microbatches)])
+        if len(alive) == len(action.parts):
+            return action
+        if len(alive) < 2:
+            return alive[0] if alive else None
+        return action._replace(node=alive[0].node, unit=alive[0].unit, parts=alive)
+    if batches < since(unit, microbatches) or (unit.every > 1 and (unit.first + batches + 1) % unit.every):
+        return None
+    return action
+
+
 def shift(action: Action, batches: int, microbatches: int, older: int = 0) -> Action | None:
     """The action as it stands in the period (or epilogue) of batch `batches`, or None where it vanishes.
 
@@ -247,18 +272,21 @@ def shift(action: Action, batches: int, microbatches: int, older: int = 0) -> Ac
         older: what a version before the span's first one means. A span begins with two base versions, the newest
             (number 0 here) and an older one: 0 again where both are the same weights, else -1.
     """
-    op, node, unit, reads, parts, peer, payload = action
-    if parts:
-        alive = tuple(p for p in (shift(part, batches, microbatches, older) for part in parts) if p is not None)
-        if len(alive) < 2:
-            return alive[0] if alive else None
-        return action._replace(node=alive[0].node, unit=alive[0].unit, parts=alive)
-    first = unit.first + (batches if unit.kind is Kind.BATCH else batches * microbatches)
-    if first < 0 or (unit.every > 1 and (first + 1) % unit.every):
+    found = existing(action, batches, microbatches)
+    if found is None:
         return None
+    if found.parts:
+        parts = tuple([_renumber(p, batches, microbatches, older) for p in found.parts])
+        return found._replace(unit=parts[0].unit, parts=parts)
+    return _renumber(found, batches, microbatches, older)
+
+
+def _renumber(action: Action, batches: int, microbatches: int, older: int) -> Action:
+    op, node, unit, reads, _, peer, payload = action
+    first = unit.first + (batches if unit.kind is Kind.BATCH else batches * microbatches)
     if reads is not None and (batches or min(reads.versions) < older):
         derive = reads.derive and Copy(reads.derive.label, reads.derive.first + batches * microbatches)
-        reads = WeightRef(tuple(max(v + batches, older) for v in reads.versions), derive)
+        reads = WeightRef(tuple([max(v + batches, older) for v in reads.versions]), derive)
     elif not batches:
         return action
     return Action(op, node, Unit(first, unit.count, unit.slice, unit.kind, unit.every), reads, (), peer, payload)

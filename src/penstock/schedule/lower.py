@@ -241,9 +241,8 @@ class _Placing:
             post = max(needed - ahead, latest[0] + 1)
             if post > needed:
                 raise ScheduleError(
-                    f"the {self.lane.payload} lane from rank {self.lane.source} to rank {self.lane.target} needs more "
-                    f"than {window} buffers: a message is sent too long before later ones that are used earlier; "
-                    "send in the order of use, or raise the window"
+                    f"{self.lane} needs more than {window} buffers: a message is sent too long before later ones that "
+                    "are used earlier; send in the order of use, or raise the window"
                 )
             heapq.heappushpop(latest, position)
             posts.append(post)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from penstock.schedule.ir import Action, Kind, Node, Payload, Schedule
+from penstock.schedule.ir import Action, Node, Payload, Schedule
 
 LOOKAHEAD = 2
 WINDOW = 2
@@ -93,13 +93,3 @@ class Lowered:
     def lanes(self) -> tuple[LaneKey, ...]:
         """Every lane in use, in a fixed order."""
         return tuple(sorted({route.lane for route in self.routes}))
-
-
-def present(action: Action, t: int, microbatches: int) -> bool:
-    """Whether an action exists in the period (or epilogue) of batch t, or lies before the span."""
-    unit = action.unit
-    if action.parts:
-        return any(present(part, t, microbatches) for part in action.parts)
-    if unit.kind is Kind.BATCH:
-        return unit.first + t >= 0 and not (unit.every > 1 and (unit.first + t + 1) % unit.every)
-    return unit.first + t * microbatches >= 0

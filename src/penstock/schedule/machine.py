@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from penstock.errors import ScheduleError
-from penstock.schedule.ir import Action, Kind, Node, Op, format_unit
+from penstock.schedule.collectives import Collectives, is_collective
+from penstock.schedule.ir import Action, Kind, Op, existing, format_unit
 from penstock.schedule.lowered import Instruction, Lowered, LoweredProgram, Message
-from penstock.schedule.ops import OPS, Lane
 
 Observer = Callable[[int, Action, int, float, float], None]
 """Called as (rank, action with relative numbers, batch they are relative to, start, end)."""
@@ -77,18 +77,14 @@ class Machine:
         self._lane_of_route = [lane_index[route.lane] for route in lowered.routes]
         # Per rank: what is posted before the first period, a period that another one follows, the last, the epilogue.
         self._codes = [self._variants(program) for program in lowered.programs]
-        self._collects = any(_is_collective(i.action) for program in lowered.programs for i in program.period)
+        self._collects = any(is_collective(i.action) for program in lowered.programs for i in program.period)
         self._duration = duration
-        self._group = _collective_groups(lowered)
         ranks = lowered.schedule.ranks
         self.clock = [0.0] * ranks
         self._queues: list[deque[_Segment]] = [deque() for _ in range(ranks)]
         self._lanes = [_LaneState() for _ in lowered.lanes]
         self._arrived: list[dict[Message, float]] = [{} for _ in range(ranks)]
-        self._collectives: dict[tuple[Op, Node, int], dict[Node, float]] = {}  # issued by some of the group
-        self._collective_free: dict[tuple[Op, Node], float] = {}  # a lane per group and operation
-        self._node_ready: dict[Node, float] = {}
-        self._reduced: dict[tuple[Node, int], float | None] = {}
+        self._collectives = Collectives(lowered, duration)
 
     def _variants(self, program: LoweredProgram) -> tuple[Sequence[Instruction], ...]:
         period: Sequence[Instruction] = program.period
@@ -171,17 +167,18 @@ class Machine:
                     if unit[4] > 1 and (first + 1) % unit[4]:
                         continue
                 if parts:
-                    existing = _existing(action, offset)
-                    if existing is None:
+                    found = existing(action, t, self._m)
+                    if found is None:
                         continue
-                    if existing is not action:
-                        action, needs = existing, tuple([k for k in needs if k.first + offset >= 0])
+                    if found is not action:
+                        action, needs = found, tuple([k for k in needs if k.first + offset >= 0])
                 elif first < 0:
                     continue
                 if self._collects:
-                    if self._collective(rank, action, t, first, woken):
+                    if is_collective(action):
+                        self._issue(rank, action, t, first, woken)
                         continue
-                    if not self._joined(action, first):
+                    if not self._collectives.joined(action, first):
                         break
                 start = clock[rank]
                 if needs:
@@ -190,7 +187,7 @@ class Machine:
                         break
                     start = max(start, ready)
                 if self._collects:
-                    start = max(start, self._collectives_done(action, first))
+                    start = max(start, self._collectives.done(action, first))
                 end = clock[rank] = start + duration(action)
                 if observer is not None:
                     observer(rank, action, t, start, end)
@@ -199,6 +196,13 @@ class Machine:
                 continue
             segment.place = place
             return
+
+    def _issue(self, rank: int, action: Action, t: int, batch: int, woken: set[int]) -> None:
+        """Issue a collective, which blocks nobody; if it was the last member's, it has its time now."""
+        for node, start, end in self._collectives.issue(rank, action, batch, self.clock[rank]):
+            woken.add(node.rank)
+            if self.observer is not None:
+                self.observer(node.rank, action._replace(node=node), t, start, end)
 
     @staticmethod
     def _take(arrived: dict[Message, float], needs: tuple[Message, ...], offset: int) -> float | None:
@@ -246,8 +250,8 @@ class Machine:
         route = self.lowered.routes[wanted.route]
         if sent != wanted:
             raise ScheduleError(
-                f"on the {route.payload} lane from rank {route.source.rank} to rank {route.target.rank}, microbatch "
-                f"{sent.first} is sent where microbatch {wanted.first} is expected: both ends must use one order"
+                f"on {route.lane}, microbatch {sent.first} is sent where microbatch {wanted.first} is expected: both "
+                "ends must use one order"
             )
         time = max(posted, ready) + self.latency
         lane.completed += 1
@@ -256,44 +260,6 @@ class Machine:
             lane.recent.popleft()
         self._arrived[route.target.rank][wanted] = time
         woken.update((route.source.rank, route.target.rank))
-
-    # --- collectives ------------------------------------------------------------------------------------------------
-
-    def _collective(self, rank: int, action: Action, t: int, first: int, woken: set[int]) -> bool:
-        """Issue a collective, if the action is one; it begins when all members have issued it and blocks nobody."""
-        if not _is_collective(action):
-            return False
-        group = self._group[action.node] if action.op is Op.REDUCE else (action.node,)
-        key = (action.op, group[0], first)
-        issued = self._collectives.setdefault(key, {})
-        issued[action.node] = self.clock[rank]
-        if action.op is Op.REDUCE:
-            self._reduced[action.node, first] = None
-        if len(issued) < len(group):
-            return True
-        lane = (action.op, group[0])
-        start = max(self._collective_free.get(lane, 0.0), *issued.values())
-        end = self._collective_free[lane] = start + self._duration(action)
-        for node in group:
-            if action.op is Op.REDUCE:
-                self._reduced[node, first] = end
-            else:
-                self._node_ready[node] = max(self._node_ready.get(node, 0.0), end)
-            woken.add(node.rank)
-            if self.observer is not None:
-                self.observer(node.rank, action._replace(node=node), t, start, end)
-        del self._collectives[key]
-        return True
-
-    def _joined(self, action: Action, first: int) -> bool:
-        """Whether every rank has joined the reduction that a STEP waits for."""
-        return action.op is not Op.STEP or self._reduced.get((action.node, first), 0.0) is not None
-
-    def _collectives_done(self, action: Action, first: int) -> float:
-        """When the collectives that an action waits for are done."""
-        if action.op is Op.STEP:
-            return self._reduced.pop((action.node, first), None) or 0.0
-        return max(self._node_ready.get(p.node, 0.0) for p in action.parts or (action,))
 
     # --- looking at it ----------------------------------------------------------------------------------------------
 
@@ -304,9 +270,7 @@ class Machine:
         twin._queues = [deque(_Segment(s.instructions, s.t, s.place) for s in queue) for queue in self._queues]
         twin._lanes = copy.deepcopy(self._lanes)
         twin._arrived = [dict(a) for a in self._arrived]
-        twin._collectives = {key: dict(issued) for key, issued in self._collectives.items()}
-        twin._collective_free = dict(self._collective_free)
-        twin._node_ready, twin._reduced = dict(self._node_ready), dict(self._reduced)
+        twin._collectives = self._collectives.copy()
         return twin
 
     def state(self, batches: int) -> object:
@@ -320,12 +284,8 @@ class Machine:
             (relative(m for m, _ in lane.sends), relative(m for m, _ in lane.recvs), lane.sent - lane.completed)
             for lane in self._lanes
         )
-        collectives = tuple(
-            sorted((op, node, first - batches, tuple(sorted(i))) for (op, node, first), i in self._collectives.items())
-        )
-        reduced = tuple(sorted((node, first - batches, end is None) for (node, first), end in self._reduced.items()))
         rest = tuple(tuple((s.t - batches, s.place) for s in queue) for queue in self._queues)
-        return lanes, tuple(relative(sorted(a)) for a in self._arrived), collectives, reduced, rest
+        return lanes, tuple(relative(sorted(a)) for a in self._arrived), self._collectives.state(batches), rest
 
     def _why(self, rank: int, segment: _Segment) -> Blocked:
         """The reason why a rank cannot go on."""
@@ -345,27 +305,8 @@ class Machine:
         return Blocked(rank, absolute, "a reduction that other ranks have not joined")
 
 
-def _existing(action: Action, offset: int) -> Action | None:
-    """What of a fused action exists where microbatches are counted from `offset`; its numbers stay relative."""
-    parts = tuple([p for p in action.parts if p.unit.first + offset >= 0])
-    if len(parts) == len(action.parts):
-        return action
-    if len(parts) < 2:
-        return parts[0] if parts else None
-    return action._replace(node=parts[0].node, unit=parts[0].unit, parts=parts)
-
-
 def _interacts(instruction: Instruction) -> bool:
     return bool(instruction.route >= 0 or instruction.needs or instruction.action.unit.kind is Kind.BATCH)
-
-
-def _is_collective(action: Action) -> bool:
-    return not action.parts and OPS[action.op].lane is Lane.COLLECTIVE
-
-
-def _collective_groups(lowered: Lowered) -> dict[Node, tuple[Node, ...]]:
-    nodes = lowered.schedule.nodes
-    return {node: tuple(n for n in nodes if n.cut == node.cut) for node in nodes}
 
 
 def _deadlock_text(blocked: list[Blocked]) -> str:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+from penstock.errors import ScheduleError
 from penstock.schedule.ir import Action, Copy, Node, Op, Schedule, passes
 from penstock.schedule.upcoming import Forwards, forwards_of
-from penstock.schedule.versions import RULES, VersionRule
+from penstock.schedule.versions import RULES, Source, VersionRule
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,8 @@ def node_specs(schedule: Schedule, older: int) -> list[NodeSpec]:
             for p in passes(action):
                 actions[p.node].append(p)
     forwards = forwards_of(schedule)
+    for here in actions.values():
+        _check_labels(here, RULES[schedule.rule])
     first = min((n.cut for n, here in actions.items() if any(a.op is Op.STEP for a in here)), default=0)
     return [
         NodeSpec(
@@ -61,6 +64,26 @@ def node_specs(schedule: Schedule, older: int) -> list[NodeSpec]:
         )
         for node, here in actions.items()
     ]
+
+
+def _check_labels(actions: list[Action], rule: VersionRule) -> None:
+    """Forwards and backwards have predictions of their own, so no label may serve both.
+
+    Raises:
+        ScheduleError: one does.
+    """
+    if not rule.forward is rule.backward is Source.COPY:
+        return
+    forward, backward = (
+        {a.reads.derive.label for a in actions if a.op in ops and a.reads is not None and a.reads.derive is not None}
+        for ops in ((Op.F,), (Op.B, Op.I, Op.W))
+    )
+    if forward & backward:
+        where = f"node {actions[0].node.name} on rank {actions[0].node.rank}"
+        raise ScheduleError(
+            f"{where}: forwards and backwards read copies of one label, {min(forward & backward)!r}; each pass has a "
+            "prediction of its own"
+        )
 
 
 def _copy_uses(actions: list[Action], microbatches: int) -> Counter[Copy]:

@@ -10,22 +10,11 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from penstock.errors import ScheduleError
+from penstock.schedule.copies import Copies
+from penstock.schedule.flights import BooksError, Flights, Piece
 from penstock.schedule.ir import Action, Copy, Op, shift
 from penstock.schedule.nodespec import NodeSpec
 from penstock.schedule.versions import Source, Update
-
-Piece = tuple[int, int]
-"""(microbatch, slice)."""
-
-
-class Flight(NamedTuple):
-    """A microbatch (slice) between its forward and its backward."""
-
-    versions: tuple[int, ...]
-    derive: Copy | None = None
-    recomputed: bool = False
-    offloaded: bool = False
-    input_done: bool = False  # I has run, W is still to come
 
 
 @dataclass
@@ -60,20 +49,20 @@ class NodeState:
     newest: int = 0
     versions: set[int] = field(default_factory=set)
     provisional: set[int] = field(default_factory=set)
-    flights: dict[Piece, Flight] = field(default_factory=dict)
+    flights: Flights = field(default_factory=Flights)
     gradients: dict[int, Gradient] = field(default_factory=dict)
-    copies: dict[Copy, tuple[int, tuple[int, ...]]] = field(default_factory=dict)  # reads left, versions made of
+    copies: Copies = field(init=False)
     gathered: int | None = None
     forwards: int = 0
     newest_read: bool = False
     rotated: bool = False
     draining: int | None = None
     peak_versions: int = 0
-    peak_copies: int = 0
     peak_buffers: int = 0
     delay: Delay | None = None
 
     def __post_init__(self) -> None:
+        self.copies = Copies(self.spec.copy_uses, self.spec.microbatches)
         if not self.versions:
             self.versions = {self.spec.older, 0}
             self.forwards = self.spec.forwards.settled(0)
@@ -81,29 +70,25 @@ class NodeState:
 
     def copy(self) -> NodeState:
         """An independent twin."""
-        return replace(
+        twin = replace(
             self,
             versions=set(self.versions),
             provisional=set(self.provisional),
-            flights=dict(self.flights),
+            flights=self.flights.copy(),
             gradients={b: replace(g) for b, g in self.gradients.items()},
-            copies=dict(self.copies),
         )
+        twin.copies = self.copies.copy()
+        return twin
 
     def state(self, t: int) -> object:
         """The books with all numbers relative to batch t."""
         if not self.spec.share:
             return None
-        k = t * self.spec.microbatches
-        flights = sorted(
-            (mb - k, piece, tuple(v - t for v in f.versions), f.derive and (f.derive.label, f.derive.first - k), f[2:])
-            for (mb, piece), f in self.flights.items()
-        )
         gradients = sorted(
             (b - t, g.remaining, g.forward - t * (self.spec.share - g.remaining), g.reduced)
             for b, g in self.gradients.items()
         )
-        copies = sorted((c.label, c.first - k, n, [v - t for v in made]) for c, (n, made) in self.copies.items())
+        flights, copies = self.flights.state(t, self.spec.microbatches), self.copies.state(t)
         versions = sorted(v - t for v in self.versions), sorted(v - t for v in self.provisional), self.newest - t
         gathered = None if self.gathered is None else self.gathered - t
         place = self.forwards - t * len(self.spec.forwards.period)
@@ -127,22 +112,25 @@ class NodeState:
         Raises:
             ScheduleError: the action breaks the version rule or the life of a version, activation or gradient.
         """
-        op, reads = action.op, action.reads
-        if op is Op.F or op is Op.B or op is Op.I or op is Op.W or op is Op.R:
-            if not self.spec.share:
-                return  # evaluation or frozen weights: one version for ever, and nothing left behind
-            self._pass(action, t, admitted)
-            if reads is not None and reads.derive is not None:
-                self._use_copy(Copy(reads.derive.label, reads.derive.first + t * self.spec.microbatches))
-        else:
-            self._manage(action, t)
+        op = action.op
+        try:
+            if op is Op.F or op is Op.B or op is Op.I or op is Op.W or op is Op.R:
+                if not self.spec.share:
+                    return  # evaluation or frozen weights: one version for ever, and nothing left behind
+                self._pass(action, t, admitted)
+            else:
+                self._manage(action, t)
+        except BooksError as error:
+            absolute = shift(action, t, self.spec.microbatches, self.spec.older) or action
+            where = f"on rank {self.spec.node.rank}, rule {self.spec.rule.name!r}"
+            raise ScheduleError(f"{absolute} {where}: {error}") from None
         self._drop_dead()
         self._count()
 
     def _pass(self, action: Action, t: int, admitted: dict[int, int]) -> None:
         op, _, unit, reads, *_ = action
         if reads is None:
-            raise self._error(action, t, "names no version of the weights")
+            raise BooksError("names no version of the weights")
         spec, m = self.spec, self.spec.microbatches
         versions = tuple([max(v + t, spec.older) for v in reads.versions])
         derive = reads.derive and Copy(reads.derive.label, reads.derive.first + t * m)
@@ -150,149 +138,135 @@ class NodeState:
         source = spec.rule.forward if op is Op.F else spec.rule.recompute if op is Op.R else spec.rule.backward
         for k in range(unit.first + t * m, unit.first + t * m + unit.count):
             key = (k, piece)
-            if op is not Op.F and key not in self.flights:
-                raise self._error(action, t, "has no forward in flight on this node")
-            self._check_rule(action, t, source, key, (versions, derive), admitted)
+            if op is not Op.F:
+                _ = self.flights[key]
+            self._check_rule(source, key, versions, derive, admitted)
             if op is Op.F:
-                self.flights[key] = Flight(versions, derive)
+                self.flights.begin(key, versions, derive)
                 if spec.admits and source is Source.ADMISSION:
                     admitted[k] = versions[0]
             elif op is Op.R:
-                self._recompute(action, t, key)
+                self.flights.recompute(key)
             else:
-                self._backward(action, t, key, versions)
-        self._check_life(action, t, versions, derive)
+                self._backward(op, key, versions)
+        if derive is not None:
+            self.copies.read(derive, versions)
+        else:
+            self._check_life(op, versions)
         if op is Op.F:
             self.forwards = spec.forwards.settled(self.forwards + 1, self.draining)
 
     def _check_rule(
-        self,
-        action: Action,
-        t: int,
-        source: Source,
-        key: Piece,
-        reads: tuple[tuple[int, ...], Copy | None],
-        admitted: dict[int, int],
+        self, source: Source, key: Piece, versions: tuple[int, ...], derive: Copy | None, admitted: dict[int, int]
     ) -> None:
         """A pass must read what the rule names."""
+        spec = self.spec
+        batch = key[0] // spec.microbatches
         if source is Source.FORWARD:
-            if reads != self.flights[key][:2]:
-                wanted = ",".join(map(str, self.flights[key].versions))
-                raise self._error(action, t, f"must read version {wanted}, as its forward did")
+            flight = self.flights[key]
+            if (versions, derive) != flight[:2]:
+                raise BooksError(f"must read version {','.join(map(str, flight.versions))}, as its forward did")
             return
         if source is Source.COPY:
-            if reads[1] is None:
-                raise self._error(action, t, "must read a copy that a PREDICT made")
+            if derive is None:
+                raise BooksError("must read a copy that a PREDICT made")
+            own = derive.first == key[0] if spec.rule.keeps_forward else derive.first // spec.microbatches == batch
+            if not own:
+                whose = "microbatch" if spec.rule.keeps_forward else "batch"
+                raise BooksError(f"reads copy {derive.label}{derive.first}, which was made for another {whose}")
             return
-        batch = key[0] // self.spec.microbatches
         if source is Source.BATCH:
-            wanted_version = batch
+            wanted = batch
         elif source is Source.PREVIOUS:
-            wanted_version = max(batch - 1, self.spec.older)
-        elif source is Source.NEWEST or self.spec.admits:
-            wanted_version = self.newest
+            wanted = max(batch - 1, spec.older)
+        elif source is Source.NEWEST or spec.admits:
+            wanted = self.newest
         else:
             if key[0] not in admitted:
-                raise self._error(action, t, "runs before its microbatch was admitted by the first trained cut")
-            wanted_version = admitted[key[0]]
-        if reads != ((wanted_version,), None):
-            raise self._error(action, t, f"must read version {wanted_version}")
+                raise BooksError("runs before its microbatch was admitted by the first trained cut")
+            wanted = admitted[key[0]]
+        if versions != (wanted,) or derive is not None:
+            raise BooksError(f"must read version {wanted}")
 
-    def _check_life(self, action: Action, t: int, versions: tuple[int, ...], derive: Copy | None) -> None:
+    def _check_life(self, op: Op, versions: tuple[int, ...]) -> None:
         """What is read must be alive."""
-        if derive is not None:
-            if derive not in self.copies:
-                text = f"reads copy {derive.label}{derive.first}, which no PREDICT has made or which is already dropped"
-                raise self._error(action, t, text)
-            if self.copies[derive][1] != versions:
-                raise self._error(action, t, f"copy {derive.label}{derive.first} was made of other versions")
-            return
         for version in versions:
             if version not in self.versions:
                 why = "is not born yet" if version > self.newest else "no longer exists"
-                raise self._error(action, t, f"reads version {version}, which {why}")
-            if version in self.provisional and action.op is not Op.F:
-                raise self._error(action, t, f"reads version {version} before VALIDATE has decided it")
+                raise BooksError(f"reads version {version}, which {why}")
+            if version in self.provisional and op is not Op.F:
+                raise BooksError(f"reads version {version} before VALIDATE has decided it")
         if self.spec.sharded and versions != (self.gathered,):
-            raise self._error(action, t, f"reads version {versions[0]}, which is not gathered")
+            raise BooksError(f"reads version {versions[0]}, which is not gathered")
         if self.newest in versions:
             self.newest_read = True
 
-    def _recompute(self, action: Action, t: int, key: Piece) -> None:
-        if self.flights[key].recomputed or self.flights[key].offloaded:
-            raise self._error(action, t, "has been recomputed already, or its input is offloaded")
-        self.flights[key] = self.flights[key]._replace(recomputed=True)
-
-    def _backward(self, action: Action, t: int, key: Piece, versions: tuple[int, ...]) -> None:
-        flight = self.flights[key]
-        if flight.offloaded or (self.spec.recomputed and not flight.recomputed):
-            raise self._error(action, t, "needs activations that are offloaded or not recomputed yet")
-        if flight.input_done != (action.op is Op.W):
-            raise self._error(action, t, "does not fit: I comes before W, and B stands for both")
-        if action.op is Op.I:
-            self.flights[key] = flight._replace(input_done=True)
+    def _backward(self, op: Op, key: Piece, versions: tuple[int, ...]) -> None:
+        flight = self.flights.backward(key, op, self.spec.recomputed)
+        if flight is None:
             return
         batch = key[0] // self.spec.microbatches
         if batch not in self.gradients:
-            self._allocate(action, t, batch)
+            self._allocate(batch)
         gradient = self.gradients[batch]
         gradient.remaining -= 1
         gradient.forward += flight.versions[0]
         gradient.backward += versions[0]
-        del self.flights[key]
 
     # --- updates and the rest ---------------------------------------------------------------------------------------
 
     def _manage(self, action: Action, t: int) -> None:
         op, batch = action.op, action.unit.first + t
         if op is Op.STEP:
-            self._step(action, t, batch)
+            self._step(batch)
         elif op is Op.REDUCE:
-            self._complete_gradient(action, t, batch).reduced = True
+            self._complete_gradient(batch).reduced = True
         elif op is Op.VALIDATE:
             if batch + 1 not in self.provisional:
-                raise self._error(action, t, f"version {batch + 1} is not provisional")
+                raise BooksError(f"version {batch + 1} is not provisional")
             self.provisional.discard(batch + 1)
+            del self.gradients[batch]  # kept until here, for an update that may have to be done again
         elif op is Op.PREDICT:
             self._predict(action, t)
         elif op is Op.AVERAGE:
             if self.newest_read or batch >= self.newest:
-                raise self._error(action, t, "must stand between a STEP and the next read of what it bore")
+                raise BooksError("must stand between a STEP and the next read of what it bore")
         elif op is Op.GATHER:
             if self.gathered is not None or action.reads is None:
-                raise self._error(action, t, "names no version, or another one is still gathered")
+                raise BooksError("names no version, or another one is still gathered")
             self.gathered = max(action.reads.versions[0] + t, self.spec.older)
-            self._check_life(action, t, (self.gathered,), None)
+            self._check_life(op, (self.gathered,))
         elif op is Op.RELEASE:
             if self.gathered is None:
-                raise self._error(action, t, "nothing is gathered")
+                raise BooksError("nothing is gathered")
             self.gathered = None
         elif op in (Op.OFFLOAD, Op.FETCH):
-            self._move(action, t)
+            piece = action.unit.slice[0] if action.unit.slice else 0
+            for k in action.unit.microbatches:
+                self.flights.move((k + t * self.spec.microbatches, piece), away=op is Op.OFFLOAD)
 
-    def _complete_gradient(self, action: Action, t: int, batch: int) -> Gradient:
+    def _complete_gradient(self, batch: int) -> Gradient:
         gradient = self.gradients.get(batch)
         left = self.spec.share if gradient is None else gradient.remaining
         if gradient is None or left:
-            raise self._error(action, t, f"stands before {left} of batch {batch}'s backwards on this node")
+            raise BooksError(f"stands before {left} of batch {batch}'s backwards on this node")
         return gradient
 
-    def _step(self, action: Action, t: int, batch: int) -> None:
-        gradient, rule = self._complete_gradient(action, t, batch), self.spec.rule
+    def _step(self, batch: int) -> None:
+        gradient, rule = self._complete_gradient(batch), self.spec.rule
         if self.spec.shared and not gradient.reduced:
-            raise self._error(action, t, "needs the REDUCE of its batch first")
+            raise BooksError("needs the REDUCE of its batch first")
         if self.newest != batch or batch in self.provisional:
-            raise self._error(action, t, f"starts from version {batch}, but the newest valid one is another")
-        reader = None
-        if rule.pins:
-            reader = next((k for (k, _), flight in self.flights.items() if batch in flight.versions), None)
+            raise BooksError(f"starts from version {batch}, but the newest valid one is another")
+        reader = self.flights.reader(batch) if rule.pins else None
         if rule.update is Update.IN_PLACE and reader is not None:
-            raise self._error(action, t, f"overwrites version {batch}, which microbatch {reader} in flight still reads")
+            raise BooksError(f"overwrites version {batch}, which microbatch {reader} in flight still reads")
         free = rule.update is Update.COPY_ON_WRITE and reader is None and self._oldest_read() > batch
-        self.rotated = not (rule.update is Update.IN_PLACE or free)
-        if not self.rotated:
+        if rule.update is Update.IN_PLACE or free:
             self.versions.discard(batch)
-        del self.gradients[batch]
+        self.rotated = rule.update is Update.ROTATE or (rule.update is Update.COPY_ON_WRITE and not free)
+        if rule.update is not Update.APART:
+            del self.gradients[batch]
         self.newest = batch + 1
         self.newest_read = False
         self.versions.add(self.newest)
@@ -302,45 +276,22 @@ class NodeState:
             self.delay = Delay(*(batch - total / self.spec.share for total in (gradient.forward, gradient.backward)))
 
     def _predict(self, action: Action, t: int) -> None:
+        """A copy is made of the newest version, or blends it with the one that its microbatch's forward read."""
         reads, spec = action.reads, self.spec
         if reads is None or reads.derive is None:
-            raise self._error(action, t, "must bear a copy of its own, as in PREDICT0^t~p0")
-        copy = Copy(reads.derive.label, reads.derive.first + t * spec.microbatches)
-        uses = spec.copy_uses.get(Copy(copy.label, copy.first % spec.microbatches), 0)
-        if not uses or copy in self.copies:
-            raise self._error(action, t, "bears a copy that nobody reads or that exists already")
+            raise BooksError("must bear a copy of its own, as in PREDICT0^t~p0")
         versions = tuple(max(v + t, spec.older) for v in reads.versions)
-        self._check_life(action, t, versions, None)
-        self._check_prediction(action, t, versions)
-        self.copies[copy] = uses, versions
-        self.peak_copies = max(self.peak_copies, len(self.copies))
-
-    def _check_prediction(self, action: Action, t: int, versions: tuple[int, ...]) -> None:
-        """A copy is made of the newest version, or blends it with the one that its microbatch's forward read."""
+        copy = Copy(reads.derive.label, reads.derive.first + t * spec.microbatches)
+        self.copies.bear(copy, versions)
+        self._check_life(action.op, versions)
         wanted: tuple[int, ...] = (self.newest,)
-        if self.spec.rule.keeps_forward:
+        if spec.rule.keeps_forward:
             piece = action.unit.slice[0] if action.unit.slice else 0
-            flight = self.flights.get((action.unit.first + t * self.spec.microbatches, piece))
-            if flight is None:
-                raise self._error(action, t, "has no forward in flight on this node")
-            wanted = (*flight.versions, self.newest)
+            wanted = (*self.flights[action.unit.first + t * spec.microbatches, piece].versions, self.newest)
         if versions != wanted:
-            text = ",".join(map(str, wanted))
-            raise self._error(action, t, f"must be made of version {text}, not {','.join(map(str, versions))}")
-
-    def _use_copy(self, copy: Copy) -> None:
-        left, versions = self.copies.pop(copy)
-        if left > 1:
-            self.copies[copy] = left - 1, versions
-
-    def _move(self, action: Action, t: int) -> None:
-        first = action.unit.first + t * self.spec.microbatches
-        for k in range(first, first + action.unit.count):
-            key = (k, action.unit.slice[0] if action.unit.slice else 0)
-            flight, away = self.flights.get(key), action.op is Op.OFFLOAD
-            if flight is None or flight.offloaded == away:
-                raise self._error(action, t, "its activations are not in flight, or are already there")
-            self.flights[key] = flight._replace(offloaded=away)
+            raise BooksError(
+                f"must be made of version {','.join(map(str, wanted))}, not {','.join(map(str, versions))}"
+            )
 
     # --- buffers ----------------------------------------------------------------------------------------------------
 
@@ -358,19 +309,17 @@ class NodeState:
         """Forget versions that no forward to come, no backward in flight and no update will read."""
         floor = min(self.newest, self._oldest_read(), *(v - 1 for v in self.provisional))
         if min(self.versions) < floor:
-            held = {v for f in self.flights.values() for v in f.versions} if self.spec.rule.pins else set()
+            held = self.flights.versions() if self.spec.rule.pins else set()
             self.versions = {v for v in self.versions if v >= floor or v in held}
 
-    def _allocate(self, action: Action, t: int, batch: int) -> None:
+    def _allocate(self, batch: int) -> None:
         """Take a buffer for a new gradient."""
         used, limit = len(self.versions) + len(self.gradients), self.spec.rule.buffers
         if limit is not None and used >= limit:
-            raise self._error(
-                action,
-                t,
+            raise BooksError(
                 f"needs a buffer for the gradient of batch {batch}, but all {limit} are in use: versions "
                 f"{sorted(self.versions)}, gradients of batches {sorted(self.gradients)}. One would be overwritten too "
-                "early; more microbatches per batch help",
+                "early; more microbatches per batch help"
             )
         self.gradients[batch] = Gradient(self.spec.share)
         self._count()
@@ -378,7 +327,3 @@ class NodeState:
     def _count(self) -> None:
         self.peak_versions = max(self.peak_versions, len(self.versions))
         self.peak_buffers = max(self.peak_buffers, len(self.versions) + len(self.gradients))
-
-    def _error(self, action: Action, t: int, what: str) -> ScheduleError:
-        absolute = shift(action, t, self.spec.microbatches, self.spec.older) or action
-        return ScheduleError(f"{absolute} on rank {self.spec.node.rank}, rule {self.spec.rule.name!r}: {what}")

@@ -104,12 +104,21 @@ def _forward_memory(action: Action, schedule: Schedule) -> tuple[int, int]:
     return (0, 0) if recomputes(schedule, action) else (1, 0)
 
 
+def _offload_memory(action: Action, schedule: Schedule) -> tuple[int, int]:
+    """Of a microbatch that will be recomputed only the input is there to be moved."""
+    return (0, 0) if recomputes(schedule, action) else (0, -1)
+
+
+def _fetch_memory(action: Action, schedule: Schedule) -> tuple[int, int]:
+    return (0, 0) if recomputes(schedule, action) else (1, 0)
+
+
 def _none(_action: Action, _schedule: Schedule | None = None) -> Iterator[Fact]:
     return iter(())
 
 
-def _plain(lane: Lane, start: int = 0, end: int = 0) -> OpSpec:
-    return OpSpec(lane, _none, _none, lambda _a, _s: (start, end))
+def _plain(lane: Lane) -> OpSpec:
+    return OpSpec(lane, _none, _none, lambda _a, _s: (0, 0))
 
 
 OPS: Mapping[Op, OpSpec] = MappingProxyType(
@@ -126,8 +135,8 @@ OPS: Mapping[Op, OpSpec] = MappingProxyType(
         Op.AVERAGE: _plain(Lane.COLLECTIVE),
         Op.GATHER: _plain(Lane.COLLECTIVE),
         Op.RELEASE: _plain(Lane.COMPUTE),
-        Op.OFFLOAD: _plain(Lane.COPY, 0, -1),
-        Op.FETCH: _plain(Lane.COPY, 1, 0),
+        Op.OFFLOAD: OpSpec(Lane.COPY, _none, _none, _offload_memory),
+        Op.FETCH: OpSpec(Lane.COPY, _none, _none, _fetch_memory),
         Op.SEND: _plain(Lane.TRANSFER),
         Op.RECV: _plain(Lane.TRANSFER),
     }
@@ -135,14 +144,6 @@ OPS: Mapping[Op, OpSpec] = MappingProxyType(
 
 PASSES: frozenset[Op] = frozenset({Op.F, Op.B, Op.I, Op.W, Op.R})
 """Operations on microbatches that read weights."""
-
-
-def needs(action: Action, schedule: Schedule) -> list[Fact]:
-    """The facts an action waits for; those that a fused action makes itself are left out."""
-    if not action.parts:
-        return list(OPS[action.op].needs(action, schedule))
-    own = set(gives(action))
-    return [fact for part in action.parts for fact in OPS[part.op].needs(part, schedule) if fact not in own]
 
 
 def gives(action: Action) -> list[Fact]:

@@ -44,6 +44,7 @@ class Update(StrEnum):
     IN_PLACE = "in place"  # over the version it starts from
     COPY_ON_WRITE = "copy on write"  # in place, unless something still reads the version it starts from
     ROTATE = "rotate"  # into the buffer of its gradient; the version it starts from stays
+    APART = "apart"  # into a third buffer; version and gradient stay until the update is valid, to do it again if not
 
 
 @dataclass(frozen=True)
@@ -149,7 +150,7 @@ _RULES = (
         forward=Source.BATCH,
         backward=Source.FORWARD,
         step=Placing.END,
-        update=Update.ROTATE,
+        update=Update.APART,
         buffers=3,
         provisional=True,
     ),

@@ -62,10 +62,20 @@ class Costs:
         latency: float = 0.0,
         step: float = 0.0,
     ) -> Costs:
-        """The same times for every rank's whole share; a rank with v cuts of a pipeline spends 1/v on each."""
-        share = cuts_per_rank(schedule)
-        stage = StageCost(forward / share, backward_input / share, backward_weight / share, step / share)
-        return cls((stage,) * schedule.cuts, latency)
+        """The same times for every rank's whole share; a rank with v cuts of a pipeline spends 1/v on each.
+
+        Raises:
+            ConfigError: a cut is held by ranks with different numbers of cuts, so that it has no one time.
+        """
+        shares = [{schedule.chunks[n] for n in schedule.nodes if n.cut == cut} for cut in range(schedule.cuts)]
+        unclear = [cut for cut, found in enumerate(shares) if len(found) > 1]
+        if unclear:
+            raise ConfigError(
+                f"the ranks that hold cut {unclear[0]} hold different numbers of cuts, so it has no one time; give "
+                "every stage its own"
+            )
+        times = (forward, backward_input, backward_weight, step)
+        return cls(tuple(StageCost(*(time / v for time in times)) for (v,) in shares), latency)
 
     def duration(self, action: Action) -> float:
         """Time an action occupies its lane."""
@@ -88,13 +98,6 @@ class Costs:
                 return self.collective
             case _:
                 return 0.0
-
-
-def cuts_per_rank(schedule: Schedule) -> int:
-    """v, the cuts of one pipeline direction that a rank holds."""
-    return max(
-        sum(n.rank == node.rank and n.replica == node.replica for n in schedule.nodes) for node in schedule.nodes
-    )
 
 
 def _check_times(costs: StageCost | Costs) -> None:

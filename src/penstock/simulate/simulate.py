@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
-from fractions import Fraction
 
 from penstock.errors import ConfigError
-from penstock.schedule.check import Proof, activation_weights, check
+from penstock.schedule.activations import Activations
+from penstock.schedule.check import Proof, check
 from penstock.schedule.collection import no_collection
-from penstock.schedule.ir import Action, Kind, Op, Payload, Schedule, format_unit
+from penstock.schedule.ir import Action, Kind, Op, Payload, Schedule, format_unit, since
 from penstock.schedule.lowered import Lowered
 from penstock.schedule.machine import Machine
 from penstock.schedule.ops import OPS
@@ -83,7 +82,7 @@ def play(lowered: Lowered, costs: Costs, batches: int) -> tuple[Timeline, tuple[
     recorder = _Recorder(lowered.schedule)
     machine = Machine(lowered, costs.duration, costs.latency, recorder.observe)
     machine.play(batches)
-    return recorder.timeline, tuple(float(Fraction(peak, recorder.scale)) for peak in recorder.peak)
+    return recorder.timeline, tuple(map(float, recorder.activations.peaks()))
 
 
 def steady_bubble(lowered: Lowered, costs: Costs, batches: int) -> float:
@@ -95,55 +94,32 @@ def steady_bubble(lowered: Lowered, costs: Costs, batches: int) -> float:
 
 def count_messages(lowered: Lowered, batches: int) -> int:
     """Activation and gradient sends of a span."""
-    m, total = lowered.schedule.microbatches, 0
-    for program in lowered.programs:
-        for part, times in ((program.period, range(batches)), (program.epilogue, (batches,))):
-            sends = Counter(
-                i.action.unit.first
-                for i in part
-                if i.action.op is Op.SEND and i.action.payload in (Payload.ACTIVATION, Payload.GRADIENT)
-            )
-            total += sum(count for t in times for first, count in sends.items() if first + t * m >= 0)
-    return total
+    m = lowered.schedule.microbatches
+    return sum(
+        max(batches - max(since(i.action.unit, m), 0), 0) if part == 0 else batches >= since(i.action.unit, m)
+        for program in lowered.programs
+        for part, instructions in enumerate(program)
+        for i in instructions
+        if i.action.op is Op.SEND and i.action.payload in (Payload.ACTIVATION, Payload.GRADIENT)
+    )
 
 
 class _Recorder:
     """Turns what the machine does into intervals and memory samples."""
 
     def __init__(self, schedule: Schedule) -> None:
-        self.schedule, self.m = schedule, schedule.microbatches
+        self.m = schedule.microbatches
         self.timeline = Timeline(schedule.ranks, unit="")
-        self.scale, self.weight = activation_weights(schedule)
-        self.held = [0] * schedule.ranks
-        self.peak = [0] * schedule.ranks
+        self.activations = Activations(schedule)
         self.samples = [self.timeline.memory.setdefault((r, "activations"), []) for r in range(schedule.ranks)]
-        self._changes: dict[tuple[object, ...], tuple[int, int]] = {}
 
     def observe(self, rank: int, action: Action, t: int, start: float, end: float) -> None:
         """Record one action that is not a message."""
         self.timeline.intervals.append(_interval(rank, action, t, self.m, start, end))
-        taken, freed = self._change(action)
-        if taken:
-            self.held[rank] = held = self.held[rank] + taken
-            self.samples[rank].append((start, held / self.scale))
-            if held > self.peak[rank]:
-                self.peak[rank] = held
-        if freed:
-            self.held[rank] = held = self.held[rank] + freed
-            self.samples[rank].append((end, held / self.scale))
-
-    def _change(self, action: Action) -> tuple[int, int]:
-        """Activations taken at the start and freed at the end of an action, in 1 / scale microbatches."""
-        op, node, (_, count, piece, kind, _), _, parts, *_ = action
-        if parts:
-            changes = [self._change(p) for p in parts]
-            return sum(taken for taken, _ in changes), sum(freed for _, freed in changes)
-        key = (op, node, count, piece, kind)
-        if key not in self._changes:
-            amount = self.weight[node] * count // (piece[1] if piece else 1)
-            taken, freed = OPS[op].memory(action, self.schedule)
-            self._changes[key] = taken * amount, freed * amount
-        return self._changes[key]
+        for time, amount in zip((start, end), self.activations.change(action), strict=True):
+            if amount:
+                held = self.activations.add(rank, amount)
+                self.samples[rank].append((time, held / self.activations.scale))
 
 
 def _interval(rank: int, action: Action, t: int, m: int, start: float, end: float) -> Interval:

@@ -1,0 +1,94 @@
+"""Microbatches between their forward and their backward on one node."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from penstock.schedule.ir import Copy, Op
+
+Piece = tuple[int, int]
+"""(microbatch, slice)."""
+
+
+class BooksError(Exception):
+    """Why an action cannot stand where it does; `penstock.schedule.nodestate` adds which action it is."""
+
+
+class Flight(NamedTuple):
+    """What is known of a microbatch (slice) in flight."""
+
+    versions: tuple[int, ...]
+    derive: Copy | None = None
+    recomputed: bool = False
+    offloaded: bool = False
+    input_done: bool = False  # I has run, W is still to come
+
+
+@dataclass
+class Flights:
+    """The microbatches in flight on a node, in the order of their forwards."""
+
+    held: dict[Piece, Flight] = field(default_factory=dict)
+
+    def __iter__(self) -> Iterator[Piece]:
+        return iter(self.held)
+
+    def __getitem__(self, key: Piece) -> Flight:
+        flight = self.held.get(key)
+        if flight is None:
+            raise BooksError("has no forward in flight on this node")
+        return flight
+
+    def begin(self, key: Piece, versions: tuple[int, ...], derive: Copy | None) -> None:
+        """A forward that reads these versions."""
+        self.held[key] = Flight(versions, derive)
+
+    def recompute(self, key: Piece) -> None:
+        """An R."""
+        flight = self[key]
+        if flight.recomputed or flight.offloaded:
+            raise BooksError("has been recomputed already, or its input is offloaded")
+        self.held[key] = flight._replace(recomputed=True)
+
+    def backward(self, key: Piece, op: Op, recomputes: bool) -> Flight | None:
+        """A B, I or W; the flight if it ends here."""
+        flight = self[key]
+        if flight.offloaded or (recomputes and not flight.recomputed):
+            raise BooksError("needs activations that are offloaded or not recomputed yet")
+        if flight.input_done != (op is Op.W):
+            raise BooksError("does not fit: I comes before W, and B stands for both")
+        if op is Op.I:
+            self.held[key] = flight._replace(input_done=True)
+            return None
+        return self.held.pop(key)
+
+    def move(self, key: Piece, away: bool) -> None:
+        """An OFFLOAD (away) or a FETCH."""
+        flight = self.held.get(key)
+        if flight is None or flight.offloaded == away:
+            raise BooksError("its activations are not in flight, or are already there")
+        if away and flight.recomputed:
+            raise BooksError("its activations have been recomputed for a backward that is to come; offload them before")
+        self.held[key] = flight._replace(offloaded=away)
+
+    def reader(self, version: int) -> int | None:
+        """A microbatch in flight whose forward read a version."""
+        return next((k for (k, _), flight in self.held.items() if version in flight.versions), None)
+
+    def versions(self) -> set[int]:
+        """All versions that forwards of microbatches in flight read."""
+        return {v for flight in self.held.values() for v in flight.versions}
+
+    def state(self, t: int, microbatches: int) -> object:
+        """All of it, with numbers relative to batch t."""
+        k = t * microbatches
+        return sorted(
+            (mb - k, piece, tuple(v - t for v in f.versions), f.derive and (f.derive.label, f.derive.first - k), f[2:])
+            for (mb, piece), f in self.held.items()
+        )
+
+    def copy(self) -> Flights:
+        """An independent twin."""
+        return Flights(dict(self.held))
