@@ -2,28 +2,62 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
 import runpy
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import penstock
+from pool import Pool
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 
 
-def test_the_code_in_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    code = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    assert len(code) == 2
-    monkeypatch.chdir(tmp_path)
+CODE = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+
+def readme_names() -> dict[str, Any]:
+    """What the README leaves to the reader."""
+    torch.manual_seed(0)
     batches = [[(torch.randn(2, 4), torch.randn(2, 1)) for _ in range(4)] for _ in range(3)]
-    exec(compile(code[0], "README.md", "exec"), {"blocks": [nn.Linear(4, 4), nn.Linear(4, 1)], "batches": batches})
+    return {"blocks": [nn.Linear(4, 4), nn.Linear(4, 1)], "batches": batches}
+
+
+def test_the_code_in_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len(CODE) == 2
+    monkeypatch.chdir(tmp_path)
+    exec(compile(CODE[0], "README.md", "exec"), readme_names())
+    assert (tmp_path / "trace.json").stat().st_size > 1000
+
+
+def run_distributed_readme(group: dist.ProcessGroup, folder: str) -> str:
+    """The README's script on this rank, after the parts of the first snippet that it builds on."""
+    names = readme_names() | {"penstock": penstock, "group": group}
+    names["schedule"] = penstock.make_schedule("2bw", stages=2, microbatches=4)
+    names["loss"] = lambda output, target: (((output - target) ** 2).sum(), target.numel())
+    names["optimizer"] = lambda named: torch.optim.AdamW(named, lr=1e-3)
+    code = CODE[1].replace('dist.init_process_group("gloo")\n', "").replace("dist.group.WORLD", "group")
+    assert code.count("group") == 2
+    printed = io.StringIO()
+    with contextlib.chdir(folder), contextlib.redirect_stdout(printed):
+        exec(compile(code, "README.md", "exec"), names)
+    return printed.getvalue()
+
+
+def test_the_distributed_code_in_the_readme_runs(tmp_path: Path, pool: Pool) -> None:
+    printed = pool.submit(run_distributed_readme, str(tmp_path), ranks=2)
+    assert printed[0] == ""
+    assert [line.split()[0] for line in printed[1].splitlines()] == ["0", "1", "2"]
     assert (tmp_path / "trace.json").stat().st_size > 1000
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
-from penstock.errors import ConfigError, PenstockError
+from penstock.errors import ConfigError, InterruptedRunError, PenstockError, WorkerError
 
 app = typer.Typer(
     name="penstock",
@@ -36,14 +36,20 @@ def main() -> None:
     """
     try:
         app()
+    except WorkerError as error:
+        if error.trace:
+            sys.stderr.write(error.trace.rstrip() + "\n\n")
+        _exit(error, 1)
+    except InterruptedRunError as error:
+        _exit(error, 128 + error.signal)
     except PenstockError as error:
-        trace = getattr(error, "trace", None)  # of a worker that failed
-        if trace:
-            sys.stderr.write(trace.rstrip() + "\n\n")
-        message = Text.assemble(("error: ", "bold red"), str(error))
-        Console(stderr=True).print(message, soft_wrap=True)
-        signal = getattr(error, "signal", None)  # that ended the run
-        sys.exit(128 + signal if signal else 2 if trace is None else 1)
+        _exit(error, 2)
+
+
+def _exit(error: PenstockError, code: int) -> NoReturn:
+    message = Text.assemble(("error: ", "bold red"), str(error))
+    Console(stderr=True).print(message, soft_wrap=True)
+    sys.exit(code)
 
 
 def _print_json(value: Any) -> None:
@@ -173,7 +179,10 @@ def train(
         return
     prepare(settings)
     folder = make_run_folder(settings)
-    launch_local(settings.stages, _work, settings.model_dump(), str(folder))
+    try:
+        launch_local(settings.stages, _work, settings.model_dump(), str(folder))
+    finally:
+        Console().show_cursor()  # a worker that was ended cannot give it back
 
 
 def _work(values: dict[str, Any], folder: str | None) -> None:

@@ -4,6 +4,8 @@ Every message says what is wrong, where (config key, rank, stage, microbatch), t
 `assert` is kept for our own bugs.
 """
 
+import signal
+
 
 class PenstockError(Exception):
     """Base of all errors that Penstock raises on purpose."""
@@ -35,3 +37,27 @@ class CheckpointError(PenstockError, RuntimeError):
 
 class CapabilityError(PenstockError, RuntimeError):
     """An optimizer, block or backend cannot do what the method needs."""
+
+
+class WorkerError(PenstockError):
+    """A worker of the job ended with an error.
+
+    Attributes:
+        trace: the traceback of the first worker that failed.
+    """
+
+    def __init__(self, message: str, trace: str) -> None:
+        super().__init__(message)
+        self.trace = trace
+
+
+class InterruptedRunError(PenstockError):
+    """A signal has ended the job; the workers are gone.
+
+    Attributes:
+        signal: which.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.signal = signal.Signals(number)
+        super().__init__(f"{self.signal.name} has ended the run; weights are saved only at its end")

@@ -61,7 +61,12 @@ def test_too_few_blocks() -> None:
 
 @pytest.mark.parametrize(
     ("blocks", "message"),
-    [([torch.relu, 3], "block .1. is a int"), ("half", "block .0. is a str"), (3, "must be a list or a dict")],
+    [
+        ([torch.relu, 3], "block .1. is a int"),
+        ("half", "block .0. is a str"),
+        (3, "must be a list or a dict"),
+        ({"a": torch.relu, "a.b": torch.relu}, "blocks 'a' and 'a.b' may give two parameters one name"),
+    ],
 )
 def test_what_is_no_block(blocks: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):

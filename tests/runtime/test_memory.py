@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from penstock.runtime.pipeline import Pipeline
 from penstock.schedule.build import make_schedule
+from penstock.weights.store import VersionStore
 from pool import Pool
 
 WIDTH, SIZE = 32, 4
@@ -302,3 +303,23 @@ def test_received_tensors_die_at_their_backward(pool: Pool, method: str) -> None
     for few, many in zip(*peaks, strict=True):
         assert few["activations"] == many["activations"] > 0
         assert all(0 < peak["messages"] <= 8 * 4096 for peak in (few, many))  # four lanes, two small blocks on each
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("depth", "m"), [(1, 1), (2, 1), (3, 2), (4, 3)])
+def test_versions_alive_are_those_of_the_proof(
+    method: str, depth: int, m: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alive: dict[str, int] = {}
+    retain = VersionStore.retain
+
+    def counted(store: VersionStore, versions: Iterable[int]) -> None:
+        retain(store, versions)
+        alive[store.where] = max(alive.get(store.where, 1), len(store.versions))
+
+    monkeypatch.setattr(VersionStore, "retain", counted)
+    pipeline = make_pipeline(method, depth, m, make_layers())
+    list(pipeline.run(make_data(2 * depth + 4, m)))
+    proven = {node.stage.where: pipeline.proof.nodes[key].versions for key, node in pipeline.nodes.items()}
+    assert alive == proven
+    assert max(proven.values()) == {"2bw": 2, "stash": -(-(depth - 1) // m) + 1}.get(method, 1)

@@ -53,7 +53,7 @@ def test_a_block_that_raises_on_a_rank(pool: Pool) -> None:
     assert said[1] == ("ZeroDivisionError", "a block of the user's raised by F3 of stage 1 on rank 1")
     assert said[0][0] == said[2][0] == "TransportError"
     assert "gradient lane from rank 1 to rank 0" in said[0][1]
-    assert "rank 2, stage 2, F3: nothing came on the activation lane from rank 1 to rank 2" in said[2][1]
+    assert "rank 2, stage 2, F3: nothing moved on the activation lane from rank 1 to rank 2" in said[2][1]
 
 
 def test_a_message_of_another_batch_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +116,7 @@ def stalls(group: dist.ProcessGroup, case: Case) -> tuple[str, str]:
 def test_a_message_that_does_not_come_in_time(pool: Pool) -> None:
     said = pool.submit(stalls, Case("1f1b", 2, 2), ranks=2, fresh=True)
     assert said[1][0] == "TransportError"
-    assert "rank 1, stage 1, F4: nothing came on the activation lane from rank 0 to rank 1 within 0.5" in said[1][1]
+    assert "rank 1, stage 1, F4: nothing moved on the activation lane from rank 0 to rank 1 within 0.5" in said[1][1]
     assert "the peer is stalled or dead" in said[1][1]
 
 

@@ -50,6 +50,19 @@ def test_units_of_several_microbatches_are_not_run_in_part(passes: str) -> None:
         make_pipeline(Case("1f1b", 1, 2), schedule=parse_schedule(text))
 
 
+def test_fused_pairs_are_not_run() -> None:
+    text = """
+        rule stash
+        microbatches 2
+        nodes 0@0 1@1
+        rank 0: [B-1^t-1+F0^t-1] STEP[t-1] [B0^t-1+F1^t]
+        rank 1: F0^t B0^t F1^t B1^t STEP[t]
+        drain 0: B-1^t-1 STEP[t-1]
+    """
+    with pytest.raises(CapabilityError, match="does not offer FUSED yet"):
+        make_pipeline(Case("1f1b", 2, 2), schedule=parse_schedule(text))
+
+
 def test_a_drain_of_several_microbatches_is_not_run_in_part() -> None:
     """The books would count two backwards where one has run."""
     text = """

@@ -27,7 +27,7 @@ from runtime_cases import (
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from penstock.errors import CapabilityError, PenstockError
+from penstock.errors import CapabilityError, ConfigError, PenstockError
 from pool import Pool
 
 # --- what torch does behind a stage's back --------------------------------------------------------------------------
@@ -99,6 +99,44 @@ def refused_tie(group: dist.ProcessGroup | None) -> str:
     except PenstockError as error:
         return str(error)
     return "accepted"
+
+
+@pytest.mark.parametrize("owner", ["method", "function", "loss"])
+def test_parameters_that_nobody_would_step_are_refused(owner: str) -> None:
+    """They would gather gradients for ever."""
+    linear = nn.Linear(WIDTH, WIDTH)
+    scale = nn.Parameter(torch.ones(()))
+
+    def scaled(output: Tensor, target: Tensor) -> tuple[Tensor, float]:
+        total, weight = token_loss(output, target)
+        return total * scale, weight
+
+    blocks = mixed()
+    if owner != "loss":
+        blocks["tanh"] = linear.forward if owner == "method" else lambda x: linear(x)
+    pipeline = make_pipeline(Case("1f1b", 2, 2), blocks=blocks, loss=scaled if owner == "loss" else token_loss)
+    stage, shape = (1, r"\(\)") if owner == "loss" else (0, r"\(\d+,?")
+    with pytest.raises(ConfigError, match=rf"stage {stage} on rank {stage}: .* tensor of shape {shape}.* to no module"):
+        list(pipeline.run(make_batches(Case("1f1b", 2, 2))))
+
+
+def test_what_a_function_does_not_train_may_be_anywhere() -> None:
+    linear = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+    pipeline = make_pipeline(Case("1f1b", 2, 2), blocks=mixed() | {"tanh": lambda x: linear(x)})
+    assert len(list(pipeline.run(make_batches(Case("1f1b", 2, 2))))) == 6
+
+
+def test_a_first_block_may_write_into_the_data() -> None:
+    """The last stage must not take that for other data."""
+    case = Case("2bw", 2, 2)
+    states = []
+    for add in (torch.add, Tensor.add_):
+        torch.manual_seed(5)
+        blocks = {"shift": lambda x, add=add: add(x, 1) % VOCABULARY, **mixed()}
+        pipeline = make_pipeline(case, blocks=blocks, balance=(4, 3))
+        list(pipeline.run(make_batches(case)))
+        states.append(pipeline.state_dict())
+    assert_equal_tensors(states[1], states[0], "weights")
 
 
 @pytest.mark.parametrize("how", ["no_grad", "detached"])

@@ -92,3 +92,15 @@ def test_a_long_run_keeps_the_same_window_on_every_rank() -> None:
     assert abs(begins[0] - begins[1]) < timeline.makespan / 2
     assert {i.what for i in timeline.intervals} >= BUSY & {"F", "B", "STEP"}
     assert len(timeline.work(1)) < 30
+
+
+def test_evaluation_is_not_taken_for_training() -> None:
+    case = Case("1f1b", 2, 2, spans=(3,), skips=())
+    pipeline = make_pipeline(case)
+    list(pipeline.run(make_batches(case)))
+    pipeline.evaluate(make_batches(case))
+    list(pipeline.run(make_batches(case)))
+    for rank in range(2):
+        work = pipeline.timeline().work(rank)
+        assert [i.label for i in work if i.batch < 0] == [f"Fe{k}" for k in range(6)]
+        assert [i.batch for i in work if i.label.startswith("F") and i.batch >= 0] == [k // 2 for k in range(12)]

@@ -1,6 +1,7 @@
 """Functions that tests run in workers; in a module of their own so that spawned processes can import them."""
 
 import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -29,14 +30,16 @@ class Silent:
         return lambda *_: None
 
 
-def fail_in_training(values: dict[str, Any], folder: str, rank: int) -> None:
-    """Train; on one rank a block raises at its fifth microbatch, while the others wait for messages."""
+def fail_in_training(values: dict[str, Any], folder: str, rank: int, how: str = "raises") -> None:
+    """Train; on one rank a block raises, or the process is killed, at its fifth microbatch, while the others wait."""
     (Path(folder) / f"start-{os.environ['RANK']}-{os.getpid()}").touch()
     apply, calls = Stage.apply, []
 
     def failing(self: Stage, value: Any) -> Any:
         calls.append(value)
         if len(calls) == 5 and int(os.environ["RANK"]) == rank:
+            if how == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
             raise ValueError("planted in a block")
         return apply(self, value)
 

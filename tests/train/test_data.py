@@ -20,6 +20,11 @@ def test_shuffled_is_a_permutation(count, seed, epoch):
     assert sorted(shuffled(k, count, seed, epoch) for k in range(count)) == list(range(count))
 
 
+def test_large_seeds_count_in_full():
+    orders = {tuple(shuffled(k, 100, seed, 0) for k in range(100)) for seed in (1, 1 + 2**32, 1 + 2**40, 2**63 - 1)}
+    assert len(orders) == 4
+
+
 def test_every_window_is_seen_once_per_epoch_in_a_new_order():
     data = windows(2_000)
     n = len(data.training)

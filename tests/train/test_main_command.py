@@ -13,12 +13,13 @@ import pytest
 import torch
 from launched import die_on_rank_1, fail_in_training, raise_on_rank_1
 
+from penstock.errors import WorkerError
 from penstock.models.gpt import gpt_blocks, language_loss, preset
 from penstock.train.config import load_config
 from penstock.train.corpus import load_corpus
 from penstock.train.data import Windows
 from penstock.train.files import load_weights
-from penstock.train.launch import WorkerError, launch_local
+from penstock.train.launch import launch_local
 from penstock.train.optimizers import optimizer_factory
 from penstock.train.rate import rate_schedule
 from penstock.train.reference import train_reference
@@ -231,6 +232,14 @@ def test_a_block_that_raises_in_training_ends_the_job(tmp_path, text, rank):
     assert time.monotonic() - begun < 40  # starting takes most of it; the time-out is 300
     assert re.search(rf"raised by F4 of stage {rank} on rank {rank}", caught.value.trace)
     assert len(list((tmp_path / "run").glob("start-*"))) == 2  # nobody was started again
+
+
+def test_a_worker_that_is_killed_in_training_is_named(tmp_path, text):
+    """Not the peers that it has let down, although they end at once, with a report, and have lower ranks."""
+    values = load_config(None, [*TINY, "batches=1000", "stages=3", f"data={text}"]).model_dump()
+    (tmp_path / "run").mkdir()
+    with pytest.raises(WorkerError, match=r"worker 2 failed with exit code -9: .*SIGKILL"):
+        launch_local(3, fail_in_training, values, str(tmp_path / "run"), 2, "killed")
 
 
 def test_a_worker_that_dies_ends_the_job():

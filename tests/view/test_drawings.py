@@ -1,23 +1,29 @@
 """Timelines as text, SVG and trace."""
 
 import json
+from io import StringIO
 from xml.etree import ElementTree
 
 import pytest
+from rich.console import Console
+from rich.text import Text
 
 from penstock.schedule.build import prove
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import simulate_schedule
 from penstock.timeline import Interval, Timeline
+from penstock.train.config import load_config
+from penstock.train.observer import Progress
+from penstock.train.prepare import prepare
 from penstock.view.perfetto import trace_events, write_trace
-from penstock.view.progress import human_bytes
+from penstock.view.progress import TerminalObserver, human_bytes
 from penstock.view.svg import timeline_svg
 from penstock.view.text import draw_timeline, superscript
 
 
-def simulated(method="2bw", stages=3, microbatches=3, batches=3):
+def simulated(method="2bw", stages=3, microbatches=3, batches=3, times=(1.0, 1.0, 1.0)):
     proof = prove(method, stages, microbatches)
-    return simulate_schedule(proof, Costs.uniform(proof.schedule, 1.0, 1.0, 1.0), batches).timeline
+    return simulate_schedule(proof, Costs.uniform(proof.schedule, *times), batches).timeline
 
 
 def test_a_drawn_timeline():
@@ -29,8 +35,9 @@ def test_a_drawn_timeline():
     ]
 
 
-def test_every_pass_is_drawn_with_its_version():
-    drawing = draw_timeline(simulated(), width=10_000).plain
+@pytest.mark.parametrize("times", [(1.0, 1.0, 1.0), (1.0, 1.25, 1.25), (1.0, 0.55, 0.62), (0.7, 0.9, 1.13)])
+def test_every_pass_is_drawn_with_its_version(times):
+    drawing = draw_timeline(simulated(times=times), width=10_000).plain
     rows = [line for line in drawing.splitlines() if line.startswith("rank")]
     assert len(rows) == 3
     for row in rows:
@@ -94,4 +101,32 @@ def test_messages_under_way_together_have_rows_of_their_own():
 def test_bytes_for_people():
     assert [human_bytes(n) for n in (0, 999, 1500, 2_340_000, 10**9, 5 * 10**12)] == [
         "0 B", "999 B", "1.5 kB", "2.3 MB", "1.0 GB", "5.0 TB",
+    ]  # fmt: skip
+
+
+def test_the_live_display_shows_every_figure(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("a quick brown fox " * 300)
+    prepared = prepare(load_config(None, ["model.layers=2", "model.width=32", "model.context=16", f"data={text}"]))
+    console = Console(file=StringIO(), force_terminal=True, width=100)
+    observer = TerminalObserver(console)
+    observer.started(prepared, [["a", "b"], ["c"]])
+    live = {0: {"weights": 1500, "activations": 20}, 1: {"weights": 2_000_000}}
+    observer.progress(Progress(250, 1000, 2.5, 10.0, 4000, 1234.0, 0.003, 0.125, live))
+    observer.close()
+    shown = Text.from_ansi(console.file.getvalue()).plain
+    for figure in (
+        "stage 0: a .. b (2 blocks)", "stage 1: c (1 blocks)", "batch 250 of 1000", "ETA 0:00:30", "loss 2.5000",
+        "1,234 tokens/s", "bubble 12.5%", "lr 3.00e-03", "activations", "1.5 kB", "2.0 MB",
+    ):  # fmt: skip
+        assert figure in shown, figure
+
+
+def test_without_a_terminal_a_line_holds_every_figure():
+    console = Console(file=StringIO(), width=400)
+    live = {0: {"weights": 1500, "activations": 500}, 1: {"weights": 2_000_000}}
+    TerminalObserver(console).progress(Progress(250, 1000, None, 10.0, 4000, 1234.0, 0.003, None, live))
+    assert console.file.getvalue().split("  ") == [
+        "batch 250 of 1000", "loss -", "1,234 tokens/s", "bubble -", "lr 3.00e-03", "ETA 0:00:30",
+        "live bytes by stage 2.0 kB + 2.0 MB\n",
     ]  # fmt: skip

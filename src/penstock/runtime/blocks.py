@@ -41,7 +41,7 @@ def named_blocks(blocks: Blocks) -> dict[str, Any]:
     """The blocks by name.
 
     Raises:
-        ConfigError: there is none, or one is neither a module nor a function.
+        ConfigError: there is none, one is neither a module nor a function, or two could share names of parameters.
     """
     if isinstance(blocks, nn.ModuleDict):
         named = dict(blocks.items())
@@ -56,6 +56,12 @@ def named_blocks(blocks: Blocks) -> dict[str, Any]:
     for name, block in named.items():
         if not callable(block) and not isinstance(block, LazyBlock):
             raise ConfigError(f"block {name!r} is a {type(block).__name__}, neither a module nor a function")
+        outer = next((other for other in named if name.startswith(f"{other}.")), None)
+        if outer is not None:
+            raise ConfigError(
+                f"blocks {outer!r} and {name!r} may give two parameters one name; a block's name must not begin with "
+                "that of another one and a dot"
+            )
     return named
 
 

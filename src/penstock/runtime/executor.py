@@ -18,15 +18,16 @@ from penstock.errors import DataError, TransportError
 from penstock.runtime.node import Loss, NodeRuntime
 from penstock.runtime.parcel import Header, Parcel, detached
 from penstock.runtime.recorder import Recorder
-from penstock.runtime.source import Source, checksum
+from penstock.runtime.source import Sample, Source
 from penstock.runtime.transport import Ticket, Transport
-from penstock.schedule.ir import Action, Kind, Node, Op, Payload
-from penstock.schedule.lowered import Instruction, LaneKey, Lowered, Message, present
+from penstock.schedule.ir import Action, Kind, Node, Op, Payload, existing
+from penstock.schedule.lowered import Instruction, LaneKey, Lowered, Message
 from penstock.schedule.nodespec import NodeSpec
 from penstock.schedule.nodestate import NodeState
 from penstock.timeline import Interval
 
 NO_GRADIENTS: tuple[bool, ...] = ()
+NO_SAMPLE = Sample(None, None, 0)
 
 
 class Wait(NamedTuple):
@@ -132,7 +133,7 @@ class Executor:
 
     def _instruct(self, instruction: Instruction, t: int, source: Source) -> Iterator[Wait | Report]:
         action, route, needs, _ = instruction
-        if not present(action, t, self.m):
+        if existing(action, t, self.m) is None:
             return
         first = action.unit.first + t * (1 if action.unit.kind is Kind.BATCH else self.m)
         if action.op is not Op.SEND:
@@ -156,7 +157,7 @@ class Executor:
     def _act(self, action: Action, t: int, first: int, parcels: list[Parcel], source: Source) -> None:
         """Run one action that is not a message, in the books and in fact."""
         node, books = self.nodes[action.node], self._books[action.node]
-        start, label = self.recorder.now(), f"{action.op}{first}"
+        start, label = self.recorder.now(), f"{action.op}{'e' if action.unit.kind is Kind.EVAL else ''}{first}"
         try:
             books.apply(action, t, self._admitted)
             match action.op:
@@ -175,6 +176,8 @@ class Executor:
             node.store.retain(v + self._start for v in books.versions)
         self._hold_bytes(action.op)
         batch = self._start + (first if action.unit.kind is Kind.BATCH else first // self.m)
+        if action.unit.kind is Kind.EVAL:
+            batch = -1  # evaluation is no batch of the training
         version = batch + 1 if action.op is Op.STEP else self._version(action, t, books)
         cut, replica, _ = action.node
         end = self.recorder.now()
@@ -192,23 +195,23 @@ class Executor:
     ) -> None:
         batch, cut = self._start + k // self.m, node.node.cut
         has_loss = cut == self._last_cut
-        pair = source.pair(k) if cut == 0 or has_loss else (None, None)
+        sample = source.sample(k) if cut == 0 or has_loss else NO_SAMPLE
         if cut == 0:
-            value, wants = pair[0], NO_GRADIENTS
-            header = Header(batch, k, source.follows(k // self.m + 1), checksum(pair))
+            value, wants = sample.input, NO_GRADIENTS
+            header = Header(batch, k, source.follows(k // self.m + 1), sample.checksum)
         else:
             header, value, wants = parcels[0].header, parcels[0].tree, parcels[0].wants_gradient
-            if has_loss and header.checksum != checksum(pair):
+            if has_loss and header.checksum != sample.checksum:
                 raise DataError(
                     f"microbatch {k} (batch {batch}) is not the same on the first and the last stage; every rank must "
                     "see the same samples in the same order"
                 )
         self._more = header.more
         if action.unit.kind is Kind.EVAL:
-            output, loss = node.evaluate(value, pair[1], has_loss)
+            output, loss = node.evaluate(value, sample.target, has_loss)
         else:
             version = self._version(action, t, self._books[action.node])
-            output, loss = node.forward(k, value, wants, version, pair[1], has_loss)
+            output, loss = node.forward(k, value, wants, version, sample.target, has_loss)
             self.recorder.change("activations", node.flights[k].nbytes)
         if loss is not None:
             losses = self._losses.setdefault(batch, [])

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from penstock.errors import ConfigError
 from penstock.runtime.saved import SavedBytes, signature
-from penstock.runtime.stage import Flight, Stage, edges_of, open_inputs, run_backward
+from penstock.runtime.stage import Flight, Stage, edges_of, open_inputs, run_backward, trained_leaves
 from penstock.schedule.ir import Node
 from penstock.weights.buffers import Handle
 from penstock.weights.store import VersionStore
@@ -77,6 +77,7 @@ class NodeRuntime:
                 output, total, loss = self._compute(value, target, has_loss)
             counter.add(opened.values())
             self._saved[key] = counter.total
+            self._check_owned(output if total is None else total, handle, opened)
         edges = edges_of(output if total is None else total)
         if total is not None and edges == [None] and (opened or self.store is not None):
             raise ConfigError(
@@ -139,6 +140,17 @@ class NodeRuntime:
         """Give the modules their own parameters back, over the newest weights."""
         if self.store is not None:
             self.stage.restore(self.store.tensors(self.store.newest))
+
+    def _check_owned(self, result: Any, handle: Handle | None, opened: dict[int, Tensor]) -> None:
+        """Make sure that whatever would gather a gradient is stepped by somebody."""
+        known = {id(t) for t in (*opened.values(), *(handle.buffer.leaves.values() if handle is not None else ()))}
+        foreign = next((t for t in trained_leaves(result) if id(t) not in known), None)
+        if foreign is not None:
+            raise ConfigError(
+                f"{self.stage.where}: a block or the loss trains a tensor of shape {tuple(foreign.shape)} that belongs "
+                "to no module among the blocks, so no optimizer would ever step it; pass the module that owns it as a "
+                "block (not one of its methods), or detach it"
+            )
 
     def _claim(self, version: int | None) -> Handle | None:
         """Claim a version and let the modules compute with it."""

@@ -15,8 +15,9 @@ def check_offered(schedule: Schedule) -> None:
     Raises:
         CapabilityError: it cannot yet; the message says what is missing.
     """
-    actions = [p for program in schedule.programs for part in program for a in part for p in passes(a)]
-    missing = sorted(op.value for op in {a.op for a in actions} - _OPS)
+    whole = [action for program in schedule.programs for part in program for action in part]
+    actions = [p for action in whole for p in passes(action)]
+    missing = sorted(op.value for op in {a.op for a in (*whole, *actions)} - _OPS)
     if missing:
         raise CapabilityError(f"{schedule.name}: the runtime does not offer {', '.join(missing)} yet")
     if any(a.unit.slice is not None or a.unit.count > 1 or a.unit.kind is Kind.EVAL for a in actions):

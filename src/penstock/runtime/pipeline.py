@@ -7,7 +7,7 @@ numbers, bit for bit.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -50,7 +50,8 @@ class Pipeline:
             `LazyBlock` is made only where it is needed.
         schedule: what `make_schedule`, `prove` or `check` returned.
         loss: (output, target) -> (sum, weight), or a scalar; used on the last stage.
-        optimizer: named parameters -> optimizer, called once per stage.
+        optimizer: named parameters -> optimizer, called once per stage. A parameter that a batch does not use counts as
+            one with a gradient of zero (plain torch would skip it), so momentum and weight decay act on it.
         rate: update ordinal -> factor on the optimizer's learning rates.
         divisor: c, about the loss weight of a batch (a count of tokens, say); gradients are accumulated over c and
             corrected by c / N at the update, so that every cut, m and method takes the mean over the batch. m if None.
@@ -108,7 +109,7 @@ class Pipeline:
             recorder.hold("frozen parameters and buffers", fixed)
         self._source: Source | None = None
         self._lane_groups: LaneGroups = {}
-        if self.control is not None and self.control is not group:
+        if group is not None and self.control is not None and _needs_nccl(group, self.nodes.values()):
             self._lane_groups = lane_groups(self.proof.lowered.lanes, self.control, "nccl")
 
     def _make_node(self, node: Node, named: dict[str, Any]) -> NodeRuntime:
@@ -162,7 +163,11 @@ class Pipeline:
         return (sum(total for total, _ in known) / weight, weight) if weight else None
 
     def stop(self) -> None:
-        """Let the run end after the batches that have been announced; takes effect on the first stage."""
+        """Let the run end after the batches that have been announced.
+
+        Between processes the rank with the first stage decides, and elsewhere this does nothing; a loop that stops on
+        the loss, which only the last stage knows, tells all ranks and leaves on each after the same batch.
+        """
         if self._source is not None:
             self._source.stopped = True
 
@@ -245,8 +250,8 @@ class Pipeline:
         return executors
 
     def _make_transport(self, rank: int, lowered: Lowered) -> Transport:
-        """Lanes to the other processes: all over gloo, or tensors over NCCL where the group is one of NCCL."""
-        if self.group is self.control:
+        """Lanes to the other processes: all over gloo, or tensors over NCCL."""
+        if not self._lane_groups:
             return GlooTransport(rank, lowered.lanes, lowered.window, self.control)
         assert self.control is not None
         device = torch.device("cuda", torch.cuda.current_device())
@@ -260,7 +265,11 @@ class Pipeline:
     # --- looking at it ----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Parameters and buffers of the stages in this process, newest version, by canonical name."""
+        """Parameters and buffers of the stages in this process, newest version, by canonical name.
+
+        They share the pipeline's memory, in which the next updates write other versions and gradients: clone what is
+        to outlive the next batch.
+        """
         state: dict[str, Tensor] = {}
         for node in self.nodes.values():
             state.update(node.stage.state())
@@ -297,9 +306,21 @@ class Pipeline:
         return merge_recordings(parts, self.schedule.ranks)
 
 
+def _backends(group: dist.ProcessGroup) -> dict[str, str]:
+    """Kind of device -> backend, as in {"cpu": "gloo", "cuda": "nccl"}."""
+    parts = dist.get_backend_config(group).split(",")
+    return {device: backend for device, _, backend in (part.partition(":") for part in parts)}
+
+
 def _control_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     """A group on the CPU for small messages: the given one, or a gloo group of the same ranks."""
-    if group is None or "gloo" in dist.get_backend(group):
+    if group is None or _backends(group).get("cpu") == "gloo":
         return group
     made: dist.ProcessGroup = dist.new_group(dist.get_process_group_ranks(group), backend="gloo")
     return made
+
+
+def _needs_nccl(group: dist.ProcessGroup, nodes: Iterable[NodeRuntime]) -> bool:
+    """Whether tensors travel over NCCL: it is there, and this rank does not compute on the CPU."""
+    devices = {tensor.device.type for node in nodes for tensor in node.stage.state().values()}
+    return _backends(group).get("cuda") == "nccl" and "cpu" not in devices

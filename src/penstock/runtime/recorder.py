@@ -13,7 +13,7 @@ from typing import Any
 
 from penstock.timeline import BUSY, Interval, Timeline
 
-KEEP = 200_000
+KEEP = 50_000
 
 
 class Recorder:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +20,14 @@ from penstock.errors import DataError
 
 Batches = Iterable[Sequence[tuple[Any, Any]]]
 _CHECKED_BYTES = 1 << 16
+
+
+class Sample(NamedTuple):
+    """A microbatch of data, with its checksum from before any block could write into it."""
+
+    input: Any
+    target: Any
+    checksum: int
 
 
 class Source:
@@ -36,7 +44,7 @@ class Source:
         self._batches: Iterator[Sequence[tuple[Any, Any]]] = iter(batches)
         self._m, self._readers = microbatches, readers
         self._held: dict[int, Sequence[tuple[Any, Any]]] = {}
-        self._pairs: dict[int, tuple[tuple[Any, Any], int]] = {}
+        self._samples: dict[int, tuple[Sample, int]] = {}
         self._fetched = 0
         self._exhausted = False
         self.stopped = False
@@ -71,35 +79,36 @@ class Source:
             self._asked, self._goes_on = batch, not self.stopped and self.has(batch)
         return self._goes_on
 
-    def pair(self, microbatch: int) -> tuple[Any, Any]:
-        """Input and target of a microbatch, counted through the span.
+    def sample(self, microbatch: int) -> Sample:
+        """A microbatch, counted through the span.
 
         Raises:
             DataError: the data ends before this microbatch, or it is not a pair.
         """
-        if microbatch in self._pairs:
-            pair, left = self._pairs.pop(microbatch)
+        if microbatch in self._samples:
+            sample, left = self._samples.pop(microbatch)
         else:
             batch, k = divmod(microbatch, self._m)
             if not self.has(batch):
                 raise DataError(
                     f"the data ends after {self._fetched} batches, but the first stage has sent batch {batch}"
                 )
-            pair, left = self._checked(self._held[batch][k], microbatch), self._readers
+            sample, left = _sample(self._held[batch][k], microbatch), self._readers
             if k == self._m - 1:
                 for old in [b for b in self._held if b < batch]:
                     del self._held[old]
         if left > 1:
-            self._pairs[microbatch] = pair, left - 1
-        return pair
-
-    def _checked(self, pair: Any, microbatch: int) -> tuple[Any, Any]:
-        if not isinstance(pair, tuple | list) or len(pair) != 2:
-            raise DataError(f"microbatch {microbatch} is not a pair (input, target) but {type(pair).__name__}")
-        return pair[0], pair[1]
+            self._samples[microbatch] = sample, left - 1
+        return sample
 
 
-def checksum(pair: tuple[Any, Any]) -> int:
+def _sample(pair: Any, microbatch: int) -> Sample:
+    if not isinstance(pair, tuple | list) or len(pair) != 2:
+        raise DataError(f"microbatch {microbatch} is not a pair (input, target) but {type(pair).__name__}")
+    return Sample(pair[0], pair[1], checksum(pair))
+
+
+def checksum(pair: Sequence[Any]) -> int:
     """A checksum of a microbatch: of shapes, and of the first 64 KiB of each tensor."""
     total = 0
     for leaf in pytree.tree_leaves(pair):

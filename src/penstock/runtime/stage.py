@@ -7,7 +7,7 @@ its leaves, so binding another version does not touch it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,8 +64,6 @@ class Stage:
         names: dict[int, str] = {}
         for prefix, block in self.blocks.items():
             if not isinstance(block, nn.Module):
-                if not callable(block):
-                    raise ConfigError(f"block {prefix!r} is a {type(block).__name__}, neither a module nor a function")
                 continue
             for path, module in block.named_modules(prefix=prefix):
                 for key, parameter in module._parameters.items():
@@ -178,6 +176,22 @@ def edges_of(value: Any) -> list[GradientEdge | None]:
         get_gradient_edge(leaf) if isinstance(leaf, Tensor) and leaf.requires_grad else None
         for leaf in pytree.tree_leaves(value)
     ]
+
+
+def trained_leaves(value: Any) -> Iterator[Tensor]:
+    """Every tensor in whose `.grad` a backward from the leaves of `value` would accumulate."""
+    tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    yield from (t for t in tensors if t.grad_fn is None)
+    rest: list[Any] = [t.grad_fn for t in tensors]
+    seen: set[Any] = {None}
+    while rest:
+        node = rest.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if type(node).__name__ == "AccumulateGrad":
+            yield node.variable
+        rest += [following for following, _ in node.next_functions]
 
 
 def run_backward(flight: Flight, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:

@@ -57,7 +57,7 @@ class Ticket:
         """
         if not self._event.wait(timeout):
             raise TransportError(
-                f"{what}: nothing came on {self.lane} within {timeout:g} seconds; the peer is stalled or dead"
+                f"{what}: nothing moved on {self.lane} within {timeout:g} seconds; the peer is stalled or dead"
             )
         self.check(what)
 

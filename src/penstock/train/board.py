@@ -1,4 +1,4 @@
-"""A board on which every rank posts its figures and the reporting rank reads them.
+"""A board on which every rank posts its figures and the reporting rank reads them, and the bubble they tell.
 
 It lives in the process group's store, so it neither waits for anybody nor touches the pipeline's lanes.
 """
@@ -31,3 +31,28 @@ class Board:
         """The figures of every rank that has posted some."""
         posted = [rank for rank in range(self._ranks) if self._store.check([str(rank)])]
         return {rank: json.loads(self._store.get(str(rank))) for rank in posted}
+
+
+class BubbleMeter:
+    """The idle share of all ranks, between two moments at which each of them has posted something new.
+
+    Attributes:
+        bubble: the last one; None before the first.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self.bubble: float | None = None
+        self._ranks = ranks
+        self._previous: dict[int, dict[str, Any]] = {}
+
+    def update(self, figures: dict[int, dict[str, Any]]) -> None:
+        """Take in what the board says; per rank, "busy" are seconds of work and "time" is when it said so."""
+        if len(figures) < self._ranks:
+            return
+        if not self._previous:
+            self._previous = figures
+        elif all(new["time"] > self._previous[rank]["time"] for rank, new in figures.items()):
+            pairs = [(new, self._previous[rank]) for rank, new in figures.items()]
+            busy, spent = (sum(new[key] - old[key] for new, old in pairs) for key in ("busy", "time"))
+            self.bubble = max(1 - busy / spent, 0.0)
+            self._previous = figures

@@ -145,7 +145,7 @@ def shuffled(place: int, count: int, seed: int, epoch: int) -> int:
 def _mix(value: int, seed: int, epoch: int, round_: int) -> int:
     """A hash of 32 bits (the finaliser of MurmurHash3 over the inputs in turn)."""
     h = 0x9E3779B9
-    for part in (seed, epoch, round_, value):
+    for part in (seed ^ (seed >> 32) * 0x9E3779B1, epoch, round_, value):
         h = (h ^ part) & 0xFFFFFFFF
         h = (h ^ h >> 16) * 0x85EBCA6B & 0xFFFFFFFF
         h = (h ^ h >> 13) * 0xC2B2AE35 & 0xFFFFFFFF

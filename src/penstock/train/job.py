@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -13,9 +14,11 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, TransportError
 from penstock.train.config import TrainConfig
 from penstock.train.prepare import make_run_folder
+
+_LINGER = 0.5  # seconds by which elastic sees a peer that ended without a word before the ranks that it has let down
 
 
 def local_ranks() -> int:
@@ -71,5 +74,9 @@ def process_group(config: TrainConfig) -> Iterator[Store]:
     _check_same(config, store, rank)
     timeout = timedelta(seconds=config.timeout)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
-    yield store
+    try:
+        yield store
+    except TransportError:
+        time.sleep(_LINGER)
+        raise
     dist.destroy_process_group()  # not after an error: peers would see broken connections before they see the error

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import signal
 import sys
 import tempfile
 import uuid
@@ -17,27 +16,7 @@ from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, Sign
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from penstock.errors import PenstockError
-
-
-class WorkerError(PenstockError):
-    """A worker of the job ended with an error.
-
-    Attributes:
-        trace: the traceback of the first worker that failed.
-    """
-
-    def __init__(self, message: str, trace: str) -> None:
-        super().__init__(message)
-        self.trace = trace
-
-
-class InterruptedRunError(PenstockError):
-    """A signal has ended the job; the workers are gone."""
-
-    def __init__(self, signal_: signal.Signals) -> None:
-        super().__init__(f"{signal_.name} has ended the run; weights are saved only at its end")
-        self.signal = signal_
+from penstock.errors import InterruptedRunError, WorkerError
 
 
 def is_worker() -> bool:
@@ -83,7 +62,7 @@ def launch_local(workers: int, function: Callable[..., None], *arguments: Any) -
         except ChildFailedError as error:
             raise _explain(error, Path(folder) / "errors") from None
         except SignalException as error:
-            raise InterruptedRunError(signal.Signals(error.sigval)) from None
+            raise InterruptedRunError(error.sigval) from None
 
 
 def _explain(error: ChildFailedError, folder: Path) -> WorkerError:

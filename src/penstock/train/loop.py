@@ -6,7 +6,6 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from penstock.runtime.collective import gather_json
 from penstock.runtime.executor import Report
 from penstock.runtime.pipeline import Pipeline
 from penstock.timeline import Timeline
-from penstock.train.board import Board
+from penstock.train.board import Board, BubbleMeter
 from penstock.train.config import TrainConfig
 from penstock.train.corpus import unigram_entropy
 from penstock.train.data import batches
@@ -78,8 +77,7 @@ class _Loop:
             timeout=config.timeout,
         )
         self._posted = -math.inf
-        self._previous: dict[int, dict[str, Any]] = {}
-        self._bubble: float | None = None
+        self._meter = BubbleMeter(self.ranks)
 
     def run(self) -> None:
         """Train, validate, save, sample."""
@@ -120,7 +118,7 @@ class _Loop:
 
     def _progress(self, report: Report, seconds: float) -> None:
         figures = self.board.read()
-        self._update_bubble(figures)
+        self._meter.update(figures)
         done = report.batch + 1
         progress = Progress(
             batch=done,
@@ -130,7 +128,7 @@ class _Loop:
             tokens=done * self.tokens_per_batch,
             tokens_per_second=done * self.tokens_per_batch / seconds,
             rate=self.config.optimizer.lr * self.rate(report.batch),
-            bubble=self._bubble,
+            bubble=self._meter.bubble,
             live_bytes={rank: f["bytes"] for rank, f in figures.items()},
         )
         self._log(
@@ -142,22 +140,11 @@ class _Loop:
                 "seconds": round(seconds, 4),
                 "tokens_per_second": round(progress.tokens_per_second, 1),
                 "learning_rate": progress.rate,
-                "bubble": None if self._bubble is None else round(self._bubble, 4),
+                "bubble": None if progress.bubble is None else round(progress.bubble, 4),
                 "live_bytes": progress.live_bytes,
             }
         )
         self.observer.progress(progress)
-
-    def _update_bubble(self, figures: dict[int, dict[str, Any]]) -> None:
-        """Idle share since the last time every rank had posted something new."""
-        if len(figures) < self.ranks:
-            return
-        if not self._previous:
-            self._previous = figures
-        elif all(figures[rank]["time"] > self._previous[rank]["time"] for rank in figures):
-            spent = [(f["busy"] - p["busy"], f["time"] - p["time"]) for f, p in _pairs(figures, self._previous)]
-            self._bubble = max(1 - sum(busy for busy, _ in spent) / sum(span for _, span in spent), 0.0)
-            self._previous = figures
 
     def _validate(self) -> float | None:
         config = self.config
@@ -229,9 +216,3 @@ class _Loop:
 def _finite(value: Any) -> Any:
     """JSON has no NaN."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _pairs(
-    new: dict[int, dict[str, Any]], old: dict[int, dict[str, Any]]
-) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    return ((new[rank], old[rank]) for rank in new)

@@ -119,7 +119,7 @@ def _line(progress: Progress) -> str:
     loss = "-" if progress.loss is None else f"{progress.loss:.4f}"
     bubble = "-" if progress.bubble is None else f"{progress.bubble:.1%}"
     return (
-        f"loss {loss}  {progress.tokens_per_second:,.0f} tokens/s  bubble {bubble}  rate {progress.rate:.2e}  "
+        f"loss {loss}  {progress.tokens_per_second:,.0f} tokens/s  bubble {bubble}  lr {progress.rate:.2e}  "
         f"ETA {_duration(_remaining(progress))}  live bytes by stage {_totals(progress.live_bytes)}"
     )
 
@@ -136,7 +136,7 @@ def _figures(progress: Progress) -> Table:
         f"loss [bold]{loss}[/bold]",
         f"{progress.tokens_per_second:,.0f} tokens/s",
         f"bubble {bubble}",
-        f"rate {progress.rate:.2e}",
+        f"lr {progress.rate:.2e}",
     )
     return table
 

@@ -71,7 +71,7 @@ def _row(timeline: Timeline, rank: int, origin: float, scale: float, columns: in
             updates.add(first)
         if first == last:
             continue
-        text = (_BAR + _label(interval)).ljust(last - first)[: last - first]
+        text = _cell(interval, last - first)
         style = _STYLES.get(interval.what, ("reverse", "reverse"))[max(interval.version, 0) % 2]
         characters[first:last] = list(text)
         styles[first:last] = [style] * (last - first)
@@ -96,6 +96,13 @@ def _runs(characters: list[str], styles: list[str]) -> Iterator[tuple[str, str]]
 
 def _label(interval: Interval) -> str:
     return interval.label + (superscript(interval.version) if interval.version >= 0 else "")
+
+
+def _cell(interval: Interval, columns: int) -> str:
+    """A label in so many columns: rather without its bar, or without its version, than with half of one."""
+    label = _label(interval)
+    fitting = next((text for text in (_BAR + label, label, interval.label) if len(text) <= columns), interval.label)
+    return fitting.ljust(columns)[:columns]
 
 
 def _axis(head: int, start: int, end: int, scale: float, makespan: float) -> str:
