@@ -11,7 +11,8 @@ train: $(STAMP)
 	$(BIN)/penstock train $(ARGS)
 
 test: lint
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 -m "not processes"
+	$(BIN)/python -m pytest -m processes
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

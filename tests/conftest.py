@@ -20,3 +20,11 @@ def pool() -> Iterator[Pool]:
     pool = Pool(4)
     yield pool
     pool.close()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests with processes of their own need both cores, and their time-outs a quiet machine."""
+    for item in items:
+        if "pool" in getattr(item, "fixturenames", ()):
+            item.add_marker("processes")

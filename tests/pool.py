@@ -117,7 +117,7 @@ def _work(rank: int, size: int, rendezvous: str, connection: Connection) -> None
         except EOFError:
             os._exit(0)  # the session is over; threads that wait for messages need not be asked
         try:
-            group = dist.new_group(members, timeout=timedelta(seconds=5)) if fresh else groups[len(members)]
+            group = dist.new_group(members, timeout=timedelta(seconds=3)) if fresh else groups[len(members)]
             answer = function(group, *args) if rank in members else None, None, ""
         except BaseException as error:
             answer = None, _picklable(error), traceback.format_exc()

@@ -24,6 +24,8 @@ from penstock.train.optimizers import optimizer_factory
 from penstock.train.rate import rate_schedule
 from penstock.train.reference import train_reference
 
+pytestmark = pytest.mark.processes
+
 TINY = [
     "batches=3", "microbatches=2", "microbatch_size=2", "model.layers=2", "model.width=32", "model.heads=2",
     "model.context=16", "validation_samples=8", "sample_length=12", "threads=1",
