@@ -40,6 +40,7 @@ def measure(rank: int, port: int, name: str, batches: int, queue: multiprocessin
     arm = ARMS[name](MICROBATCHES, data)
     arm.run(1)
     arm.run(batches)
+    arm.close()
     queue.put((rank, _status("VmHWM") - before))
     dist.barrier()
     dist.destroy_process_group()

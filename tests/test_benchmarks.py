@@ -34,10 +34,11 @@ def test_throughput_of_every_arm(tmp_path):
 
 @pytest.mark.slow
 def test_memory_of_an_arm(tmp_path):
-    printed = run("memory", "--rounds", 1, "--batches", 1, "--arms", "penstock 1f1b", "--out", tmp_path)
+    """2bw is the arm that must be drained before its process may end."""
+    printed = run("memory", "--rounds", 1, "--batches", 1, "--arms", "penstock 2bw", "--out", tmp_path)
     (raw,) = tmp_path.iterdir()
     assert len(raw.read_text().splitlines()) == 2
-    assert "penstock 1f1b" in printed
+    assert "penstock 2bw" in printed
 
 
 @pytest.mark.slow
