@@ -9,6 +9,7 @@ import sys
 import time
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from launched import die_on_rank_1, fail_in_training, raise_on_rank_1
@@ -157,16 +158,8 @@ def test_models_of_tokens_make_no_text(tmp_path):
 
 def workers_of(process):
     """The worker processes of a run, by number."""
-    listed = subprocess.run(["ps", "-o", "pid=,args=", "--ppid", str(process)], capture_output=True, text=True)
-    return [int(line.split()[0]) for line in listed.stdout.splitlines() if "spawn_main" in line]
-
-
-def alive(process):
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    return True
+    children = psutil.Process(process).children()
+    return [child.pid for child in children if any("spawn_main" in part for part in child.cmdline())]
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -185,7 +178,7 @@ def test_a_signal_ends_the_run_and_its_workers(tmp_path, text, number, code):
     assert "Traceback" not in err
     assert len(workers) == 2
     patience = time.monotonic() + 10
-    while any(map(alive, workers)):
+    while any(map(psutil.pid_exists, workers)):
         assert time.monotonic() < patience
         time.sleep(0.1)
 
