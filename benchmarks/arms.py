@@ -169,13 +169,23 @@ class CeilingArm:
         """Forward and backward of every microbatch, an update per batch."""
         for batch in self.data.batches(batches, self.microbatches):
             for inputs, targets in batch:
-                if self.rank == 0:
-                    self.module(inputs).backward(self.loopback)
-                else:
-                    hidden = self.loopback.detach().requires_grad_()
-                    mean_loss(self.module(hidden), targets).backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+                self.backward(*self.forward(inputs, targets))
+            self.update()
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
+        """What the backward begins with, and the gradient of it that would come back."""
+        if self.rank == 0:
+            return self.module(inputs), self.loopback
+        return mean_loss(self.module(self.loopback.detach().requires_grad_()), targets), None
+
+    def backward(self, output: Tensor, gradient: Tensor | None) -> None:
+        """Add to the gradients."""
+        output.backward(gradient)  # type: ignore[no-untyped-call]
+
+    def update(self) -> None:
+        """Step."""
+        self.optimizer.step()
+        self.optimizer.zero_grad()
 
     def close(self) -> None:
         """Nothing is ever under way."""

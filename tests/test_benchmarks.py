@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from benchmarks.limits import factors, replay
 
 pytestmark = pytest.mark.processes
 
@@ -47,3 +48,21 @@ def test_schedules_of_every_size(tmp_path):
     (raw,) = tmp_path.iterdir()
     assert len(raw.read_text().splitlines()) == 3
     assert "| 2bw, 4 x 8 | " in printed
+
+
+@pytest.mark.slow
+def test_limits():
+    printed = run("limits", "--microbatches", 2, "--count", 8, "--slice", 4)
+    assert all(word in printed for word in ("order", "work", "messages", "in all"))
+
+
+def test_replay_of_two_ranks():
+    orders = [["F0", "F1", "B0", "B1"], ["F0", "B0", "F1", "B1"]]
+    even = [dict.fromkeys(order, 1.0) for order in orders]
+    assert replay(orders, even) == 6
+    uneven = [even[0] | {"F1": 3.0}, even[1] | {"B0": 4.0}]  # rank 0 is slow with F1, then rank 1 with B0
+    assert replay(orders, uneven) == 9
+    with pytest.raises(ValueError, match=r"wait for each other at \[0, 0\]"):
+        replay([["B0", "F0"], ["F0", "B0"]], even)
+    found = factors(even, uneven, seconds=12.0)
+    assert found == {"order": 6 / 4, "work": 9 / 6, "messages": 12 / 9, "in all": 12 / 4}

@@ -188,7 +188,7 @@ def test_the_peak_of_activations_is_the_schedule_s(method: str) -> None:
 @pytest.mark.parametrize(("method", "expected"), [("gpipe", 16), ("1f1b", 16), ("2bw", 20)])
 @pytest.mark.parametrize("depth", [1, 2])
 def test_bytes_per_parameter_with_adam(method: str, expected: int, depth: int) -> None:
-    width, m = 64, 2
+    width, m = 1024, 2
     data = make_data(3, m, width)
     with LiveStorage() as tracker:
         layers = [nn.Linear(width, width, bias=False) for _ in range(4)]
@@ -196,7 +196,7 @@ def test_bytes_per_parameter_with_adam(method: str, expected: int, depth: int) -
         assert tracker.live <= 12 * 4 * width * width + depth * width * width * 4  # the modules' own memory is gone
         list(pipeline.run(data))
         matrix = 4 * width * width
-        scratch = depth * matrix if method == "2bw" else 0  # as large as the largest parameter of the stage
+        scratch = depth * matrix if method == "2bw" else 0  # as large as the largest parameter of the stage, 4 MiB
         steps = 4 * len(layers)  # Adam's counters
         assert tracker.live == expected * width * width * len(layers) + scratch + steps
 

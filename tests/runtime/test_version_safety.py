@@ -47,7 +47,11 @@ def test_parameters_lie_aligned_and_apart() -> None:
 
 
 def test_a_handle_notices_every_kind_of_rewrite() -> None:
-    rewrites: list[Callable[[Buffer], None]] = [Buffer.rewrite, Buffer.zero, lambda b: b.load(parameters(2.0))]
+    rewrites: list[Callable[[Buffer], None]] = [
+        Buffer.rewrite,
+        Buffer.begin_gradient,
+        lambda b: b.load(parameters(2.0)),
+    ]
     for rewrite in rewrites:
         buffer = Buffer(Layout(parameters()), "7")
         handle = Handle(buffer, buffer.epoch, 3)
@@ -101,6 +105,29 @@ def test_gradients_of_a_batch_accumulate_in_one_buffer() -> None:
     }
 
 
+def test_microbatches_of_a_batch_may_read_two_versions() -> None:
+    """What backwards on one version have added is not lost when others reach a parameter for the first time."""
+    store = make_store(4)
+    store.accumulate(store.read(0), 0)
+    store.rotate(0)
+    late, *early = store.layout.slots
+    for version, names in ((0, early), (1, [late, *early]), (0, [late, *early])):
+        handle = store.read(version)
+        store.accumulate(handle, 1)
+        sum(handle.buffer.leaves[name].sum() for name in names).backward()  # type: ignore[union-attr]
+    assert all(view.eq(2 if name == late else 3).all() for name, view in store.gradients[1].views.items())
+
+
+def test_sparse_gradients_become_dense() -> None:
+    store = VersionStore({"table": torch.ones(4, 2)}, 2, "stage 0 on rank 0")
+    handle = store.read(0)
+    for _ in range(2):
+        store.accumulate(handle, 0)
+        rows = torch.nn.functional.embedding(torch.tensor([1, 1, 3]), handle.buffer.leaves["table"], sparse=True)
+        rows.sum().backward()  # type: ignore[no-untyped-call]
+    assert store.gradients[0].views["table"].tolist() == [[0, 0], [4, 4], [0, 0], [2, 2]]
+
+
 def test_reading_a_version_that_is_not_alive() -> None:
     store = make_store(3)
     with pytest.raises(VersionError, match=r"stage 0 on rank 0: version 1 .* not alive; alive are 0"):
@@ -132,14 +159,15 @@ def test_no_free_buffer() -> None:
 
 
 def test_a_buffer_is_used_again() -> None:
-    """Gradient, version, nothing, gradient: three buffers serve for ever, and a gradient starts from zero."""
+    """Gradient, version, nothing, gradient: three buffers serve for ever, and nothing old is left in a gradient."""
     store = make_store(3)
     for batch in range(5):
         handle = store.read(max(batch - 1, 0))
         store.accumulate(handle, batch)
-        assert all(view.eq(0).all() for view in store.gradients[batch].views.values())
-        sum(leaf.sum() for leaf in handle.buffer.leaves.values()).backward()  # type: ignore[union-attr]
+        unused, *used = handle.buffer.leaves
+        sum(handle.buffer.leaves[name].sum() for name in used).backward()  # type: ignore[union-attr]
         old, new = store.rotate(batch)
+        assert all(new.views[name].eq(0 if name == unused else 1).all() for name in handle.buffer.leaves)
         assert old is store.versions[batch]
         assert new is store.versions[batch + 1]
         store.retain([batch, batch + 1])

@@ -9,7 +9,8 @@ bumped as well, as a second net: it notices a rewrite only where no saved-tensor
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -69,11 +70,16 @@ class Buffer:
         views: name -> tensor of the parameter's shape, over the flat memory.
         leaves: the same memory as autograd leaves; these, never an optimizer's parameters, enter graphs.
         epoch: raised at every rewrite.
+        gradient: where backwards of graphs on these leaves add to; None before the first.
+        unwritten: while this is a gradient, the parameters that no backward has reached yet; their views hold old
+            content.
     """
 
     def __init__(self, layout: Layout, name: str) -> None:
         self.name = name
         self.epoch = 0
+        self.gradient: Buffer | None = None
+        self.unwritten: set[str] = set()
         self._flats = {
             dtype: torch.zeros(size, dtype=dtype, device=layout.device) for dtype, size in layout.sizes.items()
         }
@@ -82,6 +88,8 @@ class Buffer:
             for key, slot in layout.slots.items()
         }
         self.leaves = {key: view.detach().requires_grad_() for key, view in self.views.items()}
+        for key, leaf in self.leaves.items():
+            leaf.register_post_accumulate_grad_hook(_gather(weakref.ref(self), key))  # type: ignore[no-untyped-call]
 
     @property
     def storages(self) -> set[int]:
@@ -93,12 +101,23 @@ class Buffer:
         self.epoch += 1
         torch.autograd.graph.increment_version(self._flats.values())
 
-    def zero(self) -> None:
-        """Rewrite with zeros."""
+    def begin_gradient(self) -> None:
+        """Become a gradient that nothing has been added to; the content stays until the first backward."""
         self.rewrite()
+        self.unwritten = set(self.views)
+
+    def finish_gradient(self) -> None:
+        """Parameters that no backward has reached have a gradient of zero."""
         with torch.no_grad():
-            for flat in self._flats.values():
-                flat.zero_()
+            for key in self.unwritten:
+                self.views[key].zero_()
+        self.unwritten = set()
+
+    def add_to(self, gradient: Buffer) -> None:
+        """Let backwards of graphs on the leaves add to `gradient`."""
+        self.gradient = gradient
+        for key, leaf in self.leaves.items():
+            leaf.grad = None if key in gradient.unwritten else gradient.views[key]
 
     def scale(self, factor: float) -> None:
         """Multiply everything by `factor`."""
@@ -112,6 +131,27 @@ class Buffer:
         with torch.no_grad():
             for key, view in self.views.items():
                 view.copy_(tensors[key])
+
+
+def _gather(buffer: weakref.ref[Buffer], key: str) -> Callable[[Tensor], None]:
+    """A hook that moves the first gradient of a leaf to its place, as soon as it is there.
+
+    Zeroing the place beforehand and adding to it would take memory through the processor once more.
+    """
+
+    def move(leaf: Tensor) -> None:
+        weights, found = buffer(), leaf.grad
+        gradient = weights.gradient if weights is not None else None
+        if gradient is None or found is None or found is gradient.views[key]:
+            return
+        view = leaf.grad = gradient.views[key]
+        if key not in gradient.unwritten:  # a backward on another version came first
+            view.add_(found)
+            return
+        view.copy_(found.to_dense() if found.is_sparse else found)
+        gradient.unwritten.discard(key)
+
+    return move
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,6 @@ class VersionStore:
         self.versions: dict[int, Buffer] = {0: self._take("version 0")}
         self.gradients: dict[int, Buffer] = {}
         self.versions[0].load(parameters)
-        self._bound: dict[int, int] = {}  # version -> batch whose gradient its leaves accumulate into
 
     @property
     def newest(self) -> int:
@@ -57,11 +56,9 @@ class VersionStore:
         gradient = self.gradients.get(batch)
         if gradient is None:
             gradient = self.gradients[batch] = self._take(f"the gradient of batch {batch}")
-            gradient.zero()
-        if self._bound.get(handle.version) != batch:
-            for name, leaf in handle.buffer.leaves.items():
-                leaf.grad = gradient.views[name]
-            self._bound[handle.version] = batch
+            gradient.begin_gradient()
+        if handle.buffer.gradient is not gradient:
+            handle.buffer.add_to(gradient)
 
     def rotate(self, batch: int) -> tuple[Buffer, Buffer]:
         """Turn the gradient of `batch` into the buffer of version batch+1.
@@ -69,7 +66,7 @@ class VersionStore:
         Returns:
             The buffers of version `batch` and of version batch+1; the latter still holds the gradient.
         """
-        old, new = self.versions[batch], self.gradients.pop(batch)
+        old, new = self.versions[batch], self._finish(batch)
         self.versions[batch + 1] = new
         return old, new
 
@@ -79,8 +76,8 @@ class VersionStore:
         Returns:
             The buffer of the weights and that of the gradient, which is free again after the update.
         """
-        buffer, gradient = self.versions.pop(batch), self.gradients.pop(batch)
-        self._bound.pop(batch, None)
+        gradient = self._finish(batch)
+        buffer = self.versions.pop(batch)
         self.versions[batch + 1] = buffer
         self._free.append(gradient)
         return buffer, gradient
@@ -89,7 +86,7 @@ class VersionStore:
         """Free the buffers of all versions but those alive."""
         for version in self.versions.keys() - set(alive):
             buffer = self.versions.pop(version)
-            self._bound.pop(version, None)
+            buffer.gradient = None
             buffer.rewrite()
             self._free.append(buffer)
 
@@ -102,6 +99,15 @@ class VersionStore:
         size = self.layout.nbytes
         roles = {"weights": self.versions, "gradients": self.gradients, "idle buffers": self._free}
         return {role: size * len(held) for role, held in roles.items()}
+
+    def _finish(self, batch: int) -> Buffer:
+        """The gradient of a batch, to which nothing is added any more."""
+        gradient = self.gradients.pop(batch)
+        gradient.finish_gradient()
+        for buffer in self.versions.values():
+            if buffer.gradient is gradient:
+                buffer.gradient = None
+        return gradient
 
     def _take(self, purpose: str) -> Buffer:
         if not self._free:
