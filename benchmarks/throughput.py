@@ -4,8 +4,8 @@
     python -m benchmarks.throughput --short    # minutes, for daily use
 
 Every round runs every arm on at least 128 microbatches; ratios are taken within a round, because machines drift. The
-arms take turns within a round, in slices of `--slice` microbatches and in rotated order, so that a slow minute hits
-them all; 2bw runs in one span, which is halted between its slices and drained only at the end. Bounds are the second
+arms take turns within a round, in slices of `--slice` microbatches and in shuffled order, so that a slow minute hits
+them all, and none is always run after the same other one; 2bw runs in one span, which is halted between its slices and drained only at the end. Bounds are the second
 lowest and second highest ratio of the rounds. Raw data go to `benchmarks/results/`.
 """
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import statistics
 import sys
 import time
@@ -63,10 +64,9 @@ def _round(arms: dict[str, Arm], round_: int, batches: int, size: int) -> dict[s
     ceiling) is not charged for the slower rank of every slice.
     """
     seconds = dict.fromkeys(arms, 0.0)
-    names = list(arms)
-    for place, first in enumerate(range(0, batches, size)):
-        shift = (round_ + place) % len(names)
-        for name in names[shift:] + names[:shift]:
+    turns = random.Random(round_)  # the same on both ranks
+    for first in range(0, batches, size):
+        for name in turns.sample(list(arms), len(arms)):
             seconds[name] += _time(arms[name].run, min(size, batches - first))
     slower = torch.tensor(list(seconds.values()), dtype=torch.float64)
     dist.all_reduce(slower, dist.ReduceOp.MAX)
