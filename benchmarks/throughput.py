@@ -1,6 +1,6 @@
 """Throughput of Penstock, torch.distributed.pipelining and the ceiling, on two ranks of one thread each.
 
-    python -m benchmarks.throughput            # about an hour and a quarter on two cores
+    python -m benchmarks.throughput            # one to two and a half hours on two cores
     python -m benchmarks.throughput --short    # minutes, for daily use
 
 Every round runs every arm on at least 128 microbatches; ratios are taken within a round, because machines drift. The
