@@ -15,22 +15,24 @@ processes that never talk only add up. So the time of 2BW is the ceiling's, time
 from __future__ import annotations
 
 import argparse
-import os
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, multiprocessing
 
 from benchmarks.arms import STAGES, CeilingArm, Data, PenstockStream
-from benchmarks.machine import free_port
+from benchmarks.machine import free_port, join, leave
+from benchmarks.throughput import time_run
 from penstock import Timeline
+from penstock.schedule.lowered import Lowered
+from penstock.schedule.machine import Machine
 
 T = TypeVar("T")
-Times = dict[str, float]
-"""Label of an action, such as "F3" -> seconds."""
+Times = dict[str, list[float]]
+"""F, B or STEP -> seconds of each, in order."""
 KINDS = ("F", "B", "STEP")
 
 
@@ -39,8 +41,7 @@ class TimedCeiling(CeilingArm):
 
     def __init__(self, microbatches: int, data: Data) -> None:
         super().__init__(microbatches, data)
-        self.times: Times = {}
-        self._counts = dict.fromkeys(KINDS, 0)
+        self.times: Times = {kind: [] for kind in KINDS}
 
     def forward(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
         """Forward, and its time."""
@@ -57,80 +58,57 @@ class TimedCeiling(CeilingArm):
     def _timed(self, kind: str, work: Callable[[], T]) -> T:
         start = time.perf_counter()
         result = work()
-        self.times[f"{kind}{self._counts[kind]}"] = time.perf_counter() - start
-        self._counts[kind] += 1
+        self.times[kind].append(time.perf_counter() - start)
         return result
 
 
-def replay(orders: Sequence[Sequence[str]], times: Sequence[Times]) -> float:
-    """Seconds that two ranks need for their actions in these orders, with messages that take no time."""
-    done: list[Times] = [{}, {}]
-    clocks, places = [0.0, 0.0], [0, 0]
-    while any(place < len(order) for place, order in zip(places, orders, strict=True)):
-        before = list(places)
-        for rank, order in enumerate(orders):
-            while places[rank] < len(order):
-                label = order[places[rank]]
-                waits = label.startswith("F" if rank else "B")
-                if waits and label not in done[1 - rank]:
-                    break
-                begin = max(clocks[rank], done[1 - rank][label] if waits else 0.0)
-                clocks[rank] = done[rank][label] = begin + times[rank][label]
-                places[rank] += 1
-        if places == before:
-            raise ValueError(f"ranks wait for each other at {places}")
-    return max(clocks)
+def replay(lowered: Lowered, times: Sequence[Times]) -> float:
+    """Seconds that ranks with these times need for a span, with messages that take no time."""
+    supply = {(rank, kind): iter(taken) for rank, kinds in enumerate(times) for kind, taken in kinds.items()}
+    machine = Machine(lowered, lambda action: next(supply[action.node.rank, action.op.value]))
+    machine.play(len(times[0]["STEP"]))
+    return max(machine.clock)
 
 
-def work_of(timeline: Timeline, rank: int) -> Times:
-    """Seconds of every action of a rank, in its order."""
-    return {i.label: i.end - i.start for i in timeline.work(rank) if i.what in KINDS}
+def work_of(timeline: Timeline, rank: int, like: Times) -> Times:
+    """Seconds of the first actions of a rank, as many of each kind as in `like`."""
+    work = timeline.work(rank)
+    return {kind: [i.end - i.start for i in work if i.what == kind][: len(like[kind])] for kind in KINDS}
 
 
-def factors(ceiling: Sequence[Times], pipeline: Sequence[Times], seconds: float) -> dict[str, float]:
+def factors(lowered: Lowered, ceiling: Sequence[Times], pipeline: Sequence[Times], seconds: float) -> dict[str, float]:
     """Order, work and messages, and what they multiply to."""
-    orders = [list(times) for times in pipeline]
-    alone = max(sum(times.values()) for times in ceiling)
-    ordered, worked = replay(orders, ceiling), replay(orders, pipeline)
+    alone = max(sum(map(sum, times.values())) for times in ceiling)
+    ordered, worked = replay(lowered, ceiling), replay(lowered, pipeline)
     parts = {"order": ordered / alone, "work": worked / ordered, "messages": seconds / worked}
     return parts | {"in all": seconds / alone}
 
 
 def measure(rank: int, port: int, m: int, count: int, size: int) -> None:
     """One rank: both arms in turns; rank 0 prints."""
-    torch.set_num_threads(1)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    dist.init_process_group("gloo", rank=rank, world_size=STAGES)
+    join(rank, port, STAGES)
     data = Data()
     ceiling, stream = TimedCeiling(m, data), PenstockStream("2bw", m, data)
     seconds = 0.0
     for _ in range(count // size):
-        for arm in (ceiling, stream):
-            dist.barrier()
-            start = time.perf_counter()
-            arm.run(size // m)
-            seconds += time.perf_counter() - start if arm is stream else 0.0
+        time_run(ceiling, size // m)
+        seconds += time_run(stream, size // m)
     stream.close()
     timeline = stream.pipeline.timeline()
     boxes: list[tuple[Times, float]] = [({}, 0.0)] * STAGES
     dist.all_gather_object(boxes, (ceiling.times, seconds))
     if rank == 0:
         alone = [times for times, _ in boxes]
-        everything = [work_of(timeline, r) for r in range(STAGES)]  # also what was drained after the last measurement
-        own = [{label: t for label, t in times.items() if label in alone[0]} for times in everything]
-        print_table(m, alone, own, factors(alone, own, max(s for _, s in boxes)))
-    dist.barrier()
-    dist.destroy_process_group()
+        own = [work_of(timeline, r, alone[r]) for r in range(STAGES)]
+        print_table(m, alone, own, factors(stream.pipeline.proof.lowered, alone, own, max(s for _, s in boxes)))
+    leave()
 
 
 def print_table(m: int, ceiling: Sequence[Times], own: Sequence[Times], parts: dict[str, float]) -> None:
     """Mean times per kind of work, and the factors."""
     print(f"m = {m}, mean milliseconds of rank 0 and rank 1: the ceiling, 2BW")
     for kind in KINDS:
-        means = [
-            sum(found := [t for label, t in times.items() if label.startswith(kind)]) / len(found)
-            for times in (*ceiling, *own)
-        ]
+        means = [statistics.fmean(times[kind]) for times in (*ceiling, *own)]
         print(f"{kind:>8}  " + "  ".join(f"{1e3 * mean:6.1f}" for mean in means))
     print("time of 2BW / time of the ceiling")
     for name, factor in parts.items():

@@ -1,4 +1,4 @@
-"""What a measurement was made on."""
+"""What a measurement was made on, and the processes that make it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import subprocess
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 
 def describe_machine() -> dict[str, object]:
@@ -29,6 +30,18 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def join(rank: int, port: int, ranks: int) -> None:
+    """Become a rank of one thread."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
+
+
+def leave() -> None:
+    """End together, so that nobody waits for a rank that has gone."""
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def _processor() -> str:

@@ -11,18 +11,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import sys
 import time
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 from torch import multiprocessing
 
 from benchmarks.arms import ARMS, STAGES, Data
-from benchmarks.machine import describe_machine, free_port
+from benchmarks.machine import describe_machine, free_port, join, leave
 
 RESULTS = Path(__file__).parent / "results"
 MICROBATCHES = 8
@@ -30,9 +28,7 @@ MICROBATCHES = 8
 
 def measure(rank: int, port: int, name: str, batches: int, queue: multiprocessing.SimpleQueue) -> None:
     """One rank of one arm: (rank, net bytes)."""
-    torch.set_num_threads(1)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    dist.init_process_group("gloo", rank=rank, world_size=STAGES)
+    join(rank, port, STAGES)
     data = Data()
     dist.barrier()
     Path("/proc/self/clear_refs").write_text("5")  # the highest resident size counts from here
@@ -42,8 +38,7 @@ def measure(rank: int, port: int, name: str, batches: int, queue: multiprocessin
     arm.run(batches)
     arm.close()
     queue.put((rank, _status("VmHWM") - before))
-    dist.barrier()
-    dist.destroy_process_group()
+    leave()
 
 
 def _status(field: str) -> int:

@@ -14,12 +14,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import statistics
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +26,7 @@ import torch.distributed as dist
 from torch import multiprocessing
 
 from benchmarks.arms import ARMS, STAGES, Arm, Data
-from benchmarks.machine import describe_machine, free_port
+from benchmarks.machine import describe_machine, free_port, join, leave
 
 RESULTS = Path(__file__).parent / "results"
 MICROBATCH_COUNTS = (2, 4, 8, 16)
@@ -36,9 +34,7 @@ MICROBATCH_COUNTS = (2, 4, 8, 16)
 
 def measure(rank: int, port: int, arguments: argparse.Namespace, out: str) -> None:
     """One rank: every m, round and arm in turn; rank 0 writes the times."""
-    torch.set_num_threads(1)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    dist.init_process_group("gloo", rank=rank, world_size=STAGES)
+    join(rank, port, STAGES)
     data = Data()
     for m in arguments.microbatches:
         batches = max(arguments.count // m, 1)
@@ -54,8 +50,7 @@ def measure(rank: int, port: int, arguments: argparse.Namespace, out: str) -> No
                 print(f"m={m} round {round_}: " + ", ".join(f"{n} {s:.2f} s" for n, s in seconds.items()), flush=True)
         for arm in arms.values():
             arm.close()
-    dist.barrier()
-    dist.destroy_process_group()
+    leave()
 
 
 def _round(arms: dict[str, Arm], round_: int, batches: int, size: int) -> dict[str, float]:
@@ -68,17 +63,17 @@ def _round(arms: dict[str, Arm], round_: int, batches: int, size: int) -> dict[s
     turns = random.Random(round_)  # the same on both ranks
     for first in range(0, batches, size):
         for name in turns.sample(list(arms), len(arms)):
-            seconds[name] += _time(arms[name].run, min(size, batches - first))
+            seconds[name] += time_run(arms[name], min(size, batches - first))
     slower = torch.tensor(list(seconds.values()), dtype=torch.float64)
     dist.all_reduce(slower, dist.ReduceOp.MAX)
     return dict(zip(seconds, slower.tolist(), strict=True))
 
 
-def _time(run: Callable[[int], None], batches: int) -> float:
+def time_run(arm: Arm, batches: int) -> float:
     """Seconds of this rank, from a common start."""
     dist.barrier()
     start = time.perf_counter()
-    run(batches)
+    arm.run(batches)
     return time.perf_counter() - start
 
 

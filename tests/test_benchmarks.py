@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from benchmarks.limits import factors, replay
 
+from penstock.schedule.build import prove
+
 pytestmark = pytest.mark.processes
 
 ROOT = Path(__file__).parents[1]
@@ -57,12 +59,11 @@ def test_limits():
 
 
 def test_replay_of_two_ranks():
-    orders = [["F0", "F1", "B0", "B1"], ["F0", "B0", "F1", "B1"]]
-    even = [dict.fromkeys(order, 1.0) for order in orders]
-    assert replay(orders, even) == 6
-    uneven = [even[0] | {"F1": 3.0}, even[1] | {"B0": 4.0}]  # rank 0 is slow with F1, then rank 1 with B0
-    assert replay(orders, uneven) == 9
-    with pytest.raises(ValueError, match=r"wait for each other at \[0, 0\]"):
-        replay([["B0", "F0"], ["F0", "B0"]], even)
-    found = factors(even, uneven, seconds=12.0)
-    assert found == {"order": 6 / 4, "work": 9 / 6, "messages": 12 / 9, "in all": 12 / 4}
+    """Rank 0 runs F0 F1 B0 B1 and rank 1 F0 B0 F1 B1, both with an update at the end."""
+    lowered = prove("1f1b", 2, 2).lowered
+    even = [{"F": [1.0, 1.0], "B": [1.0, 1.0], "STEP": [0.5]} for _ in range(2)]
+    assert replay(lowered, even) == 6.5
+    slow = [even[0] | {"F": [1.0, 3.0]}, even[1] | {"B": [4.0, 1.0]}]  # rank 0 with F1, then rank 1 with B0
+    assert replay(lowered, slow) == 9.5
+    found = factors(lowered, even, slow, seconds=12.0)
+    assert found == {"order": 6.5 / 4.5, "work": 9.5 / 6.5, "messages": 12 / 9.5, "in all": 12 / 4.5}
