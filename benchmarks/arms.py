@@ -85,7 +85,7 @@ class PenstockArm:
             loss=mean_loss,
             optimizer=make_optimizer,
             balance=[1] * STAGES,
-            group=dist.group.WORLD,
+            group=dist.new_group(),  # of its own: a stream that is halted may have messages under way
         )
 
     def run(self, batches: int) -> None:
@@ -194,6 +194,7 @@ class CeilingArm:
 ARMS: dict[str, Callable[[int, Data], Arm]] = {
     "ceiling": CeilingArm,
     "penstock 2bw": lambda m, data: PenstockStream("2bw", m, data),
+    "penstock 2bw-eager": lambda m, data: PenstockStream("2bw-eager", m, data),
     "penstock 1f1b": lambda m, data: PenstockArm("1f1b", m, data),
     "torch 1f1b": lambda m, data: TorchArm("1f1b", m, data),
     "torch gpipe": lambda m, data: TorchArm("gpipe", m, data),

@@ -1,6 +1,6 @@
 """What keeps 2BW from the ceiling: waiting for the slower rank, slower work, or messages.
 
-    python -m benchmarks.limits --microbatches 2
+    python -m benchmarks.limits --microbatches 2 --method 2bw-eager
 
 The ceiling and 2BW take turns, as in `benchmarks.throughput`, and the time of every forward, backward and update is
 kept. Then both lists of times are played again in the order of 2BW with messages that take no time. A rank that
@@ -84,11 +84,11 @@ def factors(lowered: Lowered, ceiling: Sequence[Times], pipeline: Sequence[Times
     return parts | {"in all": seconds / alone}
 
 
-def measure(rank: int, port: int, m: int, count: int, size: int) -> None:
+def measure(rank: int, port: int, method: str, m: int, count: int, size: int) -> None:
     """One rank: both arms in turns; rank 0 prints."""
     join(rank, port, STAGES)
     data = Data()
-    ceiling, stream = TimedCeiling(m, data), PenstockStream("2bw", m, data)
+    ceiling, stream = TimedCeiling(m, data), PenstockStream(method, m, data)
     seconds = 0.0
     for _ in range(count // size):
         time_run(ceiling, size // m)
@@ -100,17 +100,17 @@ def measure(rank: int, port: int, m: int, count: int, size: int) -> None:
     if rank == 0:
         alone = [times for times, _ in boxes]
         own = [work_of(timeline, r, alone[r]) for r in range(STAGES)]
-        print_table(m, alone, own, factors(stream.pipeline.proof.lowered, alone, own, max(s for _, s in boxes)))
+        print_table(method, m, alone, own, factors(stream.pipeline.proof.lowered, alone, own, max(s for _, s in boxes)))
     leave()
 
 
-def print_table(m: int, ceiling: Sequence[Times], own: Sequence[Times], parts: dict[str, float]) -> None:
+def print_table(method: str, m: int, ceiling: Sequence[Times], own: Sequence[Times], parts: dict[str, float]) -> None:
     """Mean times per kind of work, and the factors."""
-    print(f"m = {m}, mean milliseconds of rank 0 and rank 1: the ceiling, 2BW")
+    print(f"m = {m}, mean milliseconds of rank 0 and rank 1: the ceiling, {method}")
     for kind in KINDS:
         means = [statistics.fmean(times[kind]) for times in (*ceiling, *own)]
         print(f"{kind:>8}  " + "  ".join(f"{1e3 * mean:6.1f}" for mean in means))
-    print("time of 2BW / time of the ceiling")
+    print(f"time of {method} / time of the ceiling")
     for name, factor in parts.items():
         print(f"{name:>8}  {factor:6.3f}")
 
@@ -119,11 +119,14 @@ def main() -> None:
     """Run it for every m."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--microbatches", type=int, nargs="+", default=[2, 4, 8, 16], help="values of m")
+    parser.add_argument("--method", default="2bw", choices=["2bw", "2bw-eager"])
     parser.add_argument("--count", type=int, default=512, help="microbatches per arm")
     parser.add_argument("--slice", type=int, default=32, help="microbatches that an arm runs at a time")
     arguments = parser.parse_args()
     for m in arguments.microbatches:
-        multiprocessing.spawn(measure, (free_port(), m, arguments.count, arguments.slice), nprocs=STAGES)
+        multiprocessing.spawn(
+            measure, (free_port(), arguments.method, m, arguments.count, arguments.slice), nprocs=STAGES
+        )
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ def test_throughput_of_every_arm(tmp_path):
     (raw,) = tmp_path.iterdir()
     header, row = map(json.loads, raw.read_text().splitlines())
     assert {"machine", "command"} <= header.keys()
-    arms = {"ceiling", "penstock 2bw", "penstock 1f1b", "torch 1f1b", "torch gpipe", "torch zbv"}
+    arms = {"ceiling", "penstock 2bw", "penstock 2bw-eager", "penstock 1f1b", "torch 1f1b", "torch gpipe", "torch zbv"}
     assert row["seconds"].keys() == arms
     assert row["microbatches"] == 4
     assert all(seconds > 0 for seconds in row["seconds"].values())

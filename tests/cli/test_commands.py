@@ -22,7 +22,17 @@ def test_methods_as_json(monkeypatch, capsys):
     code, out, _ = run(monkeypatch, capsys, "methods", "--json")
     rows = {row["name"]: row for row in json.loads(out)}
     assert code == 0
-    assert rows.keys() == {"sequential", "gpipe", "1f1b", "eager", "2bw", "stash", "vertical-sync", "newest"}
+    assert rows.keys() == {
+        "sequential",
+        "gpipe",
+        "1f1b",
+        "eager",
+        "2bw",
+        "2bw-eager",
+        "stash",
+        "vertical-sync",
+        "newest",
+    }
     assert rows["1f1b"]["bubble"] == pytest.approx(3 / 11)  # (p - 1) / (m + p - 1) at 4 stages, 8 microbatches
     assert rows["gpipe"]["activations"] == [8, 8, 8, 8]
     assert rows["eager"]["activations"] == [7, 5, 3, 1]

@@ -90,12 +90,13 @@ class Watched(nn.Module):
 
 def in_flight(method: str, stage: int, depth: int, m: int, g: int) -> list[int]:
     """The microbatches between forward and backward on a stage when it begins the forward of microbatch g."""
-    start = 0 if method in ("2bw", "stash") else g // m * m
-    ahead = {"sequential": 0, "gpipe": m, "eager": 2 * (depth - 1 - stage)}.get(method, depth - 1 - stage)
+    start = 0 if method in ("2bw", "2bw-eager", "stash") else g // m * m
+    plain = depth - 1 - stage
+    ahead = {"sequential": 0, "gpipe": m, "eager": 2 * plain, "2bw-eager": 2 * plain}.get(method, plain)
     return list(range(max(start, g - ahead), g))
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [*METHODS, "2bw-eager"])
 @pytest.mark.parametrize("depth", [1, 3])
 def test_activations_die_at_their_backward(method: str, depth: int) -> None:
     m, batches = 6, 3
@@ -174,7 +175,7 @@ def test_activations_count_wherever_they_lie() -> None:
         assert pipeline.peak_bytes()[0]["activations"] == 4 * per_microbatch, width
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [*METHODS, "2bw-eager"])
 def test_the_peak_of_activations_is_the_schedule_s(method: str) -> None:
     """Each stage has equal layers here, so its peak is the proof's number of microbatches times those of one."""
     m, depth = 6, 4

@@ -15,6 +15,9 @@ from penstock.errors import TransportError
 from penstock.runtime.parcel import Parcel
 from penstock.schedule.lowered import LaneKey
 
+_NAP = 50e-6  # seconds between two looks: too short for a core to fall asleep, long enough to leave it to others
+_POLLED = 1.0  # seconds of a wait that are spent looking; pipelines at work wait for less
+
 
 @dataclass
 class Ticket:
@@ -48,6 +51,9 @@ class Ticket:
     def wait(self, timeout: float, what: str) -> None:
         """Block until done.
 
+        At first it looks again and again: a core that has fallen asleep comes back slower, on virtual machines by up to
+        a tenth of the work that follows (docs/benchmarks.md).
+
         Args:
             timeout: seconds.
             what: what the caller was about to do, for messages.
@@ -55,7 +61,11 @@ class Ticket:
         Raises:
             TransportError: the peer is gone, or nothing came in time.
         """
-        if not self._event.wait(timeout):
+        deadline = time.perf_counter() + timeout
+        polled = min(deadline, time.perf_counter() + _POLLED)
+        while not self.done and time.perf_counter() < polled:
+            time.sleep(_NAP)
+        if not self._event.wait(max(0.0, deadline - time.perf_counter())):
             raise TransportError(
                 f"{what}: nothing moved on {self.lane} within {timeout:g} seconds; the peer is stalled or dead"
             )

@@ -71,6 +71,14 @@ _TABLE = (
         runs=True,
     ),
     Method(
+        "2bw-eager",
+        "PipeDream-2BW in eager order",
+        "arXiv 2006.09503 sec. 3.1 for the versions; arXiv 2007.01045 (P_B) for the order",
+        "endless-eager-1f1b",
+        "double-buffer",
+        runs=True,
+    ),
+    Method(
         "stash",
         "PipeDream, weight stashing",
         "arXiv 1806.03377",

@@ -8,7 +8,8 @@ which has one state whatever the method; s of d is the stage, counted from 0.
             sequential, gpipe, 1f1b, eager: GPipe (Huang et al., arXiv 1811.06965); PipeDream-Flush (Narayanan et al.,
             arXiv 2006.09503, sec. 3.2); DAPPLE (Fan et al., arXiv 2007.01045). The order changes no number.
     2bw     W(t+1) = opt(W(t), grad f_t(W(max(t-1, 0))))
-            PipeDream-2BW (arXiv 2006.09503, sec. 3.1 and 3.3): a delay of one on every stage.
+            2bw, 2bw-eager: PipeDream-2BW (arXiv 2006.09503, sec. 3.1 and 3.3): a delay of one on every stage, whatever
+            the order.
     stash   W(t+1) = opt(W(t), grad f(W_0(v_0), ..., W_{d-1}(v_{d-1})))
             PipeDream (Harlap et al., arXiv 1806.03377): each stage runs a microbatch forward on its newest version and
             backward on the same, without vertical sync. In 1F1B the forward of the span's microbatch number g follows
@@ -36,7 +37,8 @@ Loss = Callable[[Any, Any], "Tensor | tuple[Tensor, float | Tensor]"]
 Factory = Callable[[list[tuple[str, nn.Parameter]]], Optimizer]
 
 FLUSH = ("sequential", "gpipe", "1f1b", "eager")
-METHODS = (*FLUSH, "2bw", "stash")
+DOUBLE_BUFFER = ("2bw", "2bw-eager")
+METHODS = (*FLUSH, *DOUBLE_BUFFER, "stash")
 
 
 @dataclass
@@ -172,7 +174,7 @@ def train_reference(
 
 def _version(method: str, t: int, k: int, m: int, s: int, d: int, first: int) -> int:
     """Which weights stage s of d reads for microbatch k of batch t, in a span that began with batch `first`."""
-    if method == "2bw":
+    if method in DOUBLE_BUFFER:
         return max(t - 1, 0)
     if method == "stash":
         return first + max(0, (t - first) * m + k - (d - 1 - s)) // m

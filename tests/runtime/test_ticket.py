@@ -1,0 +1,44 @@
+"""Waiting for a message: looking at first, asleep later."""
+
+import threading
+import time
+
+import pytest
+
+from penstock.errors import TransportError
+from penstock.runtime import transport
+from penstock.runtime.transport import Ticket
+from penstock.schedule.ir import Payload
+from penstock.schedule.lowered import LaneKey
+
+LANE = LaneKey(0, 1, Payload.ACTIVATION)
+
+
+@pytest.mark.parametrize("polled", [0.0, 0.1, 20.0])
+def test_it_returns_once_the_message_is_there(polled: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport, "_POLLED", polled)
+    ticket = Ticket(LANE)
+    timer = threading.Timer(0.3, ticket.complete)
+    start = time.perf_counter()
+    timer.start()
+    ticket.wait(30.0, "rank 1")
+    assert ticket.done
+    assert 0.2 < time.perf_counter() - start < 10.0
+
+
+@pytest.mark.parametrize("polled", [0.0, 0.1, 20.0])
+def test_it_gives_up_in_time(polled: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport, "_POLLED", polled)
+    start = time.perf_counter()
+    with pytest.raises(TransportError, match="F3: nothing moved on .* within 0.3 seconds"):
+        Ticket(LANE).wait(0.3, "F3")
+    assert 0.2 < time.perf_counter() - start < 10.0
+
+
+@pytest.mark.parametrize("polled", [0.0, 20.0])
+def test_a_failure_reaches_the_one_who_waits(polled: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport, "_POLLED", polled)
+    ticket = Ticket(LANE)
+    threading.Timer(0.1, lambda: ticket.complete(error=RuntimeError("connection closed"))).start()
+    with pytest.raises(TransportError, match="F3: the activation lane from rank 0 to rank 1 broke: connection closed"):
+        ticket.wait(30.0, "F3")
