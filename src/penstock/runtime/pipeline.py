@@ -56,9 +56,10 @@ class Pipeline:
         divisor: c, about the loss weight of a batch (a count of tokens, say); gradients are accumulated over c and
             corrected by c / N at the update, so that every cut, m and method takes the mean over the batch. m if None.
         balance: blocks per stage; balanced by cost if None.
-        group: a process group with one process per rank; None to run all ranks in this process. Over gloo models are
-            on the CPU. Over NCCL (tested over gloo only so far) the group is the whole job, `torch.cuda.set_device`
-            has been called, and blocks and batches are on that device.
+        group: a process group with one process per rank; None to run all ranks in this process. Pipelines whose runs
+            overlap in time need a group each, or they take each other's messages. Over gloo models are on the CPU.
+            Over NCCL (tested over gloo only so far) the group is the whole job, `torch.cuda.set_device` has been
+            called, and blocks and batches are on that device.
         timeout: seconds after which a missing message is an error; between runs, where all ranks meet, the group's own
             time-out counts.
 
