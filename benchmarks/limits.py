@@ -9,7 +9,7 @@ processes that never talk only add up. So the time of 2BW is the ceiling's, time
 
     order     the ceiling's own times in the order of 2BW / the ceiling
     work      2BW's times in this order / the ceiling's times in this order
-    messages  2BW as it ran / 2BW's times in this order
+    messages  2BW as it ran / 2BW's times in this order; so the halts between slices count here, about a forward each
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, nargs="+", default=[2, 4, 8, 16], help="values of m")
     parser.add_argument("--method", default="2bw", choices=["2bw", "2bw-eager"])
     parser.add_argument("--count", type=int, default=512, help="microbatches per arm")
-    parser.add_argument("--slice", type=int, default=32, help="microbatches that an arm runs at a time")
+    parser.add_argument("--slice", type=int, default=64, help="microbatches that an arm runs at a time")
     arguments = parser.parse_args()
     for m in arguments.microbatches:
         multiprocessing.spawn(
