@@ -3,11 +3,11 @@
     python -m benchmarks.throughput            # one to two and a half hours on two cores
     python -m benchmarks.throughput --short    # minutes, for daily use
 
-Every round runs every arm on at least 128 microbatches, in shuffled order, so that none is always run after the same
-other one; ratios are taken within a round, because machines drift. With `--slice` the arms take turns within a round,
-too; but 2bw runs in one span, which is halted between its turns (and drained only at the end), and a halt costs it about
-a forward. Bounds are the second lowest and second highest ratio of the rounds. Raw data go to
-`benchmarks/results/`.
+Every round runs every arm on at least 128 microbatches; ratios are taken within a round, because machines drift. The
+arms take turns within a round, in slices of `--slice` microbatches and in shuffled order, so that a slow minute hits
+them all, and none is always run after the same other one. 2bw runs in one span, which is halted between its slices and
+drained only at the end; a halt costs it about a forward, so slices are not short. Bounds are the second lowest and second
+highest ratio of the rounds. Raw data go to `benchmarks/results/`.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--count", type=int, default=128, help="microbatches per arm and round")
-    parser.add_argument("--slice", type=int, default=128, help="microbatches that an arm runs at a time")
+    parser.add_argument("--slice", type=int, default=64, help="microbatches that an arm runs at a time")
     parser.add_argument("--microbatches", type=int, nargs="+", default=list(MICROBATCH_COUNTS), help="values of m")
     parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS))
     parser.add_argument("--short", action="store_true", help="3 rounds of 32 microbatches at m = 2 and 8")
