@@ -6,8 +6,8 @@
 Every round runs every arm on at least 128 microbatches; ratios are taken within a round, because machines drift. The
 arms take turns within a round, in slices of `--slice` microbatches and in shuffled order, so that a slow minute hits
 them all, and none is always run after the same other one. 2bw runs in one span, which is halted between its slices and
-drained only at the end; a halt costs it about a forward, so slices are not short. Bounds are the second lowest and second
-highest ratio of the rounds. Raw data go to `benchmarks/results/`.
+drained only at the end; a halt costs it about a forward, so slices are not short. Bounds are the second lowest and the
+second highest ratio of the rounds. Raw data go to `benchmarks/results/`.
 """
 
 from __future__ import annotations
