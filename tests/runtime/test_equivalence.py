@@ -3,18 +3,14 @@
 import pytest
 from runtime_cases import METHODS, Case, assert_same, expected, together, train, train_on_ranks
 
+from least import least
 from penstock.schedule.methods import METHODS as METHOD_TABLE
 from penstock.train.reference import METHODS as REFERENCES
 from pool import Pool
 
-
-def legal(method: str, depth: int, m: int) -> bool:
-    return m >= {"2bw": depth - 1, "2bw-eager": 2 * depth - 2}.get(method, 1)
-
-
 EAGER = "2bw-eager"  # the versions of 2bw; that its order is right is seen here, all else by the other methods
 SHAPES = [(d, m) for d in (1, 2, 3, 4) for m in (1, 2, 3, 5)] + [(4, 6)]
-GRID = [(method, d, m) for method in (*METHODS, EAGER) for d, m in SHAPES if legal(method, d, m)]
+GRID = [(method, d, m) for method in (*METHODS, EAGER) for d, m in SHAPES if m >= least(method, d)]
 OPTIMIZERS = ("sgd", "adamw", "nadam")
 
 

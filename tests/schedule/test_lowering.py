@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from least import least
 from penstock.schedule.build import make_schedule
 from penstock.schedule.check import check
 from penstock.schedule.ir import Op, Payload, existing
@@ -16,7 +17,9 @@ from penstock.schedule.versions import RULES, apply_rule
 
 GOLDEN = sorted((Path(__file__).parents[1] / "golden").glob("*.txt"))
 SCHEDULES = [parse_schedule(path.read_text(), path.stem) for path in GOLDEN]
-SCHEDULES += [make_schedule(method, p, m) for method in METHODS for p, m in ((2, 1), (3, 2), (4, 5))]
+SCHEDULES += [
+    make_schedule(method, p, max(m, least(method, p))) for method in METHODS for p, m in ((2, 1), (3, 2), (4, 5))
+]
 
 every_schedule = pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda s: f"{s.name}-{s.ranks}-{s.microbatches}")
 machines = pytest.mark.parametrize(("lookahead", "window"), [(2, 2), (0, 2), (1, 1), (3, 4)])

@@ -7,6 +7,7 @@ from brute_force import complaint
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from least import least
 from penstock.errors import ScheduleError
 from penstock.schedule.build import make_schedule
 from penstock.schedule.check import check
@@ -22,8 +23,8 @@ def schedules(draw, methods=tuple(METHODS)):
     """A legal schedule of any method."""
     method = draw(st.sampled_from(methods))
     stages = draw(st.integers(1, 4))
-    microbatches = draw(st.integers(max(1, stages - 1), 5))
-    return make_schedule(method, stages, microbatches)
+    fewest = max(stages - 1, least(method, stages))
+    return make_schedule(method, stages, draw(st.integers(fewest, max(fewest, 5))))
 
 
 @st.composite
@@ -62,7 +63,8 @@ def refused(schedule):
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("stages", range(1, 6))
 def test_every_method_passes(method, stages):
-    for microbatches in (max(1, stages - 1), stages, stages + 2):
+    fewest = max(stages - 1, least(method, stages))
+    for microbatches in (fewest, fewest + 1, fewest + 3):
         schedule = make_schedule(method, stages, microbatches)
         assert check(schedule).schedule == schedule
         assert complaint(schedule) is None

@@ -2,6 +2,7 @@
 
 import pytest
 
+from least import least
 from penstock.errors import ScheduleError
 from penstock.schedule.build import make_schedule, prove, smallest_microbatches
 from penstock.schedule.methods import METHODS
@@ -23,14 +24,14 @@ def test_two_buffers_over_1f1b_are_legal_from_one_less_than_the_depth(depth):
 def test_two_buffers_over_eager_1f1b_need_twice_as_many(depth):
     legal = max(1, 2 * depth - 2)
     for m in (legal, legal + 1, 4 * depth):
-        make_schedule("2bw", depth, m, order="endless-eager-1f1b")
+        make_schedule("2bw-eager", depth, m)
     for m in range(1, legal):
         with pytest.raises(ScheduleError, match=rf"at least {legal} microbatches.*got {m}; raise .* to {legal}\b"):
-            make_schedule("2bw", depth, m, order="endless-eager-1f1b")
+            make_schedule("2bw-eager", depth, m)
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
-@pytest.mark.parametrize("method", [name for name in METHODS if name != "2bw"])
+@pytest.mark.parametrize("method", [name for name in METHODS if not name.startswith("2bw")])
 def test_all_other_methods_are_legal_from_one_microbatch(method, depth):
     for m in (1, 2, depth, 2 * depth + 1):
         make_schedule(method, depth, m)
@@ -39,8 +40,8 @@ def test_all_other_methods_are_legal_from_one_microbatch(method, depth):
 
 @pytest.mark.parametrize("depth", [1, 2, 3, 5, 9])
 def test_smallest_microbatches_without_a_failed_attempt(depth):
-    assert smallest_microbatches("2bw", depth) == max(1, depth - 1)
-    assert smallest_microbatches("2bw", depth, order="endless-eager-1f1b") == max(1, 2 * depth - 2)
+    assert smallest_microbatches("2bw", depth) == least("2bw", depth) == max(1, depth - 1)
+    assert smallest_microbatches("2bw-eager", depth) == least("2bw-eager", depth) == max(1, 2 * depth - 2)
 
 
 @pytest.mark.parametrize(("beyond", "legal"), [(0, 5), (4, 5), (5, 6), (11, 12)])

@@ -9,6 +9,7 @@ from event_oracle import start_times
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from least import least
 from penstock.schedule.build import make_schedule
 from penstock.schedule.lower import lower
 from penstock.schedule.methods import METHODS
@@ -34,8 +35,8 @@ def stage_costs(draw, cuts):
 
 @st.composite
 def straight_schedules(draw):
-    stages = draw(st.integers(1, 5))
-    return make_schedule(draw(st.sampled_from(list(METHODS))), stages, draw(st.integers(max(1, stages - 1), 8)))
+    stages, method = draw(st.integers(1, 5)), draw(st.sampled_from(list(METHODS)))
+    return make_schedule(method, stages, draw(st.integers(max(stages - 1, least(method, stages)), 8)))
 
 
 def played(lowered, costs, batches):

@@ -7,6 +7,7 @@ from pathlib import Path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from least import least
 from penstock.schedule.build import make_schedule
 from penstock.schedule.check import check
 from penstock.schedule.methods import METHODS
@@ -32,7 +33,8 @@ def runs(draw, golden=True):
     else:
         stages = draw(st.integers(1, 5))
         method = draw(st.sampled_from(list(METHODS)))
-        proof = check(make_schedule(method, stages, draw(st.integers(max(1, stages - 1), 7))))
+        fewest = max(stages - 1, least(method, stages))
+        proof = check(make_schedule(method, stages, draw(st.integers(fewest, max(fewest, 7)))))
     stages = [StageCost(draw(positive), draw(positive), draw(maybe), draw(maybe)) for _ in range(proof.schedule.cuts)]
     costs = Costs(tuple(stages), draw(maybe), draw(maybe), draw(st.floats(0.5, 1.0)))
     batches = draw(st.integers(1, 4))
