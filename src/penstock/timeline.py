@@ -11,11 +11,10 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from penstock.schedule.ir import Op
-from penstock.schedule.ops import OPS, Lane
+from penstock.schedule.ops import Lane
 
-BUSY = frozenset({op.value for op, spec in OPS.items() if spec.lane is Lane.COMPUTE} | {Op.FUSED.value})
-"""Operations that count as work of a rank's compute lane."""
+WAIT = "wait"
+"""What a rank does that can do nothing."""
 
 
 class Interval(NamedTuple):
@@ -25,7 +24,7 @@ class Interval(NamedTuple):
         rank: the rank.
         lane: "compute", or the name of a transfer lane such as "activation 0>1".
         start, end: times.
-        what: the operation, or "wait".
+        what: the operation, or `WAIT`.
         label: what to print, such as "F3".
         cut, replica: the node.
         batch: the batch it belongs to, counted from the start of training; -1 where none.
@@ -45,6 +44,11 @@ class Interval(NamedTuple):
     version: int = -1
     cause: str = ""
 
+    @property
+    def is_work(self) -> bool:
+        """Whether the rank's compute lane was busy."""
+        return self.lane == Lane.COMPUTE.value and self.what != WAIT
+
 
 @dataclass
 class Timeline:
@@ -62,17 +66,17 @@ class Timeline:
 
     def work(self, rank: int | None = None) -> list[Interval]:
         """The busy intervals of the compute lane, of one rank or of all."""
-        return [i for i in self.intervals if i.what in BUSY and (rank is None or i.rank == rank)]
+        return [i for i in self.intervals if i.is_work and (rank is None or i.rank == rank)]
 
     @property
     def start(self) -> float:
         """When the first work began."""
-        return min((i.start for i in self.intervals if i.what in BUSY), default=0.0)
+        return min((i.start for i in self.intervals if i.is_work), default=0.0)
 
     @property
     def makespan(self) -> float:
         """From the first start to the last end of work on any rank."""
-        return max((i.end for i in self.intervals if i.what in BUSY), default=0.0) - self.start
+        return max((i.end for i in self.intervals if i.is_work), default=0.0) - self.start
 
     def bubble(self) -> Bubble:
         """How much of the time the ranks stood idle."""
@@ -80,7 +84,7 @@ class Timeline:
         first: dict[int, float] = {}
         last: dict[int, float] = defaultdict(float)
         for i in self.intervals:
-            if i.what in BUSY:
+            if i.is_work:
                 busy[i.rank] += i.end - i.start
                 first[i.rank] = min(first.get(i.rank, i.start), i.start)
                 last[i.rank] = max(last[i.rank], i.end)

@@ -175,5 +175,5 @@ def test_collectives_that_three_ranks_join_crosswise():
     """
     message = message_of(parse_schedule(text))
     for rank in range(3):
-        wanted = f"rank {rank} at STEP[0]@{rank} waits for a reduction that other ranks have not joined"
+        wanted = f"rank {rank} at STEP[0]@{rank} waits for a reduction or decision that other ranks have not joined"
         assert wanted in message

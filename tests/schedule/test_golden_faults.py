@@ -32,7 +32,7 @@ GATHERING = [
     ("B1@0^t RELEASE[t]@0", "B1@0^t", "after draining 1 batches, rank 0 still has gathered weights of version [0]"),
     ("GATHER[t]@2^t", "GATHER[t]@2", "GATHER[0]@2 on rank 0 ... names no version"),
     ("GATHER[t]@2^t", "GATHER[t]@2^t-1", "GATHER[1]@2^0 on rank 0 ... reads version 0, which no longer exists"),
-    ("REDUCE[t]@2 STEP[t]@2", "STEP[t]@2 REDUCE[t]@2", "REDUCE[0]@2 on rank 0"),
+    ("REDUCE[t]@2 STEP[t]@2", "STEP[t]@2 REDUCE[t]@2", "STEP[0]@2 on rank 0"),
     ("B1@2^t RELEASE[t]@2 REDUCE[t]@2", "RELEASE[t]@2 REDUCE[t]@2 B1@2^t", "REDUCE[0]@2 ... stands before 1 of"),
     ("REDUCE[t]@2 ", "REDUCE[t]@2 REDUCE[t]@2 ", "node 2 on rank 0 has 2 REDUCEs per batch"),
     ("REDUCE[t]@2 ", "REDUCE[t]%2@2 ", "REDUCE"),  # every batch has a gradient to reduce

@@ -6,6 +6,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 
 from penstock.errors import ConfigError, ScheduleError
+from penstock.schedule.batchwise import with_decisions
 from penstock.schedule.check import Proof, check
 from penstock.schedule.ir import Action, Schedule, straight
 from penstock.schedule.methods import compatible, find_method
@@ -22,6 +23,7 @@ def make_schedule(
     *,
     rule: str | None = None,
     order: str | OrderFunction | None = None,
+    decides: bool = False,
 ) -> Schedule:
     """Build a schedule and prove it.
 
@@ -32,6 +34,7 @@ def make_schedule(
         microbatches: m, microbatches per batch.
         rule: another version rule than the method's (for a function: "flush" unless told otherwise).
         order: another order than the method's.
+        decides: updates wait for a decision of all stages (the global norm, a vote on overflow).
 
     Returns:
         A schedule that `check` accepts.
@@ -40,7 +43,7 @@ def make_schedule(
         ConfigError: unknown method, order or rule, or choices that cannot go together.
         ScheduleError: the schedule is wrong; where only m is too small, the message names the smallest legal m.
     """
-    return prove(method, stages, microbatches, rule=rule, order=order).schedule
+    return prove(method, stages, microbatches, rule=rule, order=order, decides=decides).schedule
 
 
 def prove(
@@ -50,13 +53,14 @@ def prove(
     *,
     rule: str | None = None,
     order: str | OrderFunction | None = None,
+    decides: bool = False,
 ) -> Proof:
     """As `make_schedule`, but returns the proof with everything that was derived on the way."""
-    schedule = _build(method, stages, microbatches, rule, order)
+    schedule = _build(method, stages, microbatches, rule, order, decides)
     try:
         return check(schedule)
     except ScheduleError as error:
-        legal = smallest_microbatches(method, stages, rule=rule, order=order, beyond=microbatches)
+        legal = smallest_microbatches(method, stages, rule=rule, order=order, decides=decides, beyond=microbatches)
         if legal is None:
             raise
         ours = not callable(method) and not callable(order)  # all numbers from the smallest legal one on are legal
@@ -73,6 +77,7 @@ def smallest_microbatches(
     *,
     rule: str | None = None,
     order: str | OrderFunction | None = None,
+    decides: bool = False,
     beyond: int = 0,
 ) -> int | None:
     """The smallest legal number of microbatches above `beyond`; None if there is none up to 4 per stage (or 4 more).
@@ -83,7 +88,7 @@ def smallest_microbatches(
 
     def legal(m: int) -> bool:
         try:
-            check(_build(method, stages, m, rule, order))
+            check(_build(method, stages, m, rule, order, decides))
         except Exception:  # a user's function may refuse some m in its own way
             return False
         return True
@@ -97,7 +102,12 @@ def smallest_microbatches(
 
 
 def _build(
-    method: str | OrderFunction, stages: int, microbatches: int, rule: str | None, order: str | OrderFunction | None
+    method: str | OrderFunction,
+    stages: int,
+    microbatches: int,
+    rule: str | None,
+    order: str | OrderFunction | None,
+    decides: bool,
 ) -> Schedule:
     choices: tuple[str, ...] = ()
     if callable(method):
@@ -116,7 +126,8 @@ def _build(
     reason = compatible(made, RULES[rule_name], *choices)
     if reason is not None:
         raise ConfigError(f"{name}: {reason}")
-    return apply_rule(made, RULES[rule_name], microbatches, name)
+    schedule = apply_rule(made, RULES[rule_name], microbatches, name)
+    return with_decisions(schedule) if decides else schedule
 
 
 def call_order(function: OrderFunction, stages: int, microbatches: int) -> Order:

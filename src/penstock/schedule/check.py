@@ -41,12 +41,14 @@ class NodeFacts:
     Attributes:
         versions: weight versions alive at once, at most.
         copies: derived copies alive at once, at most.
+        gradients: gradients under way or waiting at once, at most.
         buffers: parameter-sized buffers needed for versions and gradients together.
         delay: updates between the version read and the version updated, mean over a batch, in the steady state.
     """
 
     versions: int
     copies: int
+    gradients: int
     buffers: int
     delay: Delay
 
@@ -100,7 +102,7 @@ def check(schedule: Schedule, lookahead: int = LOOKAHEAD, window: int = WINDOW) 
         other.prove()
         books.absorb(other)
     facts = {
-        node: NodeFacts(s.peak_versions, s.copies.peak, s.peak_buffers, s.delay or Delay(0.0, 0.0))
+        node: NodeFacts(s.peak_versions, s.copies.peak, s.peak_gradients, s.peak_buffers, s.delay or Delay(0.0, 0.0))
         for node, s in books.states.items()
     }
     return Proof(lowered, facts, books.activations.peaks(), steady_from)
@@ -235,6 +237,7 @@ class _Books:
             twin = other.states[node]
             state.peak_versions = max(state.peak_versions, twin.peak_versions)
             state.copies.peak = max(state.copies.peak, twin.copies.peak)
+            state.peak_gradients = max(state.peak_gradients, twin.peak_gradients)
             state.peak_buffers = max(state.peak_buffers, twin.peak_buffers)
             state.delay = state.delay or twin.delay
         self.activations.peak = [*map(max, self.activations.peak, other.activations.peak)]

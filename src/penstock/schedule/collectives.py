@@ -1,7 +1,8 @@
 """Collectives on the machine model: they begin when all members have issued them, block nobody, and keep one order.
 
-All ranks of a group have one first-in first-out lane per operation (one communicator). A STEP waits for the reduction
-of its batch, a pass for what was gathered on its node.
+All ranks of a group have one first-in first-out lane per operation (one communicator). Those of a batch on a node come
+one after the other (`batchwise.COLLECTIVES`), and its STEP waits for them; a pass waits for what was gathered on its
+node.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from penstock.errors import ScheduleError
-from penstock.schedule.ir import Action, Node, Op
+from penstock.schedule.batchwise import COLLECTIVES
+from penstock.schedule.ir import Action, Kind, Node, Op, Unit
 from penstock.schedule.lowered import Lowered
 from penstock.schedule.ops import OPS, Lane
 
@@ -56,49 +58,71 @@ class Collectives:
     def __init__(self, lowered: Lowered, duration: Callable[[Action], float]) -> None:
         nodes = lowered.schedule.nodes
         self._holders = {node: tuple(n for n in nodes if n.cut == node.cut) for node in nodes}
+        actions = [a for program in lowered.schedule.programs for a in program.period]
+        self._joint = {op: tuple(sorted({a.node for a in actions if a.op is op})) for op in (Op.TIE, Op.DECIDE)}
         self._duration = duration
         self._lanes: dict[tuple[Op, tuple[int, ...]], _GroupLane] = {}
         self._issued: dict[Collective, dict[Node, float]] = {}  # by some of the group
         self._ready: dict[Node, float] = {}
-        self._reduced: dict[tuple[Node, int], float | None] = {}  # when; None while others have not joined
+        self._awaited: dict[Collective, float | None] = {}  # by a STEP: when done; None while others have not joined
 
-    def issue(self, rank: int, action: Action, batch: int, now: float) -> list[tuple[Node, float, float]]:
-        """Issue one; returns (member, start, end) for all members if this was the last of them.
+    def issue(self, rank: int, action: Action, batch: int, now: float) -> list[tuple[Op, Node, float, float]]:
+        """Issue one; returns (operation, member, start, end) for all members of those that this makes complete.
 
         Raises:
             ScheduleError: other ranks of the group issue theirs in another order.
         """
-        group = self._holders[action.node] if action.op is Op.REDUCE else (action.node,)
+        group = self._group(action.op, action.node)
         collective = (action.op, group[0], batch)
         issued = self._issued.setdefault(collective, {})
-        ranks = tuple(sorted({node.rank for node in group}))
-        lane = self._lanes.setdefault((action.op, ranks), _GroupLane())
+        lane = self._lanes.setdefault(_lane_key(action.op, group), _GroupLane())
         if not any(node.rank == rank for node in issued):
             lane.issue(rank, collective)
         issued[action.node] = now
-        if action.op is Op.REDUCE:
-            self._reduced[action.node, batch] = None
+        if action.op in COLLECTIVES:
+            self._awaited[action.op, action.node, batch] = None
+        done = self._complete(collective)
+        if done and action.op in COLLECTIVES:
+            for op in COLLECTIVES[COLLECTIVES.index(action.op) + 1 :]:  # may have waited for just that
+                if self._joint[op]:
+                    done += self._complete((op, self._joint[op][0], batch))
+        return done
+
+    def _complete(self, collective: Collective) -> list[tuple[Op, Node, float, float]]:
+        """The times of a collective if all have issued it, and what goes before it is done."""
+        op, first, batch = collective
+        group, issued = self._group(op, first), self._issued.get(collective, {})
         if len(issued) < len(group):
             return []
-        start = max(lane.free, *issued.values())
-        end = lane.free = start + self._duration(action)
+        times = list(issued.values())
+        for earlier in COLLECTIVES[: COLLECTIVES.index(op)] if op in COLLECTIVES else ():
+            for node in group:
+                ended = self._awaited.get((earlier, node, batch), 0.0)
+                if ended is None:
+                    return []
+                times.append(ended)
+        lane = self._lanes[_lane_key(op, group)]
+        start = max(lane.free, *times)
+        end = lane.free = start + self._duration(Action(op, first, Unit(batch, kind=Kind.BATCH)))
         lane.complete()
         del self._issued[collective]
         for node in group:
-            if action.op is Op.REDUCE:
-                self._reduced[node, batch] = end
+            if op in COLLECTIVES:
+                self._awaited[op, node, batch] = end
             else:
                 self._ready[node] = max(self._ready.get(node, 0.0), end)
-        return [(node, start, end) for node in group]
+        return [(op, node, start, end) for node in group]
 
     def joined(self, action: Action, batch: int) -> bool:
-        """Whether every rank has joined the reduction that a STEP waits for."""
-        return action.op is not Op.STEP or self._reduced.get((action.node, batch), 0.0) is not None
+        """Whether every rank has joined the collectives that a STEP waits for."""
+        if action.op is not Op.STEP:
+            return True
+        return all(self._awaited.get((op, action.node, batch), 0.0) is not None for op in COLLECTIVES)
 
     def done(self, action: Action, batch: int) -> float:
         """When the collectives that an action waits for are done."""
         if action.op is Op.STEP:
-            return self._reduced.pop((action.node, batch), None) or 0.0
+            return max(self._awaited.pop((op, action.node, batch), None) or 0.0 for op in COLLECTIVES)
         return max(self._ready.get(p.node, 0.0) for p in action.parts or (action,))
 
     def state(self, batches: int) -> object:
@@ -109,16 +133,26 @@ class Collectives:
             for key, lane in sorted(self._lanes.items())
             if lane.order
         ]
-        reduced = sorted((node, batch - batches, end is None) for (node, batch), end in self._reduced.items())
-        return issued, orders, reduced
+        awaited = sorted((op, node, batch - batches, end is None) for (op, node, batch), end in self._awaited.items())
+        return issued, orders, awaited
 
     def copy(self) -> Collectives:
         """An independent twin."""
         twin = copy.copy(self)
         twin._lanes = copy.deepcopy(self._lanes)
         twin._issued = {key: dict(by) for key, by in self._issued.items()}
-        twin._ready, twin._reduced = dict(self._ready), dict(self._reduced)
+        twin._ready, twin._awaited = dict(self._ready), dict(self._awaited)
         return twin
+
+    def _group(self, op: Op, node: Node) -> tuple[Node, ...]:
+        """The nodes that take part."""
+        if op in self._joint:
+            return self._joint[op]
+        return self._holders[node] if op is Op.REDUCE else (node,)
+
+
+def _lane_key(op: Op, group: tuple[Node, ...]) -> tuple[Op, tuple[int, ...]]:
+    return op, tuple(sorted({node.rank for node in group}))
 
 
 def is_collective(action: Action) -> bool:

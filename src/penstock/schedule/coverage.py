@@ -15,10 +15,11 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from penstock.errors import ScheduleError
+from penstock.schedule.batchwise import COLLECTIVES
 from penstock.schedule.ir import Action, Kind, Op, Schedule, passes
 from penstock.schedule.ops import PASSES
 
-_COUNTED = PASSES | {Op.STEP, Op.VALIDATE, Op.REDUCE, Op.AVERAGE}
+_COUNTED = PASSES | {Op.STEP, Op.VALIDATE, Op.REDUCE, Op.TIE, Op.DECIDE, Op.AVERAGE}
 
 
 class _Slot(NamedTuple):
@@ -157,14 +158,23 @@ def _check_passes(schedule: Schedule, cut: int, trained: bool, periods: _Table) 
 
 def _check_updates(schedule: Schedule, trained: set[int], periods: _Table) -> None:
     held = Counter(n.cut for n in schedule.nodes)
+    decided = any(slot.op is Op.DECIDE for slot in periods)
     for node in schedule.nodes:
-        steps, reduces = (len(periods.get(_Slot(f"node {node.name}", op, 0, 1), ())) for op in (Op.STEP, Op.REDUCE))
+        steps, reduces, ties, decides = (
+            len(periods.get(_Slot(f"node {node.name}", op, 0, 1), ())) for op in (Op.STEP, *COLLECTIVES)
+        )
         where = f"{schedule.name}: node {node.name} on rank {node.rank}"
         if steps != (node.cut in trained):
             raise ScheduleError(f"{where} has {steps} STEPs per batch instead of {int(node.cut in trained)}")
         if reduces > 1 or (held[node.cut] > 1 and steps and not reduces):
             raise ScheduleError(
                 f"{where} has {reduces} REDUCEs per batch; a cut held by several nodes needs one before each STEP"
+            )
+        if ties > steps:
+            raise ScheduleError(f"{where} has {ties} TIEs per batch; a node that is trained may have one")
+        if decides != (decided and steps):
+            raise ScheduleError(
+                f"{where} has {decides} DECIDEs per batch; either all nodes that are trained have one, or none"
             )
 
 

@@ -35,6 +35,8 @@ class Op(StrEnum):
     PREDICT = "PREDICT"  # bears a derived copy of the weights (prediction, correction, blend)
     VALIDATE = "VALIDATE"  # the global decision on a provisional version
     REDUCE = "REDUCE"  # sum of gradients over the nodes of a cut and over parallel pipelines
+    TIE = "TIE"  # sum of the gradients of parameters that several cuts share
+    DECIDE = "DECIDE"  # what concerns all stages: global norm, votes on overflow, loss weight
     AVERAGE = "AVERAGE"  # average of weights over parallel pipelines
     GATHER = "GATHER"  # collect a sharded version
     RELEASE = "RELEASE"  # drop the gathered version again

@@ -8,6 +8,7 @@ lane's messages are sent.
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -17,7 +18,7 @@ from penstock.errors import ScheduleError
 from penstock.schedule.collection import no_collection
 from penstock.schedule.ir import Action, Node, Op, Schedule, Unit, passes
 from penstock.schedule.lowered import LOOKAHEAD, WINDOW, Instruction, LaneKey, Lowered, LoweredProgram, Message, Route
-from penstock.schedule.ops import OPS, PASSES, PAYLOAD_OF_FACT, Fact, gives
+from penstock.schedule.ops import OPS, PASSES, PAYLOAD_OF_FACT, Fact, Lane, gives
 
 
 class _Source(NamedTuple):
@@ -206,16 +207,18 @@ class _Placing:
         """Add the RECVs of a lane to the plan of its target."""
         for use in uses:
             plan.needs.setdefault(use.position, []).append(Message(use.route, use.unit.first))
+        counted = self._counted(part)
+        places = [bisect_left(counted, use.position) for use in uses]
         if part == 1:
-            for use, post in zip(uses, self._posts([use.position for use in uses]), strict=True):
-                self._add(plan, use, max(post, 0), ahead=False)
+            for use, post in zip(uses, self._posts(places), strict=True):
+                self._add(plan, use, counted[max(post, 0)], ahead=False)
             return
-        length = len(self.schedule.programs[self.lane.target].period)
+        length = len(counted)
         before = -(-self.window // len(uses))  # enough earlier and later periods to see the steady state
-        once = [use.lag * length + use.position for use in uses]
+        once = [use.lag * length + place for use, place in zip(uses, places, strict=True)]
         positions = [position + period * length for period in range(before + 2) for position in once]
         steady = self._posts(positions)[before * len(uses) : (before + 1) * len(uses)]
-        gate = self._decided_after()
+        gate = self._decided_after(counted)
         placed = []
         for use, post in zip(uses, steady, strict=True):
             relative = post - (before + use.lag) * length  # to the start of the consumer's period
@@ -223,8 +226,13 @@ class _Placing:
             ahead = relative < 0 and early < length
             source = ahead - use.lag  # the sender's period, relative to the one in which the RECV stands
             placed.append((early if ahead else max(relative, 0), source, use, ahead))
-        for position, _, use, ahead in sorted(placed):  # at the same place, in the order in which they are sent
-            self._add(plan, use, position, ahead)
+        for place, _, use, ahead in sorted(placed):  # at the same place, in the order in which they are sent
+            self._add(plan, use, counted[place], ahead)
+
+    def _counted(self, part: int) -> list[int]:
+        """Where the actions stand that count for the lookahead: collectives do not, because they take no time."""
+        program = self.schedule.programs[self.lane.target]
+        return [i for i, a in enumerate(program[part]) if a.parts or OPS[a.op].lane is not Lane.COLLECTIVE]
 
     def _posts(self, positions: list[int]) -> list[int]:
         """Where each RECV is posted, given where the messages of a lane, in the order sent, are consumed."""
@@ -248,11 +256,12 @@ class _Placing:
             posts.append(post)
         return posts
 
-    def _decided_after(self) -> int:
-        """The position of the first forward of batch t: its message tells whether batch t+1 follows."""
+    def _decided_after(self, counted: list[int]) -> int:
+        """The place of the first forward of batch t: its message tells whether batch t+1 follows."""
         period = self.schedule.programs[self.lane.target].period
-        own = (i for i, a in enumerate(period) if any(p.op is Op.F and p.unit.first >= 0 for p in passes(a)))
-        return next(own, len(period))  # a rank without one posts nothing ahead
+        passes_at = (passes(period[i]) for i in counted)
+        own = (i for i, parts in enumerate(passes_at) if any(p.op is Op.F and p.unit.first >= 0 for p in parts))
+        return next(own, len(counted))  # a rank without one posts nothing ahead
 
     def _add(self, plan: _Plan, use: _Use, position: int, ahead: bool) -> None:
         route, unit = self.routes[use.route], use.unit

@@ -199,10 +199,10 @@ class Machine:
 
     def _issue(self, rank: int, action: Action, t: int, batch: int, woken: set[int]) -> None:
         """Issue a collective, which blocks nobody; if it was the last member's, it has its time now."""
-        for node, start, end in self._collectives.issue(rank, action, batch, self.clock[rank]):
+        for op, node, start, end in self._collectives.issue(rank, action, batch, self.clock[rank]):
             woken.add(node.rank)
             if self.observer is not None:
-                self.observer(node.rank, action._replace(node=node), t, start, end)
+                self.observer(node.rank, action._replace(op=op, node=node), t, start, end)
 
     @staticmethod
     def _take(arrived: dict[Message, float], needs: tuple[Message, ...], offset: int) -> float | None:
@@ -302,7 +302,7 @@ class Machine:
             route = self.lowered.routes[missing[0].route]
             name = format_unit(unit._replace(first=missing[0].first, count=route.count, slice=route.slice))
             return Blocked(rank, absolute, f"the {route.payload} of microbatch {name} from rank {route.source.rank}")
-        return Blocked(rank, absolute, "a reduction that other ranks have not joined")
+        return Blocked(rank, absolute, "a reduction or decision that other ranks have not joined")
 
 
 def _interacts(instruction: Instruction) -> bool:

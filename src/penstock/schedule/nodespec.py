@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from penstock.errors import ScheduleError
+from penstock.schedule.batchwise import COLLECTIVES
 from penstock.schedule.ir import Action, Copy, Node, Op, Schedule, passes
 from penstock.schedule.upcoming import Forwards, forwards_of
 from penstock.schedule.versions import RULES, Source, VersionRule
@@ -20,6 +21,7 @@ class NodeSpec:
         forwards: what its forwards read, in the order of the program.
         copy_uses: reads of each derived copy per period, by label and microbatch modulo m.
         older: the version that stands for everything before the span, 0 or -1.
+        collectives: those of each batch on this node, in the order in which they must come; an update waits for them.
         admits: this node holds the first trained cut, where microbatches are admitted.
     """
 
@@ -32,13 +34,17 @@ class NodeSpec:
     older: int
     recomputed: bool
     sharded: bool
-    shared: bool
+    collectives: tuple[Op, ...]
     admits: bool
+
+    @property
+    def decides(self) -> bool:
+        """Whether an update waits for what all stages decide together."""
+        return Op.DECIDE in self.collectives
 
 
 def node_specs(schedule: Schedule, older: int) -> list[NodeSpec]:
     """What the books of each node need to know beforehand."""
-    held = Counter(n.cut for n in schedule.nodes)
     actions: dict[Node, list[Action]] = {node: [] for node in schedule.nodes}
     for program in schedule.programs:
         for action in program.period:
@@ -59,7 +65,7 @@ def node_specs(schedule: Schedule, older: int) -> list[NodeSpec]:
             older=older,
             recomputed=node.cut in schedule.recomputed,
             sharded=any(a.op is Op.GATHER for a in here),
-            shared=held[node.cut] > 1,
+            collectives=tuple(op for op in COLLECTIVES if any(a.op is op for a in here)),
             admits=node.cut == first,
         )
         for node, here in actions.items()

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from penstock.errors import ScheduleError
+from penstock.schedule.batchwise import COLLECTIVES
 from penstock.schedule.copies import Copies
 from penstock.schedule.flights import BooksError, Flights, Piece
 from penstock.schedule.ir import Action, Copy, Op, shift
@@ -24,7 +25,7 @@ class Gradient:
     remaining: int
     forward: int = 0  # sum of the versions read, one per pass
     backward: int = 0
-    reduced: bool = False
+    joined: tuple[Op, ...] = ()  # collectives that this node has joined
 
 
 class Delay(NamedTuple):
@@ -58,6 +59,7 @@ class NodeState:
     rotated: bool = False
     draining: int | None = None
     peak_versions: int = 0
+    peak_gradients: int = 0
     peak_buffers: int = 0
     delay: Delay | None = None
 
@@ -85,7 +87,7 @@ class NodeState:
         if not self.spec.share:
             return None
         gradients = sorted(
-            (b - t, g.remaining, g.forward - t * (self.spec.share - g.remaining), g.reduced)
+            (b - t, g.remaining, g.forward - t * (self.spec.share - g.remaining), g.joined)
             for b, g in self.gradients.items()
         )
         flights, copies = self.flights.state(t, self.spec.microbatches), self.copies.state(t)
@@ -219,8 +221,8 @@ class NodeState:
         op, batch = action.op, action.unit.first + t
         if op is Op.STEP:
             self._step(batch)
-        elif op is Op.REDUCE:
-            self._complete_gradient(batch).reduced = True
+        elif op in COLLECTIVES:
+            self._gradient_before(op, batch).joined += (op,)
         elif op is Op.VALIDATE:
             if batch + 1 not in self.provisional:
                 raise BooksError(f"version {batch + 1} is not provisional")
@@ -252,10 +254,18 @@ class NodeState:
             raise BooksError(f"stands before {left} of batch {batch}'s backwards on this node")
         return gradient
 
+    def _gradient_before(self, op: Op, batch: int) -> Gradient:
+        """The complete gradient of a batch that has been through all collectives that come before `op`."""
+        gradient = self._complete_gradient(batch)
+        for earlier in self.spec.collectives:
+            if earlier is op:
+                break
+            if earlier not in gradient.joined:
+                raise BooksError(f"needs the {earlier} of its batch first")
+        return gradient
+
     def _step(self, batch: int) -> None:
-        gradient, rule = self._complete_gradient(batch), self.spec.rule
-        if self.spec.shared and not gradient.reduced:
-            raise BooksError("needs the REDUCE of its batch first")
+        gradient, rule = self._gradient_before(Op.STEP, batch), self.spec.rule
         if self.newest != batch or batch in self.provisional:
             raise BooksError(f"starts from version {batch}, but the newest valid one is another")
         reader = self.flights.reader(batch) if rule.pins else None
@@ -326,4 +336,5 @@ class NodeState:
 
     def _count(self) -> None:
         self.peak_versions = max(self.peak_versions, len(self.versions))
+        self.peak_gradients = max(self.peak_gradients, len(self.gradients))
         self.peak_buffers = max(self.peak_buffers, len(self.versions) + len(self.gradients))

@@ -132,6 +132,8 @@ OPS: Mapping[Op, OpSpec] = MappingProxyType(
         Op.PREDICT: _plain(Lane.COMPUTE),
         Op.VALIDATE: _plain(Lane.COMPUTE),
         Op.REDUCE: _plain(Lane.COLLECTIVE),
+        Op.TIE: _plain(Lane.COLLECTIVE),
+        Op.DECIDE: _plain(Lane.COLLECTIVE),
         Op.AVERAGE: _plain(Lane.COLLECTIVE),
         Op.GATHER: _plain(Lane.COLLECTIVE),
         Op.RELEASE: _plain(Lane.COMPUTE),

@@ -13,8 +13,9 @@ from enum import StrEnum
 from types import MappingProxyType
 
 from penstock.errors import ScheduleError
+from penstock.schedule.batchwise import after_backwards, batch_unit, is_trained, with_reductions
 from penstock.schedule.collection import no_collection
-from penstock.schedule.ir import Action, Kind, Node, Op, Program, Schedule, Unit, WeightRef, passes
+from penstock.schedule.ir import Action, Node, Op, Program, Schedule, WeightRef, passes
 from penstock.schedule.ops import PASSES
 from penstock.schedule.order import Order
 
@@ -179,74 +180,35 @@ def apply_rule(order: Order, rule: VersionRule, microbatches: int, name: str) ->
     if Source.COPY in (rule.forward, rule.backward):
         raise ScheduleError(f"rule {rule.name!r} needs an order that places its own PREDICTs and reads")
     with_steps = tuple(
-        _insert_steps(program, [n for n in order.nodes if n.rank == rank], order, rule, microbatches, name)
+        _insert_steps(program, [n for n in order.nodes if n.rank == rank], rule, microbatches, name)
         for rank, program in enumerate(order.programs)
     )
     forward_reads = _forward_offsets(with_steps, rule, microbatches)
     programs = tuple(_annotate(program, rule, forward_reads, microbatches) for program in with_steps)
-    return Schedule(name, microbatches, order.nodes, order.edges, programs, rule.name, order.frozen, order.segments)
-
-
-def batch_unit(offset: int) -> Unit:
-    """The unit of a STEP or REDUCE of batch t + offset."""
-    return Unit(offset, kind=Kind.BATCH)
+    made = Schedule(name, microbatches, order.nodes, order.edges, programs, rule.name, order.frozen, order.segments)
+    return with_reductions(made, everywhere=False)
 
 
 # --- where the updates stand ----------------------------------------------------------------------------------------
 
 
-def _insert_steps(program: Program, nodes: list[Node], order: Order, rule: VersionRule, m: int, name: str) -> Program:
-    period, epilogue = list(program.period), list(program.epilogue)
+def _insert_steps(program: Program, nodes: list[Node], rule: VersionRule, m: int, name: str) -> Program:
     for node in nodes:
-        if not any(_is_backward(p, node) for a in period for p in passes(a)):
+        if not is_trained(program, node):
             continue  # forward-only: nothing to update
+        period, epilogue = program
         steps = [Action(Op.STEP, node, batch_unit(offset)) for offset in (0, -1, -2)]
-        if sum(n.cut == node.cut for n in order.nodes) > 1:  # other nodes of the pipeline hold the same cut
-            period, epilogue = _insert_early(period, epilogue, node, Op.REDUCE, m)
         if rule.step is Placing.END:
-            period.append(steps[0])
+            program = Program((*period, steps[0]), epilogue)
         elif rule.step is Placing.LATE:
             forwards = [i for i, a in enumerate(period) if any(p.op is Op.F and p.node == node for p in passes(a))]
             if not forwards:
                 raise ScheduleError(f"{name}: node {node.name} on rank {node.rank} has backwards but no forwards")
-            period.insert(forwards[0], steps[2])
-            epilogue = [steps[2], *epilogue, steps[1]]
+            first = forwards[0]
+            program = Program((*period[:first], steps[2], *period[first:]), (steps[2], *epilogue, steps[1]))
         else:
-            period, epilogue = _insert_early(period, epilogue, node, Op.STEP, m)
-    return Program(tuple(period), tuple(epilogue))
-
-
-def _insert_early(
-    period: list[Action], epilogue: list[Action], node: Node, op: Op, m: int
-) -> tuple[list[Action], list[Action]]:
-    """`op` directly after the last backward of each batch (and its REDUCE), in the period and in the epilogue."""
-    last: dict[int, int] = {}  # batch offset -> position of its last backward
-    for position, action in enumerate(period):
-        for p in passes(action):
-            if _is_backward(p, node):
-                last[p.unit.first // m] = position
-    offset = min(last)  # the oldest batch that this period works on is finished here
-    _insert_after(period, last[offset], Action(op, node, batch_unit(offset)))
-    for batch in range(offset, 0):
-        positions = [
-            i
-            for i, a in enumerate(epilogue)
-            if any(_is_backward(p, node) and p.unit.first // m == batch for p in passes(a))
-        ]
-        _insert_after(epilogue, positions[-1] if positions else -1, Action(op, node, batch_unit(batch)))
-    return period, epilogue
-
-
-def _insert_after(actions: list[Action], position: int, new: Action) -> None:
-    """Insert behind `position` and behind the REDUCEs of the same node that already stand there."""
-    place = position + 1
-    while place < len(actions) and actions[place].op is Op.REDUCE and actions[place].node == new.node:
-        place += 1
-    actions.insert(place, new)
-
-
-def _is_backward(action: Action, node: Node) -> bool:
-    return action.op in (Op.B, Op.I, Op.W) and action.node == node
+            program = after_backwards(program, node, Op.STEP, m)
+    return program
 
 
 # --- which version each pass reads ----------------------------------------------------------------------------------

@@ -38,8 +38,8 @@ class Costs:
 
     Attributes:
         stages: one entry per cut.
-        latency: time from posting a message to its arrival; it occupies no rank.
-        collective: time of a REDUCE, AVERAGE or GATHER.
+        latency: time from posting a message to its arrival; it occupies no rank. A decision takes two.
+        collective: time of a REDUCE, TIE, AVERAGE or GATHER.
         fused: time of a fused action as a fraction of the sum of its parts.
     """
 
@@ -94,8 +94,10 @@ class Costs:
                 return cost.backward_weight * amount
             case Op.STEP:
                 return cost.step
-            case Op.REDUCE | Op.AVERAGE | Op.GATHER:
+            case Op.REDUCE | Op.TIE | Op.AVERAGE | Op.GATHER:
                 return self.collective
+            case Op.DECIDE:
+                return 2 * self.latency  # a few bytes to one rank and back
             case _:
                 return 0.0
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from html import escape
 
-from penstock.timeline import BUSY, Interval, Timeline
+from penstock.timeline import Interval, Timeline
 
 _COLOURS = {  # a light and a dark shade, for even and odd versions
     "F": ("#9ec5fe", "#4a90e2"),
@@ -39,7 +39,7 @@ def timeline_svg(timeline: Timeline, title: str, width: int = 1000) -> str:
         parts.append(f"<rect x='{_LEFT}' y='{y}' width='{makespan * scale:.1f}' height='{_ROW}' fill='#f1f1f1'/>")
     updates: list[str] = []
     for interval in timeline.intervals:
-        if interval.what in BUSY:
+        if interval.is_work:
             x, span = _LEFT + (interval.start - origin) * scale, (interval.end - interval.start) * scale
             (updates if interval.what == "STEP" else parts).append(_box(interval, x, span))
     parts += [*updates, _axis(makespan, scale, height), "</svg>"]

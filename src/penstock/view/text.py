@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from rich.text import Text
 
-from penstock.timeline import BUSY, Interval, Timeline
+from penstock.timeline import Interval, Timeline
 
 _SUPERSCRIPTS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 _STYLES = {
@@ -64,7 +64,7 @@ def _row(timeline: Timeline, rank: int, origin: float, scale: float, columns: in
     characters, styles = [_IDLE] * columns, ["dim"] * columns
     updates = set()
     for interval in timeline.intervals:
-        if interval.rank != rank or interval.what not in BUSY:
+        if interval.rank != rank or not interval.is_work:
             continue
         first, last = (round((time - origin) * scale) for time in (interval.start, interval.end))
         if interval.what == "STEP":

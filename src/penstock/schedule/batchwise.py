@@ -1,0 +1,99 @@
+"""Actions on whole batches: what stands directly after the last backward of a batch on a node.
+
+`with_reductions`, `with_ties` and `with_decisions` add to a schedule what its pipeline needs beside the passes: sums
+over all nodes that hold the same weights, sums over cuts that share some parameters, and what only all stages together
+can decide. They block no rank; each waits for those before it, and the STEP for them all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import replace
+
+from penstock.schedule.ir import Action, Kind, Node, Op, Program, Schedule, Unit, passes
+
+COLLECTIVES = (Op.REDUCE, Op.TIE, Op.DECIDE)
+"""What a STEP of the same node and batch waits for, in the order in which they follow the last backward."""
+
+
+def batch_unit(offset: int) -> Unit:
+    """The unit of a STEP, REDUCE or DECIDE of batch t + offset."""
+    return Unit(offset, kind=Kind.BATCH)
+
+
+def is_backward(action: Action, node: Node) -> bool:
+    """Whether a pass is (a part of) a backward of a node."""
+    return action.op in (Op.B, Op.I, Op.W) and action.node == node
+
+
+def is_trained(program: Program, node: Node) -> bool:
+    """Whether a program has backwards of a node, so that there is something to update."""
+    return any(is_backward(p, node) for a in program.period for p in passes(a))
+
+
+def after_backwards(program: Program, node: Node, op: Op, microbatches: int) -> Program:
+    """Insert `op` directly after the last backward of each batch, behind the collectives that come before it.
+
+    Args:
+        program: of the node's rank, with backwards of the node.
+        node: where.
+        op: on batches.
+        microbatches: m.
+    """
+    period, epilogue = list(program.period), list(program.epilogue)
+    last: dict[int, int] = {}  # batch offset -> position of its last backward
+    for position, action in enumerate(period):
+        for p in passes(action):
+            if is_backward(p, node):
+                last[p.unit.first // microbatches] = position
+    offset = min(last)  # the oldest batch that this period works on is finished here
+    _insert(period, last[offset], Action(op, node, batch_unit(offset)))
+    for batch in range(offset, 0):
+        positions = [
+            i
+            for i, a in enumerate(epilogue)
+            if any(is_backward(p, node) and p.unit.first // microbatches == batch for p in passes(a))
+        ]
+        _insert(epilogue, positions[-1] if positions else -1, Action(op, node, batch_unit(batch)))
+    return Program(tuple(period), tuple(epilogue))
+
+
+def with_reductions(schedule: Schedule, everywhere: bool) -> Schedule:
+    """The schedule with a REDUCE on every trained node whose weights others hold, too.
+
+    Args:
+        schedule: without any.
+        everywhere: parallel pipelines hold the same weights, so that every node needs one; else only those do whose cut
+            several nodes of this pipeline hold.
+    """
+    holders = [node.cut for node in schedule.nodes]
+    return _with(schedule, Op.REDUCE, lambda node: everywhere or holders.count(node.cut) > 1)
+
+
+def with_ties(schedule: Schedule, cuts: Collection[int]) -> Schedule:
+    """The schedule with a TIE on every trained node of these cuts, which share parameters."""
+    return _with(schedule, Op.TIE, lambda node: node.cut in cuts)
+
+
+def with_decisions(schedule: Schedule) -> Schedule:
+    """The schedule with a DECIDE on every trained node: updates wait for what all stages decide together."""
+    return _with(schedule, Op.DECIDE, lambda _: True)
+
+
+def _with(schedule: Schedule, op: Op, wanted: Callable[[Node], bool]) -> Schedule:
+    programs = []
+    for rank, program in enumerate(schedule.programs):
+        for node in schedule.nodes:
+            if node.rank == rank and is_trained(program, node) and wanted(node):
+                program = after_backwards(program, node, op, schedule.microbatches)
+        programs.append(program)
+    return replace(schedule, programs=tuple(programs))
+
+
+def _insert(actions: list[Action], position: int, new: Action) -> None:
+    """Insert behind `position`, and behind those collectives of the same node that come before `new`."""
+    before = COLLECTIVES[: COLLECTIVES.index(new.op)] if new.op in COLLECTIVES else COLLECTIVES
+    place = position + 1
+    while place < len(actions) and actions[place].op in before and actions[place].node == new.node:
+        place += 1
+    actions.insert(place, new)
