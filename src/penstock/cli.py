@@ -180,7 +180,7 @@ def train(
     prepare(settings)
     folder = make_run_folder(settings)
     try:
-        launch_local(settings.stages, _work, settings.model_dump(), str(folder))
+        launch_local(settings.stages * settings.width, _work, settings.model_dump(), str(folder))
     finally:
         Console().show_cursor()  # a worker that was ended cannot give it back
 
@@ -196,6 +196,14 @@ def _work(values: dict[str, Any], folder: str | None) -> None:
         run(validate_config(values), Path(folder) if folder else None, observer)
     finally:
         observer.close()
+
+
+@app.command()
+def config() -> None:
+    """Print every key of a training run with its default and meaning, as YAML to edit."""
+    from penstock.train.config import commented_reference
+
+    sys.stdout.write(commented_reference())
 
 
 @app.command()

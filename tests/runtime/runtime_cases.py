@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
@@ -15,10 +16,14 @@ from torch.nn import functional as F
 from penstock.models.gpt import GPTConfig, gpt_blocks
 from penstock.runtime.blocks import LazyBlock
 from penstock.runtime.pipeline import Pipeline
+from penstock.runtime.precision import Precision, low_precision
+from penstock.runtime.recompute import Recompute
 from penstock.schedule.build import make_schedule
-from penstock.train.reference import Reference, train_reference
+from penstock.train.reference import Reference, Scaling, train_reference
+from penstock.weights.decision import Decision, LossScale
 
 VOCABULARY, WIDTH, LENGTH = 13, 8, 4
+SPIKE = VOCABULARY  # a target that no model can mean
 FLUSH = ("sequential", "gpipe", "1f1b", "eager")
 METHODS = (*FLUSH, "2bw", "stash")
 BALANCE = {1: (6,), 2: (3, 3), 3: (2, 1, 3), 4: (1, 2, 1, 2)}  # of models of six blocks
@@ -36,6 +41,18 @@ class Residual(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.narrow(F.gelu(self.wide(self.norm(x))))
+
+
+class HalfGradient(torch.autograd.Function):
+    """The identity, whose gradient travels in float16: large ones overflow."""
+
+    @staticmethod
+    def forward(_: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(_: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient.half().to(gradient.dtype)
 
 
 class Matrix(nn.Module):
@@ -69,7 +86,63 @@ def gpt() -> dict[str, Any]:
     return dict(gpt_blocks(GPTConfig(layers=4, width=8, heads=2, context=LENGTH, vocabulary=VOCABULARY), seed=3))
 
 
-MODELS: dict[str, Callable[[], dict[str, Any]]] = {"mixed": mixed, "matrices": matrices, "gpt": gpt}
+def half() -> dict[str, Any]:
+    """Six blocks, through whose middle gradients travel in float16."""
+    return mixed() | {"tanh": lambda x: HalfGradient.apply(torch.tanh(x))}
+
+
+class Faint(Residual):
+    """Residual of which little can be seen: x + 0.02 f(x)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 0.02 * (super().forward(x) - x)
+
+
+def faint() -> dict[str, Any]:
+    """Six blocks whose gradient is mostly that of the first and the last one."""
+    return {
+        "table": nn.Embedding(VOCABULARY, WIDTH),
+        "first": Faint(),
+        "tanh": torch.tanh,
+        "norm": nn.LayerNorm(WIDTH, elementwise_affine=False),
+        "second": Faint(),
+        "head": nn.Linear(WIDTH, VOCABULARY, bias=False),
+    }
+
+
+class Batched(nn.Module):
+    """Batch statistics over samples and positions; they are kept as buffers."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.norm(x.flatten(0, -2)).view_as(x)
+        return y
+
+
+def restless() -> dict[str, Any]:
+    """Six blocks that draw random numbers and change buffers."""
+    return {
+        "table": nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), nn.Dropout(0.2)),
+        "first": nn.Sequential(Residual(), nn.Dropout(0.3)),
+        "batched": Batched(),
+        "noise": lambda x: x + 0.1 * torch.randn_like(x),
+        "second": nn.Sequential(Residual(), Batched(), nn.Dropout(0.1)),
+        "head": nn.Linear(WIDTH, VOCABULARY),
+    }
+
+
+MODELS: dict[str, Callable[[], dict[str, Any]]] = {
+    "mixed": mixed, "matrices": matrices, "gpt": gpt, "half": half, "restless": restless, "faint": faint
+}  # fmt: skip
+
+TIED = {
+    "mixed": {"head.weight": "table.weight"},
+    "faint": {"head.weight": "table.weight"},
+    "gpt": {"head.out.weight": "embedding.weight"},
+}
 
 OPTIMIZERS: dict[str, Callable[[Named], torch.optim.Optimizer]] = {
     "sgd": lambda named: torch.optim.SGD(named, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
@@ -82,7 +155,7 @@ OPTIMIZERS: dict[str, Callable[[Named], torch.optim.Optimizer]] = {
 
 def token_loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, float]:
     """Sum over the tokens that count, and their number."""
-    total = F.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="sum", ignore_index=-100)
+    total = F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten(), reduction="sum", ignore_index=-100)
     return total, float((targets != -100).sum())
 
 
@@ -91,7 +164,13 @@ def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=-100)
 
 
-LOSSES = {"tokens": token_loss, "mean": mean_loss}
+def spiky_loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, float]:
+    """The sum over the tokens, with an infinite gradient where the first target says so."""
+    total, weight = token_loss(logits, targets.clamp(max=VOCABULARY - 1))
+    return total * (math.inf if targets[0, 0] == SPIKE else 1.0), weight
+
+
+LOSSES = {"tokens": token_loss, "mean": mean_loss, "spiky": spiky_loss}
 
 
 def warm_up(ordinal: int) -> float:
@@ -105,6 +184,14 @@ class Case:
     Attributes:
         spans: the number of batches of each call of `run`.
         skips: batches in which no token counts.
+        clip: the largest norm of a gradient.
+        scaling: of the loss.
+        spikes: batches whose gradient is not finite in one microbatch.
+        recompute: which forwards are run again.
+        seed: of the random numbers of blocks.
+        precision: what passes compute in.
+        tied: the output embedding is the input embedding.
+        width: parallel pipelines; then reports, which are of one of them, are not compared.
     """
 
     method: str
@@ -116,10 +203,22 @@ class Case:
     spans: tuple[int, ...] = (6,)
     skips: tuple[int, ...] = (3,)
     rate: bool = True
+    clip: float | None = None
+    scaling: Scaling | None = None
+    spikes: tuple[int, ...] = ()
+    recompute: Recompute = "none"
+    seed: int = 0
+    precision: Precision = "fp32"
+    tied: bool = False
+    width: int = 1
 
     @property
     def divisor(self) -> float | None:
-        return 7.0 if self.loss == "tokens" else None
+        return None if self.loss == "mean" else 7.0
+
+    @property
+    def decides(self) -> bool:
+        return self.clip is not None or self.scaling is not None or self.width > 1
 
 
 @dataclass
@@ -131,6 +230,7 @@ class Outcome:
         gradients: what the optimizer was handed, per update that was made.
         state: of the optimizers, by parameter.
         rates: the last learning rate of each parameter.
+        decided: (batch, loss, norm, scale, skipped) of each update, where the pipeline decides about it.
     """
 
     reports: list[tuple[int, float | None, float | None]] = field(default_factory=list)
@@ -138,6 +238,7 @@ class Outcome:
     weights: dict[str, Tensor] = field(default_factory=dict)
     state: dict[str, dict[str, Any]] = field(default_factory=dict)
     rates: dict[str, float] = field(default_factory=dict)
+    decided: list[tuple[int, float, float, float, bool]] = field(default_factory=list)
 
 
 class Recording:
@@ -186,11 +287,13 @@ def make_batches(case: Case) -> list[list[tuple[Tensor, Tensor]]]:
     batches = []
     for t in range(sum(case.spans)):
         batch = []
-        for _ in range(case.m):
+        for _ in range(case.width * case.m):
             tokens = torch.randint(VOCABULARY, (2, LENGTH + 1), generator=g)
             targets = tokens[:, 1:].clone()
             ignored = torch.rand(targets.shape, generator=g) < 0.4
             targets[ignored if t not in case.skips else ...] = -100
+            if t in case.spikes and not batch:
+                targets[0, 0] = SPIKE
             batch.append((tokens[:, :-1], targets))
         batches.append(batch)
     return batches
@@ -204,6 +307,13 @@ def make_pipeline(case: Case, group: dist.ProcessGroup | None = None, **changes:
         "optimizer": OPTIMIZERS[case.optimizer],
         "rate": warm_up if case.rate else None,
         "divisor": case.divisor,
+        "clip": case.clip,
+        "loss_scale": LossScale(*case.scaling) if case.scaling is not None else None,
+        "recompute": case.recompute,
+        "seed": case.seed,
+        "width": case.width,
+        "precision": case.precision,
+        "tied": TIED[case.model] if case.tied else None,
         "balance": BALANCE[case.depth],
         "group": group,
         "timeout": 20.0,
@@ -218,8 +328,18 @@ def train(group: dist.ProcessGroup | None, case: Case) -> Outcome:
     outcome = Outcome()
     batches = make_batches(case)
     for first, end in pairwise((0, *accumulate(case.spans))):
-        outcome.reports += [(r.batch, r.loss, r.weight) for r in pipeline.run(batches[first:end])]
+        for r in pipeline.run(batches[first:end]):
+            if case.width == 1:
+                outcome.reports.append((r.batch, r.loss, r.weight))
+            add_decisions(outcome, case, r.decided)
+    add_decisions(outcome, case, pipeline.decided())
     return finish(outcome, pipeline, recording)
+
+
+def add_decisions(outcome: Outcome, case: Case, decided: Iterable[Decision]) -> None:
+    """Take down what was decided together."""
+    if case.decides:
+        outcome.decided += [(d.batch, d.loss, d.norm, d.scale, d.skipped) for d in decided]
 
 
 def finish(outcome: Outcome, pipeline: Pipeline, recording: Recording) -> Outcome:
@@ -240,7 +360,7 @@ def add_state(outcome: Outcome, state: dict[str, Any]) -> None:
 
 def train_on_ranks(pool: Any, case: Case) -> Outcome:
     """Run a case on gloo and put together what the ranks know."""
-    return together(pool.submit(train, case, ranks=case.depth))
+    return together(pool.submit(train, case, ranks=case.width * case.depth))
 
 
 def together(outcomes: Sequence[Outcome]) -> Outcome:
@@ -248,6 +368,8 @@ def together(outcomes: Sequence[Outcome]) -> Outcome:
     for other in outcomes[:-1]:
         assert [(batch, None, None) for batch, _, _ in outcomes[-1].reports] == other.reports
     result = Outcome(reports=outcomes[-1].reports, gradients=merged([o.gradients for o in outcomes]))
+    result.decided = outcomes[0].decided
+    assert all(repr(o.decided) == repr(result.decided) for o in outcomes)  # repr, because NaN differs from itself
     for outcome in outcomes:
         result.weights |= outcome.weights
         result.state |= outcome.state
@@ -272,9 +394,22 @@ def expected(case: Case, batches: int | None = None) -> Outcome:
         optimizer=OPTIMIZERS[case.optimizer],
         divisor=case.divisor,
         drains=list(accumulate(case.spans)),
+        clip=case.clip,
+        scaling=case.scaling,
+        seed=case.seed,
+        width=case.width,
+        precision=low_precision(case.precision),
+        tied=TIED[case.model] if case.tied and case.depth > 1 else {},
         **({"rate": warm_up} if case.rate else {}),
     )
-    return as_outcome(result)
+    outcome = as_outcome(result)
+    if case.decides:
+        skipped = [not gradients for gradients in result.gradients]
+        figures = (range(len(skipped)), result.losses, result.norms, result.scales, skipped)
+        outcome.decided = list(zip(*figures, strict=True))
+    if case.width > 1:
+        outcome.reports = []
+    return outcome
 
 
 def reference_of(case: Case, make: Callable[[], dict[str, Any]], balance: tuple[int, ...]) -> Reference:
@@ -288,11 +423,12 @@ def reference_of(case: Case, make: Callable[[], dict[str, Any]], balance: tuple[
         optimizer=OPTIMIZERS[case.optimizer],
         rate=warm_up,
         divisor=case.divisor,
+        seed=case.seed,
     )
 
 
 def as_outcome(result: Reference) -> Outcome:
-    outcome = Outcome(gradients=[g for g in result.gradients if g], weights=result.versions[-1])
+    outcome = Outcome(gradients=[g for g in result.gradients if g], weights=result.versions[-1] | result.buffers)
     for t, (loss, weight) in enumerate(zip(result.losses, result.weights, strict=True)):
         outcome.reports.append((t, loss if weight else None, weight))
     for state in result.optimizers:
@@ -308,6 +444,7 @@ def assert_same(found: Outcome, wanted: Outcome) -> None:
         assert_equal_tensors(a, b, f"gradient of update {update}")
     assert_equal_tensors({name: found.weights[name] for name in wanted.weights}, wanted.weights, "final weights")
     assert found.rates == wanted.rates
+    assert repr(found.decided) == repr(wanted.decided)
     assert found.state.keys() == wanted.state.keys()
     for name, state in wanted.state.items():
         assert_equal_tensors(found.state[name], state, f"optimizer state of {name}")

@@ -4,26 +4,21 @@ from __future__ import annotations
 
 import pytest
 import runtime_cases
-import torch
 import torch.distributed as dist
 from runtime_cases import METHODS, Case, Outcome, Recording, assert_same, finish, make_batches, make_blocks, together
 from test_between_stages import RAGGED, TreeCase, batches_of, blocks_of
 from test_between_stages import expected as expected_of_trees
 
 from penstock.errors import CapabilityError
-from penstock.runtime.nccl import NcclTransport, lane_groups
+from penstock.runtime.nccl import LaneGroups, lane_groups
 from penstock.runtime.pipeline import Pipeline
-from penstock.runtime.transport import Transport
-from penstock.schedule.lowered import Lowered
 from pool import Pool
 
 
 class OverSplitLanes(Pipeline):
-    def _make_transport(self, rank: int, lowered: Lowered) -> Transport:
-        assert self.control is not None
-        if not self._lane_groups:
-            self._lane_groups = lane_groups(self.proof.lowered.lanes, self.control, "gloo")
-        return NcclTransport(rank, self._lane_groups, lowered.window, self.control, torch.device("cpu"))
+    def _make_lane_groups(self) -> list[LaneGroups]:
+        assert self.team.control is not None
+        return lane_groups(self.proof.lowered.lanes, self.team.control, "gloo", self.team.width)
 
 
 def train(group: dist.ProcessGroup, case: Case) -> Outcome:

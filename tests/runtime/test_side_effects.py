@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from runtime_cases import (
     BALANCE,
     METHODS,
@@ -28,7 +27,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from penstock.errors import CapabilityError, ConfigError, PenstockError
-from pool import Pool
 
 # --- what torch does behind a stage's back --------------------------------------------------------------------------
 
@@ -83,22 +81,6 @@ def test_autocast_around_the_loop_is_autocast_in_each_block(method: str) -> None
         list(around.run(make_batches(case)))
     wanted = {name.replace(".inner.", "."): w for name, w in inside.state_dict().items()}
     assert_equal_tensors(around.state_dict(), wanted, "weights")
-
-
-@pytest.mark.parametrize("on_ranks", [False, True])
-def test_parameters_shared_between_stages_are_refused(pool: Pool, on_ranks: bool) -> None:
-    said = pool.submit(refused_tie, ranks=2, fresh=True) if on_ranks else [refused_tie(None)]
-    assert all("head.weight" in text and "table.weight" in text for text in said)
-
-
-def refused_tie(group: dist.ProcessGroup | None) -> str:
-    blocks = mixed() | {"head": nn.Linear(WIDTH, VOCABULARY, bias=False)}
-    blocks["head"].weight = blocks["table"].weight
-    try:
-        make_pipeline(Case("1f1b", 2, 2), group, blocks=blocks)
-    except PenstockError as error:
-        return str(error)
-    return "accepted"
 
 
 @pytest.mark.parametrize("owner", ["method", "function", "loss"])

@@ -33,15 +33,15 @@ class Silent:
 def fail_in_training(values: dict[str, Any], folder: str, rank: int, how: str = "raises") -> None:
     """Train; on one rank a block raises, or the process is killed, at its fifth microbatch, while the others wait."""
     (Path(folder) / f"start-{os.environ['RANK']}-{os.getpid()}").touch()
-    apply, calls = Stage.apply, []
+    run, calls = Stage.run, []
 
-    def failing(self: Stage, value: Any) -> Any:
-        calls.append(value)
+    def failing(self: Stage, *arguments: Any) -> Any:
+        calls.append(arguments)
         if len(calls) == 5 and int(os.environ["RANK"]) == rank:
             if how == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
             raise ValueError("planted in a block")
-        return apply(self, value)
+        return run(self, *arguments)
 
-    Stage.apply = failing  # type: ignore[method-assign]
+    Stage.run = failing  # type: ignore[method-assign]
     train(validate_config(values), Path(folder), Silent())

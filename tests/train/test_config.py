@@ -6,7 +6,14 @@ import pytest
 import yaml
 
 from penstock.errors import ConfigError
-from penstock.train.config import TrainConfig, known_keys, load_config, validate_config
+from penstock.train.config import (
+    TrainConfig,
+    commented_reference,
+    described_keys,
+    known_keys,
+    load_config,
+    validate_config,
+)
 
 
 def test_the_defaults_are_a_2_stage_2bw_pipeline():
@@ -87,3 +94,17 @@ def test_every_field_is_described():
         if inner:
             field = field.annotation.model_fields[inner]
         assert field.description, key
+
+
+def test_the_commented_reference_is_a_configuration_that_changes_nothing(tmp_path):
+    path = tmp_path / "all.yaml"
+    path.write_text(commented_reference())
+    assert load_config(path, []) == TrainConfig()
+    lines = path.read_text().splitlines()
+    for key, _, meaning in described_keys():
+        place = next(
+            i
+            for i, line in enumerate(lines)
+            if line.strip().startswith(f"{key.rpartition('.')[2]}:") and lines[i - 1].strip() == f"# {meaning}"
+        )
+        assert lines[place].startswith("  ") == ("." in key)

@@ -57,7 +57,11 @@ def only_folder(out):
 
 
 def check_run(folder, batches, ranks):
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    everything = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = [line for line in everything if "update" not in line]
+    updates = [line for line in everything if "update" in line]
+    assert [line["update"] for line in updates] == list(range(batches))
+    assert all(line["norm"] > 0 and not line["skipped"] for line in updates)
     assert [line["batch"] for line in lines[:-1]] == list(range(batches))
     assert all(line["loss"] > 0 for line in lines[:-1])
     assert lines[-1]["validation_loss"] > 0
@@ -101,7 +105,9 @@ def learnt_by_the_reference(config):
         optimizer=optimizer_factory(config.optimizer),
         rate=rate_schedule(config.rate, config.batches),
         divisor=per_batch * 16,
+        clip=config.clip,
     )
+    assert any(norm > config.clip for norm in result.norms)
     for name, block in blocks.items():
         own = {k.removeprefix(f"{name}."): v for k, v in result.versions[-1].items() if k.startswith(f"{name}.")}
         block.load_state_dict(own, strict=False)
@@ -118,7 +124,7 @@ def learnt_by_the_reference(config):
 def test_it_trains_what_the_reference_trains_and_learns(tmp_path, text):
     """Losses, rates and weights are those of the equations; the held-out loss is that of text not trained on."""
     changes = [
-        "batches=60", "model.layers=2", "optimizer.lr=0.01", "rate.warm_up=5", "balance=[2,2]",
+        "batches=60", "model.layers=2", "optimizer.lr=0.01", "rate.warm_up=5", "balance=[2,2]", "clip=0.5",
         "validation_samples=1000", "sample_length=0", f"out={tmp_path / 'runs'}", f"data={text}",
     ]  # fmt: skip
     ran = start("-m", "penstock", "train", *settings(*changes))
@@ -143,6 +149,21 @@ def test_a_vocabulary_larger_than_bytes_still_makes_text(tmp_path, text):
     ran = start("-m", "penstock", "train", *changes, "--data", text)
     assert ran.returncode == 0, ran.stderr
     assert "more text: penstock sample" in ran.stdout
+
+
+def test_parallel_pipelines_in_low_precision_with_tied_embeddings(tmp_path, text):
+    """Four processes; the stages of one pipeline are saved."""
+    changes = settings(
+        f"out={tmp_path / 'runs'}", "width=2", "precision=bf16", "recompute=stage", "model.tied=true", "sample_length=5"
+    )
+    ran = start("-m", "penstock", "train", *changes, "--data", text)
+    assert ran.returncode == 0, ran.stderr
+    folder = only_folder(tmp_path / "runs")
+    assert folder.name.endswith("2bw-2x2x2")
+    saved = load_weights(folder)
+    assert torch.equal(saved["embedding.weight"], saved["head.out.weight"])
+    assert {w.dtype for w in saved.values()} == {torch.float32}
+    assert len(list((folder / "weights").glob("stage-*.safetensors"))) == 2
 
 
 def test_models_of_tokens_make_no_text(tmp_path):

@@ -114,7 +114,7 @@ class Layer(nn.Module):
         b, length, d = x_BLD.shape
         qkv = self.query_key_value(x_BLD).view(b, length, 3, self.heads, d // self.heads)
         q_BHLK, k_BHLK, v_BHLK = qkv.permute(2, 0, 3, 1, 4)
-        cos, sin = self.get_buffer("cos")[:length], self.get_buffer("sin")[:length]
+        cos, sin = (self.get_buffer(name)[:length].to(x_BLD.dtype) for name in ("cos", "sin"))
         q_BHLK, k_BHLK = rotate(q_BHLK, cos, sin), rotate(k_BHLK, cos, sin)
         y_BHLK = F.scaled_dot_product_attention(q_BHLK, k_BHLK, v_BHLK, is_causal=True)
         out: Tensor = self.attention_out(y_BHLK.transpose(1, 2).reshape(b, length, d))
@@ -167,9 +167,13 @@ def gpt_blocks(config: GPTConfig, seed: int) -> dict[str, LazyBlock]:
     }
 
 
+TIED_EMBEDDINGS: Mapping[str, str] = MappingProxyType({"head.out.weight": "embedding.weight"})
+"""What `penstock.runtime.pipeline.Pipeline` takes as `tied` for input and output embedding to be one parameter."""
+
+
 def language_loss(logits_BLV: Tensor, targets_BL: Tensor) -> tuple[Tensor, float]:
     """Sum of the cross-entropy over all tokens, in nats, and their number."""
-    total = F.cross_entropy(logits_BLV.flatten(0, 1), targets_BL.flatten(), reduction="sum")
+    total = F.cross_entropy(logits_BLV.flatten(0, 1).float(), targets_BL.flatten(), reduction="sum")
     return total, float(targets_BL.numel())
 
 

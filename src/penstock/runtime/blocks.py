@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.errors import CapabilityError, ConfigError
+from penstock.errors import ConfigError
 
 Blocks = Mapping[str, Any] | Sequence[Any]
 """Modules, plain functions or `LazyBlock`s, by name or in a row (then their names are "0", "1", ...)."""
@@ -100,26 +100,6 @@ def cut_blocks(blocks: Mapping[str, Any], cuts: int, balance: Sequence[int] | No
         )
     ends = list(accumulate(balance))
     return [names[end - size : end] for size, end in zip(balance, ends, strict=True)]
-
-
-def check_untied(blocks: Mapping[str, Any], parts: Sequence[Sequence[str]]) -> None:
-    """Make sure that no trained parameter belongs to two stages: each would train a copy of its own.
-
-    Raises:
-        CapabilityError: one does.
-    """
-    owners: dict[int, tuple[int, str]] = {}
-    for cut, part in enumerate(parts):
-        for prefix in part:
-            if not isinstance(blocks[prefix], nn.Module):
-                continue
-            for name, parameter in blocks[prefix].named_parameters(prefix=prefix):
-                owner, first = owners.setdefault(id(parameter), (cut, name))
-                if owner != cut and parameter.requires_grad:
-                    raise CapabilityError(
-                        f"{first} of stage {owner} and {name} of stage {cut} are one parameter; parameters that two "
-                        "stages share are not offered yet: untie them, or cut the model so that one stage holds both"
-                    )
 
 
 def _best_balance(costs: list[float], cuts: int) -> list[int]:

@@ -30,18 +30,6 @@ def collective(what: str, group: dist.ProcessGroup | None) -> Iterator[None]:
         raise TransportError(f"rank {dist.get_rank(group)}, {what}: a peer is dead or stalled ({error})") from error
 
 
-def broadcast_number(number: int, source: int, what: str, group: dist.ProcessGroup | None) -> int:
-    """The number that rank `source` has; what the others pass does not count.
-
-    Raises:
-        TransportError: a peer is dead, or did not come within the group's time-out.
-    """
-    shared = torch.tensor([number])
-    with collective(what, group):
-        dist.broadcast(shared, group_src=source, group=group)
-    return int(shared)
-
-
 def gather_json(value: Any, what: str, group: dist.ProcessGroup | None) -> list[Any]:
     """Every rank's value, in rank order; values are anything JSON can say, so no pickle travels.
 

@@ -58,28 +58,30 @@ class GlooTransport(LaneTransport):
     """Lanes of one rank on a gloo process group.
 
     Args:
-        rank: this rank in the pipeline.
+        rank: this rank in its pipeline.
         lanes: all lanes of the schedule; those of this rank get a thread each.
         window: outstanding messages per lane.
-        group: a group whose ranks are those of the pipeline; None for the default group.
+        group: the process group; None for the default group.
+        first: group rank of the pipeline's rank 0; the others follow.
     """
 
     def __init__(
-        self, rank: int, lanes: tuple[LaneKey, ...], window: int, group: dist.ProcessGroup | None = None
+        self, rank: int, lanes: tuple[LaneKey, ...], window: int, group: dist.ProcessGroup | None = None, first: int = 0
     ) -> None:
-        super().__init__(
-            {lane: GlooLane(lane, rank == lane.source, window, group) for lane in lanes if rank in lane[:2]}
-        )
+        here = [lane for lane in lanes if rank in lane[:2]]
+        super().__init__({lane: GlooLane(lane, rank == lane.source, window, group, first) for lane in here})
 
 
 class GlooLane:
     """One end of a lane."""
 
-    def __init__(self, lane: LaneKey, sends: bool, window: int, group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self, lane: LaneKey, sends: bool, window: int, group: dist.ProcessGroup | None, first: int = 0
+    ) -> None:
         self.lane, self._group, self._window = lane, group, window
         self.where = str(lane)
         self.codec = Codec(self.where)
-        self._peer = lane.target if sends else lane.source
+        self._peer = first + (lane.target if sends else lane.source)
         self._tag = _TAGS[lane.payload]
         self._largest = _FIRST_CAPACITY  # of the parcels that the receiver has surely consumed
         self._recent: deque[int] = deque()  # sizes of the last parcels sent, which it may not have

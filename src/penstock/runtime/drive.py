@@ -5,10 +5,11 @@ Executors are generators that yield a `Wait` where they need a message that is n
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from penstock.errors import TransportError
-from penstock.runtime.executor import Report, Wait
+from penstock.runtime.executor import Report
+from penstock.runtime.waiting import Wait
 
 Run = Iterator[Wait | Report]
 
@@ -30,12 +31,12 @@ def drive_one(run: Run, timeout: float) -> Iterator[Report]:
             yield event
 
 
-def drive_all(runs: Sequence[Run], reporting: int) -> Iterator[Report]:
+def drive_all(runs: Sequence[Run], reporting: Collection[int]) -> Iterator[Report]:
     """Run all ranks in turns, each until it has to wait.
 
     Args:
-        runs: the executors at work, by rank.
-        reporting: the rank whose reports are passed on.
+        runs: the executors at work.
+        reporting: the places of those whose reports are passed on.
 
     Raises:
         TransportError: every rank waits for another one.
@@ -52,10 +53,10 @@ def drive_all(runs: Sequence[Run], reporting: int) -> Iterator[Report]:
                 if isinstance(event, Wait):
                     blocked[rank] = event
                     break
-                if rank == reporting:
+                if rank in reporting:
                     yield event
             else:
                 del blocked[rank]
         if not moved:
-            stuck = "; ".join(f"{wait.what} on {wait.ticket.lane}" for wait in blocked.values() if wait)
+            stuck = "; ".join(f"{wait.what} on {wait.ticket.where}" for wait in blocked.values() if wait)
             raise TransportError(f"no rank can go on: {stuck}")

@@ -9,32 +9,30 @@ whatever the proof would have refused.
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
-from penstock.errors import DataError, TransportError
-from penstock.runtime.node import Loss, NodeRuntime
+from penstock.errors import DataError
+from penstock.runtime.links import Links
+from penstock.runtime.mailbox import Mailbox
+from penstock.runtime.node import Loss, Microbatch, NodeRuntime
 from penstock.runtime.parcel import Header, Parcel, detached
-from penstock.runtime.recorder import Recorder
+from penstock.runtime.precision import cast
+from penstock.runtime.randomness import Draw
+from penstock.runtime.reduction import Holder
 from penstock.runtime.source import Sample, Source
-from penstock.runtime.transport import Ticket, Transport
+from penstock.runtime.updates import Updates
+from penstock.runtime.waiting import Wait
+from penstock.runtime.worker import Worker
 from penstock.schedule.ir import Action, Kind, Node, Op, Payload, existing
-from penstock.schedule.lowered import Instruction, LaneKey, Lowered, Message
+from penstock.schedule.lowered import Instruction, Lowered, Message
 from penstock.schedule.nodespec import NodeSpec
 from penstock.schedule.nodestate import NodeState
 from penstock.timeline import Interval
+from penstock.weights.decision import Decision
 
 NO_GRADIENTS: tuple[bool, ...] = ()
 NO_SAMPLE = Sample(None, None, 0)
-
-
-class Wait(NamedTuple):
-    """The rank needs `ticket` before it can go on with `what`."""
-
-    ticket: Ticket
-    what: str
 
 
 @dataclass(frozen=True)
@@ -46,56 +44,46 @@ class Report:
         loss: the weighted mean over the batch; None on ranks without the last stage, and where the weight is zero.
         weight: the sum of the loss weights; None on ranks without the last stage.
         seconds: when it was known, since the pipeline was made.
+        decided: the updates that were made or skipped on this rank since the last report; they lag behind the losses.
     """
 
     batch: int
     loss: float | None
     weight: float | None
     seconds: float
-
-
-class _Sending(NamedTuple):
-    """A posted SEND."""
-
-    ticket: Ticket
-    nbytes: int
-    label: str
-    posted: float
+    decided: tuple[Decision, ...] = ()
 
 
 class Executor:
     """Runs one rank.
 
     Args:
-        rank: which.
+        worker: its stages, its record, its part in decisions.
         lowered: the schedule with its messages.
         specs: what the books of each node on this rank need to know.
-        nodes: the stages on this rank.
-        transport: moves messages.
-        recorder: takes down what happens.
+        holders: of each cut, all nodes of all parallel pipelines that hold it.
+        links: to the others.
     """
 
     def __init__(
         self,
-        rank: int,
+        worker: Worker,
         lowered: Lowered,
         specs: dict[Node, NodeSpec],
-        nodes: dict[Node, NodeRuntime],
-        transport: Transport,
-        recorder: Recorder,
+        holders: Mapping[int, tuple[Holder, ...]],
+        links: Links,
     ) -> None:
-        self.rank, self.lowered, self.specs, self.nodes = rank, lowered, specs, nodes
-        self.transport, self.recorder = transport, recorder
+        self.lowered, self.specs, self.nodes, self.links = lowered, specs, worker.nodes, links
+        self.replica, self.rank = worker.seat
+        self.recorder, self.decisions = worker.recorder, worker.decisions
+        self.mailbox = Mailbox(self.rank, lowered, links.transport, self.recorder)
+        self.updates = Updates(*worker.seat, holders, links.reducer, links.council, self.decisions, self.recorder)
         self.m = lowered.schedule.microbatches
-        self._last_cut = lowered.schedule.cuts - 1
-        self._lanes = [route.lane for route in lowered.routes]
         self._books: dict[Node, NodeState] = {}
-        self._posted: dict[Message, Ticket] = {}
-        self._sending: dict[LaneKey, deque[_Sending]] = {}
-        self._outbox: dict[tuple[Payload, Node, int], Parcel] = {}
         self._forwards: dict[int, int] = {}
         self._losses: dict[int, list[Loss]] = {}
         self._weights: dict[int, float] = {}  # N of each batch, once known here
+        self._sums: dict[int, Loss] = {}  # loss of each batch that is not decided about
         self._admitted: dict[int, int] = {}
         self._report: Report | None = None
         self._start = 0
@@ -127,9 +115,7 @@ class Executor:
         for instruction in program.epilogue:
             yield from self._instruct(instruction, t, source)
         yield from self._pending_report()
-        for queue in self._sending.values():
-            while queue:
-                yield from self._complete_send(queue)
+        yield from self.mailbox.flush()
 
     def _instruct(self, instruction: Instruction, t: int, source: Source) -> Iterator[Wait | Report]:
         action, route, needs, _ = instruction
@@ -139,15 +125,18 @@ class Executor:
         if action.op is not Op.SEND:
             yield from self._pending_report()
         if action.op is Op.RECV:
-            ticket = self._posted[Message(route, first)] = self.transport.receive(self._lanes[route])
-            self.recorder.change("messages", ticket.nbytes)
+            self.mailbox.receive(Message(route, first))
         elif action.op is Op.SEND:
-            yield from self._send(route, first)
+            yield from self.mailbox.send(Message(route, first))
         else:
             parcels: list[Parcel] = []
             for message in needs:
                 wanted = Message(message.route, message.first + t * self.m)
-                parcels.append((yield from self._collect(wanted, action, first)))
+                what = f"rank {self.rank}, stage {action.node.name}, {action.op}{first}"
+                batch = self._start + wanted.first // self.m
+                parcels.append((yield from self.mailbox.collect(wanted, batch, what)))
+            if action.op is Op.STEP:
+                yield from self.updates.wait(action.node, self._start + first, f"STEP{first}")
             self._act(action, t, first, parcels, source)
             if action.op is Op.F:
                 self._note_forward(action, first)
@@ -165,8 +154,18 @@ class Executor:
                     self._forward(node, action, t, first, parcels, source)
                 case Op.B:
                     self._backward(node, first, parcels)
+                case Op.R:
+                    node.recompute(first, self._version(action, t, books))
+                case Op.REDUCE:
+                    self.updates.reduce(node, self._start + first)
+                case Op.TIE:
+                    self.updates.tie(node, self._start + first)
+                case Op.DECIDE:
+                    self.updates.hand_in(node, self._start + first, self._sums.pop(self._start + first, None))
                 case Op.STEP:
-                    self._step(node, books, first)
+                    weight = self._weights.pop(self._start + first)
+                    decision = self.updates.step(node, self._start + first, weight, books.rotated)
+                    source.stopped |= decision.stop
                 case _:
                     raise AssertionError(f"the runtime does not offer {action.op}")
         except Exception as error:
@@ -182,7 +181,9 @@ class Executor:
         cut, replica, _ = action.node
         end = self.recorder.now()
         what = action.op.value
-        self.recorder.add(Interval(self.rank, "compute", start, end, what, label, cut, replica, batch, version))
+        self.recorder.add(
+            Interval(self.recorder.rank, "compute", start, end, what, label, cut, replica, batch, version)
+        )
 
     def _version(self, action: Action, t: int, books: NodeState) -> int:
         """The version an action reads, counted from the start of training; -1 where the schedule names none."""
@@ -194,49 +195,44 @@ class Executor:
         self, node: NodeRuntime, action: Action, t: int, k: int, parcels: list[Parcel], source: Source
     ) -> None:
         batch, cut = self._start + k // self.m, node.node.cut
-        has_loss = cut == self._last_cut
-        sample = source.sample(k) if cut == 0 or has_loss else NO_SAMPLE
+        sample = source.sample(self.replica, k) if cut == 0 or node.has_loss else NO_SAMPLE
         if cut == 0:
-            value, wants = sample.input, NO_GRADIENTS
+            value, wants = cast(sample.input, node.stage.precision), NO_GRADIENTS
             header = Header(batch, k, source.follows(k // self.m + 1), sample.checksum)
         else:
             header, value, wants = parcels[0].header, parcels[0].tree, parcels[0].wants_gradient
-            if has_loss and header.checksum != sample.checksum:
+            if node.has_loss and header.checksum != sample.checksum:
                 raise DataError(
                     f"microbatch {k} (batch {batch}) is not the same on the first and the last stage; every rank must "
                     "see the same samples in the same order"
                 )
         self._more = header.more
         if action.unit.kind is Kind.EVAL:
-            output, loss = node.evaluate(value, sample.target, has_loss)
+            output, loss = node.evaluate(Microbatch(k, Draw(-1, k), sample.target), value)
         else:
-            version = self._version(action, t, self._books[action.node])
-            output, loss = node.forward(k, value, wants, version, sample.target, has_loss)
-            self.recorder.change("activations", node.flights[k].nbytes)
+            scale = self.decisions.scale(batch) if node.has_loss else 1.0
+            microbatch = Microbatch(k, Draw(batch, self.replica * self.m + k % self.m), sample.target, scale)
+            output, loss = node.forward(microbatch, value, wants, self._version(action, t, self._books[action.node]))
         if loss is not None:
             losses = self._losses.setdefault(batch, [])
             losses.append(loss)
             if len(losses) == self.m:
                 self._weights[batch] = sum(item.weight for item in losses)
+                if self.specs[action.node].decides:
+                    self._sums[batch] = Loss(sum(item.total for item in losses), self._weights[batch])
         else:
             tree, asks = detached(output)
-            self._outbox[Payload.ACTIVATION, node.node, k] = Parcel(header, tree, asks)
+            self.mailbox.put(Payload.ACTIVATION, node.node, Parcel(header, tree, asks))
 
     def _backward(self, node: NodeRuntime, k: int, parcels: list[Parcel]) -> None:
         batch = self._start + k // self.m
-        nbytes = node.flights[k].nbytes
         if parcels and not math.isnan(parcels[0].header.weight):
             self._weights[batch] = parcels[0].header.weight
         gradients = node.backward(k, batch, parcels[0].tree if parcels else None)
-        self.recorder.change("activations", -nbytes)
         if node.node.cut > 0:
             # The weight of a batch is known to the last stage before its last backward, so it rides on gradients.
             header = Header(batch, k, self._more, weight=self._weights.get(batch, math.nan))
-            self._outbox[Payload.GRADIENT, node.node, k] = Parcel(header, gradients)
-
-    def _step(self, node: NodeRuntime, books: NodeState, batch: int) -> None:
-        weight = self._weights.pop(self._start + batch)
-        node.step(self._start + batch, weight, keeps_old=books.rotated)
+            self.mailbox.put(Payload.GRADIENT, node.node, Parcel(header, gradients))
 
     def _note_forward(self, action: Action, k: int) -> None:
         """Make the report of a batch once its last forward on this rank is done."""
@@ -247,66 +243,17 @@ class Executor:
         del self._forwards[batch]
         losses = self._losses.pop(batch, None)
         if losses is None:
-            self._report = Report(batch, None, None, self.recorder.now())
+            self._report = Report(batch, None, None, self.recorder.now(), self.decisions.news())
         else:
             total, weight = sum(item.total for item in losses), sum(item.weight for item in losses)
-            self._report = Report(batch, total / weight if weight else None, weight, self.recorder.now())
+            loss, now = total / weight if weight else None, self.recorder.now()
+            self._report = Report(batch, loss, weight, now, self.decisions.news())
 
     def _pending_report(self) -> Iterator[Report]:
         """Hand the report out only when what the forward made is on its way: the caller may take any time with it."""
         if self._report is not None:
             report, self._report = self._report, None
             yield report
-
-    # --- messages ---------------------------------------------------------------------------------------------------
-
-    def _collect(self, message: Message, action: Action, first: int) -> Generator[Wait, None, Parcel]:
-        """Wait for a message that `action` needs; returns its parcel."""
-        route = self.lowered.routes[message.route]
-        what = f"rank {self.rank}, stage {action.node.name}, {action.op}{first}"
-        ticket = self._posted.pop(message)
-        yield from self._await(ticket, what, f"rank {route.source.rank}: {route.payload} {message.first}")
-        parcel, ticket.parcel = ticket.parcel, None  # who waits for the ticket keeps it longer than the parcel lives
-        assert parcel is not None
-        self.recorder.change("messages", -ticket.nbytes)
-        if parcel.on_use is not None:
-            parcel.on_use()
-        expected = (self._start + message.first // self.m, message.first)
-        if (parcel.header.batch, parcel.header.first) != expected:
-            raise TransportError(
-                f"{what}: expected the {route.payload} of microbatch {message.first} (batch {expected[0]}) from rank "
-                f"{route.source.rank}, got that of microbatch {parcel.header.first} (batch {parcel.header.batch})"
-            )
-        return parcel
-
-    def _await(self, ticket: Ticket, what: str, cause: str) -> Iterator[Wait]:
-        if not ticket.done:
-            start = self.recorder.now()
-            yield Wait(ticket, what)
-            end = self.recorder.now()
-            self.recorder.add(Interval(self.rank, "compute", start, end, "wait", f"wait for {cause}", cause=cause))
-        ticket.check(what)
-
-    def _send(self, route_index: int, first: int) -> Iterator[Wait]:
-        route = self.lowered.routes[route_index]
-        queue = self._sending.setdefault(route.lane, deque())
-        while queue and (queue[0].ticket.done or len(queue) >= self.lowered.window):
-            yield from self._complete_send(queue)
-        parcel = self._outbox.pop((route.payload, route.source, first))
-        nbytes = parcel.nbytes
-        self.recorder.change("messages", nbytes)
-        posted = self.recorder.now()
-        ticket = self.transport.send(route.lane, parcel)
-        queue.append(_Sending(ticket, nbytes, f"{route.payload} {first}", posted))
-
-    def _complete_send(self, queue: deque[_Sending]) -> Iterator[Wait]:
-        ticket, nbytes, label, posted = queue[0]
-        lane = ticket.lane
-        yield from self._await(ticket, f"rank {self.rank}, sending {label}", f"rank {lane.target}: to take {label}")
-        queue.popleft()
-        self.recorder.change("messages", -nbytes)
-        name = f"{lane.payload} {lane.source}>{lane.target}"
-        self.recorder.add(Interval(self.rank, name, posted, self.recorder.at(ticket.done_at), "SEND", label))
 
     # --- bytes ------------------------------------------------------------------------------------------------------
 

@@ -30,24 +30,30 @@ _TAG = 1  # tensors of a lane have a group of their own, so one tag serves them 
 LaneGroups = Mapping[LaneKey, dist.ProcessGroup]
 
 
-def lane_groups(lanes: Sequence[LaneKey], control: dist.ProcessGroup, backend: str) -> LaneGroups:
-    """A group for each lane, made once and used by all spans; a collective call of all ranks of the job.
+def lane_groups(lanes: Sequence[LaneKey], control: dist.ProcessGroup, backend: str, width: int = 1) -> list[LaneGroups]:
+    """Per parallel pipeline a group for each lane, made once and used by all spans; all ranks of the job call this.
 
     Args:
         lanes: all lanes of the schedule, in one order on all ranks.
-        control: a gloo group whose ranks are those of the pipeline.
+        control: a gloo group whose ranks are those of the pipelines.
         backend: "nccl"; "gloo" in tests.
+        width: the number of pipelines.
 
     Raises:
-        CapabilityError: the pipeline is only a part of the job, so that not all ranks would take part.
+        CapabilityError: the pipelines are only a part of the job, so that not all ranks would take part.
     """
     here, everywhere = dist.get_world_size(control), dist.get_world_size()
     if here != everywhere:
         # torch's new_group(use_local_synchronization=True) names groups by how many a rank has: lanes of a chain hang.
         raise CapabilityError(f"over NCCL a pipeline must hold all {everywhere} ranks of the job; its group has {here}")
-    return {
-        lane: dist.new_group([dist.get_global_rank(control, r) for r in lane[:2]], backend=backend) for lane in lanes
-    }
+    depth = here // width
+    return [
+        {
+            lane: dist.new_group([dist.get_global_rank(control, first + r) for r in lane[:2]], backend=backend)
+            for lane in lanes
+        }
+        for first in range(0, here, depth)
+    ]
 
 
 class NcclTransport(LaneTransport):
@@ -57,16 +63,23 @@ class NcclTransport(LaneTransport):
         rank: this rank in the pipeline.
         groups: of the lanes, as `lane_groups` made them.
         window: outstanding messages per lane.
-        control: a gloo group whose ranks are those of the pipeline.
+        control: a gloo group.
         device: where received tensors go.
+        first: rank in the gloo group of the pipeline's rank 0; the others follow.
     """
 
     def __init__(
-        self, rank: int, groups: LaneGroups, window: int, control: dist.ProcessGroup, device: torch.device
+        self,
+        rank: int,
+        groups: LaneGroups,
+        window: int,
+        control: dist.ProcessGroup,
+        device: torch.device,
+        first: int = 0,
     ) -> None:
         super().__init__(
             {
-                lane: _SplitLane(lane, rank == lane.source, window, control, group, device)
+                lane: _SplitLane(lane, rank == lane.source, window, control, group, device, first)
                 for lane, group in groups.items()
                 if rank in lane[:2]
             }
@@ -84,8 +97,9 @@ class _SplitLane(GlooLane):
         control: dist.ProcessGroup,
         tensors: Any,
         device: torch.device,
+        first: int,
     ) -> None:
-        super().__init__(lane, sends, window, control)
+        super().__init__(lane, sends, window, control, first)
         self.codec = Codec(self.where, inline=False)
         self._tensors, self._device = tensors, device
         self._far = dist.get_group_rank(tensors, dist.get_global_rank(control, self._peer))

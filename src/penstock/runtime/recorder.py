@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from penstock.timeline import BUSY, Interval, Timeline
+from penstock.timeline import Interval, Timeline
 
 KEEP = 50_000
 
@@ -46,7 +46,7 @@ class Recorder:
     def add(self, interval: Interval) -> None:
         """Record an interval."""
         self.intervals.append(interval)
-        if interval.what in BUSY:
+        if interval.is_work:
             self.busy += interval.end - interval.start
 
     def hold(self, kind: str, nbytes: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import torch
 from torch import Tensor
@@ -40,6 +40,12 @@ class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
     def total(self) -> int:
         """Bytes so far."""
         return sum(self._seen.values())
+
+
+def storage_bytes(tensors: Iterable[object], known: Collection[int]) -> int:
+    """Bytes of the storages of `tensors`, each once, but for those whose addresses are known."""
+    counter = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if isinstance(t, Tensor)}
+    return sum(nbytes for address, nbytes in counter.items() if address not in known)
 
 
 def signature(value: object) -> tuple[object, ...]:

@@ -1,13 +1,14 @@
 """Where microbatches come from: the first stage takes inputs, the last stage targets.
 
-Batches are any iterable; a batch is a sequence of m pairs (input, target), each made when it is asked for. The first
-stage looks one batch ahead, because every message of a batch says whether another one follows. In one process both
-stages share a `Source`; between processes each has its own over equal data, and a checksum that travels with the
-activations catches it if they differ.
+Batches are any iterable; a batch is a sequence of pairs (input, target), each made when it is asked for: m for each of
+the parallel pipelines. The first stage looks one batch ahead, because every message of a batch says whether another one
+follows. In one process both stages share a `Source`; between processes each has its own over equal data, and a checksum
+that travels with the activations catches it if they differ.
 """
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -34,21 +35,28 @@ class Source:
     """Random access to the batches around the pipeline's present ones.
 
     Args:
-        batches: an iterable of batches.
+        batches: an iterable of batches, each a sequence of w * m microbatches; pipeline number r takes those from r * m
+            on.
         microbatches: m.
-        readers: how many times each microbatch is read before it may be forgotten (2 if one process holds the first
-            and the last stage and they are different).
+        width: w, the number of parallel pipelines.
+        readers: how many times each microbatch is read in this process (2 if it holds the first and the last stage and
+            they are different).
+        replicas: how many of the pipelines read here.
     """
 
-    def __init__(self, batches: Batches, microbatches: int, readers: int) -> None:
+    def __init__(
+        self, batches: Batches, microbatches: int, width: int = 1, readers: int = 1, replicas: int = 1
+    ) -> None:
         self._batches: Iterator[Sequence[tuple[Any, Any]]] = iter(batches)
-        self._m, self._readers = microbatches, readers
+        self._m, self._width, self._readers = microbatches, width, readers
+        self._reads = replicas * microbatches * readers  # of a batch
         self._held: dict[int, Sequence[tuple[Any, Any]]] = {}
-        self._samples: dict[int, tuple[Sample, int]] = {}
+        self._left: dict[int, int] = {}  # reads that a held batch has before it
+        self._samples: dict[tuple[int, int], tuple[Sample, int]] = {}
         self._fetched = 0
         self._exhausted = False
         self.stopped = False
-        self._asked, self._goes_on = 0, True
+        self._asked, self._end = 0, math.inf
 
     def has(self, batch: int) -> bool:
         """Whether batch number `batch` of the span exists; fetches it if need be."""
@@ -58,15 +66,20 @@ class Source:
             except StopIteration:
                 self._exhausted = True
                 break
+            wanted = self._width * self._m
             if not isinstance(following, Sequence):
                 raise DataError(
-                    f"batch {self._fetched} is a {type(following).__name__}; a batch is a list of {self._m} pairs "
+                    f"batch {self._fetched} is a {type(following).__name__}; a batch is a list of {wanted} pairs "
                     "(input, target), or any other sequence"
                 )
-            if len(following) != self._m:
-                found = f"batch {self._fetched} has {len(following)} microbatches"
-                raise DataError(f"{found}, but the schedule takes {self._m} per batch")
-            self._held[self._fetched] = following
+            if len(following) != wanted:
+                takes = f"{self._m} per batch" + (f" and pipeline, of which there are {self._width}") * (
+                    self._width > 1
+                )
+                raise DataError(
+                    f"batch {self._fetched} has {len(following)} microbatches, but the schedule takes {takes}"
+                )
+            self._held[self._fetched], self._left[self._fetched] = following, self._reads
             self._fetched += 1
         return batch < self._fetched
 
@@ -76,29 +89,31 @@ class Source:
         Decided once, since every message of a batch must say the same.
         """
         if batch > self._asked:
-            self._asked, self._goes_on = batch, not self.stopped and self.has(batch)
-        return self._goes_on
+            self._asked = batch
+            if self.stopped or not self.has(batch):
+                self._end = min(self._end, batch)
+        return batch < self._end
 
-    def sample(self, microbatch: int) -> Sample:
-        """A microbatch, counted through the span.
+    def sample(self, replica: int, microbatch: int) -> Sample:
+        """A microbatch of a pipeline, counted through the span.
 
         Raises:
             DataError: the data ends before this microbatch, or it is not a pair.
         """
-        if microbatch in self._samples:
-            sample, left = self._samples.pop(microbatch)
+        batch, k = divmod(microbatch, self._m)
+        if (replica, microbatch) in self._samples:
+            sample, left = self._samples.pop((replica, microbatch))
         else:
-            batch, k = divmod(microbatch, self._m)
             if not self.has(batch):
                 raise DataError(
                     f"the data ends after {self._fetched} batches, but the first stage has sent batch {batch}"
                 )
-            sample, left = _sample(self._held[batch][k], microbatch), self._readers
-            if k == self._m - 1:
-                for old in [b for b in self._held if b < batch]:
-                    del self._held[old]
+            sample, left = _sample(self._held[batch][replica * self._m + k], microbatch), self._readers
         if left > 1:
-            self._samples[microbatch] = sample, left - 1
+            self._samples[replica, microbatch] = sample, left - 1
+        self._left[batch] -= 1
+        if not self._left[batch]:
+            del self._held[batch], self._left[batch]
         return sample
 
 

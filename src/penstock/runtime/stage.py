@@ -17,7 +17,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from penstock.errors import CapabilityError, ConfigError
-from penstock.weights.buffers import Handle
+from penstock.runtime.randomness import Draw, Randomness
 
 _TRAINABLE = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 LossFunction = Callable[[Any, Any], Any]
@@ -25,18 +25,17 @@ LossFunction = Callable[[Any, Any], Any]
 
 
 @dataclass
-class Flight:
-    """A microbatch between its forward and its backward on one stage.
+class Graph:
+    """What autograd keeps of a pass through some blocks.
 
     Attributes:
-        handle: the weights its graph was built on; None where nothing is trained.
         inputs: the received leaves that want a gradient, with their places in the input's tree.
+        leaves: how many leaves the input's tree has.
         outputs: where gradients enter the graph: the outputs, without keeping their memory, or the loss.
         seed: the gradient of the loss, on the last stage.
-        nbytes: bytes that the graph keeps alive.
+        nbytes: bytes that it keeps alive.
     """
 
-    handle: Handle | None
     inputs: dict[int, Tensor]
     leaves: int
     outputs: list[GradientEdge | None]
@@ -51,10 +50,20 @@ class Stage:
         blocks: canonical name -> module or plain function; each takes what the one before returned.
         loss: for the last cut.
         where: for messages, such as "stage 0 on rank 0".
+        seed: of the random numbers that blocks draw.
+        precision: what passes compute in; None for that of the parameters.
     """
 
-    def __init__(self, blocks: Mapping[str, Any], loss: LossFunction | None, where: str) -> None:
+    def __init__(
+        self,
+        blocks: Mapping[str, Any],
+        loss: LossFunction | None,
+        where: str,
+        seed: int,
+        precision: torch.dtype | None = None,
+    ) -> None:
         self.blocks = dict(blocks)
+        self.last = list(self.blocks)[-1]
         self.loss = loss
         self.where = where
         self._places: dict[str, list[tuple[nn.Module, str]]] = {}
@@ -75,6 +84,13 @@ class Stage:
                     self._places.setdefault(name, []).append((module, key))
                     self._originals[name] = parameter
                     self._check_dtype(name, parameter)
+        self._frozen = {
+            name: p.detach().to(precision)
+            for name, p in self._originals.items()
+            if precision is not None and not p.requires_grad and p.dtype == torch.float32
+        }
+        self.precision = precision
+        self.randomness = Randomness(seed, {p.device for p in self._originals.values()})
 
     def _check_dtype(self, name: str, parameter: nn.Parameter) -> None:
         if parameter.requires_grad and parameter.dtype not in _TRAINABLE:
@@ -105,6 +121,7 @@ class Stage:
     def fixed(self) -> list[Tensor]:
         """Frozen parameters and module buffers."""
         frozen: list[Tensor] = [p for p in self._originals.values() if not p.requires_grad]
+        frozen += self._frozen.values()
         return frozen + [buffer for module in self.modules for buffer in module.buffers()]
 
     # --- versions ---------------------------------------------------------------------------------------------------
@@ -113,35 +130,40 @@ class Stage:
         """Let the modules compute with these tensors."""
         if self._bound is leaves:
             return
-        for name, leaf in leaves.items():
-            for module, key in self._places[name]:
-                module._parameters[key] = leaf  # type: ignore[assignment]  # a leaf tensor, not a Parameter
+        if self._bound is None:
+            self._place(self._frozen)
+        self._place(leaves)
         self._bound = leaves
+
+    def _place(self, tensors: Mapping[str, Tensor]) -> None:
+        for name, tensor in tensors.items():
+            for module, key in self._places[name]:
+                module._parameters[key] = tensor  # type: ignore[assignment]  # a leaf tensor, not a Parameter
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
         """Put the modules' own parameters back, over the memory of `tensors`."""
         for name, tensor in tensors.items():
-            original = self._originals[name]
-            original.data = tensor
-            for module, key in self._places[name]:
-                module._parameters[key] = original
+            self._originals[name].data = tensor
+        self._place({name: self._originals[name] for name in (*tensors, *self._frozen)})
         self._bound = None
 
     # --- passes -----------------------------------------------------------------------------------------------------
 
-    def apply(self, value: Any) -> Any:
-        """Run the blocks."""
-        for block in self.blocks.values():
-            value = block(value)
+    def run(self, names: Sequence[str], value: Any, draw: Draw) -> Any:
+        """Run some of the blocks in a row."""
+        for name in names:
+            self.randomness.begin(name, draw)
+            value = self.blocks[name](value)
         return value
 
-    def evaluate_loss(self, output: Any, target: Any) -> tuple[Tensor, float]:
+    def evaluate_loss(self, output: Any, target: Any, draw: Draw) -> tuple[Tensor, float]:
         """The loss sum and its weight.
 
         Raises:
             ConfigError: the loss function returned something else.
         """
         assert self.loss is not None
+        self.randomness.begin("loss", draw)
         result = self.loss(output, target)
         if isinstance(result, tuple) and len(result) == 2:
             total, weight = result
@@ -194,21 +216,21 @@ def trained_leaves(value: Any) -> Iterator[Tensor]:
         rest += [following for following, _ in node.next_functions]
 
 
-def run_backward(flight: Flight, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Backward through one stage; weight gradients go where the leaves' `.grad` points.
+def run_backward(graph: Graph, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Backward through some blocks; weight gradients go where the leaves' `.grad` points.
 
     Args:
-        flight: the microbatch.
+        graph: of the blocks.
         gradients: per output leaf; None where nothing came back.
 
     Returns:
         The gradients of all input leaves, None where none is wanted.
     """
-    pairs = [(e, g) for e, g in zip(flight.outputs, gradients, strict=True) if e is not None and g is not None]
+    pairs = [(e, g) for e, g in zip(graph.outputs, gradients, strict=True) if e is not None and g is not None]
     if pairs:
         torch.autograd.backward([edge for edge, _ in pairs], [gradient for _, gradient in pairs])
-    result: list[Tensor | None] = [None] * flight.leaves
-    for place, leaf in flight.inputs.items():
+    result: list[Tensor | None] = [None] * graph.leaves
+    for place, leaf in graph.inputs.items():
         result[place] = leaf.grad
         leaf.grad = None
     return result

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from penstock.errors import TransportError
 from penstock.runtime.parcel import Parcel
@@ -21,32 +22,46 @@ _POLLED = 1.0  # seconds of a wait that are spent looking; pipelines at work wai
 
 @dataclass
 class Ticket:
-    """A posted SEND or RECV.
+    """A posted SEND or RECV, or another thing that others have to do their part of.
 
     Attributes:
-        lane: where it was posted.
-        parcel: for a RECV, what arrived, until it is used.
+        where: the lane, for messages.
+        result: what came of it; for a RECV the parcel, until it is used.
         nbytes: memory that a posted RECV holds ready.
-        done_at: when it completed, on the clock of `time.perf_counter`.
+        made_at, done_at: when it was posted and completed, on the clock of `time.perf_counter`.
         error: why it never will.
     """
 
-    lane: LaneKey
-    parcel: Parcel | None = None
+    where: object
+    result: Any = None
     nbytes: int = 0
+    made_at: float = field(default_factory=time.perf_counter)
     done_at: float = 0.0
     error: BaseException | None = None
     _event: threading.Event = field(default_factory=threading.Event)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _followers: list[Callable[[], None]] = field(default_factory=list)
 
     @property
     def done(self) -> bool:
         """Whether it has completed or failed."""
         return self._event.is_set()
 
-    def complete(self, parcel: Parcel | None = None, error: BaseException | None = None) -> None:
+    def complete(self, result: Any = None, error: BaseException | None = None) -> None:
         """Mark as completed or failed."""
-        self.parcel, self.error, self.done_at = parcel, error, time.perf_counter()
-        self._event.set()
+        self.result, self.error, self.done_at = result, error, time.perf_counter()
+        with self._lock:
+            self._event.set()
+        for follow in self._followers:
+            follow()
+
+    def then(self, follow: Callable[[], None]) -> None:
+        """Call `follow` as soon as this has completed or failed, in whatever thread completes it."""
+        with self._lock:
+            if not self.done:
+                self._followers.append(follow)
+                return
+        follow()
 
     def wait(self, timeout: float, what: str) -> None:
         """Block until done.
@@ -67,17 +82,22 @@ class Ticket:
             time.sleep(_NAP)
         if not self._event.wait(max(0.0, deadline - time.perf_counter())):
             raise TransportError(
-                f"{what}: nothing moved on {self.lane} within {timeout:g} seconds; the peer is stalled or dead"
+                f"{what}: nothing moved on {self.where} within {timeout:g} seconds; the peer is stalled or dead"
             )
         self.check(what)
 
     def check(self, what: str) -> None:
         """Raise if it failed."""
         if self.error is not None:
-            raise TransportError(
-                f"{what}: the {self.lane.payload} lane from rank {self.lane.source} to rank {self.lane.target} broke: "
-                f"{self.error}"
-            ) from self.error
+            raise TransportError(f"{what}: {self.where} broke: {self.error}") from self.error
+
+
+def after_all(tickets: Sequence[Ticket], follow: Callable[[], None]) -> None:
+    """Call `follow` as soon as all have completed or failed."""
+    if tickets:
+        tickets[0].then(lambda: after_all(tickets[1:], follow))
+    else:
+        follow()
 
 
 class Transport(Protocol):

@@ -38,6 +38,7 @@ class ModelSection(_Strict):
     width: int | None = Field(default=None, ge=1, description="model width, instead of the preset's")
     heads: int | None = Field(default=None, ge=1, description="attention heads, instead of the preset's")
     context: int | None = Field(default=None, ge=2, description="tokens per sample, instead of the preset's")
+    tied: bool = Field(default=False, description="input and output embedding are one parameter")
     vocabulary: int | None = Field(
         default=None, ge=2, description="size of the vocabulary; that of the data if not set"
     )
@@ -68,11 +69,21 @@ class TrainConfig(_Strict):
 
     method: str = Field(default="2bw", description="a row of `penstock methods`")
     stages: int = Field(default=2, ge=1, description="d, ranks of the pipeline; each holds one stage")
-    microbatches: int = Field(default=4, ge=1, description="m, microbatches per batch (per update)")
+    width: int = Field(default=1, ge=1, description="w, parallel pipelines that hold the same weights")
+    microbatches: int = Field(default=4, ge=1, description="m, microbatches per batch (per update) and pipeline")
     microbatch_size: int = Field(default=2, ge=1, description="samples per microbatch")
     batches: int = Field(default=1000, ge=1, description="updates to make")
+    clip: Number | None = Field(
+        default=1.0, gt=0, description="largest global norm of a gradient; null for none, and no vote on overflow"
+    )
+    precision: Literal["fp32", "bf16", "fp16"] = Field(
+        default="fp32", description="what passes compute in; weights are updated in float32"
+    )
+    recompute: Literal["none", "block", "stage"] = Field(
+        default="none", description="forwards to run again instead of keeping what their backward needs"
+    )
     balance: list[int] | None = Field(default=None, description="blocks per stage; balanced by cost if not set")
-    seed: int = Field(default=0, ge=0, le=2**63 - 1, description="of initialisation and sample order")
+    seed: int = Field(default=0, ge=0, le=2**63 - 1, description="of initialisation, sample order and dropout")
     data: str | None = Field(
         default=None, description="text file, folder or token array; the standard library if not set"
     )
@@ -171,6 +182,20 @@ def described_keys() -> list[tuple[str, Any, str]]:
     return keys
 
 
+def commented_reference() -> str:
+    """Every key with its default, under a comment with its meaning, as a YAML file that `load_config` reads."""
+    lines, section = ["# Every key of a training run with its default. Leave out what you do not change."], ""
+    for key, default, meaning in described_keys():
+        group, _, last = key.rpartition(".")
+        if group and group != section:
+            section = group
+            lines += ["", f"# {TrainConfig.model_fields[group].description}", f"{group}:"]
+        indent = "  " if group else ""
+        value = yaml.safe_dump(default, default_flow_style=True).removesuffix("...\n").strip()
+        lines += [f"{indent}# {meaning}", f"{indent}{last}: {value}"]
+    return "\n".join(lines) + "\n"
+
+
 def known_keys() -> list[str]:
     """Every key, and every section."""
     keys = [key for key, _, _ in described_keys()]
@@ -181,4 +206,6 @@ def _section_keys(section: str) -> str:
     return next((key.split(".")[1] for key in known_keys() if key.startswith(f"{section}.")), "...")
 
 
-_TEXT_KEYS = frozenset({"method", "data", "prompt", "out", "model.preset", "optimizer.name", "rate.decay"})
+_TEXT_KEYS = frozenset(
+    {"method", "data", "prompt", "out", "precision", "recompute", "model.preset", "optimizer.name", "rate.decay"}
+)

@@ -66,10 +66,12 @@ def process_group(config: TrainConfig) -> Iterator[Store]:
         ConfigError: the job is not what the configuration says.
     """
     store, rank, size = next(iter(rendezvous("env://")))
-    if size != config.stages:
+    wanted = config.stages * config.width
+    if size != wanted:
+        pipelines = f" and width {config.width}" if config.width > 1 else ""
         raise ConfigError(
-            f"the job has {size} processes, but stages is {config.stages}; launch one process per stage, "
-            f"for example with torchrun --nproc-per-node {config.stages} -m penstock train ..."
+            f"the job has {size} processes, but stages is {config.stages}{pipelines}; launch one process per stage, "
+            f"for example with torchrun --nproc-per-node {wanted} -m penstock train ..."
         )
     _check_same(config, store, rank)
     timeout = timedelta(seconds=config.timeout)

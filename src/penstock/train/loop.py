@@ -6,6 +6,7 @@ import json
 import math
 import os
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from penstock.errors import PenstockError
-from penstock.models.gpt import gpt_blocks, language_loss
+from penstock.models.gpt import TIED_EMBEDDINGS, gpt_blocks, language_loss
 from penstock.runtime.collective import gather_json
 from penstock.runtime.executor import Report
 from penstock.runtime.pipeline import Pipeline
@@ -30,6 +31,7 @@ from penstock.train.optimizers import optimizer_factory
 from penstock.train.prepare import Prepared, describe_model, prepare
 from penstock.train.rate import rate_schedule
 from penstock.train.sample import sample_text
+from penstock.weights.decision import Decision
 
 METRICS = "metrics.jsonl"
 _SAMPLED_PARAMETERS = 200_000_000  # the sample at the end loads the whole model on one rank
@@ -61,9 +63,10 @@ class _Loop:
         config = self.config = prepared.config
         self.prepared, self.folder, self.observer = prepared, folder, observer
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
-        self.reports = self.rank == self.ranks - 1
+        self.reports = self.rank == config.stages - 1  # the last stage of the first pipeline
+        self.microbatches = config.width * config.microbatches  # of a batch
         self.board = Board(store, self.rank, self.ranks)
-        self.tokens_per_batch = config.microbatches * config.microbatch_size * prepared.model.context
+        self.tokens_per_batch = self.microbatches * config.microbatch_size * prepared.model.context
         self.rate = rate_schedule(config.rate, config.batches)
         self.pipeline = Pipeline(
             gpt_blocks(prepared.model, config.seed),
@@ -72,6 +75,12 @@ class _Loop:
             optimizer=optimizer_factory(config.optimizer),
             rate=self.rate,
             divisor=self.tokens_per_batch,
+            clip=config.clip,
+            precision=config.precision,
+            recompute=config.recompute,
+            seed=config.seed,
+            width=config.width,
+            tied=TIED_EMBEDDINGS if config.model.tied else None,
             balance=config.balance,
             group=dist.group.WORLD,
             timeout=config.timeout,
@@ -83,7 +92,7 @@ class _Loop:
         """Train, validate, save, sample."""
         config = self.config
         begun = time.perf_counter()
-        data = batches(self.prepared.windows, 0, config.batches, config.microbatches, config.microbatch_size)
+        data = batches(self.prepared.windows, 0, config.batches, self.microbatches, config.microbatch_size)
         loss = None
         if self.reports:
             self.observer.started(self.prepared, self.pipeline.parts)
@@ -97,6 +106,8 @@ class _Loop:
                 self.pipeline.abandon()  # or this rank would train on to the end before anybody hears of it
                 raise
         seconds = time.perf_counter() - begun
+        if self.reports:
+            self._log_updates(self.pipeline.decided())
         timeline = self.pipeline.timeline()
         validation = self._validate()
         self._save()
@@ -131,6 +142,7 @@ class _Loop:
             bubble=self._meter.bubble,
             live_bytes={rank: f["bytes"] for rank, f in figures.items()},
         )
+        self._log_updates(report.decided)
         self._log(
             {
                 "batch": report.batch,
@@ -148,16 +160,18 @@ class _Loop:
 
     def _validate(self) -> float | None:
         config = self.config
-        per_batch = config.microbatches * config.microbatch_size
+        per_batch = self.microbatches * config.microbatch_size
         samples = min(config.validation_samples, len(self.prepared.windows.validation))
         count = max(samples // per_batch, 1)
-        data = batches(self.prepared.windows, 0, count, config.microbatches, config.microbatch_size, validation=True)
+        data = batches(self.prepared.windows, 0, count, self.microbatches, config.microbatch_size, validation=True)
         result = self.pipeline.evaluate(data)
         return None if result is None else result[0]
 
     def _save(self) -> None:
         """Every rank writes its stage, the reporting rank the index."""
-        files = save_stage(self.folder, self.rank, self.ranks, self.pipeline.state_dict())
+        stages, files = self.config.stages, {}
+        if self.rank < stages:  # the other pipelines hold the same
+            files = save_stage(self.folder, self.rank, stages, self.pipeline.state_dict())
         everything = {name: file for part in self._gather(files) for name, file in part.items()}
         if self.reports:
             text = self.prepared.windows.corpus.text
@@ -204,6 +218,11 @@ class _Loop:
             return sample_text(self.folder, config.prompt, config.sample_length, seed=config.seed)
         except (RuntimeError, PenstockError) as error:  # weights that are not numbers any more, say
             return f"(none: {error})"
+
+    def _log_updates(self, decided: Iterable[Decision]) -> None:
+        """Updates are made later than losses are known, so they have lines of their own."""
+        for d in decided:
+            self._log({"update": d.batch, "loss": d.loss, "norm": d.norm, "skipped": d.skipped})
 
     def _gather(self, value: Any) -> list[Any]:
         return gather_json(value, "ending the run", None)

@@ -11,6 +11,7 @@ import yaml
 from penstock.errors import ConfigError
 from penstock.models.gpt import GPTConfig, gpt_blocks, preset
 from penstock.runtime.blocks import cut_blocks
+from penstock.runtime.offer import proven
 from penstock.schedule.build import prove
 from penstock.schedule.check import Proof
 from penstock.schedule.methods import METHODS, find_method
@@ -48,7 +49,10 @@ def prepare(config: TrainConfig) -> Prepared:
         raise ConfigError(
             f"method {row.name!r} can be proven, drawn and simulated, but not run yet; methods that run: {offered}"
         )
-    proof = prove(row.name, config.stages, config.microbatches)
+    plain = prove(row.name, config.stages, config.microbatches)
+    wide = config.width > 1
+    decides = wide or config.clip is not None or config.precision == "fp16"
+    proof = proven(plain, decides=decides, reduces=wide, recompute=config.recompute)
     corpus = load_corpus(config.data)
     model = model_shape(config, corpus)
     cut_blocks(gpt_blocks(model, config.seed), config.stages, config.balance)
@@ -77,7 +81,7 @@ def make_run_folder(config: TrainConfig) -> Path:
         ConfigError: it cannot be made.
     """
     now = datetime.datetime.now().strftime("%Y-%m-%d-%H%M%S")
-    base = Path(config.out) / f"{now}-{config.method}-{config.stages}x{config.microbatches}"
+    base = Path(config.out) / f"{now}-{config.method}-{_shape(config)}"
     folder, number = base, 1
     try:
         while True:
@@ -91,6 +95,11 @@ def make_run_folder(config: TrainConfig) -> Path:
     except OSError as error:
         raise ConfigError(f"cannot make a run folder in {config.out!r}: {error.strerror or error}") from None
     return folder
+
+
+def _shape(config: TrainConfig) -> str:
+    """Stages and microbatches, and how many pipelines if there are several."""
+    return "x".join(map(str, [*([config.width] if config.width > 1 else []), config.stages, config.microbatches]))
 
 
 def describe_model(model: GPTConfig) -> dict[str, int]:

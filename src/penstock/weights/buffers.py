@@ -9,8 +9,9 @@ bumped as well, as a second net: it notices a rewrite only where no saved-tensor
 
 from __future__ import annotations
 
+import math
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -92,6 +93,11 @@ class Buffer:
             leaf.register_post_accumulate_grad_hook(_gather(weakref.ref(self), key))  # type: ignore[no-untyped-call]
 
     @property
+    def flats(self) -> list[Tensor]:
+        """All memory, one tensor per dtype."""
+        return list(self._flats.values())
+
+    @property
     def storages(self) -> set[int]:
         """Addresses of the flat tensors, to tell weights from activations."""
         return {flat.untyped_storage().data_ptr() for flat in self._flats.values()}
@@ -117,7 +123,26 @@ class Buffer:
         """Let backwards of graphs on the leaves add to `gradient`."""
         self.gradient = gradient
         for key, leaf in self.leaves.items():
-            leaf.grad = None if key in gradient.unwritten else gradient.views[key]
+            view = gradient.views[key]
+            leaf.grad = view if view.dtype == leaf.dtype and key not in gradient.unwritten else None
+
+    def squares(self, without: Collection[str] = ()) -> tuple[float, float]:
+        """The sum of the squares of all elements; not finite if one is not, or if their squares overflow.
+
+        The norm of each parameter is taken in its own precision, as torch does when it clips. Their squares are added
+        exactly: the sum, and what its rounding has lost, so that a sum over stages does not show how they were cut.
+
+        Args:
+            without: parameters that do not count.
+        """
+        views = [view for name, view in self.views.items() if name not in without]
+        if not views:
+            return 0.0, 0.0
+        with torch.no_grad():
+            norms = torch._foreach_norm(views)
+            squares = torch.stack([norm.to(torch.float64) for norm in norms]).square().tolist()
+        total = math.fsum(squares)
+        return total, math.fsum([*squares, -total]) if math.isfinite(total) else 0.0
 
     def scale(self, factor: float) -> None:
         """Multiply everything by `factor`."""
@@ -134,7 +159,7 @@ class Buffer:
 
 
 def _gather(buffer: weakref.ref[Buffer], key: str) -> Callable[[Tensor], None]:
-    """A hook that moves the first gradient of a leaf to its place, as soon as it is there.
+    """A hook that moves the first gradient of a leaf to its place (in low precision every one), as soon as it is there.
 
     Zeroing the place beforehand and adding to it would take memory through the processor once more.
     """
@@ -144,7 +169,8 @@ def _gather(buffer: weakref.ref[Buffer], key: str) -> Callable[[Tensor], None]:
         gradient = weights.gradient if weights is not None else None
         if gradient is None or found is None or found is gradient.views[key]:
             return
-        view = leaf.grad = gradient.views[key]
+        view = gradient.views[key]
+        leaf.grad = view if view.dtype == leaf.dtype else None  # of lower precision, every gradient comes here
         if key not in gradient.unwritten:  # a backward on another version came first
             view.add_(found)
             return

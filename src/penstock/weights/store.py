@@ -14,6 +14,7 @@ from torch import Tensor
 
 from penstock.errors import VersionError
 from penstock.weights.buffers import Buffer, Handle, Layout
+from penstock.weights.update import Updater
 
 
 class VersionStore:
@@ -23,16 +24,18 @@ class VersionStore:
         parameters: canonical name -> initial value (version 0).
         buffers: parameter-sized buffers, as proven.
         where: for messages, such as "stage 0 on rank 0".
+        load: whether version 0 is filled with the values.
     """
 
-    def __init__(self, parameters: Mapping[str, Tensor], buffers: int, where: str) -> None:
+    def __init__(self, parameters: Mapping[str, Tensor], buffers: int, where: str, load: bool = True) -> None:
         self.layout = Layout(parameters)
         self.where = where
         self._free = [Buffer(self.layout, f"{i} of {where}") for i in range(buffers)]
         self.storages = set().union(*(b.storages for b in self._free))
         self.versions: dict[int, Buffer] = {0: self._take("version 0")}
         self.gradients: dict[int, Buffer] = {}
-        self.versions[0].load(parameters)
+        if load:
+            self.versions[0].load(parameters)
 
     @property
     def newest(self) -> int:
@@ -55,10 +58,36 @@ class VersionStore:
         """Make the backward of a graph on `handle` add to the gradient of `batch`."""
         gradient = self.gradients.get(batch)
         if gradient is None:
-            gradient = self.gradients[batch] = self._take(f"the gradient of batch {batch}")
+            gradient = self.gradients[batch] = self._take_gradient(batch)
             gradient.begin_gradient()
         if handle.buffer.gradient is not gradient:
             handle.buffer.add_to(gradient)
+
+    def gradient(self, batch: int) -> Buffer:
+        """The gradient of a batch whose backwards are all done."""
+        gradient = self.gradients[batch]
+        gradient.finish_gradient()
+        return gradient
+
+    def update(self, batch: int, updater: Updater, factor: float, keeps_old: bool) -> None:
+        """Bear version batch + 1.
+
+        Args:
+            batch: whose gradient is complete.
+            updater: steps.
+            factor: what the gradient is multiplied by first; zero makes the new version a copy.
+            keeps_old: version `batch` stays readable, so the new one is written over the gradient.
+        """
+        if keeps_old:
+            old, new = self.rotate(batch)
+            if factor:
+                updater.rotate(old, new, factor)
+            else:
+                new.load(old.views)
+        else:
+            weights, gradient = self.overwrite(batch)
+            if factor:
+                updater.in_place(weights, gradient, factor)
 
     def rotate(self, batch: int) -> tuple[Buffer, Buffer]:
         """Turn the gradient of `batch` into the buffer of version batch+1.
@@ -90,15 +119,26 @@ class VersionStore:
             buffer.rewrite()
             self._free.append(buffer)
 
-    def tensors(self, version: int) -> dict[str, Tensor]:
-        """The parameters of a version, by name; they share its memory."""
-        return dict(self.read(version).buffer.views)
+    @property
+    def master(self) -> Buffer:
+        """What the optimizer steps: the newest version."""
+        return self.versions[self.newest]
+
+    def refresh(self) -> None:
+        """The master's values have been set from outside, before the first pass."""
+
+    def newest_tensors(self) -> dict[str, Tensor]:
+        """The parameters of the newest version, by name; they share its memory."""
+        return dict(self.master.views)
 
     def bytes_by_role(self) -> dict[str, int]:
         """Bytes of weights, gradients and idle buffers."""
         size = self.layout.nbytes
         roles = {"weights": self.versions, "gradients": self.gradients, "idle buffers": self._free}
         return {role: size * len(held) for role, held in roles.items()}
+
+    def _take_gradient(self, batch: int) -> Buffer:
+        return self._take(f"the gradient of batch {batch}")
 
     def _finish(self, batch: int) -> Buffer:
         """The gradient of a batch, to which nothing is added any more."""

@@ -1,0 +1,148 @@
+"""Where stages meet: each hands in its share of a batch and learns the sum of all, while it goes on with its work.
+
+Shares go to the rank of the first stage, whose last backward ends a batch, and the sum comes back: two hops after the
+last share, on messages of their own, which wait behind nothing.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from penstock.runtime.reduction import Holder
+from penstock.runtime.transport import Ticket
+from penstock.weights.decision import Share, add_shares
+
+CONTROL_LANE = "the control lane"
+_TAG = 8  # on the pipelines' group; lanes use others
+
+
+class Council(Protocol):
+    """Adds the shares of all nodes that are trained."""
+
+    def hand_in(self, holder: Holder, batch: int, share: Share, ticket: Ticket) -> None:
+        """Hand in the share of a node, batch by batch; the sum becomes the result of the ticket."""
+        ...
+
+    def close(self) -> None:
+        """Stop whatever runs in the background, once all it was given is done."""
+        ...
+
+
+class _Rounds:
+    """Shares that have been handed in, until those of a batch are complete."""
+
+    def __init__(self, holders: Sequence[Holder]) -> None:
+        self._holders = holders
+        self._open: dict[int, dict[Holder, tuple[Share, Ticket]]] = {}
+
+    def add(self, holder: Holder, batch: int, share: Share, ticket: Ticket) -> tuple[list[Share], list[Ticket]] | None:
+        """Add one; returns all of the batch, in the order of the holders, if this was the last."""
+        here = self._open.setdefault(batch, {})
+        here[holder] = share, ticket
+        if len(here) < len(self._holders):
+            return None
+        del self._open[batch]
+        return [here[h][0] for h in self._holders], [ticket for _, ticket in here.values()]
+
+
+class LocalCouncil:
+    """All holders in one process.
+
+    Args:
+        holders: of nodes that are trained.
+    """
+
+    def __init__(self, holders: Sequence[Holder]) -> None:
+        self._rounds = _Rounds(holders)
+
+    def hand_in(self, holder: Holder, batch: int, share: Share, ticket: Ticket) -> None:
+        """Hand in a share."""
+        complete = self._rounds.add(holder, batch, share, ticket)
+        if complete is not None:
+            shares, tickets = complete
+            total = add_shares(shares)
+            for waiting in tickets:
+                waiting.complete(total)
+
+    def close(self) -> None:
+        """Nothing runs in the background."""
+
+
+class GlooCouncil:
+    """One process's seat, with a thread that waits for the others.
+
+    Args:
+        holders: of nodes that are trained, in all processes; the process of the first one adds the shares.
+        process: group rank of a holder's process.
+        group: with gloo on the CPU.
+    """
+
+    def __init__(
+        self, holders: Sequence[Holder], process: Callable[[Holder], int], group: dist.ProcessGroup | None
+    ) -> None:
+        self._group, self._rank = group, dist.get_rank(group)
+        self._seats = Counter(map(process, holders))
+        self._chair = process(holders[0]) if holders else 0
+        self._rounds = _Rounds([holder for holder in holders if process(holder) == self._rank])
+        self._jobs: queue.SimpleQueue[tuple[list[Share], list[Ticket]] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._serve, name="penstock control lane", daemon=True)
+        self._thread.start()
+
+    def hand_in(self, holder: Holder, batch: int, share: Share, ticket: Ticket) -> None:
+        """Hand in a share."""
+        complete = self._rounds.add(holder, batch, share, ticket)
+        if complete is not None:
+            self._jobs.put(complete)
+
+    def close(self) -> None:
+        """Let the thread end once all it was given is done."""
+        self._jobs.put(None)
+
+    def _serve(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            shares, tickets = job
+            try:
+                total = self._preside(shares) if self._rank == self._chair else self._attend(shares)
+            except Exception as error:  # the executor raises it where it waits
+                for ticket in tickets:
+                    ticket.complete(error=error)
+            else:
+                for ticket in tickets:
+                    ticket.complete(total)
+
+    def _preside(self, own: list[Share]) -> Share:
+        """Collect all shares, add them, tell everybody."""
+        others = {r: _empty(count) for r, count in self._seats.items() if r != self._rank}
+        arriving = [dist.irecv(block, group=self._group, tag=_TAG, group_src=r) for r, block in others.items()]
+        for work in arriving:
+            assert work is not None
+            work.wait()
+        shares = own + [Share(*row) for block in others.values() for row in block.tolist()]
+        total = add_shares(shares)
+        answer = torch.tensor([total], dtype=torch.float64)
+        leaving = [dist.isend(answer, group=self._group, tag=_TAG, group_dst=r) for r in others]
+        for work in leaving:
+            assert work is not None
+            work.wait()
+        return total
+
+    def _attend(self, own: list[Share]) -> Share:
+        """Send the own shares to the chair and hear the sum."""
+        answer = _empty(1)
+        arriving = dist.irecv(answer, group=self._group, tag=_TAG, group_src=self._chair)
+        dist.send(torch.tensor(own, dtype=torch.float64), group=self._group, tag=_TAG, group_dst=self._chair)
+        assert arriving is not None
+        arriving.wait()
+        return Share(*answer[0].tolist())
+
+
+def _empty(rows: int) -> Tensor:
+    return torch.empty(rows, len(Share._fields), dtype=torch.float64)

@@ -1,0 +1,77 @@
+"""How ranks reach each other for the time of a span: in one process in memory, between processes over gloo or NCCL."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from penstock.runtime.council import Council, GlooCouncil, LocalCouncil
+from penstock.runtime.distributed import GlooTransport
+from penstock.runtime.local import LocalTransport
+from penstock.runtime.nccl import LaneGroups, NcclTransport
+from penstock.runtime.reduction import GlooReducer, Holder, LocalReducer, Reducer
+from penstock.runtime.team import Seat, Team
+from penstock.runtime.transport import Transport
+from penstock.schedule.ir import Schedule
+from penstock.schedule.lowered import Lowered
+from penstock.schedule.nodespec import NodeSpec
+
+
+class Links(NamedTuple):
+    """Those of one rank.
+
+    Attributes:
+        transport: moves messages along the pipeline.
+        reducer: adds gradients over those that hold the same weights.
+        council: where all stages meet that decide together.
+    """
+
+    transport: Transport
+    reducer: Reducer
+    council: Council
+
+    def close(self) -> None:
+        """Stop whatever runs in the background."""
+        self.transport.close()
+        self.reducer.close()
+        self.council.close()
+
+
+def holders_of(schedule: Schedule, width: int) -> dict[int, tuple[Holder, ...]]:
+    """Of each cut, all nodes of all parallel pipelines that hold it."""
+    return {
+        cut: tuple(Holder(r, node) for r in range(width) for node in schedule.nodes if node.cut == cut)
+        for cut in range(schedule.cuts)
+    }
+
+
+def link(
+    team: Team, lowered: Lowered, specs: Sequence[NodeSpec], lane_groups: Sequence[LaneGroups]
+) -> Mapping[Seat, Links]:
+    """Links for every seat of this process.
+
+    Args:
+        team: all seats.
+        lowered: the schedule of the span.
+        specs: of its nodes.
+        lane_groups: per pipeline, communicators for tensors; empty where they travel over gloo.
+    """
+    deciding = [Holder(r, spec.node) for r in range(team.width) for spec in specs if spec.decides]
+    if team.group is None:
+        council, reducer = LocalCouncil(deciding), LocalReducer()
+        transports = {replica: LocalTransport() for replica in team.replicas}
+        return {seat: Links(transports[seat.replica], reducer, council) for seat in team.seats}
+    (seat,) = team.seats
+    first = team.worker(Seat(seat.replica, 0))
+    transport: Transport
+    if lane_groups:
+        assert team.control is not None
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        groups = lane_groups[seat.replica]
+        transport = NcclTransport(seat.rank, groups, lowered.window, team.control, device, first)
+    else:
+        transport = GlooTransport(seat.rank, lowered.lanes, lowered.window, team.control, first)
+    reducer_, council_ = GlooReducer(team.process, team.control), GlooCouncil(deciding, team.process, team.control)
+    return {seat: Links(transport, reducer_, council_)}

@@ -1,0 +1,105 @@
+"""The messages of one rank: what is posted, what is on its way out, what waits to be sent."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Generator, Iterator
+from typing import NamedTuple
+
+from penstock.errors import TransportError
+from penstock.runtime.parcel import Parcel
+from penstock.runtime.recorder import Recorder
+from penstock.runtime.transport import Ticket, Transport
+from penstock.runtime.waiting import Wait, wait_for
+from penstock.schedule.ir import Node, Payload
+from penstock.schedule.lowered import LaneKey, Lowered, Message
+from penstock.timeline import Interval
+
+
+class _Sending(NamedTuple):
+    """A posted SEND."""
+
+    ticket: Ticket
+    nbytes: int
+    label: str
+
+
+class Mailbox:
+    """Of one rank, for one span.
+
+    Args:
+        rank: in its pipeline.
+        lowered: the schedule with its messages.
+        transport: moves them.
+        recorder: takes down how long they take, and their bytes.
+    """
+
+    def __init__(self, rank: int, lowered: Lowered, transport: Transport, recorder: Recorder) -> None:
+        self._rank, self._lowered, self._transport, self._recorder = rank, lowered, transport, recorder
+        self._lanes = [route.lane for route in lowered.routes]
+        self._posted: dict[Message, Ticket] = {}
+        self._sending: dict[LaneKey, deque[_Sending]] = {}
+        self._outbox: dict[tuple[Payload, Node, int], Parcel] = {}
+
+    def receive(self, message: Message) -> None:
+        """Post a RECV."""
+        ticket = self._posted[message] = self._transport.receive(self._lanes[message.route])
+        self._recorder.change("messages", ticket.nbytes)
+
+    def collect(self, message: Message, batch: int, what: str) -> Generator[Wait, None, Parcel]:
+        """Wait for a message and take it.
+
+        Args:
+            message: posted before.
+            batch: to which it must belong, counted from the start of training.
+            what: who needs it, for messages.
+
+        Raises:
+            TransportError: the lane broke, or another message came.
+        """
+        route, ticket = self._lowered.routes[message.route], self._posted.pop(message)
+        cause = f"rank {route.source.rank}: {route.payload} {message.first}"
+        yield from wait_for(self._recorder, ticket, what, cause)
+        assert isinstance(ticket.result, Parcel)
+        parcel, ticket.result = ticket.result, None  # who waits for the ticket keeps it longer than the parcel lives
+        self._recorder.change("messages", -ticket.nbytes)
+        if parcel.on_use is not None:
+            parcel.on_use()
+        if (parcel.header.batch, parcel.header.first) != (batch, message.first):
+            raise TransportError(
+                f"{what}: expected the {route.payload} of microbatch {message.first} (batch {batch}) from rank "
+                f"{route.source.rank}, got that of microbatch {parcel.header.first} (batch {parcel.header.batch})"
+            )
+        return parcel
+
+    def put(self, payload: Payload, node: Node, parcel: Parcel) -> None:
+        """Lay ready what a SEND will take."""
+        self._outbox[payload, node, parcel.header.first] = parcel
+
+    def send(self, message: Message) -> Iterator[Wait]:
+        """Post a SEND; waits while too many are outstanding on its lane."""
+        route = self._lowered.routes[message.route]
+        queue = self._sending.setdefault(route.lane, deque())
+        while queue and (queue[0].ticket.done or len(queue) >= self._lowered.window):
+            yield from self._complete(route.lane, queue)
+        parcel = self._outbox.pop((route.payload, route.source, message.first))
+        nbytes = parcel.nbytes
+        self._recorder.change("messages", nbytes)
+        ticket = self._transport.send(route.lane, parcel)
+        queue.append(_Sending(ticket, nbytes, f"{route.payload} {message.first}"))
+
+    def flush(self) -> Iterator[Wait]:
+        """Wait until everything sent is on its way."""
+        for lane, queue in self._sending.items():
+            while queue:
+                yield from self._complete(lane, queue)
+
+    def _complete(self, lane: LaneKey, queue: deque[_Sending]) -> Iterator[Wait]:
+        ticket, nbytes, label = queue[0]
+        what, cause = f"rank {self._rank}, sending {label}", f"rank {lane.target}: to take {label}"
+        yield from wait_for(self._recorder, ticket, what, cause)
+        queue.popleft()
+        self._recorder.change("messages", -nbytes)
+        start, end = self._recorder.at(ticket.made_at), self._recorder.at(ticket.done_at)
+        name = f"{lane.payload} {lane.source}>{lane.target}"
+        self._recorder.add(Interval(self._recorder.rank, name, start, end, "SEND", label))

@@ -1,0 +1,81 @@
+"""The beginning of what stages share: every copy gets the value that the first stage has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from penstock.errors import ConfigError
+from penstock.runtime.collective import gather_json
+from penstock.runtime.node import NodeRuntime
+from penstock.runtime.team import Seat, Team
+from penstock.runtime.ties import Tie
+from penstock.runtime.worker import Worker
+
+_TAG = 7  # on the pipelines' group; lanes use others
+
+
+def equalise(ties: Sequence[Tie], team: Team, workers: Sequence[Worker]) -> None:
+    """Give the copies of shared parameters the value that the first stage has; all processes call this together.
+
+    Raises:
+        ConfigError: their shapes differ.
+        TransportError: a peer is dead.
+    """
+    for tie in ties:
+        here = {(w.seat.replica, n.cut): w.nodes[n] for w in workers for n in w.nodes if n.cut in tie.cuts}
+        found: list[tuple[int, Any]] = [(cut, _shapes(tie, cut, node)) for (_, cut), node in here.items()]
+        if team.group is not None:
+            parts = gather_json(found, "comparing shared parameters", team.control)
+            found = [(cut, shapes) for part in parts for cut, shapes in part]
+        for cut, shapes in found:
+            if shapes != found[0][1]:
+                raise ConfigError(
+                    f"{', '.join(tie.names_at(cut))} of stage {cut} have shapes {shapes}, of stage {found[0][0]} "
+                    f"{found[0][1]}; what is one parameter has one shape"
+                )
+        first, *others = tie.cuts
+        for replica in team.replicas:
+            owner = here.get((replica, first))
+            for cut in others:
+                other = here.get((replica, cut))
+                _copy(tie, (owner, first), (other, cut), replica, team)
+                if other is not None and other.store is not None:
+                    other.store.refresh()
+
+
+def _shapes(tie: Tie, cut: int, node: NodeRuntime) -> list[list[int]]:
+    return [list(view.shape) for view in _values(tie, cut, node)]
+
+
+def _values(tie: Tie, cut: int, node: NodeRuntime) -> list[Tensor]:
+    """The present values of shared parameters on a stage."""
+    names, trained = tie.names_at(cut), node.stage.trained
+    missing = [name for name in names if name not in trained]
+    if missing or node.store is None:
+        raise ConfigError(f"tied: {node.stage.where} trains no parameter {missing[0] if missing else names[0]!r}")
+    views = node.store.master.views
+    return [views[name] for name in names]
+
+
+def _copy(
+    tie: Tie, source: tuple[NodeRuntime | None, int], target: tuple[NodeRuntime | None, int], replica: int, team: Team
+) -> None:
+    """Copy the values of the first stage to another one, in this process or between two."""
+    (owner, first), (other, cut) = source, target
+    with torch.no_grad():
+        if owner is not None and other is not None:
+            for mine, theirs in zip(_values(tie, first, owner), _values(tie, cut, other), strict=True):
+                theirs.copy_(mine)
+        elif owner is not None:
+            for mine in _values(tie, first, owner):
+                dist.send(mine.cpu(), group=team.control, tag=_TAG, group_dst=team.worker(Seat(replica, cut)))
+        elif other is not None:
+            for theirs in _values(tie, cut, other):
+                received = torch.empty(theirs.shape, dtype=theirs.dtype)
+                dist.recv(received, group=team.control, tag=_TAG, group_src=team.worker(Seat(replica, first)))
+                theirs.copy_(received)

@@ -1,0 +1,116 @@
+"""How a rank's updates come about: what is reduced, what is decided together, and the step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from penstock.runtime.council import CONTROL_LANE, Council
+from penstock.runtime.decisions import Decisions
+from penstock.runtime.node import Loss, NodeRuntime
+from penstock.runtime.recorder import Recorder
+from penstock.runtime.reduction import Holder, Reducer
+from penstock.runtime.transport import Ticket, after_all
+from penstock.runtime.waiting import Wait, wait_for
+from penstock.schedule.ir import Node, Op
+from penstock.timeline import Interval
+from penstock.weights.decision import Decision
+
+_OTHERS = {
+    Op.REDUCE: "the other pipelines: to reduce",
+    Op.TIE: "stages that share parameters: to add up",
+    Op.DECIDE: "all stages: to decide on",
+}
+
+
+class Updates:
+    """Of one rank, for one span. Batches are counted from the start of training.
+
+    Args:
+        replica: which of the parallel pipelines.
+        rank: in it.
+        holders: of each cut, all nodes of all parallel pipelines that hold it.
+        reducer: adds gradients.
+        council: adds what stages know.
+        decisions: this rank's part in them.
+        recorder: takes down what happens.
+    """
+
+    def __init__(
+        self,
+        replica: int,
+        rank: int,
+        holders: Mapping[int, tuple[Holder, ...]],
+        reducer: Reducer,
+        council: Council,
+        decisions: Decisions,
+        recorder: Recorder,
+    ) -> None:
+        self._replica, self._rank, self._holders = replica, rank, holders
+        self._reducer, self._council, self._decisions, self._recorder = reducer, council, decisions, recorder
+        self._sums: dict[tuple[Node, int], list[tuple[Op, Ticket]]] = {}
+        self._votes: dict[tuple[Node, int], Ticket] = {}
+
+    def reduce(self, node: NodeRuntime, batch: int) -> None:
+        """Begin to add the gradient of a batch to those of all that hold the same weights."""
+        members, me = self._holders[node.node.cut], Holder(self._replica, node.node)
+        ticket = self._reducer.reduce(members, me, batch, node.gradient(batch))
+        self._sums[node.node, batch] = [(Op.REDUCE, ticket)]
+
+    def tie(self, node: NodeRuntime, batch: int) -> None:
+        """Begin to add the gradients of parameters that this stage shares with others."""
+        me, sums = Holder(self._replica, node.node), self._sums.setdefault((node.node, batch), [])
+        after = sums[0][1] if sums else None
+        for tie in node.ties:
+            holders = [h for cut in tie.cuts for h in self._holders[cut] if h.replica == self._replica]
+            tensors = node.gradients_of(batch, tie.names_at(node.node.cut))
+            sums.append((Op.TIE, self._reducer.reduce(tuple(holders), me, batch, tensors, after)))
+
+    def hand_in(self, node: NodeRuntime, batch: int, loss: Loss | None) -> None:
+        """Hand in what a node knows of a batch, as soon as its gradient is that of all that hold its weights.
+
+        Args:
+            node: whose share.
+            batch: of which.
+            loss: of the batch on the last stage; None elsewhere.
+        """
+        me = Holder(self._replica, node.node)
+        counts = me == self._holders[node.node.cut][0]  # the others hold the same gradient
+        before = [ticket for _, ticket in self._sums.get((node.node, batch), ())]
+        vote = self._votes[node.node, batch] = Ticket(CONTROL_LANE)
+
+        def act() -> None:
+            failure = next((ticket.error for ticket in before if ticket.error is not None), None)
+            if failure is not None:
+                vote.complete(error=failure)
+                return
+            squares = node.gradient_squares(batch) if counts else (0.0, 0.0)
+            self._council.hand_in(me, batch, self._decisions.share(batch, squares, loss), vote)
+
+        after_all(before, act)
+
+    def wait(self, node: Node, batch: int, step: str) -> Iterator[Wait]:
+        """Wait for what the update of a batch needs of others."""
+        what, place = f"rank {self._rank}, stage {node.name}, {step}", (node.cut, node.replica, batch)
+        tickets = list(self._sums.get((node, batch), ()))
+        if (node, batch) in self._votes:
+            tickets.append((Op.DECIDE, self._votes[node, batch]))
+        for op, ticket in tickets:
+            yield from wait_for(self._recorder, ticket, what, f"{_OTHERS[op]} batch {batch}")
+            start, end = self._recorder.at(ticket.made_at), self._recorder.at(ticket.done_at)
+            row = self._recorder.rank
+            self._recorder.add(Interval(row, "collective", start, end, op.value, f"{op}{batch}", *place))
+
+    def step(self, node: NodeRuntime, batch: int, weight: float, keeps_old: bool) -> Decision:
+        """Make the update of a batch, or skip it, once `wait` is over.
+
+        Args:
+            node: whose.
+            batch: which.
+            weight: N, as far as this pipeline knows.
+            keeps_old: the version before stays readable.
+        """
+        self._sums.pop((node.node, batch), None)
+        vote = self._votes.pop((node.node, batch), None)
+        decision = self._decisions.settle(batch, weight, vote.result if vote is not None else None)
+        node.step(batch, decision.factor, keeps_old)
+        return decision

@@ -1,0 +1,37 @@
+"""How a rank waits: it says for what, and whoever drives it decides how."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from penstock.runtime.recorder import Recorder
+from penstock.runtime.transport import Ticket
+from penstock.timeline import WAIT, Interval
+
+
+class Wait(NamedTuple):
+    """The rank needs `ticket` before it can go on with `what`."""
+
+    ticket: Ticket
+    what: str
+
+
+def wait_for(recorder: Recorder, ticket: Ticket, what: str, cause: str) -> Iterator[Wait]:
+    """Wait unless it is done, and take down how long.
+
+    Args:
+        recorder: of the rank.
+        ticket: what is waited for.
+        what: what the rank is about to do, for messages.
+        cause: whom it waits for, and what they have to do.
+
+    Raises:
+        TransportError: it failed.
+    """
+    if not ticket.done:
+        start = recorder.now()
+        yield Wait(ticket, what)
+        end = recorder.now()
+        recorder.add(Interval(recorder.rank, "compute", start, end, WAIT, f"wait for {cause}", cause=cause))
+    ticket.check(what)

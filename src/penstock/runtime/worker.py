@@ -1,0 +1,101 @@
+"""One rank of one pipeline: its stages, its record, its part in decisions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from penstock.runtime.blocks import LazyBlock
+from penstock.runtime.decisions import Decisions
+from penstock.runtime.node import NodeRuntime
+from penstock.runtime.recompute import Recompute, parts_to_recompute
+from penstock.runtime.recorder import Recorder
+from penstock.runtime.stage import LossFunction, Stage
+from penstock.runtime.team import Seat
+from penstock.runtime.ties import Tie, share_inside
+from penstock.schedule.check import Proof
+from penstock.schedule.ir import Node
+from penstock.weights.decision import Policy
+from penstock.weights.mixed import MixedStore
+from penstock.weights.store import VersionStore
+from penstock.weights.update import OptimizerFactory, Updater
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a model is trained, the same on every rank (see `penstock.runtime.pipeline.Pipeline`)."""
+
+    loss: LossFunction
+    optimizer: OptimizerFactory
+    rate: Callable[[int], float] | None
+    divisor: float
+    policy: Policy
+    recompute: Recompute
+    seed: int
+    precision: torch.dtype | None
+
+
+class Worker:
+    """What one seat of the team has.
+
+    Args:
+        seat: which.
+        proof: of the schedule.
+        blocks: the model, by name; those of this rank are made here.
+        parts: names of the blocks of each cut.
+        ties: what stages share.
+        inside: what blocks of one stage share (name of a parameter -> name of the one that it is the same as).
+        recipe: how it is trained.
+        recorder: takes down what happens.
+    """
+
+    def __init__(
+        self,
+        seat: Seat,
+        proof: Proof,
+        blocks: Mapping[str, Any],
+        parts: Sequence[Sequence[str]],
+        ties: Sequence[Tie],
+        inside: Mapping[str, str],
+        recipe: Recipe,
+        recorder: Recorder,
+    ) -> None:
+        self.seat, self.recorder = seat, recorder
+        self._proof, self._recipe, self._ties, self._inside = proof, recipe, ties, inside
+        self.decisions = Decisions(recipe.policy, recipe.divisor)
+        self.nodes = {
+            node: self._make_node(node, {name: _made(blocks[name]) for name in parts[node.cut]})
+            for node in proof.schedule.on_rank(seat.rank)
+        }
+        fixed = sum(tensor.nbytes for node in self.nodes.values() for tensor in node.stage.fixed)
+        recorder.hold("frozen parameters and buffers", fixed)
+
+    def _make_node(self, node: Node, blocks: dict[str, Any]) -> NodeRuntime:
+        recipe, schedule = self._recipe, self._proof.schedule
+        share_inside(blocks, self._inside)
+        where = f"stage {node.name} on rank {node.rank}"
+        has_loss = node.cut == schedule.cuts - 1
+        stage = Stage(blocks, recipe.loss if has_loss else None, where, recipe.seed, recipe.precision)
+        store: VersionStore | None = None
+        updater, facts, low = None, self._proof.nodes[node], recipe.precision
+        if stage.trained:
+            if low is None:
+                store = VersionStore(stage.trained, facts.buffers, where)
+            else:
+                store = MixedStore(stage.trained, facts.versions, facts.gradients, low, where)
+            rotates = low is None and facts.versions > 1
+            updater = Updater(recipe.optimizer, store.layout, store.master, rotates, recipe.rate)
+        parts = parts_to_recompute(list(blocks), recipe.recompute, node.cut in schedule.recomputed)
+        hold = partial(self.recorder.change, "activations")
+        ties = [tie for tie in self._ties if node.cut in tie.cuts]
+        runtime = NodeRuntime(node, stage, store, updater, recipe.divisor, has_loss, parts, ties, hold)
+        runtime.restore()  # from here on the modules' parameters live in the store's memory, not beside it
+        return runtime
+
+
+def _made(block: Any) -> Any:
+    return block.make() if isinstance(block, LazyBlock) else block

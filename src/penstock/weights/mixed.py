@@ -1,0 +1,79 @@
+"""The version store for training in low precision.
+
+Passes read versions in bfloat16 or float16, each cast once, when it is born. There is one master copy in float32, which
+the optimizer steps in place, and gradients accumulate in float32. With double-buffered weights and Adam that is 24
+bytes per parameter: two copies of 2, a master of 4, two gradients of 4 (one waits for its decision while the next one
+grows) and 8 of optimizer state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from penstock.weights.buffers import Buffer, Layout
+from penstock.weights.store import VersionStore
+from penstock.weights.update import Updater
+
+
+class MixedStore(VersionStore):
+    """Versions in low precision, with a master copy.
+
+    Args:
+        parameters: canonical name -> initial value (version 0).
+        versions: how many are alive at once, as proven.
+        gradients: the same of gradients.
+        precision: of what passes read; parameters that are not float32 stay as they are.
+        where: for messages.
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, Tensor], versions: int, gradients: int, precision: torch.dtype, where: str
+    ) -> None:
+        low = {
+            name: torch.empty_like(p, dtype=precision if p.dtype == torch.float32 else p.dtype)
+            for name, p in parameters.items()
+        }
+        super().__init__(low, versions, where, load=False)
+        self.low_layout, self.layout = self.layout, Layout(parameters)
+        self._master = Buffer(self.layout, f"master of {where}")
+        self._master.load(parameters)
+        self._free_gradients = [Buffer(self.layout, f"gradient {i} of {where}") for i in range(gradients)]
+        self.storages |= set().union(self._master.storages, *(b.storages for b in self._free_gradients))
+        self.versions[0].load(self._master.views)
+
+    @property
+    def master(self) -> Buffer:
+        """What the optimizer steps."""
+        return self._master
+
+    def refresh(self) -> None:
+        """The master's values have been set from outside, before the first pass."""
+        self.versions[self.newest].load(self._master.views)
+
+    def update(self, batch: int, updater: Updater, factor: float, keeps_old: bool) -> None:
+        """Bear version batch + 1: step the master copy and cast it."""
+        gradient = self._finish(batch)
+        if factor:
+            updater.in_place(self._master, gradient, factor)
+        self._free_gradients.append(gradient)
+        buffer = self._take(f"version {batch + 1}") if keeps_old else self.versions.pop(batch)
+        buffer.load(self._master.views)
+        self.versions[batch + 1] = buffer
+
+    def bytes_by_role(self) -> dict[str, int]:
+        """Bytes of weights, master copy, gradients and idle buffers."""
+        low, full = self.low_layout.nbytes, self.layout.nbytes
+        return {
+            "weights": low * len(self.versions),
+            "master weights": full,
+            "gradients": full * len(self.gradients),
+            "idle buffers": low * len(self._free) + full * len(self._free_gradients),
+        }
+
+    def _take_gradient(self, batch: int) -> Buffer:
+        if not self._free_gradients:
+            return self._take(f"the gradient of batch {batch}")  # says who holds them all
+        return self._free_gradients.pop()

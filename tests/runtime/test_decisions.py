@@ -1,0 +1,126 @@
+"""What all stages decide together equals the reference, bit for bit: clipping, skipped updates, loss scales."""
+
+import math
+from itertools import pairwise
+
+import pytest
+from runtime_cases import (
+    METHODS,
+    Case,
+    assert_same,
+    expected,
+    make_batches,
+    make_pipeline,
+    train,
+    train_on_ranks,
+)
+
+from least import least
+from penstock.errors import ConfigError
+from penstock.schedule.build import make_schedule
+from penstock.train.reference import Scaling
+from penstock.weights.decision import LossScale
+from pool import Pool
+
+EVERY = (*METHODS, "2bw-eager")
+CLIP = 0.6  # below the norm of most batches of these models
+GRID = [
+    (method, d, m) for method in EVERY for d in (1, 2, 3, 4) for m in sorted({least(method, d), d, d + 2})
+    if m >= least(method, d)
+]  # fmt: skip
+RESTLESS = Scaling(initial=2.0**24, growth=2.0, backoff=0.5, interval=2)
+
+
+def clipped(method: str, depth: int, m: int) -> Case:
+    return Case(method, depth, m, spans=(5, 3), skips=(2,), clip=CLIP, optimizer=("sgd", "adamw")[m % 2])
+
+
+@pytest.mark.parametrize(("method", "depth", "m"), GRID)
+def test_clipping_in_one_process(method: str, depth: int, m: int) -> None:
+    case = clipped(method, depth, m)
+    wanted = expected(case)
+    assert sum(norm > CLIP for _, _, norm, _, _ in wanted.decided) >= len(wanted.decided) / 2
+    assert_same(train(None, case), wanted)
+
+
+@pytest.mark.parametrize("method", EVERY)
+def test_updates_that_are_not_finite_are_skipped(pool: Pool, method: str) -> None:
+    """In batches that follow one another, too: the next version is a copy, and rate and optimizer stand still."""
+    case = Case(method, 2, 3, loss="spiky", spans=(6, 4), spikes=(1, 2, 5, 6, 9), skips=(4,), clip=CLIP)
+    wanted = expected(case)
+    assert [skipped for *_, skipped in wanted.decided] == [t in {*case.spikes, 4} for t in range(10)]
+    assert all(w.isfinite().all() for w in wanted.weights.values())
+    assert_same(train(None, case), wanted)
+    if method in ("1f1b", "2bw", "stash"):
+        assert_same(train_on_ranks(pool, case), wanted)
+
+
+@pytest.mark.parametrize("clip", [None, CLIP])
+@pytest.mark.parametrize("method", EVERY)
+def test_loss_scales(pool: Pool, method: str, clip: float | None) -> None:
+    """A scale that begins too high, grows every other batch, and overflows again and again."""
+    case = Case(method, 3, least(method, 3) + 1, model="half", spans=(9, 7), clip=clip, scaling=RESTLESS)
+    wanted = expected(case)
+    scales = [scale for *_, scale, _ in wanted.decided]
+    assert max(scales) > scales[-1] < scales[0]
+    assert any(a < b for a, b in pairwise(scales))
+    assert 2 <= sum(skipped for *_, skipped in wanted.decided) < 12
+    assert_same(train(None, case), wanted)
+    if clip is None and method in ("1f1b", "2bw", "stash"):
+        assert_same(train_on_ranks(pool, case), wanted)
+
+
+def test_an_overflow_lowers_a_delayed_scale_once() -> None:
+    """With double-buffered weights batch 1 begins before anybody knows that batch 0 overflowed."""
+    case = Case("2bw", 2, 2, loss="spiky", spans=(5,), spikes=(0, 1), skips=(), scaling=Scaling(8.0, 2.0, 0.5, 100))
+    assert [scale for *_, scale, _ in train(None, case).decided] == [8.0, 8.0, 4.0, 4.0, 4.0]
+
+
+def test_a_scale_changes_nothing_but_what_overflows() -> None:
+    """Powers of two cancel exactly."""
+    plain = Case("2bw", 2, 3, clip=CLIP)
+    scaled = Case("2bw", 2, 3, clip=CLIP, scaling=Scaling(256.0, 2.0, 0.5, 3))
+    a, b = train(None, plain), train(None, scaled)
+    a.decided = b.decided
+    assert_same(b, a)
+
+
+def test_decisions_lag_behind_reports_and_none_is_lost() -> None:
+    case = Case("2bw", 2, 3, spans=(4,), skips=(), clip=CLIP)
+    pipeline = make_pipeline(case)
+    reported = [[d.batch for d in report.decided] for report in pipeline.run(make_batches(case))]
+    assert reported == [[], [], [0], [1]]
+    assert [d.batch for d in pipeline.decided()] == [2, 3]
+    assert pipeline.decided() == ()
+
+
+def test_where_nothing_is_decided_together_no_norm_is_known() -> None:
+    case = Case("1f1b", 2, 2, spans=(2,), skips=())
+    pipeline = make_pipeline(case)
+    list(pipeline.run(make_batches(case)))
+    decision = pipeline.decided()[-1]
+    assert math.isnan(decision.norm)
+    assert not decision.skipped
+
+
+def test_a_schedule_that_decides_already_is_taken_as_it_is() -> None:
+    case = clipped("2bw", 2, 3)
+    schedule = make_schedule("2bw", 2, 3, decides=True)
+    pipeline = make_pipeline(case, schedule=schedule)
+    assert pipeline.schedule == schedule
+    with_clip, without = make_pipeline(case), make_pipeline(case, clip=None)
+    assert with_clip.schedule == schedule != without.schedule
+
+
+@pytest.mark.parametrize("clip", [0.0, -1.0, math.nan, math.inf])
+def test_a_norm_that_makes_no_sense_is_refused(clip: float) -> None:
+    with pytest.raises(ConfigError, match="clip must be a positive number"):
+        make_pipeline(Case("1f1b", 2, 2), clip=clip)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"initial": 0.0}, {"growth": 0.5}, {"backoff": 2.0}, {"backoff": 0.0}, {"interval": 0}]
+)
+def test_a_scale_that_makes_no_sense_is_refused(changes: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match="loss scale"):
+        LossScale(**changes)  # type: ignore[arg-type]

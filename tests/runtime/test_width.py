@@ -1,0 +1,156 @@
+"""Parallel pipelines: every number equals the reference that adds the parts of a batch in their order, bit for bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from runtime_cases import METHODS, Case, Outcome, assert_same, expected, make_batches, make_pipeline, merged, train
+
+from least import least
+from penstock.errors import ConfigError, DataError
+from penstock.schedule.build import make_schedule
+from penstock.schedule.ir import Op
+from penstock.train.reference import Scaling
+from pool import Pool
+
+SHAPES = [(1, 2), (1, 3), (2, 1), (2, 2), (3, 1), (4, 1)]  # depth, width
+
+
+def together(outcomes: list[Outcome], case: Case) -> Outcome:
+    """One pipeline's part of everything; the others must have the same."""
+    pipelines = [outcomes[r * case.depth : (r + 1) * case.depth] for r in range(case.width)]
+    results = []
+    for ranks in pipelines:
+        result = Outcome(gradients=merged([o.gradients for o in ranks]), decided=ranks[0].decided)
+        for outcome in ranks:
+            result.weights |= outcome.weights
+            result.state |= outcome.state
+            result.rates |= outcome.rates
+            assert repr(outcome.decided) == repr(result.decided)
+        results.append(result)
+    for other in results[1:]:
+        trained = {name: w for name, w in results[0].weights.items() if "running" not in name}
+        assert_same(
+            other, Outcome([], results[0].gradients, trained, results[0].state, results[0].rates, results[0].decided)
+        )
+    return results[0]
+
+
+@pytest.mark.parametrize(("depth", "width"), [s for s in SHAPES if s[1] > 1])
+@pytest.mark.parametrize("method", METHODS)
+def test_in_one_process(method: str, depth: int, width: int) -> None:
+    case = Case(method, depth, least(method, depth) + 1, width=width, spans=(4, 3))
+    found = train(None, case)
+    found.gradients = found.gradients[: len(expected(case).gradients)]
+    assert_same(found, expected(case))
+
+
+@pytest.mark.parametrize(
+    ("method", "depth", "width"),
+    [(method, 2, 2) for method in METHODS] + [("2bw", 1, 2), ("2bw", 1, 3), ("1f1b", 1, 4)],
+)
+def test_on_ranks(pool: Pool, method: str, depth: int, width: int) -> None:
+    case = Case(method, depth, least(method, depth) + 1, width=width, spans=(4, 3), clip=0.6)
+    found = together(pool.submit(train, case, ranks=depth * width), case)
+    assert_same(found, expected(case))
+
+
+@pytest.mark.parametrize("method", ["1f1b", "2bw"])
+def test_dropout_scales_and_overflows(pool: Pool, method: str) -> None:
+    scaling = Scaling(2.0**24, 2.0, 0.5, 2)
+    case = Case(method, 2, 2, model="half", width=2, spans=(6,), scaling=scaling, clip=0.6, recompute="block", seed=4)
+    wanted = expected(case)
+    assert any(skipped for *_, skipped in wanted.decided)
+    assert_same(together(pool.submit(train, case, ranks=4), case), wanted)
+
+
+def test_more_pipelines_than_a_batch_has_parts_for() -> None:
+    case = Case("1f1b", 2, 2, width=2, spans=(1,))
+    pipeline = make_pipeline(case)
+    with pytest.raises(DataError, match="batch 0 has 2 microbatches, but the schedule takes 2 per batch and pipeline"):
+        list(pipeline.run([make_batches(case)[0][:2]]))
+
+
+@pytest.mark.parametrize("width", [0, -1, 1.5, True])
+def test_a_width_that_makes_no_sense(width: Any) -> None:
+    with pytest.raises(ConfigError, match="width must be a whole number"):
+        make_pipeline(Case("1f1b", 2, 2), width=width)
+
+
+def wrong_size(group: dist.ProcessGroup, case: Case) -> str:
+    try:
+        make_pipeline(case, group)
+    except ConfigError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_a_group_of_another_size(pool: Pool) -> None:
+    (said, *_) = pool.submit(wrong_size, Case("1f1b", 2, 2, width=2), ranks=3)
+    assert said == "the schedule has 2 ranks times 2 parallel pipelines, the process group 3"
+
+
+def stops_somewhere(group: dist.ProcessGroup, case: Case, who: int) -> list[int]:
+    pipeline, seen = make_pipeline(case, group), []
+    for report in pipeline.run(make_batches(case)):
+        seen.append(report.batch)
+        if report.batch == 2 and dist.get_rank(group) == who:
+            pipeline.stop()
+    return [*seen, pipeline.batches]
+
+
+def leaves_somewhere(group: dist.ProcessGroup, case: Case, who: int) -> list[int]:
+    pipeline = make_pipeline(case, group)
+    for report in pipeline.run(make_batches(case)):
+        if report.batch == 2 and dist.get_rank(group) == who:
+            break
+    return [pipeline.batches]
+
+
+@pytest.mark.parametrize("who", [0, 1, 2, 3])
+@pytest.mark.parametrize("method", ["1f1b", "2bw"])
+def test_any_rank_may_stop_the_run(pool: Pool, method: str, who: int) -> None:
+    """All ranks end after the same batch, long before the data ends."""
+    case = Case(method, 2, 2, width=2, spans=(40,), skips=())
+    for function in (stops_somewhere, leaves_somewhere):
+        ends = pool.submit(function, case, who, ranks=4)
+        assert len({end[-1] for end in ends}) == 1
+        assert 3 <= ends[0][-1] <= 8
+
+
+def evaluates(group: dist.ProcessGroup | None, case: Case) -> tuple[float, float] | None:
+    return make_pipeline(case, group).evaluate(make_batches(case))
+
+
+def test_evaluation_covers_all_parts_and_every_rank_hears(pool: Pool) -> None:
+    case = Case("2bw", 2, 2, width=2, spans=(3,))
+    wanted = evaluates(None, case)
+    wide = Case("2bw", 2, 4, spans=(3,))
+    assert wanted is not None
+    assert wanted == pytest.approx(evaluates(None, wide))
+    assert pool.submit(evaluates, case, ranks=4) == [wanted] * 4
+
+
+def test_every_update_waits_for_its_reduction() -> None:
+    wide, narrow = make_pipeline(Case("2bw", 2, 2, width=2)), make_pipeline(Case("2bw", 2, 2))
+    for program in wide.schedule.programs:
+        operations = [action.op for action in program.period]
+        assert operations.count(Op.REDUCE) == operations.count(Op.DECIDE) == operations.count(Op.STEP) == 1
+        assert operations.index(Op.DECIDE) == operations.index(Op.REDUCE) + 1
+    assert narrow.schedule == make_schedule("2bw", 2, 2)
+
+
+def test_the_timeline_has_a_row_for_every_rank_of_every_pipeline() -> None:
+    case = Case("2bw", 2, 2, width=2, spans=(3,))
+    pipeline = make_pipeline(case)
+    list(pipeline.run(make_batches(case)))
+    timeline = pipeline.timeline()
+    assert timeline.ranks == 4
+    for rank in range(4):
+        kinds = [i.what for i in timeline.intervals if i.rank == rank and i.lane == "collective"]
+        assert kinds.count("REDUCE") == kinds.count("DECIDE") == 3
+    assert set(pipeline.peak_bytes()) == {0, 1, 2, 3}
+    assert torch.is_grad_enabled()
