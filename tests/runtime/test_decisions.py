@@ -124,3 +124,24 @@ def test_a_norm_that_makes_no_sense_is_refused(clip: float) -> None:
 def test_a_scale_that_makes_no_sense_is_refused(changes: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match="loss scale"):
         LossScale(**changes)  # type: ignore[arg-type]
+
+
+def test_decisions_outlive_an_evaluation_and_a_loop_that_is_left() -> None:
+    case = Case("2bw", 2, 3, spans=(9,), skips=(), clip=CLIP)
+    pipeline, batches = make_pipeline(case), make_batches(case)
+    seen = [d.batch for report in pipeline.run(batches[:3]) for d in report.decided]
+    pipeline.evaluate(batches[:1])
+    seen += [d.batch for d in pipeline.decided()]
+    for report in pipeline.run(batches[3:]):
+        seen += [d.batch for d in report.decided]
+        if report.batch == 5:
+            break
+    seen += [d.batch for d in pipeline.decided()]
+    assert seen == list(range(pipeline.batches))
+
+
+def test_a_stop_before_a_run_is_forgotten() -> None:
+    case = Case("2bw", 2, 2, spans=(5,), skips=(), clip=CLIP)
+    pipeline = make_pipeline(case)
+    pipeline.stop()
+    assert len(list(pipeline.run(make_batches(case)))) == 5

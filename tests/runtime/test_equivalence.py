@@ -11,6 +11,7 @@ from pool import Pool
 EAGER = "2bw-eager"  # the versions of 2bw; that its order is right is seen here, all else by the other methods
 SHAPES = [(d, m) for d in (1, 2, 3, 4) for m in (1, 2, 3, 5)] + [(4, 6)]
 GRID = [(method, d, m) for method in (*METHODS, EAGER) for d, m in SHAPES if m >= least(method, d)]
+ON_RANKS = [(name, d, m) for name in (*METHODS, EAGER) for d in (1, 2, 3, 4) for m in sorted({least(name, d), d + 1})]
 OPTIMIZERS = ("sgd", "adamw", "nadam")
 
 
@@ -20,7 +21,7 @@ def test_in_one_process(method: str, depth: int, m: int) -> None:
     assert_same(train(None, case), expected(case))
 
 
-@pytest.mark.parametrize(("method", "depth", "m"), GRID)
+@pytest.mark.parametrize(("method", "depth", "m"), ON_RANKS)
 def test_on_ranks(pool: Pool, method: str, depth: int, m: int) -> None:
     """Every other case clips by the global norm."""
     clip = 0.6 if (depth + m) % 2 else None

@@ -119,3 +119,25 @@ def test_float16_comes_with_a_loss_scale() -> None:
     reports = list(pipeline.run(make_batches(case)))
     scales = [d.scale for report in reports for d in report.decided] + [d.scale for d in pipeline.decided()]
     assert scales == [65536.0, 65536.0]
+
+
+def test_weights_that_are_written_between_runs_count() -> None:
+    case = Case("1f1b", 2, 2, spans=(1,), skips=())
+    first, second = (make_pipeline(case, precision="bf16") for _ in range(2))
+    with torch.no_grad():
+        for weights in second.state_dict().values():
+            weights.mul_(2)
+    batches = make_batches(case)
+    assert first.evaluate(batches) != second.evaluate(batches)
+
+
+def test_the_gradient_of_a_loss_in_low_precision_is_not_rounded() -> None:
+    """1 / 3 has no short binary form."""
+    case = Case("1f1b", 2, 3, spans=(2,), skips=(), loss="mean", precision="bf16")
+    low = make_pipeline(case, loss=lambda y, target: mean_loss(y.float(), target).bfloat16(), clip=100.0)
+    full = make_pipeline(case, loss=lambda y, target: mean_loss(y.float(), target), clip=100.0)
+    norms = []
+    for pipeline in (low, full):
+        list(pipeline.run(make_batches(case)[:1]))
+        norms.append(pipeline.decided()[-1].norm)
+    assert norms[0] == norms[1] > 0

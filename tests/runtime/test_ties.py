@@ -150,3 +150,32 @@ def test_lazy_blocks() -> None:
     list(pipeline.run(make_batches(case)))
     state = pipeline.state_dict()
     assert torch.equal(state[NAMES[0]], state[NAMES[1]])
+
+
+@pytest.mark.parametrize("balance", [(1, 2, 2), (2, 1, 2), (1, 1, 3)])
+def test_three_names_of_one_parameter(balance: tuple[int, ...]) -> None:
+    """By way of each other, wherever the model is cut: all copies stay equal."""
+    square = lambda: nn.Linear(WIDTH, WIDTH, bias=False)  # noqa: E731
+    blocks: dict[str, Any] = {"table": nn.Embedding(VOCABULARY, WIDTH), "a": square(), "b": square(), "c": square()}
+    blocks["head"] = nn.Linear(WIDTH, VOCABULARY)
+    tied = {"c.weight": "b.weight", "b.weight": "a.weight"}
+    case = Case("2bw", 3, 3, spans=(4,), clip=0.3)
+    pipeline = make_pipeline(case, blocks=blocks, tied=tied, balance=balance)
+    list(pipeline.run(make_batches(case)))
+    state = pipeline.state_dict()
+    copies = [state[name] for name in ("a.weight", "b.weight", "c.weight") if name in state]
+    assert all(torch.equal(copies[0], other) for other in copies)
+    assert torch.equal(blocks["c"].weight, blocks["a"].weight)
+
+
+def test_names_that_go_round_in_a_circle() -> None:
+    with pytest.raises(ConfigError, match="is the same as itself"):
+        make_pipeline(Case("1f1b", 2, 2), tied={"head.weight": "table.weight", "table.weight": "head.weight"})
+
+
+def test_one_module_in_two_stages_is_refused() -> None:
+    """Each stage would put weights of its own into it."""
+    norm = nn.LayerNorm(WIDTH)
+    blocks = [nn.Embedding(VOCABULARY, WIDTH), norm, norm, nn.Linear(WIDTH, VOCABULARY)]
+    with pytest.raises(ConfigError, match="LayerNorm .* is one module in stages 0 and 1"):
+        make_pipeline(Case("1f1b", 2, 2), blocks=blocks, balance=None)

@@ -7,7 +7,20 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from runtime_cases import METHODS, Case, Outcome, assert_same, expected, make_batches, make_pipeline, merged, train
+from runtime_cases import (
+    METHODS,
+    VOCABULARY,
+    WIDTH,
+    Case,
+    Outcome,
+    assert_same,
+    expected,
+    make_batches,
+    make_pipeline,
+    merged,
+    train,
+)
+from torch import nn
 
 from least import least
 from penstock.errors import ConfigError, DataError
@@ -154,3 +167,18 @@ def test_the_timeline_has_a_row_for_every_rank_of_every_pipeline() -> None:
         assert kinds.count("REDUCE") == kinds.count("DECIDE") == 3
     assert set(pipeline.peak_bytes()) == {0, 1, 2, 3}
     assert torch.is_grad_enabled()
+
+
+def differ(group: dist.ProcessGroup, case: Case) -> str:
+    torch.manual_seed(dist.get_rank(group) // case.depth)
+    blocks = [nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)]
+    try:
+        make_pipeline(case, group, blocks=blocks, balance=None)
+    except ConfigError as error:
+        return str(error)
+    return "accepted"
+
+
+def test_pipelines_that_begin_with_other_weights_are_refused(pool: Pool) -> None:
+    said = pool.submit(differ, Case("1f1b", 2, 2, width=2), ranks=4)
+    assert all("stage 0 does not begin with the same weights on ranks 0 and 2" in text for text in said)

@@ -57,6 +57,10 @@ class Decisions:
             self._news.append(self._last)
         return self._last
 
+    def give_back(self, unseen: list[Decision]) -> None:
+        """Nobody has seen these, which a call of `news` returned."""
+        self._news = unseen + self._news
+
     def news(self) -> tuple[Decision, ...]:
         """What has been decided since the last call."""
         news, self._news = tuple(self._news), []

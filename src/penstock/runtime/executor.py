@@ -41,7 +41,8 @@ class Report:
 
     Attributes:
         batch: its number since the start of training.
-        loss: the weighted mean over the batch; None on ranks without the last stage, and where the weight is zero.
+        loss: the weighted mean over this pipeline's part of the batch; None on ranks without the last stage, and where
+            the weight is zero.
         weight: the sum of the loss weights; None on ranks without the last stage.
         seconds: when it was known, since the pipeline was made.
         decided: the updates that were made or skipped on this rank since the last report; they lag behind the losses.
@@ -242,12 +243,13 @@ class Executor:
             return
         del self._forwards[batch]
         losses = self._losses.pop(batch, None)
+        news = self.decisions.news() if action.unit.kind is Kind.TRAIN else ()
         if losses is None:
-            self._report = Report(batch, None, None, self.recorder.now(), self.decisions.news())
+            self._report = Report(batch, None, None, self.recorder.now(), news)
         else:
             total, weight = sum(item.total for item in losses), sum(item.weight for item in losses)
             loss, now = total / weight if weight else None, self.recorder.now()
-            self._report = Report(batch, loss, weight, now, self.decisions.news())
+            self._report = Report(batch, loss, weight, now, news)
 
     def _pending_report(self) -> Iterator[Report]:
         """Hand the report out only when what the forward made is on its way: the caller may take any time with it."""

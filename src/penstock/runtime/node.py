@@ -216,6 +216,12 @@ class NodeRuntime:
         torch.clear_autocast_cache()  # it remembers casts of leaves whose memory changes now
         self.store.update(batch, self.updater, factor, keeps_old)
 
+    def refresh(self) -> None:
+        """Take over what has been written into the modules' parameters between two runs."""
+        if self.store is not None:
+            self.store.refresh()
+        self.stage.refresh()
+
     def restore(self) -> None:
         """Give the modules their own parameters back, over the newest weights."""
         self.stage.restore({} if self.store is None else self.store.newest_tensors())
@@ -227,14 +233,23 @@ class NodeRuntime:
     ) -> tuple[list[Graph | Kept], _Result]:
         """Run part by part and keep the input of each, not its graph."""
         work: list[Graph | Kept] = []
-        for names in self.parts:
-            kept = self._keeper.keep(names, value, wants, self._fixed)
-            result = self._build(names, microbatch, value, wants, handle)
-            self._keeper.settle(kept)
-            self.hold(kept.nbytes - result.graph.nbytes)
+        *before, last = self.parts
+        for names in before:
+            kept, result = self._run_part(names, microbatch, value, wants, handle)
             work.append(kept)
             value, wants = detached(result.output)
-        return work, result
+            del result  # or its graph would live while the next one is made
+        kept, result = self._run_part(last, microbatch, value, wants, handle)
+        return [*work, kept], result
+
+    def _run_part(
+        self, names: Sequence[str], microbatch: Microbatch, value: Any, wants: tuple[bool, ...], handle: Handle | None
+    ) -> tuple[Kept, _Result]:
+        kept = self._keeper.keep(names, value, wants, self._fixed)
+        result = self._build(names, microbatch, value, wants, handle)
+        self._keeper.settle(kept)
+        self.hold(kept.nbytes - result.graph.nbytes)
+        return kept, result
 
     def _rebuild(self, kept: Kept, microbatch: Microbatch, handle: Handle | None) -> Graph:
         """The graph of a part again: the same random numbers, the buffers as they were, and left as they are."""
@@ -283,6 +298,8 @@ class NodeRuntime:
         if not self.has_loss or names[-1] != self.stage.last:
             return output, None, None
         total, weight = self.stage.evaluate_loss(output, microbatch.target, microbatch.draw)
+        if total.dtype in (torch.bfloat16, torch.float16):
+            total = total.float()  # S / c may be out of its range on the way
         return None, total, Loss(float(total.detach()), weight)
 
     def _check_owned(self, result: Any, handle: Handle | None, opened: dict[int, Tensor]) -> None:

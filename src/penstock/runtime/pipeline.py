@@ -7,6 +7,7 @@ numbers, bit for bit.
 from __future__ import annotations
 
 import copy
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
@@ -27,7 +28,7 @@ from penstock.runtime.offer import check_offered, proven
 from penstock.runtime.precision import Precision, low_precision
 from penstock.runtime.recompute import Recompute
 from penstock.runtime.recorder import Recorder, merge_recordings
-from penstock.runtime.sharing import equalise
+from penstock.runtime.sharing import check_equal, equalise
 from penstock.runtime.source import Batches, Source
 from penstock.runtime.stage import LossFunction
 from penstock.runtime.team import Team, backends
@@ -58,7 +59,7 @@ class Pipeline:
         rate: update ordinal -> factor on the optimizer's learning rates.
         divisor: c, about the loss weight of a batch (a count of tokens, say); gradients are accumulated over c and
             corrected by c / N at the update, so that every cut, m and method takes the mean over the batch. The number
-            of microbatches of a batch if None.
+            of microbatches of a batch if None; in low precision the nearest power of two is taken.
         clip: the largest global norm of the gradient of a batch's mean loss; larger ones are scaled down to it, as
             `torch.nn.utils.clip_grad_norm_` does, whatever the order and the version rule. With it, or with
             `loss_scale`, a gradient that is not finite skips the update, and the next version is a copy.
@@ -68,7 +69,8 @@ class Pipeline:
             gradient is still on its way. The same numbers, random ones and buffers included.
         seed: of the random numbers that blocks draw (`penstock.runtime.randomness`).
         width: w, parallel pipelines that hold the same weights; each takes its m of the w * m microbatches of a batch,
-            and gradients are added in the order of the pipelines, while the passes go on.
+            and gradients are added in the order of the pipelines, while the passes go on. Reports are of one pipeline's
+            part, decisions (`Report.decided`) of the whole batch.
         precision: what passes compute in: "fp32", as the parameters are, or "bf16" or "fp16". Parameters in float32 are
             then cast once per version, and floating-point inputs of the first stage; there is one master copy in
             float32, and gradients accumulate in float32. fp16 comes with a dynamic loss scale unless one is given.
@@ -128,6 +130,8 @@ class Pipeline:
             divisor = width * self.schedule.microbatches
         if not divisor > 0:
             raise ConfigError(f"divisor must be positive, got {divisor}")
+        if low is not None:  # so that the gradient of a loss in low precision, S / c, is not rounded
+            divisor = 2.0 ** round(math.log2(divisor))
         recipe = Recipe(loss, optimizer, rate, float(divisor), policy, recompute, seed, low)
         self.batches = 0
         self._broken: BaseException | None = None
@@ -140,7 +144,10 @@ class Pipeline:
             for seat, row in zip(self.team.seats, self.team.workers, strict=True)
         ]
         equalise(ties, self.team, self._workers)
+        check_equal(self.team, self._workers)
         self._lane_groups = self._make_lane_groups()
+        if self._lane_groups and ties:
+            raise CapabilityError("parameters that stages share are offered over gloo so far, not over NCCL")
 
     def _make_lane_groups(self) -> list[LaneGroups]:
         """Communicators for tensors, where they travel over NCCL."""
@@ -198,8 +205,8 @@ class Pipeline:
         if self.team.group is not None:
             gathered = gather_json(found, "gathering the losses of an evaluation", self.team.control)
             found = [pair for part in gathered for pair in part]
-        weight = sum(w for _, w in found)
-        return (sum(total for total, _ in found) / weight, weight) if weight else None
+        weight = math.fsum(w for _, w in found)
+        return (math.fsum(total for total, _ in found) / weight, weight) if weight else None
 
     def stop(self) -> None:
         """Let the run end after the batches that have been announced.
@@ -226,6 +233,10 @@ class Pipeline:
             raise PenstockError("a run or an evaluation of this pipeline is under way; end it first")
         if training and not torch.is_grad_enabled():
             raise ConfigError("training needs gradients, but run() was called under torch.no_grad()")
+        for worker in self._workers:
+            worker.decisions.stopping = False
+            for node in worker.nodes.values():
+                node.refresh()
         source = self._source = self._make_source(batches)
         if not self._agree_to_start(source):
             return
@@ -240,7 +251,9 @@ class Pipeline:
             except GeneratorExit:  # the caller has left the loop: finish what is under way
                 if not self._abandoned:
                     self._ask_to_stop(source)
-                    count += sum(1 for _ in reports)
+                    unseen = list(reports)
+                    count += len(unseen)
+                    self._reporting.decisions.give_back([d for report in unseen for d in report.decided])
                 else:
                     self._broken = PenstockError("the run was abandoned")
                 raise
@@ -259,7 +272,6 @@ class Pipeline:
         if self._broken is None:
             self.batches += batches
             for worker in self._workers:
-                worker.decisions.stopping = False
                 for node in worker.nodes.values():
                     node.restore()
 
@@ -331,8 +343,13 @@ class Pipeline:
 
     def decided(self) -> tuple[Decision, ...]:
         """The updates made or skipped since the last report: after a run, those that it made when it drained."""
+        return self._reporting.decisions.news()
+
+    @property
+    def _reporting(self) -> Worker:
+        """Whose reports are passed on."""
         last = self.schedule.node_at[self.schedule.cuts - 1, 0].rank
-        return self._workers[last if self.team.group is None else 0].decisions.news()
+        return self._workers[last if self.team.group is None else 0]
 
     def optimizers(self) -> dict[Node, torch.optim.Optimizer]:
         """The optimizers of the stages in this process; of the first pipeline, where it holds several."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,6 +34,8 @@ def equalise(ties: Sequence[Tie], team: Team, workers: Sequence[Worker]) -> None
             parts = gather_json(found, "comparing shared parameters", team.control)
             found = [(cut, shapes) for part in parts for cut, shapes in part]
         for cut, shapes in found:
+            if isinstance(shapes, str):
+                raise ConfigError(shapes)
             if shapes != found[0][1]:
                 raise ConfigError(
                     f"{', '.join(tie.names_at(cut))} of stage {cut} have shapes {shapes}, of stage {found[0][0]} "
@@ -48,8 +51,42 @@ def equalise(ties: Sequence[Tie], team: Team, workers: Sequence[Worker]) -> None
                     other.store.refresh()
 
 
-def _shapes(tie: Tie, cut: int, node: NodeRuntime) -> list[list[int]]:
-    return [list(view.shape) for view in _values(tie, cut, node)]
+def check_equal(team: Team, workers: Sequence[Worker]) -> None:
+    """Make sure that parallel pipelines in different processes begin with the same weights and buffers.
+
+    Raises:
+        ConfigError: they do not.
+        TransportError: a peer is dead.
+    """
+    if team.width == 1 or team.group is None:
+        return
+    mine = [(node.cut, _checksum(runtime)) for worker in workers for node, runtime in worker.nodes.items()]
+    found = gather_json(mine, "comparing parallel pipelines", team.control)
+    first: dict[int, tuple[int, int]] = {}
+    for rank, part in enumerate(found):
+        for cut, checksum in part:
+            other, wanted = first.setdefault(cut, (rank, checksum))
+            if checksum != wanted:
+                raise ConfigError(
+                    f"stage {cut} does not begin with the same weights on ranks {other} and {rank}; seed torch alike "
+                    "on all ranks before the blocks are made, or let them be made lazily"
+                )
+
+
+def _checksum(node: NodeRuntime) -> int:
+    total = 0
+    for name, tensor in sorted(node.stage.state().items()):
+        data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        total = zlib.crc32(data.tobytes(), zlib.crc32(name.encode(), total))
+    return total
+
+
+def _shapes(tie: Tie, cut: int, node: NodeRuntime) -> list[list[int]] | str:
+    """The shapes of shared parameters on a stage, or what is wrong there, which every rank must hear of."""
+    try:
+        return [list(view.shape) for view in _values(tie, cut, node)]
+    except ConfigError as error:
+        return str(error)
 
 
 def _values(tie: Tie, cut: int, node: NodeRuntime) -> list[Tensor]:

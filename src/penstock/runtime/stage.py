@@ -140,6 +140,12 @@ class Stage:
             for module, key in self._places[name]:
                 module._parameters[key] = tensor  # type: ignore[assignment]  # a leaf tensor, not a Parameter
 
+    def refresh(self) -> None:
+        """Cast frozen parameters again, which may have been written into."""
+        with torch.no_grad():
+            for name, tensor in self._frozen.items():
+                tensor.copy_(self._originals[name])
+
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
         """Put the modules' own parameters back, over the memory of `tensors`."""
         for name, tensor in tensors.items():

@@ -50,29 +50,68 @@ def find_ties(
     Raises:
         ConfigError: `tied` names a parameter of no block.
     """
-    where: dict[str, dict[int, str]] = {}  # first name -> cut -> name there
-    first_name: dict[int, str] = {}
+    cuts, alias = _first_names(blocks, parts)
+    for name in (*tied, *tied.values()):
+        cuts.setdefault(name, _cut_of(name, blocks, parts))
+    places: dict[str, dict[int, str]] = defaultdict(dict)  # the one parameter -> cut -> its name there
+    inside: dict[str, str] = {}
+    for name in sorted(cuts, key=lambda n: (cuts[n], n in tied)):
+        here = places[_root(name, tied, alias)].setdefault(cuts[name], name)
+        if here != name and name in tied:
+            inside[name] = here
+    grouped: dict[tuple[int, ...], list[list[str]]] = defaultdict(list)
+    for names in places.values():
+        if len(names) > 1:
+            group = tuple(sorted(names))
+            grouped[group].append([names[cut] for cut in group])
+    return [Tie(group, tuple(zip(*found, strict=True))) for group, found in sorted(grouped.items())], inside
+
+
+def _first_names(blocks: Mapping[str, Any], parts: Sequence[Sequence[str]]) -> tuple[dict[str, int], dict[str, str]]:
+    """The cut of every trained parameter, and for further names of one object the first.
+
+    Raises:
+        ConfigError: stages share a module, in which each would put weights of its own.
+    """
+    cuts: dict[str, int] = {}
+    alias: dict[str, str] = {}
+    first: dict[int, str] = {}
+    homes: dict[int, int] = {}
     for cut, part in enumerate(parts):
         for prefix in part:
-            block = blocks[prefix]
-            if not isinstance(block, nn.Module):
+            if not isinstance(blocks[prefix], nn.Module):
                 continue
-            for name, parameter in block.named_parameters(prefix=prefix):
-                if parameter.requires_grad:
-                    where.setdefault(first_name.setdefault(id(parameter), name), {}).setdefault(cut, name)
-    inside: dict[str, str] = {}
-    for name, owner in tied.items():
-        here, there = (_cut_of(n, blocks, parts) for n in (name, owner))
-        if here == there:
-            inside[name] = owner
-        else:
-            where.setdefault(owner, {there: owner}).setdefault(here, name)
-    grouped: dict[tuple[int, ...], list[list[str]]] = defaultdict(list)
-    for places in where.values():
-        if len(places) > 1:
-            cuts = tuple(sorted(places))
-            grouped[cuts].append([places[cut] for cut in cuts])
-    return [Tie(cuts, tuple(zip(*names, strict=True))) for cuts, names in sorted(grouped.items())], inside
+            for path, module in blocks[prefix].named_modules(prefix=prefix):
+                for key, parameter in module._parameters.items():
+                    if parameter is None or not parameter.requires_grad:
+                        continue
+                    if homes.setdefault(id(module), cut) != cut:
+                        raise ConfigError(
+                            f"{path}, a {type(module).__name__} with trained parameters, is one module in stages "
+                            f"{homes[id(module)]} and {cut}; give each stage a module of its own that holds the same "
+                            "parameter, as in head.weight = embedding.weight"
+                        )
+                    name = f"{path}.{key}"
+                    cuts[name] = cut
+                    alias[name] = first.setdefault(id(parameter), name)
+    return cuts, alias
+
+
+def _root(name: str, tied: Mapping[str, str], alias: Mapping[str, str]) -> str:
+    """The name that stands for all of one parameter.
+
+    Raises:
+        ConfigError: the names go round in a circle.
+    """
+    seen = {name}
+    while True:
+        following = tied.get(name, alias.get(name, name))
+        if following == name:
+            return name
+        if following in seen:
+            raise ConfigError(f"tied: {name!r} is the same as itself, by way of {following!r}")
+        seen.add(following)
+        name = following
 
 
 def _cut_of(name: str, blocks: Mapping[str, Any], parts: Sequence[Sequence[str]]) -> int:

@@ -83,8 +83,11 @@ class Updates:
             if failure is not None:
                 vote.complete(error=failure)
                 return
-            squares = node.gradient_squares(batch) if counts else (0.0, 0.0)
-            self._council.hand_in(me, batch, self._decisions.share(batch, squares, loss), vote)
+            try:
+                squares = node.gradient_squares(batch) if counts else (0.0, 0.0)
+                self._council.hand_in(me, batch, self._decisions.share(batch, squares, loss), vote)
+            except Exception as error:  # this may be the reducer's thread; the executor raises it where it waits
+                vote.complete(error=error)
 
         after_all(before, act)
 

@@ -403,6 +403,7 @@ def _microbatch(
     draw("loss")
     result = loss(x, target)
     sum_, weight = result if isinstance(result, tuple) else (result, 1.0)
+    sum_ = sum_.to(torch.promote_types(sum_.dtype, torch.float32))
     gradients = iter(
         torch.autograd.grad(sum_ / c * scale, [w for ws in leaves for w in ws.values()], allow_unused=True)
     )

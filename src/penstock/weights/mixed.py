@@ -50,7 +50,7 @@ class MixedStore(VersionStore):
         return self._master
 
     def refresh(self) -> None:
-        """The master's values have been set from outside, before the first pass."""
+        """The master weights may have been written into from outside, between two runs."""
         self.versions[self.newest].load(self._master.views)
 
     def update(self, batch: int, updater: Updater, factor: float, keeps_old: bool) -> None:

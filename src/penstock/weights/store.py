@@ -125,7 +125,7 @@ class VersionStore:
         return self.versions[self.newest]
 
     def refresh(self) -> None:
-        """The master's values have been set from outside, before the first pass."""
+        """The newest weights may have been written into from outside, between two runs."""
 
     def newest_tensors(self) -> dict[str, Tensor]:
         """The parameters of the newest version, by name; they share its memory."""
