@@ -11,7 +11,8 @@ from pool import Pool
 EAGER = "2bw-eager"  # the versions of 2bw; that its order is right is seen here, all else by the other methods
 SHAPES = [(d, m) for d in (1, 2, 3, 4) for m in (1, 2, 3, 5)] + [(4, 6)]
 GRID = [(method, d, m) for method in (*METHODS, EAGER) for d, m in SHAPES if m >= least(method, d)]
-ON_RANKS = [(name, d, m) for name in (*METHODS, EAGER) for d in (1, 2, 3, 4) for m in sorted({least(name, d), d + 1})]
+DEPTHS = [(name, d) for name in (*METHODS, EAGER) for d in (1, 2, 3, 4)]
+ON_RANKS = [(name, d, m) for name, d in DEPTHS for m in sorted({least(name, d), max(least(name, d), d + 1)})]
 OPTIMIZERS = ("sgd", "adamw", "nadam")
 
 
