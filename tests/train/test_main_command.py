@@ -243,7 +243,8 @@ def test_a_block_that_raises_in_training_ends_the_job(tmp_path, text, rank):
     values = load_config(None, [*TINY, "batches=1000", f"data={text}"]).model_dump()
     (tmp_path / "run").mkdir()
     begun = time.monotonic()
-    with pytest.raises(WorkerError, match=rf"worker {rank} failed with exit code (1|-6): ValueError: planted") as caught:
+    message = rf"worker {rank} failed with exit code (1|-6): ValueError: planted"
+    with pytest.raises(WorkerError, match=message) as caught:
         launch_local(2, fail_in_training, values, str(tmp_path / "run"), rank)
     assert time.monotonic() - begun < 40  # starting takes most of it; the time-out is 300
     assert re.search(rf"raised by F4 of stage {rank} on rank {rank}", caught.value.trace)
