@@ -276,8 +276,8 @@ def merged(parts: Iterable[Sequence[Mapping[str, Tensor]]]) -> list[dict[str, Te
     return [{name: g for part in updates for name, g in part.items()} for updates in zip(*filled, strict=True)]
 
 
-def make_blocks(model: str) -> dict[str, Any]:
-    torch.manual_seed(5)
+def make_blocks(model: str, seed: int = 5) -> dict[str, Any]:
+    torch.manual_seed(seed)
     return MODELS[model]()
 
 

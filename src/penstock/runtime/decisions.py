@@ -3,9 +3,30 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import NamedTuple
 
 from penstock.runtime.node import Loss
 from penstock.weights.decision import Decision, Policy, Scaler, Share, decide
+
+
+class Evaluated(NamedTuple):
+    """What an evaluation found.
+
+    Attributes:
+        version: of the weights: how many batches they have learnt from.
+        total: the loss sum.
+        weight: what it is divided by.
+    """
+
+    version: int
+    total: float
+    weight: float
+
+    @property
+    def loss(self) -> float | None:
+        """The mean; None where the weight is zero."""
+        return self.total / self.weight if self.weight else None
 
 
 class Decisions:
@@ -14,29 +35,38 @@ class Decisions:
     Args:
         policy: what stages decide by, the same on all ranks.
         divisor: c, which losses are divided by.
+        delay: batches whose decision a batch does not wait for: one with double-buffered weights, also where it has
+            been made by then because the pipeline was drained.
 
     Attributes:
         stopping: this rank wants the run to end.
     """
 
-    def __init__(self, policy: Policy, divisor: float) -> None:
-        self._clip, self._divisor = policy.clip, divisor
+    def __init__(self, policy: Policy, divisor: float, delay: int) -> None:
+        self._clip, self._divisor, self._delay = policy.clip, divisor, delay
         self.scaler = Scaler(policy.loss_scale)
         self.stopping = False
         self._scales: dict[int, float] = {}  # of the batches that the last stage has begun
         self._last: Decision | None = None
+        self._decided = -1  # the last batch
         self._news: list[Decision] = []
+        self._noted: dict[int, Evaluated] = {}  # of this pipeline, until the decision on the batch tells the others
+        self._evaluated: list[Evaluated] = []
 
     def scale(self, batch: int) -> float:
         """The loss scale of a batch, on the rank of the last stage: that of its first microbatch holds for all."""
-        return self._scales.setdefault(batch, self.scaler.scale)
+        if batch not in self._scales:
+            early = self._delay and self._decided == batch - 1
+            self._scales[batch] = self.scaler.before if early else self.scaler.scale
+        return self._scales[batch]
 
     def share(self, batch: int, squares: tuple[float, float], loss: Loss | None) -> Share:
         """What a node hands in; `loss` is that of the batch on the last stage, None elsewhere."""
         stop = float(self.stopping)
         if loss is None:
             return Share(*squares, stop=stop)
-        return Share(*squares, loss.total, loss.weight, self._scales.get(batch, 1.0), stop)
+        _, found, count = self._noted.pop(batch, Evaluated(0, 0.0, 0.0))
+        return Share(*squares, loss.total, loss.weight, self._scales.get(batch, 1.0), stop, found, count)
 
     def settle(self, batch: int, weight: float, total: Share | None) -> Decision:
         """The decision on a batch.
@@ -53,13 +83,49 @@ class Decisions:
                 self._last = decide(batch, alone, self._divisor, None)._replace(loss=math.nan, norm=math.nan)
             else:
                 self._last = decide(batch, total, self._divisor, self._clip)
+            self._decided = batch
+            if total is not None and total.evaluated_weight:
+                version = batch - self._delay
+                self.tell(Evaluated(version, total.evaluated, total.evaluated_weight))
+            elif total is None and batch in self._noted:
+                self.tell(self._noted.pop(batch))
             self.scaler.learn(self._last)
             self._news.append(self._last)
         return self._last
 
-    def give_back(self, unseen: list[Decision]) -> None:
-        """Nobody has seen these, which a call of `news` returned."""
+    def state(self) -> dict[str, float]:
+        """What the decisions made so far have left behind; nothing where losses are not scaled."""
+        scaler = self.scaler
+        if not scaler.scales:
+            return {}
+        return {"scale": scaler.scale, "before": scaler.before, "finite_in_a_row": scaler.finite_in_a_row}
+
+    def load(self, batch: int, state: Mapping[str, float]) -> None:
+        """Go on where `state` was taken, with the next batch."""
+        if state and self.scaler.scales:
+            self.scaler.scale, self.scaler.before = state["scale"], state["before"]
+            self.scaler.finite_in_a_row = int(state["finite_in_a_row"])
+        self._decided, self._last = batch - 1, None
+        self._scales.clear()
+        self._news.clear()
+
+    def note(self, batch: int, found: Evaluated) -> None:
+        """This pipeline's part of an evaluation before `batch`; it is told with the decision on that batch."""
+        self._noted[batch] = found
+
+    def tell(self, found: Evaluated) -> None:
+        """What an evaluation found is known."""
+        self._evaluated.append(found)
+
+    def evaluated(self) -> tuple[Evaluated, ...]:
+        """The evaluations that have become known since the last call."""
+        found, self._evaluated = tuple(self._evaluated), []
+        return found
+
+    def give_back(self, unseen: list[Decision], evaluated: list[Evaluated]) -> None:
+        """Nobody has seen these, which calls of `news` and `evaluated` returned."""
         self._news = unseen + self._news
+        self._evaluated = evaluated + self._evaluated
 
     def news(self) -> tuple[Decision, ...]:
         """What has been decided since the last call."""

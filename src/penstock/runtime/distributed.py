@@ -22,12 +22,16 @@ from torch import Tensor
 
 from penstock.errors import TransportError
 from penstock.runtime.parcel import HEADER_BYTES, Codec, Parcel, size_and_continued, split
-from penstock.runtime.transport import Ticket
+from penstock.runtime.transport import Channel, Ticket
 from penstock.schedule.ir import Payload
 from penstock.schedule.lowered import LaneKey
 
 _FIRST_CAPACITY = 4096
-_TAGS = {payload: 16 + 2 * i for i, payload in enumerate(Payload)}  # the odd tags carry second messages
+_TAGS = {  # the odd tags carry second messages
+    (channel, payload): 16 + 2 * (len(Payload) * channel + i)
+    for channel in Channel
+    for i, payload in enumerate(Payload)
+}
 
 
 class LaneTransport:
@@ -63,26 +67,39 @@ class GlooTransport(LaneTransport):
         window: outstanding messages per lane.
         group: the process group; None for the default group.
         first: group rank of the pipeline's rank 0; the others follow.
+        channel: which lanes.
     """
 
     def __init__(
-        self, rank: int, lanes: tuple[LaneKey, ...], window: int, group: dist.ProcessGroup | None = None, first: int = 0
+        self,
+        rank: int,
+        lanes: tuple[LaneKey, ...],
+        window: int,
+        group: dist.ProcessGroup | None = None,
+        first: int = 0,
+        channel: Channel = Channel.TRAINING,
     ) -> None:
         here = [lane for lane in lanes if rank in lane[:2]]
-        super().__init__({lane: GlooLane(lane, rank == lane.source, window, group, first) for lane in here})
+        super().__init__({lane: GlooLane(lane, rank == lane.source, window, group, first, channel) for lane in here})
 
 
 class GlooLane:
     """One end of a lane."""
 
     def __init__(
-        self, lane: LaneKey, sends: bool, window: int, group: dist.ProcessGroup | None, first: int = 0
+        self,
+        lane: LaneKey,
+        sends: bool,
+        window: int,
+        group: dist.ProcessGroup | None,
+        first: int = 0,
+        channel: Channel = Channel.TRAINING,
     ) -> None:
         self.lane, self._group, self._window = lane, group, window
         self.where = str(lane)
         self.codec = Codec(self.where)
         self._peer = first + (lane.target if sends else lane.source)
-        self._tag = _TAGS[lane.payload]
+        self._tag = _TAGS[channel, lane.payload]
         self._largest = _FIRST_CAPACITY  # of the parcels that the receiver has surely consumed
         self._recent: deque[int] = deque()  # sizes of the last parcels sent, which it may not have
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()

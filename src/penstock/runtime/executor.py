@@ -9,10 +9,13 @@ whatever the proof would have refused.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from torch import Tensor
+
 from penstock.errors import DataError
+from penstock.runtime.decisions import Evaluated
 from penstock.runtime.links import Links
 from penstock.runtime.mailbox import Mailbox
 from penstock.runtime.node import Loss, Microbatch, NodeRuntime
@@ -20,6 +23,7 @@ from penstock.runtime.parcel import Header, Parcel, detached
 from penstock.runtime.precision import cast
 from penstock.runtime.randomness import Draw
 from penstock.runtime.reduction import Holder
+from penstock.runtime.snapshot import Saving, copies_of_fixed, take
 from penstock.runtime.source import Sample, Source
 from penstock.runtime.updates import Updates
 from penstock.runtime.waiting import Wait
@@ -46,6 +50,8 @@ class Report:
         weight: the sum of the loss weights; None on ranks without the last stage.
         seconds: when it was known, since the pipeline was made.
         decided: the updates that were made or skipped on this rank since the last report; they lag behind the losses.
+        evaluated: the evaluations that have become known since, on ranks that know (all, where stages decide together,
+            else that of the last stage).
     """
 
     batch: int
@@ -53,6 +59,7 @@ class Report:
     weight: float | None
     seconds: float
     decided: tuple[Decision, ...] = ()
+    evaluated: tuple[Evaluated, ...] = ()
 
 
 class Executor:
@@ -84,21 +91,38 @@ class Executor:
         self._forwards: dict[int, int] = {}
         self._losses: dict[int, list[Loss]] = {}
         self._weights: dict[int, float] = {}  # N of each batch, once known here
-        self._sums: dict[int, Loss] = {}  # loss of each batch that is not decided about
+        self._sums: dict[int, Loss] = {}  # of each batch that stages have not decided on
+        self._fixed: dict[tuple[Node, int], dict[str, Tensor]] = {}  # of snapshots to come
         self._admitted: dict[int, int] = {}
         self._report: Report | None = None
         self._start = 0
         self._more = True
+        self._at_border: Callable[[int], Iterator[Wait]] | None = None
+        self._saving: Saving | None = None
 
-    def run(self, source: Source, start: int, older: int) -> Iterator[Wait | Report]:
+    def close(self) -> None:
+        """Stop whatever runs in the background."""
+        self.links.close()
+
+    def run(
+        self,
+        source: Source,
+        start: int,
+        older: int,
+        at_border: Callable[[int], Iterator[Wait]] | None = None,
+        saving: Saving | None = None,
+    ) -> Iterator[Wait | Report]:
         """Run one span of at least one batch, from an empty pipeline to an empty pipeline.
 
         Args:
             source: the data; the first stage asks it whether batches follow.
             start: number of the span's first batch since the start of training.
             older: 0, or -1 where batch 0 of the span reads the version before the newest.
+            at_border: what to do before the first forward of a batch, given its number since the start of training.
+            saving: snapshots to take on the way.
         """
-        self._start = start
+        self._start, self._at_border, self._saving = start, at_border, saving
+        self._fixed.clear()
         self._books = {node: NodeState(replace(spec, older=older)) for node, spec in self.specs.items()}
         program, t = self.lowered.programs[self.rank], 0
         for instruction in program.period:
@@ -125,6 +149,8 @@ class Executor:
         first = action.unit.first + t * (1 if action.unit.kind is Kind.BATCH else self.m)
         if action.op is not Op.SEND:
             yield from self._pending_report()
+        if action.op is Op.F and not action.unit.first:
+            yield from self._begin(action.node, self._start + t)
         if action.op is Op.RECV:
             self.mailbox.receive(Message(route, first))
         elif action.op is Op.SEND:
@@ -141,6 +167,13 @@ class Executor:
             self._act(action, t, first, parcels, source)
             if action.op is Op.F:
                 self._note_forward(action, first)
+
+    def _begin(self, node: Node, batch: int) -> Iterator[Wait]:
+        """What comes before the first forward of a batch on a node."""
+        if self._saving is not None and self._saving.wants(batch):
+            self._fixed[node, batch] = copies_of_fixed(self.nodes[node])
+        if self._at_border is not None:
+            yield from self._at_border(batch)
 
     # --- actions ----------------------------------------------------------------------------------------------------
 
@@ -167,6 +200,7 @@ class Executor:
                     weight = self._weights.pop(self._start + first)
                     decision = self.updates.step(node, self._start + first, weight, books.rotated)
                     source.stopped |= decision.stop
+                    self._save(node, self._start + first + 1)
                 case _:
                     raise AssertionError(f"the runtime does not offer {action.op}")
         except Exception as error:
@@ -215,12 +249,7 @@ class Executor:
             microbatch = Microbatch(k, Draw(batch, self.replica * self.m + k % self.m), sample.target, scale)
             output, loss = node.forward(microbatch, value, wants, self._version(action, t, self._books[action.node]))
         if loss is not None:
-            losses = self._losses.setdefault(batch, [])
-            losses.append(loss)
-            if len(losses) == self.m:
-                self._weights[batch] = sum(item.weight for item in losses)
-                if self.specs[action.node].decides:
-                    self._sums[batch] = Loss(sum(item.total for item in losses), self._weights[batch])
+            self._losses.setdefault(batch, []).append(loss)
         else:
             tree, asks = detached(output)
             self.mailbox.put(Payload.ACTIVATION, node.node, Parcel(header, tree, asks))
@@ -242,14 +271,25 @@ class Executor:
         if self._forwards[batch] < self.m * len(self.nodes):
             return
         del self._forwards[batch]
-        losses = self._losses.pop(batch, None)
-        news = self.decisions.news() if action.unit.kind is Kind.TRAIN else ()
-        if losses is None:
-            self._report = Report(batch, None, None, self.recorder.now(), news)
-        else:
+        losses, loss, weight = self._losses.pop(batch, None), None, None
+        if losses is not None:
             total, weight = sum(item.total for item in losses), sum(item.weight for item in losses)
-            loss, now = total / weight if weight else None, self.recorder.now()
-            self._report = Report(batch, loss, weight, now, news)
+            loss = total / weight if weight else None
+        if action.unit.kind is Kind.EVAL:
+            self._report = Report(batch, loss, weight, self.recorder.now())
+            return
+        if weight is not None:
+            self._weights[batch] = weight
+            if self.specs[action.node].decides:
+                self._sums[batch] = Loss(total, weight)
+        news, evaluated = self.decisions.news(), self.decisions.evaluated()
+        self._report = Report(batch, loss, weight, self.recorder.now(), news, evaluated)
+
+    def _save(self, node: NodeRuntime, batch: int) -> None:
+        """Take a snapshot of a stage whose newest version is `batch`, if it is time."""
+        if self._saving is not None and self._saving.wants(batch):
+            fixed = self._fixed.pop((node.node, batch), None)
+            self._saving.sink(take(node, batch, self.replica, self.decisions, fixed))
 
     def _pending_report(self) -> Iterator[Report]:
         """Hand the report out only when what the forward made is on its way: the caller may take any time with it."""
@@ -263,9 +303,8 @@ class Executor:
         """Take down what the parameter-sized memory of this rank is used for."""
         totals: dict[str, int] = {}
         for node in self.nodes.values():
-            if node.store is not None:
-                for role, nbytes in node.store.bytes_by_role().items():
-                    totals[role] = totals.get(role, 0) + nbytes
+            for role, nbytes in node.bytes_by_role().items():
+                totals[role] = totals.get(role, 0) + nbytes
             if op is Op.STEP and node.updater is not None:
                 totals["optimizer"] = totals.get("optimizer", 0) + node.updater.nbytes
         for role, nbytes in totals.items():

@@ -13,7 +13,7 @@ from penstock.runtime.local import LocalTransport
 from penstock.runtime.nccl import LaneGroups, NcclTransport
 from penstock.runtime.reduction import GlooReducer, Holder, LocalReducer, Reducer
 from penstock.runtime.team import Seat, Team
-from penstock.runtime.transport import Transport
+from penstock.runtime.transport import Channel, Transport
 from penstock.schedule.ir import Schedule
 from penstock.schedule.lowered import Lowered
 from penstock.schedule.nodespec import NodeSpec
@@ -48,7 +48,7 @@ def holders_of(schedule: Schedule, width: int) -> dict[int, tuple[Holder, ...]]:
 
 
 def link(
-    team: Team, lowered: Lowered, specs: Sequence[NodeSpec], lane_groups: Sequence[LaneGroups]
+    team: Team, lowered: Lowered, specs: Sequence[NodeSpec], channel: Channel, lane_groups: Sequence[LaneGroups]
 ) -> Mapping[Seat, Links]:
     """Links for every seat of this process.
 
@@ -56,6 +56,7 @@ def link(
         team: all seats.
         lowered: the schedule of the span.
         specs: of its nodes.
+        channel: which lanes.
         lane_groups: per pipeline, communicators for tensors; empty where they travel over gloo.
     """
     deciding = [Holder(r, spec.node) for r in range(team.width) for spec in specs if spec.decides]
@@ -70,8 +71,8 @@ def link(
         assert team.control is not None
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         groups = lane_groups[seat.replica]
-        transport = NcclTransport(seat.rank, groups, lowered.window, team.control, device, first)
+        transport = NcclTransport(seat.rank, groups, lowered.window, team.control, device, first, channel)
     else:
-        transport = GlooTransport(seat.rank, lowered.lanes, lowered.window, team.control, first)
+        transport = GlooTransport(seat.rank, lowered.lanes, lowered.window, team.control, first, channel)
     reducer_, council_ = GlooReducer(team.process, team.control), GlooCouncil(deciding, team.process, team.control)
     return {seat: Links(transport, reducer_, council_)}

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from penstock.errors import CapabilityError
 from penstock.runtime.distributed import GlooLane, LaneTransport
 from penstock.runtime.parcel import Codec, Parcel
-from penstock.runtime.transport import Ticket
+from penstock.runtime.transport import Channel, Ticket
 from penstock.schedule.lowered import LaneKey
 
 _TAG = 1  # tensors of a lane have a group of their own, so one tag serves them all
@@ -66,6 +66,7 @@ class NcclTransport(LaneTransport):
         control: a gloo group.
         device: where received tensors go.
         first: rank in the gloo group of the pipeline's rank 0; the others follow.
+        channel: which lanes.
     """
 
     def __init__(
@@ -76,10 +77,11 @@ class NcclTransport(LaneTransport):
         control: dist.ProcessGroup,
         device: torch.device,
         first: int = 0,
+        channel: Channel = Channel.TRAINING,
     ) -> None:
         super().__init__(
             {
-                lane: _SplitLane(lane, rank == lane.source, window, control, group, device, first)
+                lane: _SplitLane(lane, rank == lane.source, window, control, group, device, first, channel)
                 for lane, group in groups.items()
                 if rank in lane[:2]
             }
@@ -98,8 +100,9 @@ class _SplitLane(GlooLane):
         tensors: Any,
         device: torch.device,
         first: int,
+        channel: Channel,
     ) -> None:
-        super().__init__(lane, sends, window, control, first)
+        super().__init__(lane, sends, window, control, first, channel)
         self.codec = Codec(self.where, inline=False)
         self._tensors, self._device = tensors, device
         self._far = dist.get_group_rank(tensors, dist.get_global_rank(control, self._peer))

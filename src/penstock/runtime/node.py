@@ -12,13 +12,14 @@ from torch import Tensor
 
 from penstock.errors import ConfigError
 from penstock.runtime.parcel import detached
+from penstock.runtime.precision import cast
 from penstock.runtime.randomness import Draw
 from penstock.runtime.recompute import Keeper, Kept
 from penstock.runtime.saved import SavedBytes, signature
 from penstock.runtime.stage import Graph, Stage, edges_of, open_inputs, run_backward, trained_leaves
 from penstock.runtime.ties import Tie
 from penstock.schedule.ir import Node
-from penstock.weights.buffers import Handle
+from penstock.weights.buffers import Buffer, Handle
 from penstock.weights.store import VersionStore
 from penstock.weights.update import Updater
 
@@ -82,8 +83,11 @@ class NodeRuntime:
         has_loss: whether this is the last stage.
         parts: names of the blocks that are recomputed together; empty where graphs are kept from forward to backward.
         ties: parameters that other stages share.
+        average: exponential moving average of the weights; None where none is kept.
+        decay: of it: A(t+1) = decay A(t) + (1 - decay) W(t+1) at every update that is made; A(0) = W(0).
         hold: told how many bytes of activations begin to live, or (negative) cease to.
         flights: microbatches between forward and backward, by their number in the span.
+        averaged: what evaluations read instead of the newest weights, while they do.
     """
 
     node: Node
@@ -94,8 +98,11 @@ class NodeRuntime:
     has_loss: bool
     parts: Sequence[Sequence[str]]
     ties: Sequence[Tie]
+    average: Buffer | None
+    decay: float
     hold: Callable[[int], None]
     flights: dict[int, Flight] = field(default_factory=dict)
+    averaged: Mapping[str, Tensor] | None = None
     _saved: dict[tuple[object, ...], int] = field(default_factory=dict)
     _fixed: set[int] = field(default_factory=set)
 
@@ -134,8 +141,11 @@ class NodeRuntime:
 
     @torch.no_grad()
     def evaluate(self, microbatch: Microbatch, value: Any) -> tuple[Any, Loss | None]:
-        """Run the blocks on the newest weights and keep nothing."""
-        self._claim(self.store.newest if self.store is not None else None)
+        """Run the blocks on the newest weights, or on their average, and keep nothing."""
+        if self.averaged is not None:
+            self.stage.bind(self.averaged)
+        else:
+            self._claim(self.store.newest if self.store is not None else None)
         with self.stage.randomness.apart():
             output, _, loss = self._compute(tuple(self.stage.blocks), microbatch, value)
         return output, loss
@@ -215,6 +225,19 @@ class NodeRuntime:
             return
         torch.clear_autocast_cache()  # it remembers casts of leaves whose memory changes now
         self.store.update(batch, self.updater, factor, keeps_old)
+        if self.average is not None and factor:
+            self.average.approach(self.store.master, 1.0 - self.decay)
+
+    def average_leaves(self) -> dict[str, Tensor] | None:
+        """The averaged weights as passes read them; None where none are kept."""
+        if self.average is None:
+            return None
+        return {name: cast(view, self.stage.precision) for name, view in self.average.views.items()}
+
+    def bytes_by_role(self) -> dict[str, int]:
+        """Bytes of everything parameter-sized but the optimizer."""
+        roles = {} if self.store is None else self.store.bytes_by_role()
+        return roles if self.average is None else {**roles, "averaged weights": self.average.nbytes}
 
     def refresh(self) -> None:
         """Take over what has been written into the modules' parameters between two runs."""

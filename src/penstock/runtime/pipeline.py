@@ -15,35 +15,35 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.errors import CapabilityError, ConfigError, PenstockError, TransportError
+from penstock.errors import CapabilityError, ConfigError
 from penstock.runtime.blocks import Blocks, cut_blocks, named_blocks
 from penstock.runtime.clock import common_origin
 from penstock.runtime.collective import gather_json
-from penstock.runtime.drive import Run, drive_all, drive_one
-from penstock.runtime.executor import Executor, Report
-from penstock.runtime.links import holders_of, link
+from penstock.runtime.decisions import Evaluated
+from penstock.runtime.evaluation import Evaluating, check_every
+from penstock.runtime.executor import Report
 from penstock.runtime.nccl import LaneGroups, lane_groups
 from penstock.runtime.node import NodeRuntime
-from penstock.runtime.offer import check_offered, proven
+from penstock.runtime.offer import check_offered
 from penstock.runtime.precision import Precision, low_precision
 from penstock.runtime.recompute import Recompute
 from penstock.runtime.recorder import Recorder, merge_recordings
 from penstock.runtime.sharing import check_equal, equalise
-from penstock.runtime.source import Batches, Source
+from penstock.runtime.snapshot import Saved, Saving, Snapshot, check_names, restore
+from penstock.runtime.source import Batches
+from penstock.runtime.spans import Spans
 from penstock.runtime.stage import LossFunction
 from penstock.runtime.team import Team, backends
 from penstock.runtime.ties import find_ties
+from penstock.runtime.transport import Channel
 from penstock.runtime.worker import Recipe, Worker
-from penstock.schedule.check import Proof, check
+from penstock.schedule.build import extend, prove_evaluation
+from penstock.schedule.check import Proof
 from penstock.schedule.ir import Node, Schedule
-from penstock.schedule.nodespec import node_specs
-from penstock.schedule.orders.forward_only import forward_only
-from penstock.schedule.versions import RULES, apply_rule
+from penstock.schedule.versions import RULES
 from penstock.timeline import Timeline
 from penstock.weights.decision import Decision, LossScale, Policy
 from penstock.weights.update import OptimizerFactory
-
-_FAILED = -1
 
 
 class Pipeline:
@@ -74,6 +74,8 @@ class Pipeline:
         precision: what passes compute in: "fp32", as the parameters are, or "bf16" or "fp16". Parameters in float32 are
             then cast once per version, and floating-point inputs of the first stage; there is one master copy in
             float32, and gradients accumulate in float32. fp16 comes with a dynamic loss scale unless one is given.
+        average: decay of an exponential moving average of the weights, A(t+1) = average A(t) + (1 - average) W(t+1),
+            which `evaluate` and `state_dict` give on demand; none is kept if None.
         tied: name of a parameter -> that of the one it is the same as, such as {"head.weight": "embedding.weight"},
             where blocks are made lazily; modules that hold one parameter are seen to do so. Stages that share one hold
             a copy each, which stay equal, and it counts once in the norm; its optimizer must treat all copies alike.
@@ -105,6 +107,7 @@ class Pipeline:
         seed: int = 0,
         width: int = 1,
         precision: Precision = "fp32",
+        average: float | None = None,
         tied: Mapping[str, str] | None = None,
         balance: Sequence[int] | None = None,
         group: dist.ProcessGroup | None = None,
@@ -112,31 +115,30 @@ class Pipeline:
     ) -> None:
         low = low_precision(precision)
         policy = Policy(clip, loss_scale or (LossScale() if precision == "fp16" else None))
-        named, plain = named_blocks(blocks), proven(schedule)
-        self.parts = cut_blocks(named, plain.schedule.cuts, balance)
+        if not isinstance(schedule, Schedule | Proof):
+            raise ConfigError(f"schedule must come from make_schedule, prove or check, not {schedule!r:.80}")
+        named, plain = named_blocks(blocks), schedule if isinstance(schedule, Schedule) else schedule.schedule
+        self.parts = cut_blocks(named, plain.cuts, balance)
         ties, inside = find_ties(named, self.parts, tied or {})
-        self.proof = proven(
-            plain,
+        self.proof = extend(
+            schedule,
             decides=policy.decides or width != 1,
             reduces=width != 1,
-            recompute=recompute,
+            recomputes=recompute == "stage",
             tied={cut for tie in ties for cut in tie.cuts},
         )
         self.schedule = self.proof.schedule
         check_offered(self.schedule)
         self.team = Team(width, self.schedule.ranks, group)
-        self.timeout = timeout
         if divisor is None:
             divisor = width * self.schedule.microbatches
+        if average is not None and not 0 < average < 1:
+            raise ConfigError(f"average must be a decay between 0 and 1, such as 0.999; got {average}")
         if not divisor > 0:
             raise ConfigError(f"divisor must be positive, got {divisor}")
         if low is not None:  # so that the gradient of a loss in low precision, S / c, is not rounded
             divisor = 2.0 ** round(math.log2(divisor))
-        recipe = Recipe(loss, optimizer, rate, float(divisor), policy, recompute, seed, low)
-        self.batches = 0
-        self._broken: BaseException | None = None
-        self._running = self._abandoned = False
-        self._source: Source | None = None
+        recipe = Recipe(loss, optimizer, rate, float(divisor), policy, recompute, seed, low, average)
         origin = time.perf_counter() if group is None else common_origin(self.team.control)
         models = {r: named if r == self.team.replicas[0] else copy.deepcopy(named) for r in self.team.replicas}
         self._workers = [
@@ -145,18 +147,20 @@ class Pipeline:
         ]
         equalise(ties, self.team, self._workers)
         check_equal(self.team, self._workers)
-        self._lane_groups = self._make_lane_groups()
-        if self._lane_groups and ties:
+        evaluation = prove_evaluation(self.schedule)
+        groups = self._make_lane_groups({Channel.TRAINING: self.proof, Channel.EVALUATION: evaluation})
+        if groups and ties:
             raise CapabilityError("parameters that stages share are offered over gloo so far, not over NCCL")
+        self._spans = Spans(self.team, self._workers, self.proof, evaluation, groups, timeout)
 
-    def _make_lane_groups(self) -> list[LaneGroups]:
+    def _make_lane_groups(self, proofs: Mapping[Channel, Proof]) -> dict[Channel, list[LaneGroups]]:
         """Communicators for tensors, where they travel over NCCL."""
         group, control = self.team.group, self.team.control
         if group is None or control is None or not _needs_nccl(group, self.nodes.values()):
-            return []
+            return {}
         if self.team.width > 1:
             raise CapabilityError("parallel pipelines are offered over gloo so far, not over NCCL")
-        return lane_groups(self.proof.lowered.lanes, control, "nccl")
+        return {channel: lane_groups(proof.lowered.lanes, control, "nccl") for channel, proof in proofs.items()}
 
     @property
     def nodes(self) -> dict[Node, NodeRuntime]:
@@ -166,7 +170,9 @@ class Pipeline:
 
     # --- running ----------------------------------------------------------------------------------------------------
 
-    def run(self, batches: Batches) -> Iterator[Report]:
+    def run(
+        self, batches: Batches, *, save: Saving | None = None, evaluate: Evaluating | None = None
+    ) -> Iterator[Report]:
         """Train on batches; a batch is a sequence of pairs (input, target), m for each of the parallel pipelines.
 
         Losses arrive while later microbatches are under way, so this is an iterator of reports, one per batch, in
@@ -176,37 +182,37 @@ class Pipeline:
         first stage decides between processes: let all ranks leave after the same batch, or they train on until the
         first one does.
 
+        Snapshots and evaluations do not drain the pipeline where all stages have one newest version between two
+        batches: with rules flush and double-buffer. With the others (stash) it is drained for them, which changes what
+        the next batches read.
+
+        Args:
+            batches: the data.
+            save: snapshots to take on the way.
+            evaluate: evaluations to make on the way; what they find comes with the reports.
+
         Raises:
             PenstockError: a message did not arrive, the data differ, weights were rewritten under a reader; also what
                 the model itself raises. The pipeline is broken then.
         """
-        older = -1 if self.batches and RULES[self.schedule.rule].bases == 2 else 0
-        yield from self._span(self.proof, batches, older, training=True)
+        if save is not None:
+            check_every("save", save.every)
+        if evaluate is not None:
+            check_every("evaluate", evaluate.every)
+        yield from self._spans.train(batches, save, evaluate)
 
-    def evaluate(self, batches: Batches) -> tuple[float, float] | None:
+    def evaluate(self, batches: Batches, *, averaged: bool = False) -> tuple[float, float] | None:
         """The weighted mean loss on batches, with the newest weights, and its weight, on all ranks.
+
+        Args:
+            batches: the data.
+            averaged: read the averaged weights.
 
         Returns:
             None if the weight is zero.
         """
-        order = forward_only(self.schedule.cuts, self.schedule.microbatches)
-        schedule = apply_rule(order, RULES["frozen"], self.schedule.microbatches, "evaluation")
-        stages = [node.stage for worker in self._workers for node in worker.nodes.values()]
-        modules = [m for stage in stages for block in stage.modules for m in block.modules()]
-        modes = [(module, module.training) for module in modules]
-        for module in modules:
-            module.training = False
-        try:
-            reports = list(self._span(check(schedule), batches, 0, training=False))
-        finally:
-            for module, mode in modes:
-                module.training = mode
-        found = [[r.loss * r.weight, r.weight] for r in reports if r.loss is not None and r.weight]
-        if self.team.group is not None:
-            gathered = gather_json(found, "gathering the losses of an evaluation", self.team.control)
-            found = [pair for part in gathered for pair in part]
-        weight = math.fsum(w for _, w in found)
-        return (math.fsum(total for total, _ in found) / weight, weight) if weight else None
+        total, weight = self._spans.evaluate(batches, averaged)
+        return (total / weight, weight) if weight else None
 
     def stop(self) -> None:
         """Let the run end after the batches that have been announced.
@@ -214,122 +220,42 @@ class Pipeline:
         Where stages decide together, any rank may ask for it. Else the rank with the first stage decides between
         processes, and elsewhere this does nothing.
         """
-        self._ask_to_stop(self._source)
-
-    def _ask_to_stop(self, source: Source | None) -> None:
-        for worker in self._workers:
-            worker.decisions.stopping = True
-        if source is not None and (self.team.group is None or self.team.width == 1):
-            source.stopped = True
+        self._spans.ask_to_stop()
 
     def abandon(self) -> None:
         """Do not finish what is under way when the loop is left: this rank has failed, and the job is to end."""
-        self._abandoned = True
+        self._spans.abandon()
 
-    def _span(self, proof: Proof, batches: Batches, older: int, training: bool) -> Iterator[Report]:
-        if self._broken is not None:
-            raise PenstockError("the pipeline broke in an earlier run and cannot go on") from self._broken
-        if self._running:
-            raise PenstockError("a run or an evaluation of this pipeline is under way; end it first")
-        if training and not torch.is_grad_enabled():
-            raise ConfigError("training needs gradients, but run() was called under torch.no_grad()")
+    def snapshots(self) -> list[Snapshot]:
+        """The state of every stage in this process, between two runs; `load` goes on from it."""
+        return self._spans.snapshots()
+
+    def load(self, saved: Saved) -> None:
+        """Go on where snapshots of all stages were taken, bit for bit; of another depth, width or method as well.
+
+        Another method begins with the newest weights; one with double-buffered weights that finds no older ones begins
+        with the newest twice, as after a synchronous span.
+
+        Raises:
+            CheckpointError: something is missing, or of another shape, or of a block that the model does not have.
+        """
+        check_names(saved, [n for part in self.parts for n in part])
+        older = RULES[self.schedule.rule].bases == 2 and any(name.startswith("older/") for name in saved.names)
         for worker in self._workers:
-            worker.decisions.stopping = False
             for node in worker.nodes.values():
-                node.refresh()
-        source = self._source = self._make_source(batches)
-        if not self._agree_to_start(source):
-            return
-        executors = self._executors(proof)
-        reports = self._drive([executor.run(source, self.batches, older) for executor in executors], training)
-        count, self._running = 0, True
-        try:
-            try:
-                for report in reports:
-                    count += 1
-                    yield report
-            except GeneratorExit:  # the caller has left the loop: finish what is under way
-                if not self._abandoned:
-                    self._ask_to_stop(source)
-                    unseen = list(reports)
-                    count += len(unseen)
-                    self._reporting.decisions.give_back([d for report in unseen for d in report.decided])
-                else:
-                    self._broken = PenstockError("the run was abandoned")
-                raise
-        except GeneratorExit:
-            raise
-        except BaseException as error:
-            self._broken = error
-            raise
-        finally:
-            self._end_span(executors, count if training else 0)
+                restore(node, saved, worker.seat.replica, older)
+            worker.decisions.load(int(saved.facts["batch"]), saved.facts["decisions"])
+        self._spans.batches, self._spans.keeps_older = int(saved.facts["batch"]), older
 
-    def _end_span(self, executors: Sequence[Executor], batches: int) -> None:
-        self._running = False
-        for executor in executors:
-            executor.links.close()
-        if self._broken is None:
-            self.batches += batches
-            for worker in self._workers:
-                for node in worker.nodes.values():
-                    node.restore()
-
-    def _make_source(self, batches: Batches) -> Source:
-        edges = {node.cut for node in self.nodes} & {0, self.schedule.cuts - 1}
-        team = self.team
-        return Source(batches, self.schedule.microbatches, team.width, len(edges), len(team.replicas))
-
-    def _agree_to_start(self, source: Source) -> bool:
-        """Whether there is a first batch; the first stage of each pipeline knows."""
-        if self.team.group is None:
-            return source.has(0)
-        first = self.schedule.node_at[0, 0].rank
-        flag, failure = None, None
-        if self.team.seats[0].rank == first:
-            try:
-                flag = int(source.has(0))
-            except Exception as error:  # the others must hear of it before it is raised here
-                flag, failure = _FAILED, error
-        try:
-            flags = gather_json(flag, "agreeing to start", self.team.control)
-        except TransportError as error:
-            self._broken = error
-            raise
-        if failure is not None:
-            raise failure
-        if _FAILED in flags:
-            rank = flags.index(_FAILED)
-            raise TransportError(f"rank {rank}, which holds the first stage, could not read the first batch")
-        return all(flag != 0 for flag in flags)
-
-    def _executors(self, proof: Proof) -> list[Executor]:
-        specs = node_specs(proof.schedule, older=0)
-        links = link(self.team, proof.lowered, specs, self._lane_groups)
-        holders = holders_of(proof.schedule, self.team.width)
-        return [
-            Executor(
-                worker,
-                proof.lowered,
-                {spec.node: spec for spec in specs if spec.node.rank == worker.seat.rank},
-                holders,
-                links[worker.seat],
-            )
-            for worker in self._workers
-        ]
-
-    def _drive(self, runs: list[Run], training: bool) -> Iterator[Report]:
-        """The reports: those of the last stage where it is here; of one pipeline in training, of all in evaluation."""
-        if self.team.group is not None:
-            return drive_one(runs[0], self.timeout)
-        last = self.schedule.node_at[self.schedule.cuts - 1, 0].rank
-        replicas = 1 if training else self.team.width
-        return drive_all(runs, [replica * self.team.depth + last for replica in range(replicas)])
+    @property
+    def batches(self) -> int:
+        """How many have been trained on."""
+        return self._spans.batches
 
     # --- looking at it ----------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """Parameters and buffers of the stages in this process, newest version, by canonical name.
+    def state_dict(self, *, averaged: bool = False) -> dict[str, Tensor]:
+        """Parameters and buffers of the stages in this process, newest version or averaged, by canonical name.
 
         They share the pipeline's memory, in which the next updates write other versions and gradients: clone what is
         to outlive the next batch.
@@ -339,17 +265,17 @@ class Pipeline:
             state.update(node.stage.state())
             if node.store is not None:  # in the middle of a run another version may be bound
                 state.update(node.store.newest_tensors())
+            if averaged and node.average is not None:
+                state.update(node.average.views)
         return state
 
     def decided(self) -> tuple[Decision, ...]:
         """The updates made or skipped since the last report: after a run, those that it made when it drained."""
-        return self._reporting.decisions.news()
+        return self._spans.reporting.decisions.news()
 
-    @property
-    def _reporting(self) -> Worker:
-        """Whose reports are passed on."""
-        last = self.schedule.node_at[self.schedule.cuts - 1, 0].rank
-        return self._workers[last if self.team.group is None else 0]
+    def evaluated(self) -> tuple[Evaluated, ...]:
+        """The evaluations that have become known since the last report."""
+        return self._spans.reporting.decisions.evaluated()
 
     def optimizers(self) -> dict[Node, torch.optim.Optimizer]:
         """The optimizers of the stages in this process; of the first pipeline, where it holds several."""

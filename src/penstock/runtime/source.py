@@ -58,6 +58,10 @@ class Source:
         self.stopped = False
         self._asked, self._end = 0, math.inf
 
+    def begins(self) -> bool:
+        """Whether there is a first batch, and nobody has asked to stop before it."""
+        return not self.stopped and self.has(0)
+
     def has(self, batch: int) -> bool:
         """Whether batch number `batch` of the span exists; fetches it if need be."""
         while self._fetched <= batch and not self._exhausted:

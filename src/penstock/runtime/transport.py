@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import Any, Protocol
 
 from penstock.errors import TransportError
@@ -18,6 +19,13 @@ from penstock.schedule.lowered import LaneKey
 
 _NAP = 50e-6  # seconds between two looks: too short for a core to fall asleep, long enough to leave it to others
 _POLLED = 1.0  # seconds of a wait that are spent looking; pipelines at work wait for less
+
+
+class Channel(IntEnum):
+    """Lanes of training and those of evaluations in its midst are apart."""
+
+    TRAINING = 0
+    EVALUATION = 1
 
 
 @dataclass

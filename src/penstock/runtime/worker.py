@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,6 +20,8 @@ from penstock.runtime.team import Seat
 from penstock.runtime.ties import Tie, share_inside
 from penstock.schedule.check import Proof
 from penstock.schedule.ir import Node
+from penstock.schedule.versions import RULES
+from penstock.weights.buffers import Buffer
 from penstock.weights.decision import Policy
 from penstock.weights.mixed import MixedStore
 from penstock.weights.store import VersionStore
@@ -37,6 +40,7 @@ class Recipe:
     recompute: Recompute
     seed: int
     precision: torch.dtype | None
+    average: float | None
 
 
 class Worker:
@@ -66,7 +70,7 @@ class Worker:
     ) -> None:
         self.seat, self.recorder = seat, recorder
         self._proof, self._recipe, self._ties, self._inside = proof, recipe, ties, inside
-        self.decisions = Decisions(recipe.policy, recipe.divisor)
+        self.decisions = Decisions(recipe.policy, recipe.divisor, RULES[proof.schedule.rule].bases - 1)
         self.nodes = {
             node: self._make_node(node, {name: _made(blocks[name]) for name in parts[node.cut]})
             for node in proof.schedule.on_rank(seat.rank)
@@ -92,9 +96,36 @@ class Worker:
         parts = parts_to_recompute(list(blocks), recipe.recompute, node.cut in schedule.recomputed)
         hold = partial(self.recorder.change, "activations")
         ties = [tie for tie in self._ties if node.cut in tie.cuts]
-        runtime = NodeRuntime(node, stage, store, updater, recipe.divisor, has_loss, parts, ties, hold)
+        average = None
+        if recipe.average is not None and store is not None:
+            average = Buffer(store.layout, f"average of {where}")
+            average.load(store.master.views)
+        decay = recipe.average or 0.0
+        runtime = NodeRuntime(node, stage, store, updater, recipe.divisor, has_loss, parts, ties, average, decay, hold)
         runtime.restore()  # from here on the modules' parameters live in the store's memory, not beside it
         return runtime
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether the last stage is here."""
+        return any(node.has_loss for node in self.nodes.values())
+
+    @contextmanager
+    def evaluating(self, averaged: bool = False) -> Iterator[None]:
+        """Meanwhile modules are in evaluation mode, and with `averaged` the averaged weights are read."""
+        nodes = list(self.nodes.values())
+        modes = [(m, m.training) for node in nodes for block in node.stage.modules for m in block.modules()]
+        for module, _ in modes:
+            module.training = False
+        for node in nodes:
+            node.averaged = node.average_leaves() if averaged else None
+        try:
+            yield
+        finally:
+            for module, mode in modes:
+                module.training = mode
+            for node in nodes:
+                node.averaged = None
 
 
 def _made(block: Any) -> Any:

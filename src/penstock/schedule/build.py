@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from penstock.errors import ConfigError, ScheduleError
-from penstock.schedule.batchwise import with_decisions
+from penstock.schedule.batchwise import with_decisions, with_reductions, with_ties
 from penstock.schedule.check import Proof, check
-from penstock.schedule.ir import Action, Schedule, straight
+from penstock.schedule.ir import Action, Op, Schedule, straight
 from penstock.schedule.methods import compatible, find_method
 from penstock.schedule.order import Order, OrderFunction, make_order
 from penstock.schedule.orders import ORDERS
+from penstock.schedule.orders.forward_only import forward_only
+from penstock.schedule.recompute import with_recompute
 from penstock.schedule.text import parse_action
 from penstock.schedule.versions import RULES, apply_rule
 
@@ -69,6 +71,45 @@ def prove(
             f"{schedule.name} with {stages} stages {need} microbatches per batch, got {microbatches}; raise "
             f"microbatches to {legal}. ({error})"
         ) from None
+
+
+def extend(
+    given: Schedule | Proof,
+    *,
+    decides: bool = False,
+    reduces: bool = False,
+    recomputes: bool = False,
+    tied: Collection[int] = (),
+) -> Proof:
+    """The proof of a schedule with what is asked for and not yet in it.
+
+    Args:
+        given: a schedule, or its proof.
+        decides: updates wait for what all stages decide together.
+        reduces: parallel pipelines add their gradients.
+        recomputes: forwards are run again, in actions of their own.
+        tied: cuts that share parameters.
+
+    Raises:
+        ScheduleError: the schedule is wrong.
+    """
+    plain = whole = given.schedule if isinstance(given, Proof) else given
+    operations = {a.op for program in plain.programs for a in program.period}
+    if recomputes and Op.R not in operations:
+        whole = with_recompute(whole)
+    if reduces and Op.REDUCE not in operations:
+        whole = with_reductions(whole, everywhere=True)
+    if tied and Op.TIE not in operations:
+        whole = with_ties(whole, tied)
+    if decides and Op.DECIDE not in operations:
+        whole = with_decisions(whole)
+    return given if whole is plain and isinstance(given, Proof) else check(whole)
+
+
+def prove_evaluation(schedule: Schedule) -> Proof:
+    """The proof of the forward-only schedule by which the model of another one is evaluated."""
+    order = forward_only(schedule.cuts, schedule.microbatches)
+    return check(apply_rule(order, RULES["frozen"], schedule.microbatches, "evaluation"))
 
 
 def smallest_microbatches(

@@ -11,7 +11,6 @@ import yaml
 from penstock.errors import ConfigError
 from penstock.models.gpt import GPTConfig, gpt_blocks, preset
 from penstock.runtime.blocks import cut_blocks
-from penstock.runtime.offer import proven
 from penstock.schedule.build import prove
 from penstock.schedule.check import Proof
 from penstock.schedule.methods import METHODS, find_method
@@ -49,10 +48,7 @@ def prepare(config: TrainConfig) -> Prepared:
         raise ConfigError(
             f"method {row.name!r} can be proven, drawn and simulated, but not run yet; methods that run: {offered}"
         )
-    plain = prove(row.name, config.stages, config.microbatches)
-    wide = config.width > 1
-    decides = wide or config.clip is not None or config.precision == "fp16"
-    proof = proven(plain, decides=decides, reduces=wide, recompute=config.recompute)
+    proof = prove(row.name, config.stages, config.microbatches)
     corpus = load_corpus(config.data)
     model = model_shape(config, corpus)
     cut_blocks(gpt_blocks(model, config.seed), config.stages, config.balance)

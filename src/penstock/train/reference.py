@@ -23,9 +23,9 @@ others do so after a flush; nothing in it needs one):
                     (torch.nn.utils.clip_grad_norm_).
     loss scaling    grad f_t is computed of S_t f_t and divided by S_t; if it is not finite, W(t+1) = W(t) and opt is
                     not called (Micikevicius et al., arXiv 1710.03740). S_t depends on the batches whose update is made
-                    before the last stage begins batch t: all up to t-1, with double-buffered weights up to t-2 (in a
-                    span; all where it begins). A batch that overflows lowers the scale unless it has been lowered
-                    since; `interval` finite batches in a row under the present scale raise it.
+                    before the last stage begins batch t: all up to t-1, with double-buffered weights up to t-2. A
+                    batch that overflows lowers the scale unless it has been lowered since; `interval` finite batches
+                    in a row under the present scale raise it.
 """
 
 from __future__ import annotations
@@ -259,7 +259,7 @@ class _Run:
                 f"batch {t} has {len(batch)} microbatches, batch 0 has {self.size}: give every batch equally many"
             )
         c = float(self.size if self.divisor is None else self.divisor)
-        s = self.scale.at(known=t - (self.method in DOUBLE_BUFFER and t != self.first))
+        s = self.scale.at(known=max(t - (self.method in DOUBLE_BUFFER), 0))
         total, weight = self.accumulate(t, batch, c, s)
         for node in self.nodes:
             node.add_parts()

@@ -98,6 +98,11 @@ class Buffer:
         return list(self._flats.values())
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of all memory."""
+        return sum(flat.nbytes for flat in self._flats.values())
+
+    @property
     def storages(self) -> set[int]:
         """Addresses of the flat tensors, to tell weights from activations."""
         return {flat.untyped_storage().data_ptr() for flat in self._flats.values()}
@@ -149,6 +154,13 @@ class Buffer:
         with torch.no_grad():
             for flat in self._flats.values():
                 flat.mul_(factor)
+
+    def approach(self, other: Buffer, share: float) -> None:
+        """Go a share of the way to another buffer."""
+        self.rewrite()
+        with torch.no_grad():
+            for dtype, flat in self._flats.items():
+                flat.lerp_(other._flats[dtype], share)
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Rewrite with the given parameters."""

@@ -27,6 +27,7 @@ class Share(NamedTuple):
         weight: N, from the last stage.
         scale: S, from the last stage.
         stop: 1 where somebody wants the run to end.
+        evaluated, evaluated_weight: loss sum and weight of an evaluation, from the last stages.
     """
 
     squares: float = 0.0
@@ -35,15 +36,17 @@ class Share(NamedTuple):
     weight: float = 0.0
     scale: float = 0.0
     stop: float = 0.0
+    evaluated: float = 0.0
+    evaluated_weight: float = 0.0
 
 
 @dataclass(frozen=True)
 class LossScale:
     """How the loss is scaled, so that small gradients survive in float16.
 
-    The scale of a batch depends on those batches only whose update the last stage has made before it begins the batch.
-    So with delayed updates a batch may still overflow under a scale that has been lowered since; it does not lower it
-    again.
+    The scale of a batch depends on the batches before it, with double-buffered weights on all but the last one, whose
+    update is not made yet when the last stage begins the batch. So a batch may still overflow under a scale that has
+    been lowered since; it does not lower it again.
 
     Attributes:
         initial: of batch 0.
@@ -127,6 +130,8 @@ def add_shares(shares: Sequence[Share]) -> Share:
         math.fsum(share.weight for share in shares),
         max(share.scale for share in shares),
         max(share.stop for share in shares),
+        math.fsum(share.evaluated for share in shares),
+        math.fsum(share.evaluated_weight for share in shares),
     )
 
 
@@ -139,7 +144,7 @@ def decide(batch: int, total: Share, divisor: float, clip: float | None) -> Deci
         divisor: c.
         clip: the largest norm, if any.
     """
-    squares, _, loss, weight, scale, stop = total
+    squares, _, loss, weight, scale, stop, *_ = total
     finite = math.isfinite(squares)
     if not weight:
         return Decision(batch, math.nan, weight, math.nan, scale, finite, 0.0, bool(stop))
@@ -156,16 +161,27 @@ class Scaler:
 
     Args:
         spec: how it changes; None for a scale of one.
+
+    Attributes:
+        scale: after all decisions that it has learnt.
+        finite_in_a_row: batches under it.
+        before: the scale before the last of these decisions.
     """
 
     def __init__(self, spec: LossScale | None) -> None:
         self._spec = spec
-        self.scale = 1.0 if spec is None else spec.initial
+        self.scale = self.before = 1.0 if spec is None else spec.initial
         self.finite_in_a_row = 0
+
+    @property
+    def scales(self) -> bool:
+        """Whether losses are scaled at all."""
+        return self._spec is not None
 
     def learn(self, decision: Decision) -> None:
         """Take notice of a decision; they come in the order of their batches."""
         spec = self._spec
+        self.before = self.scale
         if spec is None or spec.interval is None or not decision.weight:
             return
         if not decision.finite:

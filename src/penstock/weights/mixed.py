@@ -53,6 +53,11 @@ class MixedStore(VersionStore):
         """The master weights may have been written into from outside, between two runs."""
         self.versions[self.newest].load(self._master.views)
 
+    def restart(self, batch: int, newest: Mapping[str, Tensor], older: Mapping[str, Tensor] | None) -> None:
+        """Go on with other weights: the newest in full precision, the older ones as they were read."""
+        self._master.load(newest)
+        super().restart(batch, self._master.views, older)
+
     def update(self, batch: int, updater: Updater, factor: float, keeps_old: bool) -> None:
         """Bear version batch + 1: step the master copy and cast it."""
         gradient = self._finish(batch)

@@ -119,6 +119,28 @@ class VersionStore:
             buffer.rewrite()
             self._free.append(buffer)
 
+    def restart(self, batch: int, newest: Mapping[str, Tensor], older: Mapping[str, Tensor] | None) -> None:
+        """Go on with other weights, while nothing is in flight.
+
+        Args:
+            batch: the newest version.
+            newest: its weights, by name.
+            older: those of the version before, where passes will still read it.
+        """
+        self.retain(())
+        for version, tensors in ((batch, newest), (batch - 1, older)):
+            if tensors is not None:
+                self.versions[version] = self._take(f"version {version}")
+                self.versions[version].load(tensors)
+
+    def copies(self, version: int) -> dict[str, Tensor]:
+        """Copies of the weights of a version that is alive, by name."""
+        return {name: view.clone() for name, view in self.versions[version].views.items()}
+
+    def newest_copies(self) -> dict[str, Tensor]:
+        """Copies of the newest weights, as the optimizer steps them."""
+        return {name: view.clone() for name, view in self.master.views.items()}
+
     @property
     def master(self) -> Buffer:
         """What the optimizer steps: the newest version."""

@@ -11,7 +11,8 @@ number of versions.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -65,12 +66,52 @@ class Updater:
             self._chunks = [_places(layout, chunk, self._scratch) for chunk in chunks]
 
     @property
+    def name(self) -> str:
+        """What kind of optimizer it is."""
+        return type(self.optimizer).__name__
+
+    @property
     def nbytes(self) -> int:
         """Bytes of optimizer state and scratch."""
         if self.optimizer is None:
             return 0
         state = [t for s in self.optimizer.state.values() for t in s.values() if isinstance(t, Tensor)]
         return sum(t.nbytes for t in (*state, *self._scratch.values()))
+
+    def state(self) -> dict[tuple[str, str], Any]:
+        """Copies of what the optimizer remembers, by kind and parameter: tensors and plain values.
+
+        Raises:
+            CapabilityError: it remembers something else.
+        """
+        found: dict[tuple[str, str], Any] = {}
+        for name, parameter in self.parameters.items():
+            for key, value in (self.optimizer.state.get(parameter, {}) if self.optimizer is not None else {}).items():
+                if isinstance(value, Tensor):
+                    found[key, name] = value.clone()
+                elif value is None or isinstance(value, bool | int | float | str):
+                    found[key, name] = value
+                else:
+                    raise CapabilityError(
+                        f"{type(self.optimizer).__name__} remembers a {type(value).__name__} ({key} of {name}), which "
+                        "a checkpoint cannot hold; it takes tensors and plain values"
+                    )
+        return found
+
+    def load(self, updates: int, state: Mapping[tuple[str, str], Any]) -> None:
+        """Go on where `state` was taken.
+
+        Args:
+            updates: made so far, which the learning rate follows.
+            state: what the optimizer remembers, by kind and parameter.
+        """
+        self.updates = updates
+        if self.optimizer is None:
+            return
+        self.optimizer.state.clear()
+        for (key, name), value in state.items():
+            here = self.optimizer.state[self.parameters[name]]
+            here[key] = value.clone() if isinstance(value, Tensor) else value
 
     def in_place(self, weights: Buffer, gradient: Buffer, factor: float) -> None:
         """Step in the buffer of the weights.

@@ -1,0 +1,213 @@
+"""The state of a stage between two batches, from which training goes on as if nothing had been.
+
+It is taken directly after the update that bears version B, while later microbatches are under way: the next batch to
+begin from is B. With double-buffered weights two versions belong to it, because batch B reads the one before; passes of
+batch B that are under way are done again later. Module buffers are those from before the stage's first forward of
+batch B. Random numbers depend on the batch alone, so no generator has a state worth keeping.
+
+Names in a snapshot: `weights/NAME` (newest, in full precision), `older/NAME` (the version before), `average/NAME`,
+`fixed/NAME` (frozen parameters and persistent buffers; `fixed.1/NAME` for the buffers of pipeline 1, and so on) and
+`optimizer/KIND/NAME`, where NAME is that of a parameter, the same at every depth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+from penstock.errors import CheckpointError
+from penstock.runtime.decisions import Decisions
+from penstock.runtime.node import NodeRuntime
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A stage before batch `batch`.
+
+    Attributes:
+        batch: as many batches have been trained on.
+        replica, cut: whose.
+        tensors: copies, by name.
+        values: plain values that an optimizer remembers, by name.
+        facts: what is the same on all stages.
+    """
+
+    batch: int
+    replica: int
+    cut: int
+    tensors: dict[str, Tensor]
+    values: dict[str, Any]
+    facts: dict[str, Any]
+
+
+class Saving(NamedTuple):
+    """When snapshots are taken, and where they go.
+
+    Attributes:
+        every: number of batches between two; they are taken when B is a multiple of it.
+        sink: takes them, on the rank that has the stage; a call that lasts holds up the rank.
+    """
+
+    every: int
+    sink: Callable[[Snapshot], None]
+
+    def wants(self, batch: int) -> bool:
+        """Whether one is taken before `batch`."""
+        return batch > 0 and batch % self.every == 0
+
+
+class Saved(Protocol):
+    """All stages of a pipeline, of any depth and width, before one batch."""
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """What is the same on all stages, and `values` of them all."""
+        ...
+
+    @property
+    def names(self) -> Collection[str]:
+        """All tensors."""
+        ...
+
+    def tensor(self, name: str) -> Tensor:
+        """One of them."""
+        ...
+
+
+def take(
+    node: NodeRuntime, batch: int, replica: int, decisions: Decisions, fixed: Mapping[str, Tensor] | None = None
+) -> Snapshot:
+    """A snapshot of a stage, between an update and the next pass.
+
+    Args:
+        node: the stage.
+        batch: the newest version.
+        replica: its pipeline; all have the same but for their buffers, so only the first one keeps the rest.
+        decisions: as its rank knows them.
+        fixed: copies of what is not trained from before the first forward of `batch`; None if that has not run.
+    """
+    if fixed is None:
+        fixed = copies_of_fixed(node)
+    facts: dict[str, Any] = {"batch": batch, "decisions": decisions.state()}
+    if replica:
+        tensors = {f"fixed.{replica}/{name}": tensor for name, tensor in fixed.items()}
+        return Snapshot(batch, replica, node.node.cut, tensors, {}, facts)
+    tensors = {f"fixed/{name}": tensor for name, tensor in fixed.items()}
+    values: dict[str, Any] = {}
+    if node.store is not None and node.updater is not None:
+        tensors |= {f"weights/{name}": tensor for name, tensor in node.store.newest_copies().items()}
+        if batch - 1 in node.store.versions:
+            tensors |= {f"older/{name}": tensor for name, tensor in node.store.copies(batch - 1).items()}
+        for (kind, name), value in node.updater.state().items():
+            kept = tensors if isinstance(value, Tensor) else values
+            kept[f"optimizer/{kind}/{name}"] = value
+        if node.average is not None:
+            tensors |= {f"average/{name}": view.clone() for name, view in node.average.views.items()}
+        facts |= {"updates": node.updater.updates, "optimizer": node.updater.name}
+    return Snapshot(batch, replica, node.node.cut, tensors, values, facts)
+
+
+def copies_of_fixed(node: NodeRuntime) -> dict[str, Tensor]:
+    """Copies of a stage's frozen parameters and persistent buffers."""
+    return {name: tensor.clone() for name, tensor in node.stage.unversioned().items()}
+
+
+def restore(node: NodeRuntime, saved: Saved, replica: int, older: bool) -> None:
+    """Bring a stage to where a snapshot was taken.
+
+    Args:
+        node: the stage, with nothing in flight.
+        saved: the snapshots of all stages.
+        replica: its pipeline.
+        older: passes will read the version before the newest.
+
+    Raises:
+        CheckpointError: something is missing, or has another shape.
+    """
+    reader, batch = _Reader(node, saved), int(saved.facts["batch"])
+    own = f"fixed.{replica}/"
+    for name, tensor in node.stage.unversioned().items():
+        kind = own if f"{own}{name}" in saved.names else "fixed/"
+        tensor.copy_(reader.read(kind, name, tensor))
+    if node.store is None or node.updater is None:
+        return
+    views = node.store.master.views
+    newest = {name: reader.read("weights/", name, view) for name, view in views.items()}
+    before = {name: reader.read("older/", name, view) for name, view in views.items()} if older else None
+    node.store.restart(batch, newest, before)
+    if node.average is not None:
+        kind = "average/" if reader.has("average/", next(iter(views))) else "weights/"
+        node.average.load({name: reader.read(kind, name, view) for name, view in views.items()})
+    if saved.facts["optimizer"] != node.updater.name:
+        raise CheckpointError(
+            f"the checkpoint has the state of {saved.facts['optimizer']}, but {node.stage.where} is stepped by "
+            f"{node.updater.name}; use the same optimizer, or begin a new run from the weights alone"
+        )
+    node.updater.load(int(saved.facts["updates"]), reader.optimizer_state())
+    node.restore()
+
+
+class _Reader:
+    """Finds the tensors of one stage in a checkpoint, whatever a shared parameter was called there."""
+
+    def __init__(self, node: NodeRuntime, saved: Saved) -> None:
+        self._node, self._saved = node, saved
+        cut = node.node.cut
+        self._names: dict[str, list[str]] = {}
+        for tie in node.ties:
+            for place, name in enumerate(tie.names_at(cut)):
+                self._names[name] = [name, *(names[place] for names in tie.names)]
+
+    def has(self, kind: str, name: str) -> bool:
+        """Whether there is one of this kind."""
+        return any(kind + known in self._saved.names for known in self._known(name))
+
+    def read(self, kind: str, name: str, like: Tensor) -> Tensor:
+        """A tensor of the stage."""
+        found = next((kind + known for known in self._known(name) if kind + known in self._saved.names), None)
+        if found is None:
+            raise CheckpointError(f"the checkpoint has no {kind}{name}, which {self._node.stage.where} needs")
+        tensor = self._saved.tensor(found)
+        if tensor.shape != like.shape:
+            raise CheckpointError(
+                f"{name} has shape {tuple(tensor.shape)} in the checkpoint and {tuple(like.shape)} in the model; give "
+                "the model the shape that it was saved with"
+            )
+        return tensor.to(like.device)
+
+    def optimizer_state(self) -> dict[tuple[str, str], Any]:
+        """What the optimizer of the stage remembers, by kind and parameter."""
+        assert self._node.updater is not None
+        state: dict[tuple[str, str], Any] = {}
+        values: Mapping[str, Any] = self._saved.facts["values"]
+        places = [name.split("/", 2) for name in (*self._saved.names, *values) if name.startswith("optimizer/")]
+        kinds: dict[str, list[str]] = {}
+        for _, kind, name in places:
+            kinds.setdefault(name, []).append(kind)
+        for name, parameter in self._node.updater.parameters.items():
+            known = next((k for k in self._known(name) if k in kinds), None)
+            for kind in kinds[known] if known is not None else ():
+                key = f"optimizer/{kind}/{known}"
+                value = values[key] if key in values else self._saved.tensor(key)
+                state[kind, name] = value.to(parameter.device) if isinstance(value, Tensor) and value.dim() else value
+        return state
+
+    def _known(self, name: str) -> list[str]:
+        return self._names.get(name, [name])
+
+
+def check_names(saved: Saved, blocks: Collection[str]) -> None:
+    """Make sure that a checkpoint is of this model.
+
+    Raises:
+        CheckpointError: it has tensors of blocks that the model does not have.
+    """
+    foreign = [name for name in saved.names if not any(f"/{block}." in name for block in blocks)]
+    if foreign:
+        raise CheckpointError(
+            f"the checkpoint has {len(foreign)} tensors of blocks that the model does not have, the first of them "
+            f"{foreign[0]}; blocks of the model: {', '.join(blocks)}"
+        )

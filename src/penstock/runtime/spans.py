@@ -1,0 +1,266 @@
+"""Spans: how a pipeline runs from empty to empty, and what is agreed on before and left behind after.
+
+A span is what lies between two drains. Training is one span per run where evaluations and snapshots fit between two
+batches, and one span from each to the next where the pipeline must be drained for them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from functools import partial
+from itertools import islice
+
+import torch
+
+from penstock.errors import ConfigError, PenstockError, TransportError
+from penstock.runtime.collective import gather_json
+from penstock.runtime.decisions import Evaluated
+from penstock.runtime.drive import Run, drive_all, drive_one
+from penstock.runtime.evaluation import Evaluating, Evaluator
+from penstock.runtime.executor import Executor, Report
+from penstock.runtime.links import holders_of, link
+from penstock.runtime.nccl import LaneGroups
+from penstock.runtime.snapshot import Saving, Snapshot, take
+from penstock.runtime.source import Batches, Source
+from penstock.runtime.team import Team
+from penstock.runtime.transport import Channel
+from penstock.runtime.worker import Worker
+from penstock.schedule.border import border_fault
+from penstock.schedule.check import Proof
+from penstock.schedule.nodespec import node_specs
+from penstock.schedule.versions import RULES
+
+_FAILED = -1
+
+
+class Spans:
+    """Of one pipeline (or several parallel ones), in this process.
+
+    Args:
+        team: all ranks.
+        workers: those of this process.
+        proof: of the training schedule.
+        forward_only: of the schedule of evaluations.
+        lane_groups: communicators for tensors, per channel and pipeline; empty where they travel over gloo.
+        timeout: seconds after which a missing message is an error.
+
+    Attributes:
+        batches: that have been trained on.
+        keeps_older: the next span begins with two versions, where the rule has two.
+    """
+
+    def __init__(
+        self,
+        team: Team,
+        workers: Sequence[Worker],
+        proof: Proof,
+        forward_only: Proof,
+        lane_groups: dict[Channel, list[LaneGroups]],
+        timeout: float,
+    ) -> None:
+        self._team, self._workers, self._timeout = team, workers, timeout
+        self._proof, self._forward_only, self._lane_groups = proof, forward_only, lane_groups
+        self.schedule = proof.schedule
+        self.batches, self.keeps_older = 0, False
+        self._bases = RULES[self.schedule.rule].bases
+        self._broken: BaseException | None = None
+        self._running = self._abandoned = False
+        self._source: Source | None = None
+        self._last = self.schedule.node_at[self.schedule.cuts - 1, 0].rank
+        self.reporting = workers[self._last if team.group is None else 0]
+
+    # --- training ---------------------------------------------------------------------------------------------------
+
+    def train(self, batches: Batches, save: Saving | None, evaluate: Evaluating | None) -> Iterator[Report]:
+        """Train on batches, in as many spans as it takes."""
+        if not torch.is_grad_enabled():
+            raise ConfigError("training needs gradients, but run() was called under torch.no_grad()")
+        if (save is None and evaluate is None) or border_fault(self._proof.lowered) is None:
+            yield from self._train_once(batches, save, evaluate)
+            return
+        rest, stopped = iter(batches), False
+        while True:
+            size = min(plan.every - self.batches % plan.every for plan in (save, evaluate) if plan is not None)
+            before = self.batches
+            yield from self._train_once(islice(rest, size), None, None, stopped)
+            if self.batches - before < size:
+                return
+            stopped = self._source is not None and self._source.stopped
+            if evaluate is not None and evaluate.wants(self.batches):
+                total, weight = self.evaluate(evaluate.data(), averaged=False)
+                self.reporting.decisions.tell(Evaluated(self.batches, total, weight))
+            if save is not None and save.wants(self.batches):
+                for snapshot in self.snapshots():
+                    save.sink(snapshot)
+
+    def _train_once(
+        self, batches: Batches, save: Saving | None, evaluate: Evaluating | None, stopped: bool = False
+    ) -> Iterator[Report]:
+        source = self._open(batches)
+        source.stopped = stopped
+        if not self._begin(source):
+            return
+        executors = self._executors(self._proof)
+        evaluators = [] if evaluate is None else self._evaluators(evaluate)
+        older = -1 if self.keeps_older and self._bases == 2 else 0
+        runs = [
+            e.run(source, self.batches, older, at_border=evaluators[i].at_border if evaluators else None, saving=save)
+            for i, e in enumerate(executors)
+        ]
+        yield from self._span(self._drive(runs, 1), source, [*executors, *evaluators], training=True)
+
+    def _evaluators(self, evaluate: Evaluating) -> list[Evaluator]:
+        schedule = self.schedule
+        opened = partial(Source, microbatches=schedule.microbatches, width=self._team.width)
+        executors = self._executors(self._forward_only, Channel.EVALUATION)
+        return [
+            Evaluator(worker, executor, evaluate, opened, self._bases - 1)
+            for worker, executor in zip(self._workers, executors, strict=True)
+        ]
+
+    def _span(
+        self, reports: Iterator[Report], source: Source, parties: Sequence[Executor | Evaluator], training: bool
+    ) -> Iterator[Report]:
+        """Pass reports on until the pipeline is empty again, whatever the caller does."""
+        count, self._running = 0, True
+        try:
+            try:
+                for report in reports:
+                    count += 1
+                    yield report
+            except GeneratorExit:  # the caller has left the loop: finish what is under way
+                if not self._abandoned:
+                    self.ask_to_stop(source)
+                    unseen = list(reports)
+                    count += len(unseen)
+                    self.reporting.decisions.give_back(
+                        [d for report in unseen for d in report.decided], [e for r in unseen for e in r.evaluated]
+                    )
+                else:
+                    self._broken = PenstockError("the run was abandoned")
+                raise
+        except GeneratorExit:
+            raise
+        except BaseException as error:
+            self._broken = error
+            raise
+        finally:
+            self._running = False
+            for party in parties:
+                party.close()
+            if self._broken is None:
+                if training:
+                    self.batches += count
+                    self.keeps_older = self.keeps_older or count > 0
+                for worker in self._workers:
+                    for node in worker.nodes.values():
+                        node.restore()
+
+    def ask_to_stop(self, source: Source | None = None) -> None:
+        """Let the run under way end."""
+        source = source or self._source
+        for worker in self._workers:
+            worker.decisions.stopping = True
+        if source is not None and (self._team.group is None or self._team.width == 1):
+            source.stopped = True
+
+    def abandon(self) -> None:
+        """Do not finish what is under way when the loop is left."""
+        self._abandoned = True
+
+    # --- between runs -----------------------------------------------------------------------------------------------
+
+    def evaluate(self, batches: Batches, averaged: bool) -> tuple[float, float]:
+        """The loss sum on batches with the newest weights (or their average), and its weight, on all ranks."""
+        if averaged and any(n.store is not None and n.average is None for w in self._workers for n in w.nodes.values()):
+            raise ConfigError("there are no averaged weights; give the pipeline a decay, such as average=0.999")
+        source, found = self._open(batches), []
+        if self._begin(source):
+            executors = self._executors(self._forward_only)
+            reports = self._drive([e.run(source, self.batches, 0) for e in executors], self._team.width)
+            with ExitStack() as stack:
+                for worker in self._workers:
+                    stack.enter_context(worker.evaluating(averaged))
+                for r in self._span(reports, source, executors, training=False):
+                    if r.loss is not None and r.weight:
+                        found.append([r.loss * r.weight, r.weight])
+            if self._team.group is not None:
+                gathered = gather_json(found, "gathering the losses of an evaluation", self._team.control)
+                found = [pair for part in gathered for pair in part]
+        return math.fsum(total for total, _ in found), math.fsum(weight for _, weight in found)
+
+    def snapshots(self) -> list[Snapshot]:
+        """The state of every stage in this process, with the pipeline drained."""
+        self._check_idle()
+        found = []
+        for worker in self._workers:
+            for node in worker.nodes.values():
+                node.refresh()
+                found.append(take(node, self.batches, worker.seat.replica, worker.decisions))
+        return found
+
+    # --- the beginning of a span ------------------------------------------------------------------------------------
+
+    def _check_idle(self) -> None:
+        if self._broken is not None:
+            raise PenstockError("the pipeline broke in an earlier run and cannot go on") from self._broken
+        if self._running:
+            raise PenstockError("a run or an evaluation of this pipeline is under way; end it first")
+
+    def _open(self, batches: Batches) -> Source:
+        self._check_idle()
+        team = self._team
+        edges = {n.cut for w in self._workers if w.seat.replica == team.replicas[0] for n in w.nodes}
+        edges &= {0, self.schedule.cuts - 1}
+        return Source(batches, self.schedule.microbatches, team.width, len(edges), len(team.replicas))
+
+    def _begin(self, source: Source) -> bool:
+        """Make everything ready for a span; whether there is a first batch, which all ranks agree on."""
+        for worker in self._workers:
+            worker.decisions.stopping = False
+            for node in worker.nodes.values():
+                node.refresh()
+        self._source = source
+        if self._team.group is None:
+            return source.begins()
+        first = self.schedule.node_at[0, 0].rank
+        flag, failure = None, None
+        if self._team.seats[0].rank == first:
+            try:
+                flag = int(source.begins())
+            except Exception as error:  # the others must hear of it before it is raised here
+                flag, failure = _FAILED, error
+        try:
+            flags = gather_json(flag, "agreeing to start", self._team.control)
+        except TransportError as error:
+            self._broken = error
+            raise
+        if failure is not None:
+            raise failure
+        if _FAILED in flags:
+            rank = flags.index(_FAILED)
+            raise TransportError(f"rank {rank}, which holds the first stage, could not read the first batch")
+        return all(flag != 0 for flag in flags)
+
+    def _executors(self, proof: Proof, channel: Channel = Channel.TRAINING) -> list[Executor]:
+        specs = node_specs(proof.schedule, older=0)
+        links = link(self._team, proof.lowered, specs, channel, self._lane_groups.get(channel, []))
+        holders = holders_of(proof.schedule, self._team.width)
+        return [
+            Executor(
+                worker,
+                proof.lowered,
+                {spec.node: spec for spec in specs if spec.node.rank == worker.seat.rank},
+                holders,
+                links[worker.seat],
+            )
+            for worker in self._workers
+        ]
+
+    def _drive(self, runs: list[Run], replicas: int) -> Iterator[Report]:
+        """The reports: those of the last stage where it is here, of so many pipelines."""
+        if self._team.group is not None:
+            return drive_one(runs[0], self._timeout)
+        return drive_all(runs, [replica * self._team.depth + self._last for replica in range(replicas)])

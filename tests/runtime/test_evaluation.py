@@ -1,0 +1,167 @@
+"""Evaluation in the midst of a run finds what it would find after a drain, and leaves no trace."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from runtime_cases import METHODS, Case, assert_equal_tensors, expected, make_batches, make_pipeline
+
+from least import least
+from penstock.errors import ConfigError, DataError
+from penstock.runtime.decisions import Evaluated
+from penstock.runtime.evaluation import Evaluating
+from penstock.runtime.pipeline import Pipeline
+from penstock.runtime.snapshot import Saving, Snapshot
+from pool import Pool
+
+Found = list[tuple[int, float | None, float]]
+
+
+def data_of(case: Case, batches: int = 2) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Other batches than those of the run."""
+    return make_batches(replace(case, spans=(batches + 9,), skips=(9,)))[9:]
+
+
+def run(pipeline: Pipeline, case: Case, every: int, batches: int = 2) -> list[Evaluated]:
+    found: list[Evaluated] = []
+    for report in pipeline.run(make_batches(case), evaluate=Evaluating(every, lambda: data_of(case, batches))):
+        found += report.evaluated
+    return found + list(pipeline.evaluated())
+
+
+def plain(found: list[Evaluated]) -> Found:
+    return [(e.version, e.loss, e.weight) for e in found]
+
+
+def after_drains(case: Case, every: int) -> Found:
+    """What evaluations between runs find; the weights of flushed and double-buffered methods do not notice drains."""
+    pipeline, found = make_pipeline(case), []
+    batches = make_batches(case)
+    for first in range(0, len(batches), every):
+        list(pipeline.run(batches[first : first + every]))
+        if pipeline.batches % every == 0:
+            result = pipeline.evaluate(data_of(case))
+            assert result is not None
+            found.append((pipeline.batches, *result))
+    return found
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3, 4])
+@pytest.mark.parametrize("method", [*METHODS, "2bw-eager"])
+def test_it_finds_the_same_as_after_a_drain(method: str, depth: int) -> None:
+    late = method.startswith("2bw")  # buffers have no versions: here they are those of one batch later
+    case = Case(method, depth, least(method, depth) + depth % 2, "mixed" if late else "restless", spans=(7,), skips=())
+    pipeline = make_pipeline(case)
+    found, wanted = plain(run(pipeline, case, 2)), after_drains(case, 2)
+    assert [version for version, *_ in found] == ([2, 4] if late else [2, 4, 6])
+    assert found == wanted[: len(found)]
+    drains = () if method != "stash" else (2, 2, 2, 1)
+    assert_equal_tensors(
+        pipeline.state_dict(), expected(replace(case, spans=drains or case.spans)).weights, "weights after training"
+    )
+
+
+@pytest.mark.parametrize("method", ["1f1b", "2bw", "2bw-eager", "gpipe"])
+def test_nothing_is_drained(method: str) -> None:
+    """The first stage has begun the batch after an evaluation before the last one has ended the batch before it."""
+    case = Case(method, 3, 4, spans=(6,), skips=())
+    pipeline = make_pipeline(case)
+    run(pipeline, case, 1)
+    timeline = pipeline.timeline()
+    assert any(i.batch == -1 for i in timeline.intervals)
+    labels = [i.label for i in timeline.intervals if i.rank == 0 and i.lane == "compute" and i.is_work]
+    first = labels.index("Fe0")
+    before = [label for label in labels[:first] if label.startswith("F")]
+    done = [label for label in labels[:first] if label.startswith("B")]
+    assert len(before) - len(done) == (0 if method in ("1f1b", "gpipe") else 2 if method == "2bw" else 4)
+
+
+def test_decided_together_all_ranks_know() -> None:
+    case = Case("2bw", 2, 3, spans=(6,), skips=(), clip=0.6)
+    assert plain(run(make_pipeline(case), case, 2)) == after_drains(case, 2)[:2]
+
+
+def test_width_evaluates_all_of_the_data() -> None:
+    case = Case("2bw", 2, 2, spans=(5,), skips=(), width=2)
+    found, wanted = plain(run(make_pipeline(case), case, 1)), after_drains(case, 1)[:3]
+    assert [(v, pytest.approx(loss), weight) for v, loss, weight in found] == wanted
+
+
+def test_evaluations_and_snapshots_at_once() -> None:
+    case = Case("2bw", 2, 3, "restless", spans=(7,), skips=())
+    snapshots: list[Snapshot] = []
+    pipeline = make_pipeline(case)
+    evaluate = Evaluating(2, lambda: data_of(case))
+    found = [e for r in pipeline.run(make_batches(case), save=Saving(3, snapshots.append), evaluate=evaluate)
+             for e in r.evaluated]  # fmt: skip
+    assert [e.version for e in (*found, *pipeline.evaluated())] == [2, 4]
+    assert sorted((s.batch, s.cut) for s in snapshots) == [(3, 0), (3, 1), (6, 0), (6, 1)]
+    assert_equal_tensors(pipeline.state_dict(), expected(case).weights, "weights")
+
+
+def test_what_cannot_be_evaluated_is_refused() -> None:
+    case = Case("2bw", 2, 2, spans=(4,), skips=())
+    with pytest.raises(ConfigError, match="evaluate: every must be a whole number of at least 1, got -2"):
+        list(make_pipeline(case).run(make_batches(case), evaluate=Evaluating(-2, list)))
+    with pytest.raises(DataError, match="the data of an evaluation is empty"):
+        list(make_pipeline(case).run(make_batches(case), evaluate=Evaluating(1, list)))
+    with pytest.raises(ConfigError, match="no averaged weights"):
+        make_pipeline(case).evaluate(data_of(case), averaged=True)
+    with pytest.raises(ConfigError, match="average must be a decay between 0 and 1"):
+        make_pipeline(case, average=1.0)
+
+
+# --- averaged weights -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("method", ["1f1b", "2bw", "stash"])
+def test_the_average_follows_its_equation(method: str, precision: str) -> None:
+    """A(t+1) = 0.8 A(t) + 0.2 W(t+1), A(0) = W(0); a skipped update does not count."""
+    case = Case(method, 2, 2, spans=(1,) * 5, skips=(2,), precision=precision)  # type: ignore[arg-type]
+    pipeline = make_pipeline(case, average=0.8)
+    wanted = {name: w.clone() for name, w in pipeline.state_dict().items()}
+    for t, batch in enumerate(make_batches(case)):
+        list(pipeline.run([batch]))
+        for name, w in pipeline.state_dict().items():
+            wanted[name] = torch.lerp(wanted[name], w, 0.2) if t != 2 else wanted[name]
+    averaged = pipeline.state_dict(averaged=True)
+    for name, a in wanted.items():
+        assert torch.allclose(averaged[name], a, rtol=1e-6, atol=1e-7), name
+        assert not torch.equal(averaged[name], pipeline.state_dict()[name])
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_averaged_weights_are_evaluated_on_demand(precision: str) -> None:
+    case = Case("2bw", 2, 2, spans=(4,), skips=(), precision=precision)  # type: ignore[arg-type]
+    pipeline = make_pipeline(case, average=0.5)
+    list(pipeline.run(make_batches(case)))
+    averaged = pipeline.state_dict(averaged=True)
+    found, newest = pipeline.evaluate(data_of(case), averaged=True), pipeline.evaluate(data_of(case))
+    other = make_pipeline(case)
+    for name, w in other.state_dict().items():
+        w.copy_(averaged[name])
+    assert found == other.evaluate(data_of(case)) != newest
+
+
+# --- between processes ------------------------------------------------------------------------------------------------
+
+
+def run_on_rank(group: dist.ProcessGroup, case: Case) -> Found:
+    return plain(run(make_pipeline(case, group), case, 2, batches=3))
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("method", ["1f1b", "2bw", "2bw-eager", "stash"])
+def test_between_processes(pool: Pool, method: str) -> None:
+    case = Case(method, 3, 4, "restless", spans=(5,), skips=())
+    *others, last = pool.submit(run_on_rank, case, ranks=3)
+    assert last == plain(run(make_pipeline(case), case, 2, batches=3))
+    clipped = replace(case, clip=0.6)
+    results = pool.submit(run_on_rank, clipped, ranks=3)
+    if method != "stash":
+        assert results == [plain(run(make_pipeline(clipped), clipped, 2, batches=3))] * 3
+        assert others == [[], []]
