@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from threading import Event
 
 from torch import Tensor
 
@@ -92,6 +93,7 @@ class Executor:
         self._losses: dict[int, list[Loss]] = {}
         self._weights: dict[int, float] = {}  # N of each batch, once known here
         self._sums: dict[int, Loss] = {}  # of each batch that stages have not decided on
+        self._snapshots: list[tuple[int, Event]] = []  # taken, and not written yet
         self._fixed: dict[tuple[Node, int], dict[str, Tensor]] = {}  # of snapshots to come
         self._admitted: dict[int, int] = {}
         self._report: Report | None = None
@@ -289,7 +291,10 @@ class Executor:
         """Take a snapshot of a stage whose newest version is `batch`, if it is time."""
         if self._saving is not None and self._saving.wants(batch):
             fixed = self._fixed.pop((node.node, batch), None)
-            self._saving.sink(take(node, batch, self.replica, self.decisions, fixed))
+            snapshot = take(node, batch, self.replica, self.decisions, fixed)
+            self._snapshots.append((snapshot.nbytes, snapshot.written))
+            self._hold_bytes(Op.STEP)
+            self._saving.sink(snapshot)
 
     def _pending_report(self) -> Iterator[Report]:
         """Hand the report out only when what the forward made is on its way: the caller may take any time with it."""
@@ -301,7 +306,8 @@ class Executor:
 
     def _hold_bytes(self, op: Op) -> None:
         """Take down what the parameter-sized memory of this rank is used for."""
-        totals: dict[str, int] = {}
+        self._snapshots = [(nbytes, written) for nbytes, written in self._snapshots if not written.is_set()]
+        totals = {"snapshots": sum(nbytes for nbytes, _ in self._snapshots)} if self._saving is not None else {}
         for node in self.nodes.values():
             for role, nbytes in node.bytes_by_role().items():
                 totals[role] = totals.get(role, 0) + nbytes

@@ -13,7 +13,8 @@ Names in a snapshot: `weights/NAME` (newest, in full precision), `older/NAME` (t
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from threading import Event
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
@@ -33,6 +34,7 @@ class Snapshot:
         tensors: copies, by name.
         values: plain values that an optimizer remembers, by name.
         facts: what is the same on all stages.
+        written: set by whoever has it, when the tensors are not needed any more.
     """
 
     batch: int
@@ -41,6 +43,12 @@ class Snapshot:
     tensors: dict[str, Tensor]
     values: dict[str, Any]
     facts: dict[str, Any]
+    written: Event = field(default_factory=Event, compare=False)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
 class Saving(NamedTuple):

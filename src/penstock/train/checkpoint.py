@@ -1,0 +1,197 @@
+"""Checkpoints on disk: safetensors and JSON, no pickle, complete or not there at all.
+
+    checkpoints/batch-00000100/index.json              schema, facts, checksum of every file, file of every tensor
+    checkpoints/batch-00000100/stage-0.safetensors
+    checkpoints/batch-00000100/stage-0.1.safetensors   buffers of stage 0 in pipeline 1, where it has some
+
+All names are those of parameters (`penstock.runtime.snapshot`), so any other cut of the model can read them. A
+checkpoint is written into a hidden folder, synced, and renamed when the index is in it; older ones go when a newer one
+is complete. Every file is checked against the index before anything of it is used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from penstock.errors import CheckpointError
+
+SCHEMA = 1
+FOLDER = "checkpoints"
+INDEX = "index.json"
+_PART = ".part"
+_BLOCK = 1 << 20  # bytes that are hashed at once
+
+
+class Checkpoint:
+    """A complete checkpoint; tensors are read when they are asked for.
+
+    Args:
+        folder: with an index and files.
+
+    Attributes:
+        facts: what is the same on all stages, with what their optimizers remember besides tensors as "values".
+        names: all tensors.
+        extra: what the training loop has added.
+
+    Raises:
+        CheckpointError: a file is missing, or not the one that was written, or of another schema.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        index = _read_index(folder / INDEX)
+        self._homes: dict[str, str] = index["tensors"]
+        self.names: Collection[str] = self._homes.keys()
+        self.facts: Mapping[str, Any] = index["facts"]
+        self.extra: Mapping[str, Any] = index["extra"]
+        for name, written in index["files"].items():
+            _check_file(folder, name, written)
+
+    def tensor(self, name: str) -> Tensor:
+        """A tensor.
+
+        Raises:
+            CheckpointError: its file does not hold it, or cannot be read any more.
+        """
+        path = self.folder / self._homes[name]
+        try:
+            with safe_open(path, framework="pt") as opened:
+                tensor: Tensor = opened.get_tensor(name)
+                return tensor
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"cannot read {name} from {str(path)!r}: {error}") from None
+
+    @property
+    def batch(self) -> int:
+        """As many batches have been trained on."""
+        return int(self.facts["batch"])
+
+
+def place_of(run: Path, batch: int) -> Path:
+    """The folder of a checkpoint of a run."""
+    return run / FOLDER / f"batch-{batch:08d}"
+
+
+def part_of(place: Path) -> Path:
+    """Where a checkpoint is while it is written."""
+    return place.with_name(f".{place.name}{_PART}")
+
+
+def checkpoints(run: Path) -> list[Path]:
+    """The checkpoints of a run that were completed, the oldest first."""
+    return sorted(path for path in (run / FOLDER).glob("batch-*") if (path / INDEX).is_file())
+
+
+def open_newest(run: Path) -> tuple[Checkpoint | None, list[CheckpointError]]:
+    """The newest checkpoint of a run that is whole, and what is wrong with those after it.
+
+    Raises:
+        CheckpointError: there are some, but none is whole.
+    """
+    faults: list[CheckpointError] = []
+    for path in reversed(checkpoints(run)):
+        try:
+            return Checkpoint(path), faults
+        except CheckpointError as error:
+            faults.append(error)
+    if faults:
+        raise CheckpointError(
+            f"none of the {len(faults)} checkpoints in {str(run / FOLDER)!r} is whole; the newest: {faults[0]}"
+        ) from faults[0]
+    return None, []
+
+
+def clear_parts(run: Path) -> None:
+    """Remove what was being written when a run ended."""
+    for path in (run / FOLDER).glob(f".batch-*{_PART}"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def write_index(place: Path, content: Mapping[str, Any]) -> None:
+    """Complete a checkpoint: write the index and give the folder its name."""
+    part = part_of(place)
+    with (part / INDEX).open("w") as file:
+        json.dump({"schema": SCHEMA, **content}, file)
+        file.flush()
+        os.fsync(file.fileno())
+    sync_folder(part)
+    if place.exists():  # from before a restart that went further back
+        shutil.rmtree(place)
+    os.rename(part, place)
+    sync_folder(place.parent)
+
+
+def rotate(run: Path, keep: int) -> None:
+    """Remove all but the newest `keep` checkpoints."""
+    for path in checkpoints(run)[:-keep]:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def fingerprint(path: Path) -> dict[str, Any]:
+    """Size and SHA-256 of a file."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        for block in _blocks(file):
+            digest.update(block)
+    return {"bytes": path.stat().st_size, "sha256": digest.hexdigest()}
+
+
+def sync_file(path: Path) -> None:
+    """Wait until a file is on the disk."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def sync_folder(path: Path) -> None:
+    """Wait until the names in a folder are on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _blocks(file: Any) -> Iterator[bytes]:
+    while block := file.read(_BLOCK):
+        yield block
+
+
+def _read_index(path: Path) -> dict[str, Any]:
+    try:
+        index = json.loads(path.read_text())
+    except OSError as error:
+        raise CheckpointError(f"{str(path.parent)!r} is no checkpoint: {path.name}: {error.strerror}") from None
+    except ValueError as error:
+        raise CheckpointError(f"{str(path)!r} is damaged: {error}") from None
+    if not isinstance(index, dict) or index.get("schema") != SCHEMA:
+        found = index.get("schema") if isinstance(index, dict) else None
+        raise CheckpointError(f"{str(path)!r} has schema {found}, this version of penstock reads {SCHEMA}")
+    missing = {"facts", "extra", "files", "tensors"} - index.keys()
+    if missing or not set(index["tensors"].values()) <= index["files"].keys():
+        raise CheckpointError(f"{str(path)!r} is damaged: it lacks {', '.join(sorted(missing)) or 'files of tensors'}")
+    return index
+
+
+def _check_file(folder: Path, name: str, written: Mapping[str, Any]) -> None:
+    """Make sure that a file is the one that was written."""
+    path = folder / name
+    if Path(name).name != name:
+        raise CheckpointError(f"the index in {str(folder)!r} names {name!r}, which is not a file of its folder")
+    try:
+        found = fingerprint(path)
+    except OSError as error:
+        raise CheckpointError(f"cannot read {str(path)!r}: {error.strerror or error}") from None
+    if found != written:
+        what = (
+            f"{found['bytes']} of {written['bytes']} bytes" if found["bytes"] != written["bytes"] else "other content"
+        )
+        raise CheckpointError(f"{str(path)!r} is damaged: it has {what}")

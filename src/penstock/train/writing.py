@@ -1,0 +1,205 @@
+"""Checkpoints are written while training goes on, by a thread of each rank; the first stage's completes them.
+
+Every rank writes the files of its stages and posts what it has written. When all have, the rank with the first stage
+writes the index and gives the checkpoint its name. Where one of them fails (the disk is full, say), the checkpoint is
+dropped, those before it stay, and training goes on. A rank whose last snapshot is not written yet waits with the next.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Protocol
+
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+
+from penstock.errors import CheckpointError
+from penstock.runtime.snapshot import Snapshot
+from penstock.train import checkpoint as disk
+
+Part = tuple[int, int]
+_LOOK = 0.05  # seconds between two looks at what others have posted
+
+
+class Wall(Protocol):
+    """Where ranks post what they have written."""
+
+    def post(self, key: str, text: str) -> None:
+        """Post a text."""
+        ...
+
+    def read(self, key: str) -> str | None:
+        """What was posted; None if nothing yet."""
+        ...
+
+
+class LocalWall:
+    """All stages in one process."""
+
+    def __init__(self) -> None:
+        self._texts: dict[str, str] = {}
+
+    def post(self, key: str, text: str) -> None:
+        """Post a text."""
+        self._texts[key] = text
+
+    def read(self, key: str) -> str | None:
+        """What was posted; None if nothing yet."""
+        return self._texts.get(key)
+
+
+class StoreWall:
+    """The job's store; looking never waits, because the store serves one caller of a process at a time."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = PrefixStore("penstock/checkpoint", store)
+
+    def post(self, key: str, text: str) -> None:
+        """Post a text."""
+        self._store.set(key, text)
+
+    def read(self, key: str) -> str | None:
+        """What was posted; None if nothing yet."""
+        return self._store.get(key).decode() if self._store.check([key]) else None
+
+
+class Writer:
+    """Writes the checkpoints of a run.
+
+    Args:
+        run: the run's folder.
+        parts: the cut and the pipeline of every stage.
+        own: those of this process; who has the first of all parts completes the checkpoints.
+        keep: how many checkpoints stay.
+        extra: of the number of batches, what goes into the index besides, the same on all ranks.
+        wall: shared by all ranks.
+        timeout: seconds to wait for what others write.
+        tell: called by the thread of the rank with the first stage, with the number of batches and None, or what has
+            kept the checkpoint from being written.
+    """
+
+    def __init__(
+        self,
+        run: Path,
+        parts: Sequence[Part],
+        own: Sequence[Part],
+        keep: int,
+        extra: Callable[[int], Mapping[str, Any]],
+        wall: Wall,
+        timeout: float,
+        tell: Callable[[int, str | None], None],
+    ) -> None:
+        self._run, self._keep, self._extra = run, keep, extra
+        self._wall, self._timeout, self._tell = wall, timeout, tell
+        self._parts, self._own, self._written = list(parts), len(own), 0
+        self._completes = parts[0] in own
+        self._thread = ThreadPoolExecutor(1, "penstock checkpoint")
+        self._pending: tuple[int, list[Future[None]]] = (-1, [])
+
+    def sink(self, snapshot: Snapshot) -> None:
+        """Have a snapshot written; waits while one of another batch is."""
+        batch, futures = self._pending
+        if batch != snapshot.batch:
+            _finish(futures)
+            self._pending = batch, futures = snapshot.batch, []
+        futures.append(self._thread.submit(self._write, snapshot))
+
+    def finish(self, batch: int) -> str | None:
+        """Wait until the checkpoint of `batch` is complete, on every rank; returns what has kept it from being."""
+        _finish(self._pending[1])
+        found = self._await([f"{batch}/complete"])
+        return json.loads(found[0]) if found is not None else f"nobody completed it within {self._timeout:g} seconds"
+
+    def close(self) -> None:
+        """Wait for what is being written."""
+        self._thread.shutdown()
+
+    def _write(self, snapshot: Snapshot) -> None:
+        """Write one stage's file; the first stage's writer then waits for the others and completes the checkpoint."""
+        place, name = disk.place_of(self._run, snapshot.batch), _file_name(snapshot)
+        part: dict[str, Any] = {"values": snapshot.values, "facts": snapshot.facts, "tensors": [], "files": {}}
+        try:
+            path = disk.part_of(place) / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if snapshot.tensors:
+                tensors = {key: tensor.cpu().contiguous() for key, tensor in snapshot.tensors.items()}
+                save_file(tensors, path, metadata={"schema": str(disk.SCHEMA)})
+                disk.sync_file(path)
+                part |= {"tensors": list(tensors), "files": {name: disk.fingerprint(path)}}
+        except (OSError, SafetensorError) as error:
+            part["failure"] = f"{name}: {error}"
+        snapshot.written.set()
+        self._wall.post(_key(snapshot.batch, snapshot.cut, snapshot.replica), json.dumps(part))
+        self._written += 1
+        if self._completes and not self._written % self._own:
+            self._complete(snapshot.batch, place)
+
+    def _complete(self, batch: int, place: Path) -> None:
+        """Write the index once all stages are there."""
+        found = self._await([_key(batch, cut, replica) for cut, replica in self._parts])
+        if found is None:
+            failure: str | None = f"a stage was not written within {self._timeout:g} seconds"
+        else:
+            parts = [json.loads(text) for text in found]
+            failure = next((part["failure"] for part in parts if "failure" in part), None)
+        try:
+            if failure is None:
+                disk.write_index(place, _content(parts, self._extra(batch)))
+                disk.rotate(self._run, self._keep)
+        except OSError as error:
+            failure = f"{disk.INDEX}: {error}"
+        if failure is not None:
+            shutil.rmtree(disk.part_of(place), ignore_errors=True)
+        self._wall.post(f"{batch}/complete", json.dumps(failure))
+        self._tell(batch, failure)
+
+    def _await(self, keys: Sequence[str]) -> list[str] | None:
+        """What is posted under these keys, once all is."""
+        deadline = time.monotonic() + self._timeout
+        while True:
+            found = [self._wall.read(key) for key in keys]
+            texts = [text for text in found if text is not None]
+            if len(texts) == len(keys):
+                return texts
+            if time.monotonic() > deadline:
+                return None
+            time.sleep(_LOOK)
+
+
+def _finish(futures: Sequence[Future[None]]) -> None:
+    for future in futures:
+        future.result()
+
+
+def _key(batch: int, cut: int, replica: int) -> str:
+    return f"{batch}/{cut}.{replica}"
+
+
+def _file_name(snapshot: Snapshot) -> str:
+    return f"stage-{snapshot.cut}{f'.{snapshot.replica}' if snapshot.replica else ''}.safetensors"
+
+
+def _content(parts: Sequence[dict[str, Any]], extra: Mapping[str, Any]) -> dict[str, Any]:
+    """The index, from what each stage has written.
+
+    Raises:
+        CheckpointError: two stages write one tensor.
+    """
+    facts: dict[str, Any] = {"values": {}}
+    tensors: dict[str, str] = {}
+    files: dict[str, Any] = {}
+    for part in parts:
+        twice = tensors.keys() & set(part["tensors"])
+        if twice:
+            raise CheckpointError(f"two stages have a tensor {min(twice)}")
+        facts["values"] |= part["values"]
+        facts |= part["facts"]
+        files |= part["files"]
+        tensors |= dict.fromkeys(part["tensors"], *part["files"])
+    return {"facts": facts, "extra": dict(extra), "files": files, "tensors": tensors}
