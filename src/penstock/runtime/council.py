@@ -6,16 +6,16 @@ last share, on messages of their own, which wait behind nothing.
 
 from __future__ import annotations
 
-import queue
-import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from penstock.runtime.background import Background
 from penstock.runtime.reduction import Holder
 from penstock.runtime.transport import Ticket
 from penstock.weights.decision import Share, add_shares
@@ -92,31 +92,19 @@ class GlooCouncil:
         self._seats = Counter(map(process, holders))
         self._chair = process(holders[0]) if holders else 0
         self._rounds = _Rounds([holder for holder in holders if process(holder) == self._rank])
-        self._jobs: queue.SimpleQueue[tuple[list[Share], list[Ticket]] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._serve, name="penstock control lane", daemon=True)
-        self._thread.start()
+        self._background = Background(CONTROL_LANE)
 
     def hand_in(self, holder: Holder, batch: int, share: Share, ticket: Ticket) -> None:
         """Hand in a share."""
         complete = self._rounds.add(holder, batch, share, ticket)
         if complete is not None:
-            self._jobs.put(complete)
+            shares, tickets = complete
+            meet = self._preside if self._rank == self._chair else self._attend
+            self._background.later(tickets, partial(meet, shares))
 
     def close(self) -> None:
         """Let the thread end once all it was given is done."""
-        self._jobs.put(None)
-
-    def _serve(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            shares, tickets = job
-            try:
-                total = self._preside(shares) if self._rank == self._chair else self._attend(shares)
-            except Exception as error:  # the executor raises it where it waits
-                for ticket in tickets:
-                    ticket.complete(error=error)
-            else:
-                for ticket in tickets:
-                    ticket.complete(total)
+        self._background.close()
 
     def _preside(self, own: list[Share]) -> Share:
         """Collect all shares, add them, tell everybody."""

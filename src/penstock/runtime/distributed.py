@@ -10,10 +10,8 @@ the time of arrival. Every handle is kept until it completes.
 
 from __future__ import annotations
 
-import queue
-import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -21,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.errors import TransportError
+from penstock.runtime.background import Background
 from penstock.runtime.parcel import HEADER_BYTES, Codec, Parcel, size_and_continued, split
 from penstock.runtime.transport import Channel, Ticket
 from penstock.schedule.ir import Payload
@@ -55,7 +54,7 @@ class LaneTransport:
     def close(self) -> None:
         """Stop the waiting threads once all they were given is done."""
         for lane in self._lanes.values():
-            lane.close()
+            lane.background.close()
 
 
 class GlooTransport(LaneTransport):
@@ -102,9 +101,7 @@ class GlooLane:
         self._tag = _TAGS[channel, lane.payload]
         self._largest = _FIRST_CAPACITY  # of the parcels that the receiver has surely consumed
         self._recent: deque[int] = deque()  # sizes of the last parcels sent, which it may not have
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._serve, name=f"penstock {self.where}", daemon=True)
-        self._thread.start()
+        self.background = Background(self.where)
 
     def send(self, parcel: Parcel) -> Ticket:
         """Post a SEND of a parcel."""
@@ -120,9 +117,8 @@ class GlooLane:
             for work in works:
                 work.wait()
             del parts[:]  # the blocks live until the peer has them
-            ticket.complete()
 
-        self.later(ticket, finish)
+        self.background.later([ticket], finish)
         return ticket
 
     def receive(self) -> Ticket:
@@ -130,27 +126,16 @@ class GlooLane:
         ticket, block = Ticket(self.lane, nbytes=self._largest), torch.empty(self._largest, dtype=torch.uint8)
         work = self._irecv(block, self._tag)
 
-        def finish() -> None:
+        def finish() -> Parcel:
             work.wait()
-            ticket.complete(self.decode(self._whole(block)))
+            return self.decode(self._whole(block))
 
-        self.later(ticket, finish)
+        self.background.later([ticket], finish)
         return ticket
 
     def decode(self, block: Tensor) -> Parcel:
         """The parcel in a complete block."""
         return self.codec.decode(block)
-
-    def later(self, ticket: Ticket, finish: Callable[[], None]) -> None:
-        """Let the lane's thread run `finish`, after all it was given before; a failure belongs to the ticket."""
-
-        def run() -> None:
-            try:
-                finish()
-            except Exception as error:  # the executor raises it where it waits
-                ticket.complete(error=error)
-
-        self._jobs.put(run)
 
     def _whole(self, block: Tensor) -> Tensor:
         """The complete parcel whose beginning is in `block`."""
@@ -175,12 +160,3 @@ class GlooLane:
             return dist.irecv(tensor, group=self._group, tag=tag, group_src=self._peer)
         except RuntimeError as error:
             raise TransportError(f"{self.where} broke: {error}") from error
-
-    def _serve(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            job()
-            del job  # it holds a block until the next one comes
-
-    def close(self) -> None:
-        """Let the thread end once all it was given is done."""
-        self._jobs.put(None)

@@ -61,9 +61,7 @@ def link(
     """
     deciding = [Holder(r, spec.node) for r in range(team.width) for spec in specs if spec.decides]
     if team.group is None:
-        council, reducer = LocalCouncil(deciding), LocalReducer()
-        transports = {replica: LocalTransport() for replica in team.replicas}
-        return {seat: Links(transports[seat.replica], reducer, council) for seat in team.seats}
+        return _link_here(team, deciding)
     (seat,) = team.seats
     first = team.worker(Seat(seat.replica, 0))
     transport: Transport
@@ -74,5 +72,12 @@ def link(
         transport = NcclTransport(seat.rank, groups, lowered.window, team.control, device, first, channel)
     else:
         transport = GlooTransport(seat.rank, lowered.lanes, lowered.window, team.control, first, channel)
-    reducer_, council_ = GlooReducer(team.process, team.control), GlooCouncil(deciding, team.process, team.control)
-    return {seat: Links(transport, reducer_, council_)}
+    reducer, council = GlooReducer(team.process, team.control), GlooCouncil(deciding, team.process, team.control)
+    return {seat: Links(transport, reducer, council)}
+
+
+def _link_here(team: Team, deciding: Sequence[Holder]) -> Mapping[Seat, Links]:
+    """Links between seats that are all in this process."""
+    council, reducer = LocalCouncil(deciding), LocalReducer()
+    transports = {replica: LocalTransport() for replica in team.replicas}
+    return {seat: Links(transports[seat.replica], reducer, council) for seat in team.seats}

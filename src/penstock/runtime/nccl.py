@@ -124,9 +124,8 @@ class _SplitLane(GlooLane):
             if self._stream is not None:
                 self._stream.synchronize()
             leaves.clear()  # they live until the peer has them
-            kept.complete()
 
-        self.later(kept, finish)
+        self.background.later([kept], finish)
         return kept
 
     def decode(self, block: Tensor) -> Parcel:

@@ -7,8 +7,6 @@ others: twice the gradient travels, whatever the number of members, and the memo
 
 from __future__ import annotations
 
-import queue
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -16,12 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from penstock.runtime.background import Background
 from penstock.runtime.transport import Ticket
 from penstock.schedule.ir import Node
 
 _TAG = 9  # on the pipelines' group; lanes use others
 _PIECE = 1 << 20  # elements that are summed at once
-_WHERE = "the reduction lane"
+_LANE = "the reduction lane"
 
 
 class Holder(NamedTuple):
@@ -66,7 +65,7 @@ class LocalReducer:
         self, members: Members, me: Holder, batch: int, tensors: Sequence[Tensor], after: Ticket | None = None
     ) -> Ticket:
         """Join a sum; the last member to do so adds."""
-        ticket = Ticket(_WHERE)
+        ticket = Ticket(f"{_LANE} (batch {batch})")
 
         def join() -> None:
             here = self._open.setdefault((members, batch), {})
@@ -98,41 +97,29 @@ class GlooReducer:
 
     def __init__(self, process: Callable[[Holder], int], group: dist.ProcessGroup | None) -> None:
         self._process, self._group = process, group
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._serve, name="penstock reduction lane", daemon=True)
-        self._thread.start()
+        self._background = Background(_LANE)
 
     def reduce(
         self, members: Members, me: Holder, batch: int, tensors: Sequence[Tensor], after: Ticket | None = None
     ) -> Ticket:
         """Join a sum; what it comes after is done by then, because one thread does all of them in their order."""
-        del batch  # messages of two processes keep their order
-        ticket, ranks, place = Ticket(_WHERE), [self._process(m) for m in members], members.index(me)
+        ranks, place = [self._process(m) for m in members], members.index(me)
+        ticket = Ticket(f"{_LANE} of ranks {', '.join(map(str, ranks))} (batch {batch})")
 
-        def run() -> None:
-            try:
-                if after is not None:
-                    after.check("adding gradients")
-                with torch.no_grad():
-                    for tensor in tensors:
-                        for piece in torch.split(tensor.reshape(-1), _PIECE):
-                            self._add(piece, ranks, place)
-            except Exception as error:  # the executor raises it where it waits
-                ticket.complete(error=error)
-            else:
-                ticket.complete()
+        @torch.no_grad()
+        def add() -> None:
+            if after is not None:
+                after.check("adding gradients")
+            for tensor in tensors:
+                for piece in torch.split(tensor.reshape(-1), _PIECE):
+                    self._add(piece, ranks, place)
 
-        self._jobs.put(run)
+        self._background.later([ticket], add)
         return ticket
 
     def close(self) -> None:
         """Let the thread end once all it was given is done."""
-        self._jobs.put(None)
-
-    def _serve(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            job()
-            del job
+        self._background.close()
 
     def _add(self, piece: Tensor, ranks: list[int], place: int) -> None:
         """Replace a piece by its sum over all members."""
