@@ -60,9 +60,7 @@ def prepare(config: TrainConfig) -> Prepared:
             f"method {row.name!r} can be proven, drawn and simulated, but not run yet; methods that run: {offered}"
         )
     plain = prove(row.name, config.stages, config.microbatches)
-    wide = config.width > 1
-    decides = wide or config.clip is not None or config.precision == "fp16"
-    proof = proven(plain, decides=decides, reduces=wide, recompute=config.recompute)
+    proof = proven(plain, decides=config.decides, reduces=config.width > 1, recompute=config.recompute)
     corpus = load_corpus(config.data)
     model = model_shape(config, corpus)
     cut_blocks(gpt_blocks(model, config.seed), config.stages, config.balance)
