@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import traceback
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -196,6 +197,38 @@ def _work(values: dict[str, Any], folder: str | None) -> None:
         run(validate_config(values), Path(folder) if folder else None, observer)
     finally:
         observer.close()
+
+
+@app.command()
+def verify(
+    config: Annotated[Path | None, typer.Argument(help="YAML file of a training run.")] = None,
+    changes: Annotated[
+        list[str] | None, typer.Option("--set", help="Change a value, as in [bold]--set method=1f1b[/bold].")
+    ] = None,
+    batches: Annotated[int, typer.Option(help="Batches to train; delays show from the third one on.", min=1)] = 4,
+    as_json: AsJson = False,
+) -> None:
+    """Train some batches as the pipeline and as the equations of its method say, and compare every number.
+
+    All ranks run in this process, which has to hold the whole model several times: a small model of the same kind shows
+    the same. Synchronous methods are compared with plain torch, too. Exit code 1 if anything differs.
+    """
+    from penstock.train.config import load_config
+    from penstock.train.verify import verify as run
+    from penstock.view.verification import verification_json, verification_table
+
+    settings = load_config(config, changes or [])
+    with Console(stderr=True).status(f"training {batches} batches, again and again"):
+        found = run(settings, batches)
+    if as_json:
+        _print_json(verification_json(found))
+    else:
+        Console().print(verification_table(found))
+        Console().print(Text(found.verdict, "green" if found.agrees else "red"), soft_wrap=True)
+    if found.error is not None and not isinstance(found.error, PenstockError):
+        traceback.print_exception(found.error)
+    if not found.agrees:
+        raise typer.Exit(1)
 
 
 @app.command()

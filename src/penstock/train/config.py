@@ -98,6 +98,11 @@ class TrainConfig(_Strict):
     optimizer: OptimizerSection = Field(default=OptimizerSection(), description="the optimizer")
     rate: RateSection = Field(default=RateSection(), description="the learning rate over time")
 
+    @property
+    def decides(self) -> bool:
+        """Whether an update waits for what all stages decide about it together."""
+        return self.width > 1 or self.clip is not None or self.precision == "fp16"
+
 
 def load_config(path: Path | None, changes: list[str]) -> TrainConfig:
     """Read a YAML file and apply `key=value` changes.

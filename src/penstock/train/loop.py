@@ -15,19 +15,17 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from penstock.errors import PenstockError
-from penstock.models.gpt import TIED_EMBEDDINGS, gpt_blocks, language_loss
 from penstock.runtime.collective import gather_json
 from penstock.runtime.executor import Report
-from penstock.runtime.pipeline import Pipeline
 from penstock.timeline import Timeline
 from penstock.train.board import Board, BubbleMeter
+from penstock.train.build import make_pipeline
 from penstock.train.config import TrainConfig
 from penstock.train.corpus import unigram_entropy
 from penstock.train.data import batches
 from penstock.train.files import save_index, save_stage
 from penstock.train.job import local_ranks, process_group, shared_folder
 from penstock.train.observer import Observer, Progress, Summary
-from penstock.train.optimizers import optimizer_factory
 from penstock.train.prepare import Prepared, describe_model, prepare
 from penstock.train.rate import rate_schedule
 from penstock.train.sample import sample_text
@@ -64,27 +62,11 @@ class _Loop:
         self.prepared, self.folder, self.observer = prepared, folder, observer
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         self.reports = self.rank == config.stages - 1  # the last stage of the first pipeline
-        self.microbatches = config.width * config.microbatches  # of a batch
+        self.microbatches = prepared.microbatches
         self.board = Board(store, self.rank, self.ranks)
-        self.tokens_per_batch = self.microbatches * config.microbatch_size * prepared.model.context
+        self.tokens_per_batch = prepared.tokens_per_batch
         self.rate = rate_schedule(config.rate, config.batches)
-        self.pipeline = Pipeline(
-            gpt_blocks(prepared.model, config.seed),
-            prepared.proof,
-            loss=language_loss,
-            optimizer=optimizer_factory(config.optimizer),
-            rate=self.rate,
-            divisor=self.tokens_per_batch,
-            clip=config.clip,
-            precision=config.precision,
-            recompute=config.recompute,
-            seed=config.seed,
-            width=config.width,
-            tied=TIED_EMBEDDINGS if config.model.tied else None,
-            balance=config.balance,
-            group=dist.group.WORLD,
-            timeout=config.timeout,
-        )
+        self.pipeline = make_pipeline(prepared, dist.group.WORLD)
         self._posted = -math.inf
         self._meter = BubbleMeter(self.ranks)
 

@@ -33,6 +33,16 @@ class Prepared:
     proof: Proof
     windows: Windows
 
+    @property
+    def microbatches(self) -> int:
+        """Of a batch, in all parallel pipelines together."""
+        return self.config.width * self.config.microbatches
+
+    @property
+    def tokens_per_batch(self) -> int:
+        """Of all parallel pipelines together."""
+        return self.microbatches * self.config.microbatch_size * self.model.context
+
 
 def prepare(config: TrainConfig) -> Prepared:
     """Check a configuration against the method table, the model and the data.

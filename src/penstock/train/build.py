@@ -1,0 +1,42 @@
+"""From a checked configuration to the pipeline that trains it."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from penstock.models.gpt import TIED_EMBEDDINGS, gpt_blocks, language_loss
+from penstock.runtime.pipeline import Pipeline
+from penstock.train.optimizers import optimizer_factory
+from penstock.train.prepare import Prepared
+from penstock.train.rate import rate_schedule
+from penstock.weights.update import OptimizerFactory
+
+
+def make_pipeline(
+    prepared: Prepared, group: dist.ProcessGroup | None = None, optimizer: OptimizerFactory | None = None
+) -> Pipeline:
+    """The pipeline of a configuration.
+
+    Args:
+        prepared: the configuration, checked.
+        group: one process per rank; None to run all ranks in this process.
+        optimizer: what makes the optimizer of a stage; as configured if None.
+    """
+    config = prepared.config
+    return Pipeline(
+        gpt_blocks(prepared.model, config.seed),
+        prepared.proof,
+        loss=language_loss,
+        optimizer=optimizer or optimizer_factory(config.optimizer),
+        rate=rate_schedule(config.rate, config.batches),
+        divisor=prepared.tokens_per_batch,
+        clip=config.clip,
+        precision=config.precision,
+        recompute=config.recompute,
+        seed=config.seed,
+        width=config.width,
+        tied=TIED_EMBEDDINGS if config.model.tied else None,
+        balance=config.balance,
+        group=group,
+        timeout=config.timeout,
+    )

@@ -1,0 +1,150 @@
+"""One run against others, number by number: what differs, by how much, where most and where first.
+
+How far two tensors are apart is said twice: the largest absolute difference of two elements, and the relative
+difference |a - b| / |b|, where |.| is the Euclidean norm of the whole tensor. Relative differences of single elements
+would say little: Adam divides by the size of a gradient, so one that is near zero, where rounding decides, moves its
+weight like any other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+KINDS = ("losses", "decisions", "gradients", "weights", "optimizer state", "final state")
+"""What is compared of a run, causes first: gradients as optimizers are given them, weights as they leave them, their
+state at the end, and the parameters and buffers that would be saved then."""
+
+Value = Tensor | float
+Record = Mapping[str, Mapping[tuple[int, str], Value]]
+"""A run: of every kind its numbers, by batch (the number of batches for what is known at the end) and name."""
+
+
+class Place(NamedTuple):
+    """Where two runs differ.
+
+    Attributes:
+        batch: counted from 0; the number of batches at the end.
+        name: of what differs, such as a parameter.
+        absolute: the largest difference of two elements; infinite if one run has no such number, or no finite one.
+        relative: the relative difference of the whole.
+    """
+
+    batch: int
+    name: str
+    absolute: float
+    relative: float
+
+    def __str__(self) -> str:
+        far = f"relative difference {self.relative:.2g}" if math.isfinite(self.relative) else "missing or not finite"
+        return f"{self.name}: {far}"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far two runs are apart in one kind of numbers.
+
+    Attributes:
+        compared: how many tensors and numbers, those that one of the runs lacks included.
+        tolerance: the relative difference that is allowed; 0 where all must be equal.
+        differing: how many differ by more.
+        worst: where the relative difference is largest; None where everything is equal.
+        first: where it is too large first; None where it is nowhere.
+    """
+
+    compared: int
+    tolerance: float
+    differing: int
+    worst: Place | None
+    first: Place | None
+
+    @property
+    def agrees(self) -> bool:
+        """Whether nothing differs by more than is allowed."""
+        return not self.differing
+
+
+class Comparison:
+    """Numbers of one kind, as they come, against those of another run.
+
+    Args:
+        wanted: the other run's, by batch and name.
+        tolerance: the relative difference that is allowed.
+        pipelines: how many pipelines are to show each number.
+    """
+
+    def __init__(self, wanted: Mapping[tuple[int, str], Value], tolerance: float, pipelines: int = 1) -> None:
+        self._wanted, self._tolerance = wanted, tolerance
+        self._missing = {(*key, pipeline) for key in wanted for pipeline in range(pipelines)}
+        self._compared = self._differing = 0
+        self._worst: Place | None = None
+        self._first: Place | None = None
+
+    def see(self, batch: int, name: str, value: Value, pipeline: int = 0) -> None:
+        """Compare a number, which may change afterwards."""
+        self._compared += 1
+        self._missing.discard((batch, name, pipeline))
+        wanted = self._wanted.get((batch, name))
+        self._note(batch, name, pipeline, *((math.inf, math.inf) if wanted is None else apart(value, wanted)))
+
+    def result(self, complete: bool = True) -> Difference:
+        """What has been found; in a `complete` run, numbers that have not been seen differ."""
+        missing = sorted(self._missing) if complete else []
+        self._missing.clear()
+        self._compared += len(missing)
+        for key in missing:
+            self._note(*key, math.inf, math.inf)
+        return Difference(self._compared, self._tolerance, self._differing, self._worst, self._first)
+
+    def _note(self, batch: int, name: str, pipeline: int, absolute: float, relative: float) -> None:
+        place = Place(batch, f"{name} of pipeline {pipeline}" if pipeline else name, absolute, relative)
+        if relative > (0.0 if self._worst is None else self._worst.relative):
+            self._worst = place
+        if relative > self._tolerance:
+            self._differing += 1
+            if self._first is None or batch < self._first.batch:
+                self._first = place
+
+
+class Comparisons:
+    """Numbers of all kinds, as they come, against those of several other runs.
+
+    Args:
+        others: each with its tolerance.
+        width: parallel pipelines; each shows its gradients, weights and optimizer state.
+    """
+
+    def __init__(self, others: Sequence[tuple[Record, float]], width: int) -> None:
+        pipelines = dict.fromkeys(KINDS, 1) | dict.fromkeys(("gradients", "weights", "optimizer state"), width)
+        self._kinds = {
+            kind: [Comparison(record.get(kind, {}), tolerance, pipelines[kind]) for record, tolerance in others]
+            for kind in KINDS
+        }
+
+    def see(self, kind: str, batch: int, name: str, value: Value, pipeline: int = 0) -> None:
+        """Compare a number, which may change afterwards."""
+        for comparison in self._kinds[kind]:
+            comparison.see(batch, name, value, pipeline)
+
+    def results(self, complete: bool) -> dict[str, list[Difference]]:
+        """Of every kind, how far the run is from each of the others."""
+        return {kind: [c.result(complete) for c in comparisons] for kind, comparisons in self._kinds.items()}
+
+
+def apart(found: Value, wanted: Value) -> tuple[float, float]:
+    """The absolute and the relative difference; none between two that are both not a number."""
+    a, b = (torch.as_tensor(value).detach().to(torch.float64) for value in (found, wanted))
+    if a.shape != b.shape:
+        return math.inf, math.inf
+    same = (a == b) | (a.isnan() & b.isnan())
+    if bool(same.all()):
+        return 0.0, 0.0
+    difference = torch.where(same, 0.0, a - b)
+    absolute = float(difference.abs().max())
+    relative = float(torch.linalg.vector_norm(difference) / torch.linalg.vector_norm(b))
+    return (absolute, relative) if math.isfinite(absolute + relative) else (math.inf, math.inf)

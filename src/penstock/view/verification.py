@@ -1,0 +1,77 @@
+"""What a verification has found, for the terminal and as plain values."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict
+from typing import Any
+
+from rich.table import Table
+
+from penstock.train.compare import Difference, Place
+from penstock.train.verification import Verification
+
+
+def verification_json(found: Verification) -> dict[str, Any]:
+    """Everything as plain values; what is not finite, or has no counterpart, is null."""
+    config = found.config
+    return {
+        "agrees": found.agrees,
+        "verdict": found.verdict,
+        "config": config.model_dump(),
+        "batches": found.batches,
+        "plain_left_out": found.left_out,
+        "error": None if found.error is None else f"{type(found.error).__name__}: {found.error}",
+        "compared": {
+            row.kind: {"reference": _values(row.reference), "plain": row.plain and _values(row.plain)}
+            for row in found.rows
+        },
+    }
+
+
+def _values(difference: Difference) -> dict[str, Any]:
+    values = asdict(difference) | {"agrees": difference.agrees}
+    for which in ("worst", "first"):
+        place: Place | None = getattr(difference, which)
+        if place is not None:
+            values[which] = {
+                k: v if not isinstance(v, float) or math.isfinite(v) else None for k, v in place._asdict().items()
+            }
+    return values
+
+
+def verification_table(found: Verification) -> Table:
+    """A row for each run that the pipeline is compared with and each kind of numbers."""
+    config = found.config
+    wide = f", width {config.width}" if config.width > 1 else ""
+    shape = f"stages {config.stages}, microbatches {config.microbatches}{wide}, batches {found.batches}"
+    table = Table(title=f"{config.method}: {shape}", title_justify="left", box=None)
+    table.add_column("compared with", no_wrap=True)
+    for column in ("differ", "relative", "absolute", "batch"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("most in", overflow="fold")
+    table.add_row("[bold]reference[/bold]")
+    for row in found.rows:
+        table.add_row(f"  {row.kind}", *_cells(row.reference, found.batches))
+    plain = {row.kind: row.plain for row in found.rows if row.plain is not None}
+    table.add_row("[bold]plain torch[/bold]", "" if plain else "[dim]left out[/dim]")
+    for kind, difference in plain.items():
+        table.add_row(f"  {kind}", *_cells(difference, found.batches))
+    note = f"Plain torch is left out, because {found.left_out}."
+    if plain:
+        note = f"From plain torch, a relative {max(d.tolerance for d in plain.values()):g} is allowed."
+    table.caption = (
+        "Relative: |a - b| / |b| of a tensor; absolute: of its elements. Decisions: norm, loss scale, skipped or not. "
+        f"Final state: what would be saved. {note}"
+    )
+    table.caption_justify = "left"
+    return table
+
+
+def _cells(difference: Difference, end: int) -> tuple[str, ...]:
+    colour, worst = "green" if difference.agrees else "red", difference.worst
+    counts = f"[{colour}]{difference.differing} of {difference.compared}[/{colour}]"
+    if worst is None:
+        return (counts,)
+    batch = "end" if worst.batch == end else str(worst.batch)
+    return counts, f"{worst.relative:.1e}", f"{worst.absolute:.1e}", batch, worst.name
