@@ -159,9 +159,15 @@ def train(
         str | None,
         typer.Option(help="Text file, folder, or tokens (.npy, .bin); the standard library's sources if not given."),
     ] = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(help="Go on with the run in this folder, with its configuration and from its newest checkpoint."),
+    ] = None,
     keys: Annotated[bool, typer.Option("--keys", help="List every key with its default and meaning, and end.")] = False,
 ) -> None:
     """Train a GPT on text through a pipeline of local worker processes.
+
+    Ctrl-C ends the run after the batches under way, with a checkpoint; a second Ctrl-C ends it at once.
 
     Started by torchrun (torchrun --nproc-per-node 2 -m penstock train ...), this process joins that job as one of its
     workers instead.
@@ -174,19 +180,22 @@ def train(
     if keys:
         Console().print(keys_table(described_keys()))
         return
+    if resume is not None and config is None:
+        config = resume / "config.yaml"
     settings = load_config(config, [*(changes or []), *([f"data={data}"] if data is not None else [])])
     if is_worker():
-        _work(settings.model_dump(), None)
+        _work(settings.model_dump(), None if resume is None else str(resume), None)
         return
     prepare(settings)
-    folder = make_run_folder(settings)
+    folder = resume or make_run_folder(settings)
+    workers, restarts = settings.stages * settings.width, settings.restarts
     try:
-        launch_local(settings.stages * settings.width, _work, settings.model_dump(), str(folder))
+        launch_local(workers, _work, settings.model_dump(), str(folder), restarts=restarts)
     finally:
         Console().show_cursor()  # a worker that was ended cannot give it back
 
 
-def _work(values: dict[str, Any], folder: str | None) -> None:
+def _work(values: dict[str, Any], folder: str | None, drain: str | None) -> None:
     """One worker of a job."""
     from penstock.train.config import validate_config
     from penstock.train.loop import train as run
@@ -194,7 +203,8 @@ def _work(values: dict[str, Any], folder: str | None) -> None:
 
     observer = TerminalObserver()
     try:
-        run(validate_config(values), Path(folder) if folder else None, observer)
+        place, request = (Path(path) if path else None for path in (folder, drain))
+        run(validate_config(values), place, observer, request)
     finally:
         observer.close()
 

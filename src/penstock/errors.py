@@ -51,8 +51,12 @@ class WorkerError(PenstockError):
         self.trace = trace
 
 
+class EndedError(PenstockError):
+    """This worker has been told to end, because another one has failed."""
+
+
 class InterruptedRunError(PenstockError):
-    """A signal has ended the job; the workers are gone.
+    """A second signal has ended the job at once; the workers are gone.
 
     Attributes:
         signal: which.
@@ -60,4 +64,6 @@ class InterruptedRunError(PenstockError):
 
     def __init__(self, number: int) -> None:
         self.signal = signal.Signals(number)
-        super().__init__(f"{self.signal.name} has ended the run; weights are saved only at its end")
+        super().__init__(
+            f"{self.signal.name} has ended the run at once; what it has done since its last checkpoint is lost"
+        )

@@ -11,13 +11,13 @@ from penstock.train.config import validate_config
 from penstock.train.loop import train
 
 
-def raise_on_rank_1() -> None:
+def raise_on_rank_1(_: str) -> None:
     if os.environ["RANK"] == "1":
         raise ValueError("planted failure")
     time.sleep(120)  # a worker that would never notice by itself
 
 
-def die_on_rank_1() -> None:
+def die_on_rank_1(_: str) -> None:
     if os.environ["RANK"] == "1":
         os._exit(17)
     time.sleep(120)
@@ -30,7 +30,7 @@ class Silent:
         return lambda *_: None
 
 
-def fail_in_training(values: dict[str, Any], folder: str, rank: int, how: str = "raises") -> None:
+def fail_in_training(values: dict[str, Any], folder: str, rank: int, how: str, drain: str) -> None:
     """Train; on one rank a block raises, or the process is killed, at its fifth microbatch, while the others wait."""
     (Path(folder) / f"start-{os.environ['RANK']}-{os.getpid()}").touch()
     run, calls = Stage.run, []
@@ -44,4 +44,4 @@ def fail_in_training(values: dict[str, Any], folder: str, rank: int, how: str = 
         return run(self, *arguments)
 
     Stage.run = failing  # type: ignore[method-assign]
-    train(validate_config(values), Path(folder), Silent())
+    train(validate_config(values), Path(folder), Silent(), Path(drain))

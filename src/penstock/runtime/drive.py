@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 
-from penstock.errors import TransportError
+from penstock.errors import EndedError, TransportError
 from penstock.runtime.executor import Report
 from penstock.runtime.waiting import Wait
 
@@ -26,7 +26,10 @@ def drive_one(run: Run, timeout: float) -> Iterator[Report]:
     """
     for event in run:
         if isinstance(event, Wait):
-            event.ticket.wait(timeout, event.what)
+            try:
+                event.ticket.wait(timeout, event.what)
+            except EndedError as error:  # a signal handler has raised it
+                raise EndedError(f"{event.what}, waiting for {event.ticket.where}: {error}") from None
         else:
             yield event
 

@@ -32,6 +32,7 @@ def make_pipeline(
         divisor=prepared.tokens_per_batch,
         clip=config.clip,
         precision=config.precision,
+        average=config.average,
         recompute=config.recompute,
         seed=config.seed,
         width=config.width,

@@ -64,6 +64,23 @@ class RateSection(_Strict):
     floor: Number = Field(default=0.1, ge=0, le=1, description="fraction of the peak rate at the end")
 
 
+class CheckpointSection(_Strict):
+    """From which a run that has ended goes on."""
+
+    every: int | None = Field(default=250, ge=1, description="batches between two checkpoints; null for none")
+    keep: int = Field(default=2, ge=1, description="checkpoints that stay; older ones are removed")
+
+
+class EvaluateSection(_Strict):
+    """Evaluations in the midst of training, on held-out samples."""
+
+    every: int | None = Field(default=None, ge=1, description="batches between two evaluations; null for none")
+    samples: int = Field(default=64, ge=1, description="held-out samples, rounded down to whole batches, at least one")
+    patience: int | None = Field(
+        default=None, ge=1, description="evaluations without a better loss after which the run ends; null for no end"
+    )
+
+
 class TrainConfig(_Strict):
     """Everything about a training run."""
 
@@ -92,11 +109,17 @@ class TrainConfig(_Strict):
     prompt: str = Field(default="def ", description="the sample at the end begins like this (text corpora only)")
     sample_length: int = Field(default=200, ge=0, description="tokens of the sample at the end; 0 for none")
     out: str = Field(default="runs", description="folder in which a folder for this run is made")
+    average: Number | None = Field(
+        default=None, gt=0, lt=1, description="decay of an average of the weights, such as 0.999; null for none"
+    )
+    restarts: int = Field(default=0, ge=0, description="times that failed workers are started again")
     timeout: Number = Field(default=300.0, gt=0, description="seconds after which a missing message ends the run")
     threads: int | None = Field(default=None, ge=1, description="threads per rank; cores divided by ranks if not set")
     model: ModelSection = Field(default=ModelSection(), description="the model")
     optimizer: OptimizerSection = Field(default=OptimizerSection(), description="the optimizer")
     rate: RateSection = Field(default=RateSection(), description="the learning rate over time")
+    checkpoint: CheckpointSection = Field(default=CheckpointSection(), description="from which a run goes on")
+    evaluate: EvaluateSection = Field(default=EvaluateSection(), description="evaluations in the midst of training")
 
     @property
     def decides(self) -> bool:

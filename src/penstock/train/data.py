@@ -103,11 +103,11 @@ class Windows:
 
 
 class Microbatches(Sequence[tuple[Tensor, Tensor]]):
-    """The m microbatches of a batch, each read when it is asked for."""
+    """The m microbatches of a batch, from sample number `first` on, each read when it is asked for."""
 
-    def __init__(self, windows: Windows, batch: int, microbatches: int, size: int, validation: bool = False) -> None:
+    def __init__(self, windows: Windows, first: int, microbatches: int, size: int, validation: bool = False) -> None:
         self._read = windows.validation_samples if validation else windows.samples
-        self._first, self._m, self._size = batch * microbatches, microbatches, size
+        self._first, self._m, self._size = first, microbatches, size
 
     def __len__(self) -> int:
         return self._m
@@ -115,15 +115,15 @@ class Microbatches(Sequence[tuple[Tensor, Tensor]]):
     def __getitem__(self, k: int) -> tuple[Tensor, Tensor]:  # type: ignore[override]  # slices are never asked for
         if not 0 <= k < self._m:
             raise IndexError(k)
-        return self._read((self._first + k) * self._size, self._size)
+        return self._read(self._first + k * self._size, self._size)
 
 
 def batches(
     windows: Windows, first: int, count: int, microbatches: int, size: int, validation: bool = False
 ) -> Iterator[Microbatches]:
-    """Batches first .. first + count - 1 of m microbatches of `size` samples."""
-    for batch in range(first, first + count):
-        yield Microbatches(windows, batch, microbatches, size, validation)
+    """Batches of m microbatches of `size` samples, from sample number `first` on."""
+    for batch in range(count):
+        yield Microbatches(windows, first + batch * microbatches * size, microbatches, size, validation)
 
 
 def shuffled(place: int, count: int, seed: int, epoch: int) -> int:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import logging
+import multiprocessing
 import os
+import signal
 import sys
 import tempfile
+import threading
 import uuid
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -24,19 +28,25 @@ def is_worker() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ
 
 
-def launch_local(workers: int, function: Callable[..., None], *arguments: Any) -> None:
-    """Run `function(*arguments)` in local worker processes; returns when all of them have.
+_CONSEQUENCES = ("TransportError", "EndedError")
 
-    The rendezvous is a file that only this user can read; on Linux gloo is bound to the loopback interface.
+
+def launch_local(workers: int, function: Callable[..., None], *arguments: Any, restarts: int = 0) -> None:
+    """Run `function(*arguments, drain)` in local worker processes; returns when all of them have.
+
+    The rendezvous is a file that only this user can read; on Linux gloo is bound to the loopback interface. Elastic
+    runs in a thread, so that signals come here first: the first one (Ctrl-C, SIGTERM) makes the file `drain`, at which
+    workers end in good order; the second one ends them at once.
 
     Args:
         workers: how many.
         function: a module-level function.
         arguments: plain values.
+        restarts: times that elastic starts all workers again after one has failed.
 
     Raises:
         WorkerError: one failed; elastic has ended the others.
-        InterruptedRunError: this process was told to end (Ctrl-C); elastic has ended the workers.
+        InterruptedRunError: this process was told twice to end.
     """
     for name in ("torch.distributed.elastic", "torch.multiprocessing"):
         logging.getLogger(name).setLevel(logging.CRITICAL)  # failures are reported below, once
@@ -52,33 +62,72 @@ def launch_local(workers: int, function: Callable[..., None], *arguments: Any) -
             rdzv_endpoint=str(Path(folder) / "rendezvous"),
             rdzv_configs={"store_type": "file"},
             local_addr="127.0.0.1",
-            max_restarts=0,
+            max_restarts=restarts,
             monitor_interval=0.1,
             start_method="spawn",
             logs_specs=DefaultLogsSpecs(log_dir=str(Path(folder) / "errors")),
         )
-        try:
-            elastic_launch(config, function)(*arguments)
-        except ChildFailedError as error:
-            raise _explain(error, Path(folder) / "errors") from None
-        except SignalException as error:
-            raise InterruptedRunError(error.sigval) from None
+        drain = Path(folder) / "drain"
+        with ThreadPoolExecutor(1, "penstock launcher") as thread, _Signals(drain) as signals:
+            launched = thread.submit(elastic_launch(config, function), *arguments, str(drain))
+            try:
+                launched.result()
+            except ChildFailedError as error:
+                if signals.second is not None:
+                    raise InterruptedRunError(signals.second) from None
+                raise _explain(error, Path(folder) / "errors") from None
+
+
+class _Signals:
+    """What signals mean while workers run.
+
+    Args:
+        drain: the file that asks workers to end.
+
+    Attributes:
+        second: the one that has ended them at once.
+    """
+
+    def __init__(self, drain: Path) -> None:
+        self._drain = drain
+        self.second: int | None = None
+
+    def __enter__(self) -> _Signals:
+        """Take signals."""
+        numbers = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
+        self._before = {number: signal.signal(number, self._take) for number in numbers}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Leave them to whoever had them before."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _take(self, number: int, *_: object) -> None:
+        if not self._drain.exists():
+            self._drain.touch()
+            return
+        self.second = number
+        for worker in multiprocessing.active_children():
+            worker.kill()
 
 
 def _explain(error: ChildFailedError, folder: Path) -> WorkerError:
-    """What the user must know: the error that came first.
+    """What the user must know: the error that came first, and what every other worker was doing.
 
     A worker that ends breaks its connections, so that its peers fail, too; elastic names the lowest rank among those
-    it finds dead. All workers leave their errors in `folder`, and what is not about transport is the cause.
+    it finds dead. All workers leave their errors in `folder`, and what is not about transport or an end is the cause.
     """
     rank, failure = error.get_first_failure()
     code, message, trace = failure.exitcode, str(failure.message), ""
-    reports = [_report(path) for path in folder.rglob("error.json")]
-    causes = [r for r in reports if not r[2].startswith("TransportError")] or [r for r in reports if r[1] == rank]
+    attempts = sorted(folder.rglob("attempt_*"), key=lambda path: int(path.name.removeprefix("attempt_")))
+    reports = [_report(path) for path in (attempts[-1] if attempts else folder).rglob("error.json")]
+    causes = [r for r in reports if not r[2].startswith(_CONSEQUENCES)] or [r for r in reports if r[1] == rank]
     if causes:
         _, found, message, trace = min(causes)
         rank, code = found, code if found == rank else 1
-    return WorkerError(f"worker {rank} failed with exit code {code}: {message}", trace)
+    others = [f"\n  worker {r}: {text}" for _, r, text, _ in sorted(reports, key=lambda x: x[1]) if r != rank]
+    return WorkerError(f"worker {rank} failed with exit code {code}: {message}{''.join(others)}", trace)
 
 
 def _report(path: Path) -> tuple[float, int, str, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import time
@@ -14,35 +13,42 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from penstock.errors import PenstockError
+from penstock.errors import CheckpointError, PenstockError
 from penstock.runtime.collective import gather_json
+from penstock.runtime.decisions import Evaluated
+from penstock.runtime.evaluation import Evaluating
 from penstock.runtime.executor import Report
+from penstock.runtime.source import Batches
 from penstock.timeline import Timeline
 from penstock.train.board import Board, BubbleMeter
 from penstock.train.build import make_pipeline
 from penstock.train.config import TrainConfig
 from penstock.train.corpus import unigram_entropy
 from penstock.train.data import batches
+from penstock.train.drain import DrainRequest
 from penstock.train.files import save_index, save_stage
 from penstock.train.job import local_ranks, process_group, shared_folder
+from penstock.train.metrics import Metrics
 from penstock.train.observer import Observer, Progress, Summary
 from penstock.train.prepare import Prepared, describe_model, prepare
 from penstock.train.rate import rate_schedule
+from penstock.train.resume import Checkpoints
 from penstock.train.sample import sample_text
-from penstock.weights.decision import Decision
 
-METRICS = "metrics.jsonl"
+AVERAGED = "averaged"  # a folder in that of the run
 _SAMPLED_PARAMETERS = 200_000_000  # the sample at the end loads the whole model on one rank
 _POST_EVERY = 0.5  # seconds between two postings of a rank's figures
 
 
-def train(config: TrainConfig, folder: Path | None, observer: Observer) -> None:
+def train(config: TrainConfig, folder: Path | None, observer: Observer, drain: Path | None = None) -> None:
     """Train as one rank of a launched job; the rank with the last stage reports.
 
     Args:
         config: the same on every rank.
-        folder: of the run, the same on every rank; None to let rank 0 make one.
+        folder: of the run, the same on every rank; None to let rank 0 make one. If it has checkpoints, the run goes on
+            from the newest.
         observer: called on the reporting rank only.
+        drain: a file that appears when the run is to end early; None to heed signals.
 
     Raises:
         ConfigError: the job was launched with another number of processes than the pipeline has stages.
@@ -50,16 +56,19 @@ def train(config: TrainConfig, folder: Path | None, observer: Observer) -> None:
     """
     prepared = prepare(config)
     torch.set_num_threads(config.threads or max((os.cpu_count() or 1) // local_ranks(), 1))
-    with process_group(config) as store:
-        _Loop(prepared, folder or shared_folder(config, store), store, observer).run()
+    request = DrainRequest(drain)
+    with request.heeded(), process_group(config) as store:
+        _Loop(prepared, folder or shared_folder(config, store), store, observer, request).run()
 
 
 class _Loop:
     """One rank's run."""
 
-    def __init__(self, prepared: Prepared, folder: Path, store: Store, observer: Observer) -> None:
+    def __init__(
+        self, prepared: Prepared, folder: Path, store: Store, observer: Observer, request: DrainRequest
+    ) -> None:
         config = self.config = prepared.config
-        self.prepared, self.folder, self.observer = prepared, folder, observer
+        self.prepared, self.folder, self.observer, self.request = prepared, folder, observer, request
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         self.reports = self.rank == config.stages - 1  # the last stage of the first pipeline
         self.microbatches = prepared.microbatches
@@ -67,20 +76,27 @@ class _Loop:
         self.tokens_per_batch = prepared.tokens_per_batch
         self.rate = rate_schedule(config.rate, config.batches)
         self.pipeline = make_pipeline(prepared, dist.group.WORLD)
+        self.metrics = Metrics(folder)
+        self.checkpoints = Checkpoints(config, folder, store, self.metrics, self.microbatches * config.microbatch_size)
+        self.checkpoints.load(self.pipeline)
+        self._patience = Patience(config.evaluate.patience)
         self._posted = -math.inf
         self._meter = BubbleMeter(self.ranks)
 
     def run(self) -> None:
-        """Train, validate, save, sample."""
+        """Train, validate, save, sample; or end early, with a checkpoint."""
         config = self.config
         begun = time.perf_counter()
-        data = batches(self.prepared.windows, 0, config.batches, self.microbatches, config.microbatch_size)
         loss = None
         if self.reports:
-            self.observer.started(self.prepared, self.pipeline.parts)
-        for report in self.pipeline.run(data):
+            if self.pipeline.batches:
+                self.metrics.add(resumed=self.pipeline.batches)
+            self.observer.started(self.prepared, self.pipeline.parts, self.pipeline.batches)
+        for report in self.pipeline.run(self._data(), save=self.checkpoints.saving, evaluate=self._evaluating()):
             try:
                 self._post()
+                if self.request.asked:
+                    self.pipeline.stop()
                 if self.reports:
                     loss = report.loss
                     self._progress(report, time.perf_counter() - begun)
@@ -89,13 +105,58 @@ class _Loop:
                 raise
         seconds = time.perf_counter() - begun
         if self.reports:
-            self._log_updates(self.pipeline.decided())
+            self.metrics.add_updates(self.pipeline.decided())
+            self._evaluated(self.pipeline.evaluated())
+        interrupted = any(self._gather(self.request.asked)) and self.pipeline.batches < config.batches
+        failure = self.checkpoints.finish(self.pipeline, save=interrupted)
+        if interrupted:
+            self._interrupted(failure)
+            return
         timeline = self.pipeline.timeline()
         validation = self._validate()
         self._save()
         peaks = {r: b for part in self._gather(list(self.pipeline.peak_bytes().items())) for r, b in part}
         if self.reports:
             self._finish(loss, validation, seconds, timeline, peaks)
+
+    def _data(self) -> Batches:
+        """The batches that are left."""
+        begin, config = self.checkpoints, self.config
+        count = max(config.batches - begin.batch, 0)
+        return batches(self.prepared.windows, begin.sample, count, self.microbatches, config.microbatch_size)
+
+    def _evaluating(self) -> Evaluating | None:
+        section = self.config.evaluate
+        return None if section.every is None else Evaluating(section.every, lambda: self._held_out(section.samples))
+
+    def _held_out(self, samples: int) -> Batches:
+        """Whole batches of held-out samples, at most so many, but at least one batch."""
+        config, windows = self.config, self.prepared.windows
+        count = max(min(samples, len(windows.validation)) // (self.microbatches * config.microbatch_size), 1)
+        return batches(windows, 0, count, self.microbatches, config.microbatch_size, validation=True)
+
+    def _evaluated(self, found: Iterable[Evaluated]) -> None:
+        """Take notice of evaluations in the midst of training, on the reporting rank."""
+        for evaluation in found:
+            self.metrics.add_evaluations([evaluation])
+            self.observer.evaluated(evaluation)
+            if self._patience.is_over(evaluation.loss):
+                self.pipeline.stop()
+
+    def _interrupted(self, failure: str | None) -> None:
+        """End early.
+
+        Raises:
+            CheckpointError: nothing could be saved.
+        """
+        if failure is not None:
+            raise CheckpointError(
+                f"the run was to end after batch {self.pipeline.batches - 1}, but its checkpoint could not be written "
+                f"({failure}); those before it are intact"
+            )
+        if self.reports:
+            self.metrics.add(interrupted=self.pipeline.batches)
+            self.observer.interrupted(self.folder, self.pipeline.batches)
 
     def _post(self) -> None:
         now = time.perf_counter()
@@ -119,50 +180,53 @@ class _Loop:
             loss=report.loss,
             seconds=seconds,
             tokens=done * self.tokens_per_batch,
-            tokens_per_second=done * self.tokens_per_batch / seconds,
+            tokens_per_second=(done - self.checkpoints.batch) * self.tokens_per_batch / seconds,
             rate=self.config.optimizer.lr * self.rate(report.batch),
             bubble=self._meter.bubble,
             live_bytes={rank: f["bytes"] for rank, f in figures.items()},
         )
-        self._log_updates(report.decided)
-        self._log(
-            {
-                "batch": report.batch,
-                "loss": report.loss,
-                "weight": report.weight,
-                "tokens": progress.tokens,
-                "seconds": round(seconds, 4),
-                "tokens_per_second": round(progress.tokens_per_second, 1),
-                "learning_rate": progress.rate,
-                "bubble": None if progress.bubble is None else round(progress.bubble, 4),
-                "live_bytes": progress.live_bytes,
-            }
+        self.metrics.add_updates(report.decided)
+        self.metrics.add(
+            batch=report.batch,
+            loss=report.loss,
+            weight=report.weight,
+            tokens=progress.tokens,
+            seconds=round(seconds, 4),
+            tokens_per_second=round(progress.tokens_per_second, 1),
+            learning_rate=progress.rate,
+            bubble=None if progress.bubble is None else round(progress.bubble, 4),
+            live_bytes=progress.live_bytes,
         )
         self.observer.progress(progress)
+        self._evaluated(report.evaluated)
 
-    def _validate(self) -> float | None:
-        config = self.config
-        per_batch = self.microbatches * config.microbatch_size
-        samples = min(config.validation_samples, len(self.prepared.windows.validation))
-        count = max(samples // per_batch, 1)
-        data = batches(self.prepared.windows, 0, count, self.microbatches, config.microbatch_size, validation=True)
-        result = self.pipeline.evaluate(data)
-        return None if result is None else result[0]
+    def _validate(self) -> dict[str, float | None]:
+        """The loss on held-out samples, with the newest weights and with averaged ones, if there are any."""
+        kinds = {"validation_loss": False} | ({"averaged_loss": True} if self.config.average is not None else {})
+        found = {}
+        for kind, averaged in kinds.items():
+            result = self.pipeline.evaluate(self._held_out(self.config.validation_samples), averaged=averaged)
+            found[kind] = None if result is None else result[0]
+        return found
 
     def _save(self) -> None:
-        """Every rank writes its stage, the reporting rank the index."""
-        stages, files = self.config.stages, {}
-        if self.rank < stages:  # the other pipelines hold the same
-            files = save_stage(self.folder, self.rank, stages, self.pipeline.state_dict())
-        everything = {name: file for part in self._gather(files) for name, file in part.items()}
-        if self.reports:
-            text = self.prepared.windows.corpus.text
-            save_index(self.folder, everything, describe_model(self.prepared.model), text=text)
+        """Every rank writes its stage, the reporting rank the index; averaged weights go into a folder of their own."""
+        stages, kinds = self.config.stages, {self.folder: False}
+        if self.config.average is not None:
+            kinds[self.folder / AVERAGED] = True
+        for folder, averaged in kinds.items():
+            files = {}
+            if self.rank < stages:  # the other pipelines hold the same
+                files = save_stage(folder, self.rank, stages, self.pipeline.state_dict(averaged=averaged))
+            everything = {name: file for part in self._gather(files) for name, file in part.items()}
+            if self.reports:
+                text = self.prepared.windows.corpus.text
+                save_index(folder, everything, describe_model(self.prepared.model), text=text)
 
     def _finish(
         self,
         loss: float | None,
-        validation: float | None,
+        validation: dict[str, float | None],
         seconds: float,
         timeline: Timeline,
         peaks: dict[int, dict[str, int]],
@@ -170,22 +234,20 @@ class _Loop:
         summary = Summary(
             folder=self.folder,
             batches=self.pipeline.batches,
-            tokens=self.pipeline.batches * self.tokens_per_batch,
+            tokens=(self.pipeline.batches - self.checkpoints.batch) * self.tokens_per_batch,
             seconds=seconds,
             loss=loss,
-            validation_loss=validation,
+            **validation,
             entropy=unigram_entropy(*self.prepared.windows.count_tokens(self.prepared.model.vocabulary)),
             bubble=timeline.bubble().bubble,
             peak_bytes=peaks,
         )
-        self._log(
-            {
-                "validation_loss": validation,
-                "unigram_entropy": summary.entropy,
-                "bubble": summary.bubble,
-                "peak_bytes": peaks,
-                "seconds": round(seconds, 4),
-            }
+        self.metrics.add(
+            **validation,
+            unigram_entropy=summary.entropy,
+            bubble=summary.bubble,
+            peak_bytes=peaks,
+            seconds=round(seconds, 4),
         )
         self.observer.finished(summary, timeline)
         if self.prepared.windows.corpus.text and self.config.sample_length:
@@ -201,19 +263,24 @@ class _Loop:
         except (RuntimeError, PenstockError) as error:  # weights that are not numbers any more, say
             return f"(none: {error})"
 
-    def _log_updates(self, decided: Iterable[Decision]) -> None:
-        """Updates are made later than losses are known, so they have lines of their own."""
-        for d in decided:
-            self._log({"update": d.batch, "loss": d.loss, "norm": d.norm, "skipped": d.skipped})
-
     def _gather(self, value: Any) -> list[Any]:
         return gather_json(value, "ending the run", None)
 
-    def _log(self, values: dict[str, Any]) -> None:
-        with (self.folder / METRICS).open("a") as file:
-            file.write(json.dumps({key: _finite(value) for key, value in values.items()}) + "\n")
 
+class Patience:
+    """When a run ends early because evaluations find nothing better any more.
 
-def _finite(value: Any) -> Any:
-    """JSON has no NaN."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    Args:
+        limit: evaluations in a row without a better loss; None for no end.
+    """
+
+    def __init__(self, limit: int | None) -> None:
+        self._limit, self._best, self._worse = limit, math.inf, 0
+
+    def is_over(self, loss: float | None) -> bool:
+        """Take notice of an evaluation; whether the run is to end."""
+        if loss is not None and loss < self._best:
+            self._best, self._worse = loss, 0
+        else:
+            self._worse += 1
+        return self._limit is not None and self._worse >= self._limit

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from penstock.runtime.decisions import Evaluated
 from penstock.timeline import Timeline
 from penstock.train.prepare import Prepared
 
@@ -37,6 +38,7 @@ class Summary:
     Attributes:
         entropy: unigram entropy of the held-out text, in nats per token: what no context at all would reach.
         peak_bytes: per rank, the most bytes of each kind.
+        averaged_loss: the validation loss with averaged weights, where there are any.
     """
 
     folder: Path
@@ -48,17 +50,26 @@ class Summary:
     entropy: float
     bubble: float
     peak_bytes: dict[int, dict[str, int]]
+    averaged_loss: float | None = None
 
 
 class Observer(Protocol):
     """What the reporting rank tells about the run."""
 
-    def started(self, prepared: Prepared, parts: list[list[str]]) -> None:
-        """The pipeline stands."""
+    def started(self, prepared: Prepared, parts: list[list[str]], batch: int) -> None:
+        """The pipeline stands; training begins with `batch`, which is not 0 where it goes on from a checkpoint."""
         ...
 
     def progress(self, progress: Progress) -> None:
         """Another batch is done."""
+        ...
+
+    def evaluated(self, found: Evaluated) -> None:
+        """An evaluation in the midst of training is done."""
+        ...
+
+    def interrupted(self, folder: Path, batches: int) -> None:
+        """The run has been told to end, and has saved a checkpoint after so many batches."""
         ...
 
     def finished(self, summary: Summary, timeline: Timeline) -> None:

@@ -65,6 +65,11 @@ def prepare(config: TrainConfig) -> Prepared:
     windows = Windows(corpus, model.context, config.held_out, config.seed)
     if corpus.text and config.sample_length and not config.prompt:
         raise ConfigError("prompt must not be empty while sample_length is not 0")
+    if config.evaluate.patience is not None and not config.decides:
+        raise ConfigError(
+            "evaluate.patience needs stages that decide together, so that all end after the same batch; set clip, or "
+            "a width above 1"
+        )
     return Prepared(config, model, proof, windows)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -12,6 +13,7 @@ from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as Bar
 from rich.table import Table
 
+from penstock.runtime.decisions import Evaluated
 from penstock.timeline import Timeline
 from penstock.train.observer import Progress, Summary
 from penstock.train.prepare import Prepared
@@ -29,8 +31,10 @@ class TerminalObserver:
         self._live: Live | None = None
         self._bar: Bar | None = None
         self._printed = -_PLAIN_EVERY
+        self._first = 0  # batch of this part of the run
+        self._evaluation = ""
 
-    def started(self, prepared: Prepared, parts: list[list[str]]) -> None:
+    def started(self, prepared: Prepared, parts: list[list[str]], batch: int) -> None:
         """Say what will run, and begin the live display."""
         config, model = prepared.config, prepared.model
         windows = prepared.windows
@@ -46,6 +50,9 @@ class TerminalObserver:
         for stage, names in enumerate(parts):
             label = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
             self.console.print(f"  stage {stage}: {label} ({len(names)} blocks)")
+        if batch:
+            self.console.print(f"going on from the checkpoint after {batch} batches")
+        self._first = batch
         if self.console.is_terminal:
             columns = (
                 TextColumn("[bold]{task.description}"),
@@ -64,14 +71,30 @@ class TerminalObserver:
                 self._bar.task_ids[0],
                 completed=progress.batch,
                 description=f"batch {progress.batch} of {progress.batches}",
-                eta=f"ETA {_duration(_remaining(progress))}",
+                eta=f"ETA {_duration(_remaining(progress, self._first))}",
             )
-            self._live.update(Group(self._bar, _figures(progress), _bytes_table(progress.live_bytes)))
+            self._live.update(Group(self._bar, _figures(progress), self._evaluation, _bytes_table(progress.live_bytes)))
         elif time.monotonic() - self._printed >= _PLAIN_EVERY or progress.batch == progress.batches:
             self._printed = time.monotonic()
             self.console.print(
-                f"batch {progress.batch} of {progress.batches}  {_line(progress)}", highlight=False, soft_wrap=True
+                f"batch {progress.batch} of {progress.batches}  {_line(progress, self._first)}",
+                highlight=False,
+                soft_wrap=True,
             )
+
+    def evaluated(self, found: Evaluated) -> None:
+        """Show what an evaluation in the midst of training has found."""
+        loss = "-" if found.loss is None else f"{found.loss:.4f}"
+        self._evaluation = f"held-out loss {loss} after {found.version} batches"
+        if self._live is None:
+            self.console.print(self._evaluation, highlight=False)
+
+    def interrupted(self, folder: Path, batches: int) -> None:
+        """Say where the run goes on."""
+        self.close()
+        print_ = partial(self.console.print, soft_wrap=True, highlight=False, markup=False)
+        print_(f"\nended early; a checkpoint holds all of the {batches} batches done. To go on:")
+        print_(f"  penstock train --resume {folder}")
 
     def finished(self, summary: Summary, timeline: Timeline) -> None:
         """Show the results and where they are."""
@@ -90,9 +113,14 @@ class TerminalObserver:
                 f"unigram entropy (no context at all) {summary.entropy:.4f}",
                 highlight=False,
             )
+        if summary.averaged_loss is not None:
+            print_(f"with averaged weights {summary.averaged_loss:.4f}", highlight=False)
         print_(_bytes_table(summary.peak_bytes, "peak bytes"))
         print_(f"\nrun folder: {summary.folder}", highlight=False, markup=False)
-        print_(f"  metrics.jsonl, {TRACE} (open it at ui.perfetto.dev), weights/, config.yaml", highlight=False)
+        print_(
+            f"  metrics.jsonl, {TRACE} (open it at ui.perfetto.dev), weights/, checkpoints/, config.yaml",
+            highlight=False,
+        )
 
     def sampled(self, summary: Summary, text: str) -> None:
         """Show what the model writes."""
@@ -107,20 +135,20 @@ class TerminalObserver:
             self._live.stop()
 
 
-def _remaining(progress: Progress) -> float:
-    return progress.seconds / progress.batch * (progress.batches - progress.batch)
+def _remaining(progress: Progress, first: int) -> float:
+    return progress.seconds / (progress.batch - first) * (progress.batches - progress.batch)
 
 
 def _duration(seconds: float) -> str:
     return str(timedelta(seconds=round(seconds)))
 
 
-def _line(progress: Progress) -> str:
+def _line(progress: Progress, first: int) -> str:
     loss = "-" if progress.loss is None else f"{progress.loss:.4f}"
     bubble = "-" if progress.bubble is None else f"{progress.bubble:.1%}"
     return (
         f"loss {loss}  {progress.tokens_per_second:,.0f} tokens/s  bubble {bubble}  lr {progress.rate:.2e}  "
-        f"ETA {_duration(_remaining(progress))}  live bytes by stage {_totals(progress.live_bytes)}"
+        f"ETA {_duration(_remaining(progress, first))}  live bytes by stage {_totals(progress.live_bytes)}"
     )
 
 
