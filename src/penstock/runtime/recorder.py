@@ -23,6 +23,9 @@ class Recorder:
         rank: the rank.
         origin: what `now` counts from, on this process's `time.perf_counter`.
         keep: intervals and samples to keep.
+
+    Attributes:
+        span: the run or evaluation under way, counted from 0.
     """
 
     def __init__(self, rank: int, origin: float, keep: int = KEEP) -> None:
@@ -33,6 +36,7 @@ class Recorder:
         self.peak: dict[str, int] = {}
         self.peak_total = 0
         self.busy = 0.0
+        self.span = -1
         self._keep = keep
 
     def now(self) -> float:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from penstock.idle import TimeSplit
 from penstock.timeline import Timeline
 from penstock.train.prepare import Prepared
 
@@ -37,6 +38,7 @@ class Summary:
     Attributes:
         entropy: unigram entropy of the held-out text, in nats per token: what no context at all would reach.
         peak_bytes: per rank, the most bytes of each kind.
+        time: where it went in training.
     """
 
     folder: Path
@@ -48,6 +50,7 @@ class Summary:
     entropy: float
     bubble: float
     peak_bytes: dict[int, dict[str, int]]
+    time: TimeSplit
 
 
 class Observer(Protocol):
