@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from penstock.errors import (
         VersionError as VersionError,
     )
+    from penstock.idle import TimeSplit as TimeSplit
+    from penstock.idle import split_time as split_time
     from penstock.models.gpt import GPTConfig as GPTConfig
     from penstock.models.gpt import gpt_blocks as gpt_blocks
     from penstock.models.gpt import language_loss as language_loss
@@ -87,6 +89,8 @@ _HOMES = {
     "language_loss": "models.gpt",
     # look
     "Timeline": "timeline",
+    "split_time": "idle",
+    "TimeSplit": "idle",
     "draw_timeline": "view.text",
     "timeline_svg": "view.svg",
     "write_trace": "view.perfetto",

@@ -132,10 +132,11 @@ def simulate(
     as_json: AsJson = False,
 ) -> None:
     """Predict makespan, bubble, activations, versions and messages of a span of batches."""
+    from penstock.idle import split_time
     from penstock.schedule.build import prove
     from penstock.simulate.costs import Costs, read_stage_costs
     from penstock.simulate.simulate import simulate_schedule
-    from penstock.view.tables import simulation_table
+    from penstock.view.tables import simulation_table, time_table
 
     proof = prove(method, stages, microbatches)
     if per_stage is not None:
@@ -146,7 +147,7 @@ def simulate(
     if as_json:
         _print_json(simulation.figures())
     else:
-        Console().print(simulation_table(simulation))
+        Console().print(simulation_table(simulation), time_table(split_time(simulation.timeline), unit=""))
 
 
 @app.command()

@@ -9,12 +9,24 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import NamedTuple
 
 from penstock.schedule.ops import Lane
 
-WAIT = "wait"
-"""What a rank does that can do nothing."""
+
+class Waiting(StrEnum):
+    """What a rank does that does no work."""
+
+    MESSAGE = "wait"  # for a message
+    POST = "post"  # it hands a message to whatever moves it
+    ROOM = "room"  # until a peer has taken an earlier message, before it may post the next one
+    DATA = "data"  # it reads samples
+    CONTROL = "control"  # for others, to add up gradients or to decide together
+    CALLER = "caller"  # whoever runs the pipeline has the report of a batch
+
+
+_WAITING = frozenset(Waiting)
 
 
 class Interval(NamedTuple):
@@ -24,12 +36,15 @@ class Interval(NamedTuple):
         rank: the rank.
         lane: "compute", or the name of a transfer lane such as "activation 0>1".
         start, end: times.
-        what: the operation, or `WAIT`.
+        what: the operation, or a `Waiting`.
         label: what to print, such as "F3".
         cut, replica: the node.
         batch: the batch it belongs to, counted from the start of training; -1 where none.
         version: the weights read or born; -1 where none.
         cause: for a wait, the peer and action waited for.
+        microbatch: of a pass or a message, counted through the span; -1 where none.
+        span: to which a pass or a message belongs: runs and evaluations, counted from 0.
+        peer: for a message and whoever waits for one, the rank at the other end; -1 where none.
     """
 
     rank: int
@@ -43,11 +58,14 @@ class Interval(NamedTuple):
     batch: int = -1
     version: int = -1
     cause: str = ""
+    microbatch: int = -1
+    span: int = 0
+    peer: int = -1
 
     @property
     def is_work(self) -> bool:
         """Whether the rank's compute lane was busy."""
-        return self.lane == Lane.COMPUTE.value and self.what != WAIT
+        return self.lane == Lane.COMPUTE.value and self.what not in _WAITING
 
 
 @dataclass

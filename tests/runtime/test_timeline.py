@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections import deque
+from collections import Counter, deque
 from itertools import pairwise
 
 import pytest
@@ -13,7 +13,7 @@ from runtime_cases import METHODS, Case, make_batches, make_pipeline, mixed
 from torch import Tensor
 
 from penstock.schedule.ir import Kind
-from penstock.timeline import Timeline
+from penstock.timeline import Timeline, Waiting
 from pool import Pool
 
 
@@ -34,14 +34,23 @@ def check_timeline(case: Case, timeline: Timeline) -> None:
             assert interval.batch == (action.unit.first if of_batch else action.unit.first // case.m)
             assert interval.version == (action.unit.first + 1 if action.reads is None else action.reads.versions[0])
             assert (interval.cut, interval.lane) == (rank, "compute")
+            assert (interval.microbatch, interval.span) == (-1 if of_batch else action.unit.first, 0)
         lane = sorted((i for i in timeline.intervals if i.rank == rank and i.lane == "compute"), key=lambda i: i.start)
         assert all(before.end <= after.start for before, after in pairwise(lane))
-        for wait in (i for i in lane if i.what == "wait"):
-            assert re.fullmatch(r"rank \d: ((activation|gradient) \d+|to take (activation|gradient) \d+)", wait.cause)
+        for wait in (i for i in lane if i.what in (Waiting.MESSAGE, Waiting.ROOM)):
+            to = "to take " if wait.what == Waiting.ROOM else ""
+            assert re.fullmatch(rf"rank {wait.peer}: {to}(activation|gradient) \d+", wait.cause)
+            assert abs(wait.peer - rank) == 1
         sends = [i for i in timeline.intervals if i.rank == rank and i.what == "SEND"]
         hops = case.m * case.spans[0]
-        assert len(sends) == hops * ((rank > 0) + (rank < case.depth - 1))
+        activations = [("activation", k, rank + 1) for k in range(hops) if rank < case.depth - 1]
+        gradients = [("gradient", k, rank - 1) for k in range(hops) if rank > 0]
+        assert sorted((i.label.split()[0], i.microbatch, i.peer) for i in sends) == activations + gradients
         assert all(i.start <= i.end for i in sends)
+        kinds = Counter(i.what for i in lane)
+        assert kinds[Waiting.POST] == len(sends)
+        assert kinds[Waiting.DATA] == (hops if rank in (0, case.depth - 1) else 0)
+        assert kinds[Waiting.CALLER] == case.spans[0]
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -104,3 +113,5 @@ def test_evaluation_is_not_taken_for_training() -> None:
         work = pipeline.timeline().work(rank)
         assert [i.label for i in work if i.batch < 0] == [f"Fe{k}" for k in range(6)]
         assert [i.batch for i in work if i.label.startswith("F") and i.batch >= 0] == [k // 2 for k in range(12)]
+        forwards = [(i.span, i.microbatch) for i in work if i.what == "F"]
+        assert forwards == [(span, k) for span in range(3) for k in range(6)]

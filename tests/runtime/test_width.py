@@ -165,6 +165,8 @@ def test_the_timeline_has_a_row_for_every_rank_of_every_pipeline() -> None:
     for rank in range(4):
         kinds = [i.what for i in timeline.intervals if i.rank == rank and i.lane == "collective"]
         assert kinds.count("REDUCE") == kinds.count("DECIDE") == 3
+        peers = {i.peer for i in timeline.intervals if i.rank == rank and i.peer >= 0}
+        assert peers == {rank ^ 1}  # of the same pipeline, counted through both
     assert set(pipeline.peak_bytes()) == {0, 1, 2, 3}
     assert torch.is_grad_enabled()
 

@@ -9,10 +9,10 @@ import penstock
 
 ROOT = Path(penstock.__file__).parent
 FLOORS = [
-    "errors", "schedule", "timeline", "simulate", "plan", "weights", "runtime", "models", "train", "view", "cli",
-    "__main__",
+    "errors", "schedule", "timeline", "idle", "simulate", "plan", "weights", "runtime", "models", "train", "view",
+    "cli", "__main__",
 ]  # fmt: skip
-TORCH_FREE = ("errors", "schedule", "timeline", "simulate")
+TORCH_FREE = ("errors", "schedule", "timeline", "idle", "simulate")
 
 
 def modules():

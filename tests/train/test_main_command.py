@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 
 import numpy as np
 import psutil
@@ -68,7 +69,16 @@ def check_run(folder, batches, ranks):
     assert lines[-1]["unigram_entropy"] > 0
     events = json.loads((folder / "trace.json").read_text())["traceEvents"]
     assert {e["pid"] for e in events} == set(range(ranks))
-    assert {e["name"] for e in events if e["ph"] == "X"} >= {"F0", "B0", "STEP0"}
+    names = {e["name"] for e in events if e["ph"] == "X"}
+    assert names >= {
+        f"{name} stage {s} {v}" for s in range(ranks) for name, v in (("F0", "v0"), ("B0", "v0"), ("STEP0", "v1"))
+    }
+    leave, arrive = (Counter(e["bind_id"] for e in events if e.get(end)) for end in ("flow_out", "flow_in"))
+    assert leave == arrive  # each message has left once and been taken once
+    time = lines[-1]["time"]
+    assert sum(time.values()) == pytest.approx(1)
+    assert 1 - time["work"] == pytest.approx(lines[-1]["bubble"])
+    assert lines[-1]["time_by_rank"].keys() == set(map(str, range(ranks)))
     assert len(list((folder / "weights").glob("stage-*.safetensors"))) == ranks
     return lines
 
@@ -78,7 +88,7 @@ def test_train_and_sample(tmp_path, text):
     assert ran.returncode == 0, ran.stderr
     folder = only_folder(tmp_path / "runs")
     check_run(folder, 3, 2)
-    for word in ("validation loss", "unigram entropy", "sample", "activations", str(folder)):
+    for word in ("validation loss", "unigram entropy", "sample", "activations", "imbalance", "all ranks", str(folder)):
         assert word in ran.stdout
     sampled = start("-m", "penstock", "sample", folder, "--prompt", "the ", "--length", "10")
     assert sampled.returncode == 0, sampled.stderr

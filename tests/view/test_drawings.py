@@ -8,6 +8,7 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
+from penstock.idle import split_time
 from penstock.schedule.build import prove
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import simulate_schedule
@@ -18,6 +19,7 @@ from penstock.train.prepare import prepare
 from penstock.view.perfetto import trace_events, write_trace
 from penstock.view.progress import TerminalObserver, human_bytes
 from penstock.view.svg import timeline_svg
+from penstock.view.tables import time_table
 from penstock.view.text import draw_timeline, superscript
 
 
@@ -79,8 +81,10 @@ def test_a_trace_names_ranks_lanes_stages_and_versions(tmp_path):
     assert {"rank 0", "rank 2", "compute"} <= names
     passes = [e for e in events if e["ph"] == "X"]
     assert len(passes) == len(timeline.intervals)
-    first = next(e for e in passes if e["name"] == "F6" and e["pid"] == 1)
-    assert first["args"] == {"stage": 1, "batch": 2, "version": 1}
+    first = next(e for e in passes if e["name"] == "F6 stage 1 v1" and e["pid"] == 1)
+    assert first["args"] == {"stage": 1, "batch": 2, "microbatch": 6, "version": 1}
+    update = next(e for e in passes if e["name"] == "STEP1 stage 0 v2")
+    assert update["args"] == {"stage": 0, "batch": 1, "version": 2}
     assert {e["name"] for e in events if e["ph"] == "C"} == {"activations"}
 
 
@@ -96,6 +100,48 @@ def test_messages_under_way_together_have_rows_of_their_own():
         "activation 2": "activation 0>1 (2)",
         "activation 3": "activation 0>1",
     }
+
+
+def test_arrows_lead_from_messages_to_the_passes_that_take_them():
+    """Of the same microbatch, payload and span, at the rank the message goes to; waits say for what."""
+
+    def sent(rank, peer, label, span=0):
+        lane = f"{label.split()[0]} {rank}>{peer}"
+        return Interval(rank, lane, 1, 2, "SEND", label, microbatch=0, span=span, peer=peer)
+
+    def did(rank, what, span=0):
+        return Interval(rank, "compute", 2, 3, what, f"{what}0", rank, 0, 0, 0, microbatch=0, span=span)
+
+    messages = [sent(0, 1, "activation 0"), sent(1, 0, "gradient 0"), sent(0, 1, "activation 0", 1)]
+    passes = [did(rank, what, span) for rank in (0, 1) for what in "FBR" for span in (0, 1)]
+    wait = Interval(1, "compute", 0, 2, "wait", "wait for rank 0: activation 0", cause="rank 0: activation 0", peer=0)
+    events = [e for e in trace_events(Timeline(2, [*passes, *messages, wait])) if e["ph"] == "X"]
+    arrows = {e["bind_id"]: [e["pid"], e["name"]] for e in events if e.get("flow_out")}
+    for e in events:
+        if e.get("flow_in"):
+            arrows[e["bind_id"]] += [e["pid"], e["name"]]
+    assert sorted(arrows.values()) == [
+        [0, "activation 0", 1, "F0 stage 1 v0"], [0, "activation 0", 1, "F0 stage 1 v0"],
+        [1, "gradient 0", 0, "B0 stage 0 v0"],
+    ]  # fmt: skip
+    assert [e["args"] for e in events if e["cat"] == "wait"] == [{"waits for": "rank 0: activation 0"}]
+    assert [e["args"] for e in events if e["cat"] == "SEND"] == [{"microbatch": 0}] * 3
+
+
+def test_a_table_of_where_the_time_went():
+    """1F1B on two ranks with F = 1 and B = 2: rank 0 fills for 2 and drains for 1 of 9, rank 1 the other way."""
+    console = Console(file=StringIO(), width=80)
+    console.print(time_table(split_time(simulated("1f1b", 2, 2, 1)), unit=""))
+    lines = console.file.getvalue().splitlines()
+    assert lines[0].split() == ["where", "the", "time", "went,", "%", "of", "9"]
+    assert lines[1].split() == [
+        "work", "fill", "drain", "imbalance", "communication", "data", "control", "engine", "idle",
+    ]  # fmt: skip
+    assert [line.split() for line in lines[2:5]] == [
+        ["rank", "0", "66.7", "22.2", "11.1", "0.0", "0.0", "0.0", "0.0", "0.0", "33.3"],
+        ["rank", "1", "66.7", "11.1", "22.2", "0.0", "0.0", "0.0", "0.0", "0.0", "33.3"],
+        ["all", "ranks", "66.7", "16.7", "16.7", "0.0", "0.0", "0.0", "0.0", "0.0", "33.3"],
+    ]
 
 
 def test_bytes_for_people():

@@ -75,13 +75,16 @@ class Evaluator:
         source = self._open(self._evaluating.data())
         if not source.has(0):
             raise DataError("the data of an evaluation is empty; give at least one batch, or do not evaluate")
-        total = weight = 0.0
+        total, weight, recorder = 0.0, 0.0, self._worker.recorder
+        training = recorder.span
+        recorder.begin_span()
         with self._worker.evaluating():
             for event in self._executor.run(source, batch, 0):
                 if isinstance(event, Wait):
                     yield event
                 elif event.loss is not None and event.weight:
                     total, weight = total + event.loss * event.weight, weight + event.weight
+        recorder.span = training
         if self._worker.has_loss:
             self._worker.decisions.note(batch, Evaluated(version, total, weight))
 

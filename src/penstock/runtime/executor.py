@@ -33,7 +33,7 @@ from penstock.schedule.ir import Action, Kind, Node, Op, Payload, existing
 from penstock.schedule.lowered import Instruction, Lowered, Message
 from penstock.schedule.nodespec import NodeSpec
 from penstock.schedule.nodestate import NodeState
-from penstock.timeline import Interval
+from penstock.timeline import Interval, Waiting
 from penstock.weights.decision import Decision
 
 NO_GRADIENTS: tuple[bool, ...] = ()
@@ -187,7 +187,9 @@ class Executor:
             books.apply(action, t, self._admitted)
             match action.op:
                 case Op.F:
-                    self._forward(node, action, t, first, parcels, source)
+                    sample, more = self._read(node, first, source)
+                    start = self.recorder.now()
+                    self._forward(node, action, t, first, parcels, sample, more)
                 case Op.B:
                     self._backward(node, first, parcels)
                 case Op.R:
@@ -216,11 +218,9 @@ class Executor:
             batch = -1  # evaluation is no batch of the training
         version = batch + 1 if action.op is Op.STEP else self._version(action, t, books)
         cut, replica, _ = action.node
-        end = self.recorder.now()
-        what = action.op.value
-        self.recorder.add(
-            Interval(self.recorder.rank, "compute", start, end, what, label, cut, replica, batch, version)
-        )
+        end, rank, what = self.recorder.now(), self.recorder.rank, action.op.value
+        place = (cut, replica, batch, version, "", -1 if action.unit.kind is Kind.BATCH else first)
+        self.recorder.add(Interval(rank, "compute", start, end, what, label, *place, self.recorder.span))
 
     def _version(self, action: Action, t: int, books: NodeState) -> int:
         """The version an action reads, counted from the start of training; -1 where the schedule names none."""
@@ -228,14 +228,24 @@ class Executor:
             return -1
         return self._start + max(action.reads.versions[0] + t, books.spec.older)
 
+    def _read(self, node: NodeRuntime, k: int, source: Source) -> tuple[Sample, bool]:
+        """Take a microbatch where data enters, and whether another batch follows; that is no work."""
+        first = node.node.cut == 0
+        if not first and not node.has_loss:
+            return NO_SAMPLE, False
+        start = self.recorder.now()
+        sample, more = source.sample(self.replica, k), first and source.follows(k // self.m + 1)
+        rank, end, label = self.recorder.rank, self.recorder.now(), f"read sample {k}"
+        self.recorder.add(Interval(rank, "compute", start, end, Waiting.DATA, label, node.node.cut, cause="the data"))
+        return sample, more
+
     def _forward(
-        self, node: NodeRuntime, action: Action, t: int, k: int, parcels: list[Parcel], source: Source
+        self, node: NodeRuntime, action: Action, t: int, k: int, parcels: list[Parcel], sample: Sample, more: bool
     ) -> None:
         batch, cut = self._start + k // self.m, node.node.cut
-        sample = source.sample(self.replica, k) if cut == 0 or node.has_loss else NO_SAMPLE
         if cut == 0:
             value, wants = cast(sample.input, node.stage.precision), NO_GRADIENTS
-            header = Header(batch, k, source.follows(k // self.m + 1), sample.checksum)
+            header = Header(batch, k, more, sample.checksum)
         else:
             header, value, wants = parcels[0].header, parcels[0].tree, parcels[0].wants_gradient
             if node.has_loss and header.checksum != sample.checksum:
@@ -300,7 +310,10 @@ class Executor:
         """Hand the report out only when what the forward made is on its way: the caller may take any time with it."""
         if self._report is not None:
             report, self._report = self._report, None
+            start = self.recorder.now()
             yield report
+            rank, end, label = self.recorder.rank, self.recorder.now(), f"report of batch {report.batch}"
+            self.recorder.add(Interval(rank, "compute", start, end, Waiting.CALLER, label, cause="the caller"))
 
     # --- bytes ------------------------------------------------------------------------------------------------------
 

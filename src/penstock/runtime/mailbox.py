@@ -13,7 +13,7 @@ from penstock.runtime.transport import Ticket, Transport
 from penstock.runtime.waiting import Wait, wait_for
 from penstock.schedule.ir import Node, Payload
 from penstock.schedule.lowered import LaneKey, Lowered, Message
-from penstock.timeline import Interval
+from penstock.timeline import Interval, Waiting
 
 
 class _Sending(NamedTuple):
@@ -22,6 +22,7 @@ class _Sending(NamedTuple):
     ticket: Ticket
     nbytes: int
     label: str
+    first: int
 
 
 class Mailbox:
@@ -58,8 +59,9 @@ class Mailbox:
             TransportError: the lane broke, or another message came.
         """
         route, ticket = self._lowered.routes[message.route], self._posted.pop(message)
-        cause = f"rank {route.source.rank}: {route.payload} {message.first}"
-        yield from wait_for(self._recorder, ticket, what, cause)
+        peer = self._peer(route.source.rank)
+        cause = f"rank {peer}: {route.payload} {message.first}"
+        yield from wait_for(self._recorder, ticket, what, cause, Waiting.MESSAGE, peer)
         assert isinstance(ticket.result, Parcel)
         parcel, ticket.result = ticket.result, None  # who waits for the ticket keeps it longer than the parcel lives
         self._recorder.change("messages", -ticket.nbytes)
@@ -84,9 +86,11 @@ class Mailbox:
             yield from self._complete(route.lane, queue)
         parcel = self._outbox.pop((route.payload, route.source, message.first))
         nbytes = parcel.nbytes
-        self._recorder.change("messages", nbytes)
+        recorder, label, start = self._recorder, f"{route.payload} {message.first}", self._recorder.now()
+        recorder.change("messages", nbytes)
         ticket = self._transport.send(route.lane, parcel)
-        queue.append(_Sending(ticket, nbytes, f"{route.payload} {message.first}"))
+        queue.append(_Sending(ticket, nbytes, label, message.first))
+        recorder.add(Interval(recorder.rank, "compute", start, recorder.now(), Waiting.POST, f"send {label}"))
 
     def flush(self) -> Iterator[Wait]:
         """Wait until everything sent is on its way."""
@@ -95,11 +99,18 @@ class Mailbox:
                 yield from self._complete(lane, queue)
 
     def _complete(self, lane: LaneKey, queue: deque[_Sending]) -> Iterator[Wait]:
-        ticket, nbytes, label = queue[0]
-        what, cause = f"rank {self._rank}, sending {label}", f"rank {lane.target}: to take {label}"
-        yield from wait_for(self._recorder, ticket, what, cause)
+        ticket, nbytes, label, first = queue[0]
+        recorder, peer = self._recorder, self._peer(lane.target)
+        what, cause = f"rank {self._rank}, sending {label}", f"rank {peer}: to take {label}"
+        yield from wait_for(recorder, ticket, what, cause, Waiting.ROOM, peer)
         queue.popleft()
-        self._recorder.change("messages", -nbytes)
-        start, end = self._recorder.at(ticket.made_at), self._recorder.at(ticket.done_at)
-        name = f"{lane.payload} {lane.source}>{lane.target}"
-        self._recorder.add(Interval(self._recorder.rank, name, start, end, "SEND", label))
+        recorder.change("messages", -nbytes)
+        start, end = recorder.at(ticket.made_at), recorder.at(ticket.done_at)
+        name = f"{lane.payload} {recorder.rank}>{peer}"
+        recorder.add(
+            Interval(recorder.rank, name, start, end, "SEND", label, microbatch=first, span=recorder.span, peer=peer)
+        )
+
+    def _peer(self, rank: int) -> int:
+        """The number of a rank of this pipeline among those of all pipelines, as the recorder counts them."""
+        return self._recorder.rank - self._rank + rank

@@ -23,6 +23,9 @@ class Recorder:
         rank: the rank.
         origin: what `now` counts from, on this process's `time.perf_counter`.
         keep: intervals and samples to keep.
+
+    Attributes:
+        span: the run or evaluation under way, counted from 0.
     """
 
     def __init__(self, rank: int, origin: float, keep: int = KEEP) -> None:
@@ -33,7 +36,13 @@ class Recorder:
         self.peak: dict[str, int] = {}
         self.peak_total = 0
         self.busy = 0.0
+        self.span = self._spans = -1
         self._keep = keep
+
+    def begin_span(self) -> None:
+        """A run or an evaluation begins, the latter perhaps in the midst of a run."""
+        self._spans += 1
+        self.span = self._spans
 
     def now(self) -> float:
         """The common time."""

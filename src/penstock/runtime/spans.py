@@ -219,6 +219,7 @@ class Spans:
     def _begin(self, source: Source) -> bool:
         """Make everything ready for a span; whether there is a first batch, which all ranks agree on."""
         for worker in self._workers:
+            worker.recorder.begin_span()
             worker.decisions.stopping = False
             for node in worker.nodes.values():
                 node.refresh()

@@ -12,7 +12,7 @@ from penstock.runtime.reduction import Holder, Reducer
 from penstock.runtime.transport import Ticket, after_all
 from penstock.runtime.waiting import Wait, wait_for
 from penstock.schedule.ir import Node, Op
-from penstock.timeline import Interval
+from penstock.timeline import Interval, Waiting
 from penstock.weights.decision import Decision
 
 _OTHERS = {
@@ -98,7 +98,8 @@ class Updates:
         if (node, batch) in self._votes:
             tickets.append((Op.DECIDE, self._votes[node, batch]))
         for op, ticket in tickets:
-            yield from wait_for(self._recorder, ticket, what, f"{_OTHERS[op]} batch {batch}")
+            cause = f"{_OTHERS[op]} batch {batch}"
+            yield from wait_for(self._recorder, ticket, what, cause, Waiting.CONTROL)
             start, end = self._recorder.at(ticket.made_at), self._recorder.at(ticket.done_at)
             row = self._recorder.rank
             self._recorder.add(Interval(row, "collective", start, end, op.value, f"{op}{batch}", *place))

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from penstock.runtime.recorder import Recorder
 from penstock.runtime.transport import Ticket
-from penstock.timeline import WAIT, Interval
+from penstock.timeline import Interval, Waiting
 
 
 class Wait(NamedTuple):
@@ -17,7 +17,9 @@ class Wait(NamedTuple):
     what: str
 
 
-def wait_for(recorder: Recorder, ticket: Ticket, what: str, cause: str) -> Iterator[Wait]:
+def wait_for(
+    recorder: Recorder, ticket: Ticket, what: str, cause: str, kind: Waiting, peer: int = -1
+) -> Iterator[Wait]:
     """Wait unless it is done, and take down how long.
 
     Args:
@@ -25,6 +27,8 @@ def wait_for(recorder: Recorder, ticket: Ticket, what: str, cause: str) -> Itera
         ticket: what is waited for.
         what: what the rank is about to do, for messages.
         cause: whom it waits for, and what they have to do.
+        kind: of wait.
+        peer: the rank waited for, if it is one.
 
     Raises:
         TransportError: it failed.
@@ -32,6 +36,7 @@ def wait_for(recorder: Recorder, ticket: Ticket, what: str, cause: str) -> Itera
     if not ticket.done:
         start = recorder.now()
         yield Wait(ticket, what)
-        end = recorder.now()
-        recorder.add(Interval(recorder.rank, "compute", start, end, WAIT, f"wait for {cause}", cause=cause))
+        end = max(start, recorder.at(ticket.done_at))  # not when the rank's turn came, where ranks take turns
+        label = f"wait for {cause}"
+        recorder.add(Interval(recorder.rank, "compute", start, end, kind, label, cause=cause, peer=peer))
     ticket.check(what)

@@ -126,11 +126,13 @@ def _interval(rank: int, action: Action, t: int, m: int, start: float, end: floa
     op, (cut, replica, _), unit, reads, parts, *_ = action
     if not parts and unit.count == 1 and unit.slice is None and unit.kind is Kind.TRAIN and reads is not None:
         k, version = unit.first + t * m, max(reads.versions[0] + t, 0)
-        return Interval(rank, "compute", start, end, op.value, f"{op.value}{k}", cut, replica, k // m, version)
+        label = f"{op.value}{k}"
+        return Interval(rank, "compute", start, end, op.value, label, cut, replica, k // m, version, "", k)
     batch = unit.first + t if unit.kind is Kind.BATCH else unit.first // m + t
     version = batch + 1 if op is Op.STEP else -1 if reads is None else max(reads.versions[0] + t, 0)
     lane = "compute" if parts else OPS[op].lane.value
-    return Interval(rank, lane, start, end, op.value, _label(action, t, m), cut, replica, batch, version)
+    k = -1 if unit.kind is Kind.BATCH or parts else unit.first + t * m
+    return Interval(rank, lane, start, end, op.value, _label(action, t, m), cut, replica, batch, version, "", k)
 
 
 def _label(action: Action, t: int, m: int) -> str:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from penstock.errors import CheckpointError, PenstockError
+from penstock.idle import split_time
 from penstock.runtime.collective import gather_json
 from penstock.runtime.decisions import Evaluated
 from penstock.runtime.evaluation import Evaluating
@@ -241,11 +242,14 @@ class _Loop:
             entropy=unigram_entropy(*self.prepared.windows.count_tokens(self.prepared.model.vocabulary)),
             bubble=timeline.bubble().bubble,
             peak_bytes=peaks,
+            time=split_time(timeline),
         )
         self.metrics.add(
             **validation,
             unigram_entropy=summary.entropy,
             bubble=summary.bubble,
+            time=summary.time.shares(),
+            time_by_rank={rank: summary.time.shares(rank) for rank in range(self.ranks)},
             peak_bytes=peaks,
             seconds=round(seconds, 4),
         )

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from penstock.idle import TimeSplit
 from penstock.runtime.decisions import Evaluated
 from penstock.timeline import Timeline
 from penstock.train.prepare import Prepared
@@ -38,6 +39,7 @@ class Summary:
     Attributes:
         entropy: unigram entropy of the held-out text, in nats per token: what no context at all would reach.
         peak_bytes: per rank, the most bytes of each kind.
+        time: where it went in training.
         averaged_loss: the validation loss with averaged weights, where there are any.
     """
 
@@ -50,6 +52,7 @@ class Summary:
     entropy: float
     bubble: float
     peak_bytes: dict[int, dict[str, int]]
+    time: TimeSplit
     averaged_loss: float | None = None
 
 

@@ -1,4 +1,8 @@
-"""Timelines as a trace for ui.perfetto.dev (the Chrome trace event format)."""
+"""Timelines as a trace for ui.perfetto.dev (the Chrome trace event format).
+
+A slice is called "F6 stage 1 v2", say: operation and microbatch (or batch), stage, version of the weights that are read
+(or made, by an update). A wait says for what. Arrows lead from messages to the passes that take them.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,12 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from penstock.schedule.ir import Op, Payload
 from penstock.timeline import Interval, Timeline
+
+Message = tuple[int, str, int, int]
+"""The rank that takes it, what it carries, span and microbatch."""
+_TAKEN_BY: dict[str, str] = {Op.F: Payload.ACTIVATION, Op.B: Payload.GRADIENT}
 
 
 def write_trace(timeline: Timeline, path: str | Path) -> None:
@@ -23,26 +32,25 @@ def trace_events(timeline: Timeline) -> list[dict[str, Any]]:
     """The events of a timeline."""
     factor = 1e6 if timeline.unit == "s" else 1e3
     events: list[dict[str, Any]] = []
-    rows: dict[tuple[int, str, int], int] = {}
+    rows: dict[tuple[int, str, int], int] = {}  # Perfetto gives the counters of process n to thread n: the compute lane
     for rank in range(timeline.ranks):
         events.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}})
         rows[rank, "compute", 0] = len(rows)
+    arrows = {message: number for number, message in enumerate(filter(None, map(_sent, timeline.intervals)))}
     for interval, row in _rows(timeline.intervals):
-        arguments: dict[str, Any] = {"stage": interval.cut, "batch": interval.batch}
-        if interval.version >= 0:
-            arguments["version"] = interval.version
-        if interval.cause:
-            arguments["waits for"] = interval.cause
+        sent = _sent(interval)
+        arrow = arrows.get(sent or _taken(interval))
         events.append(
             {
                 "ph": "X",
-                "name": interval.label,
+                "name": _name(interval),
                 "cat": interval.what,
                 "pid": interval.rank,
                 "tid": rows.setdefault((interval.rank, interval.lane, row), len(rows)),
                 "ts": interval.start * factor,
                 "dur": (interval.end - interval.start) * factor,
-                "args": arguments,
+                "args": _arguments(interval),
+                **({} if arrow is None else {"bind_id": arrow, "flow_out" if sent else "flow_in": True}),
             }
         )
     for (rank, lane, row), number in rows.items():
@@ -54,6 +62,33 @@ def trace_events(timeline: Timeline) -> list[dict[str, Any]]:
             for time, amount in samples
         ]
     return events
+
+
+def _name(interval: Interval) -> str:
+    if interval.what == Op.SEND or max(interval.batch, interval.microbatch) < 0:
+        return interval.label
+    return f"{interval.label} stage {interval.cut}" + (f" v{interval.version}" if interval.version >= 0 else "")
+
+
+def _arguments(interval: Interval) -> dict[str, Any]:
+    """What is known of an interval."""
+    names = ("batch", "microbatch", "version")
+    known: dict[str, Any] = {name: getattr(interval, name) for name in names if getattr(interval, name) >= 0}
+    if known and interval.what != Op.SEND:
+        known["stage"] = interval.cut
+    return known | ({"waits for": interval.cause} if interval.cause else {})
+
+
+def _sent(interval: Interval) -> Message | None:
+    """The message that an interval shows, if it does."""
+    if interval.what != Op.SEND:
+        return None
+    return interval.peer, interval.label.split()[0], interval.span, interval.microbatch
+
+
+def _taken(interval: Interval) -> Message:
+    """The message that a pass takes, if there is one."""
+    return interval.rank, _TAKEN_BY.get(interval.what, ""), interval.span, interval.microbatch
 
 
 def _rows(intervals: Iterable[Interval]) -> Iterator[tuple[Interval, int]]:

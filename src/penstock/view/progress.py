@@ -18,6 +18,7 @@ from penstock.timeline import Timeline
 from penstock.train.observer import Progress, Summary
 from penstock.train.prepare import Prepared
 from penstock.view.perfetto import write_trace
+from penstock.view.tables import time_table
 
 TRACE = "trace.json"
 _PLAIN_EVERY = 5.0  # seconds between two lines where there is no terminal
@@ -115,6 +116,7 @@ class TerminalObserver:
             )
         if summary.averaged_loss is not None:
             print_(f"with averaged weights {summary.averaged_loss:.4f}", highlight=False)
+        print_(time_table(summary.time))
         print_(_bytes_table(summary.peak_bytes, "peak bytes"))
         print_(f"\nrun folder: {summary.folder}", highlight=False, markup=False)
         print_(
@@ -176,7 +178,7 @@ def _bytes_table(by_rank: dict[int, dict[str, int]], title: str = "live bytes") 
     table = Table(title=title, title_justify="left", title_style="dim", box=None, padding=(0, 2), pad_edge=False)
     table.add_column("")
     for rank in sorted(by_rank):
-        table.add_column(f"stage {rank}", justify="right")
+        table.add_column(f"rank {rank}", justify="right")
     for kind in kinds:
         table.add_row(kind, *(human_bytes(by_rank[rank].get(kind, 0)) for rank in sorted(by_rank)))
     return table

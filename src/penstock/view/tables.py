@@ -8,6 +8,7 @@ from typing import Any
 from rich.table import Table
 
 from penstock.errors import ScheduleError
+from penstock.idle import TimeSplit
 from penstock.schedule.build import prove
 from penstock.schedule.check import Proof
 from penstock.schedule.methods import METHODS, Method
@@ -122,6 +123,29 @@ def simulation_table(simulation: Simulation) -> Table:
     )
     for row in rows:
         table.add_row(*row)
+    return table
+
+
+_CAUSES = (
+    "fill, drain: the pipeline fills and empties. imbalance: a peer is still at work. communication: its message is "
+    "under way. data: samples are read. control: gradients are added up, stages decide together. engine: the rest. "
+    "Idle time of all ranks is the bubble."
+)
+
+
+def time_table(split: TimeSplit, unit: str = " s") -> Table:
+    """Where the time of every rank went, and that of all, whose idle shares add up to the bubble."""
+    title = f"where the time went, % of {split.makespan:.4g}{unit}"
+    table = Table(title=title, title_justify="left", title_style="dim", box=None, padding=(0, 0, 0, 1), pad_edge=False)
+    table.caption, table.caption_justify = _CAUSES, "left"
+    everything = split.shares()
+    for column in ("", *everything, "idle"):
+        table.add_column(column, justify="right" if column else "left", no_wrap=True)
+    rows = [(f"rank {rank}", split.shares(rank)) for rank in range(len(split.busy))]
+    for name, shares in [*rows, ("all ranks", everything)]:
+        figures = [*shares.values(), sum(shares.values()) - shares["work"]]
+        style = "bold" if shares is everything else None
+        table.add_row(name, *(f"{100 * share:.1f}" for share in figures), style=style)
     return table
 
 

@@ -1,0 +1,251 @@
+"""Room 2: why ranks stood idle. Every idle moment of a timeline, simulated or measured, has exactly one cause.
+
+A *section* lies between two moments at which the pipeline is empty: no microbatch is between its first pass anywhere
+and its last. So a method that flushes has a section per batch, and one that does not has one per span. The cause of an
+idle moment is the first of these that holds:
+
+    data           the rank reads samples
+    control        it waits for others, to add up gradients or to decide together
+    communication  it posts a message; or the one it waits for, or that a peer has still to take, is under way
+    drain          its last pass of the section is over; or it waits for a gradient, with no forward left to run
+    fill           its first pass of the section is to come; or it waits for its first gradient
+    imbalance      it waits for a peer that is still at work, or waits itself
+    engine         it waits for nothing that is known: Python between actions, the caller's loop, the turns of other
+                   ranks where one process runs them all
+
+Waits for the first gradient fill the pipeline, too: the first microbatch has to go all the way and come back. And where
+forwards and backwards alternate, the last gradients come a forward later than they are needed, because the rank has no
+forward of its own any more. So equal stages whose messages take no time have no imbalance, in any order.
+
+A measured timeline holds its waits. A simulated one holds none, but its ranks are never idle for nothing: before a pass
+they wait for what another rank did last for the same microbatch, before an update for its collectives.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import NamedTuple
+
+from penstock.timeline import Interval, Timeline, Waiting
+
+_BACKWARD = ("B", "I")
+_SENT = ("F", *_BACKWARD)  # passes whose results travel
+
+
+class Idle(NamedTuple):
+    """Idle time by cause; see the module."""
+
+    fill: float = 0.0
+    drain: float = 0.0
+    imbalance: float = 0.0
+    communication: float = 0.0
+    data: float = 0.0
+    control: float = 0.0
+    engine: float = 0.0
+
+
+@dataclass(frozen=True)
+class TimeSplit:
+    """Where the time went.
+
+    Attributes:
+        makespan: from the first start to the last end of work on any rank.
+        busy: working time per rank.
+        idle: the rest of the makespan, per rank.
+    """
+
+    makespan: float
+    busy: tuple[float, ...]
+    idle: tuple[Idle, ...]
+
+    def shares(self, rank: int | None = None) -> dict[str, float]:
+        """Work, and idleness by cause, as parts of the time of a rank, or of all: those add up to the bubble."""
+        ranks = range(len(self.busy)) if rank is None else (rank,)
+        times = zip(*((self.busy[r], *self.idle[r]) for r in ranks), strict=True)
+        total = len(ranks) * self.makespan or 1.0
+        return {name: sum(of_ranks) / total for name, of_ranks in zip(("work", *Idle._fields), times, strict=True)}
+
+
+def split_time(timeline: Timeline) -> TimeSplit:
+    """Say where the time went: of every rank, work and idle times add up to the makespan."""
+    bubble, facts, idle = timeline.bubble(), _Facts(timeline), []
+    for rank in range(timeline.ranks):
+        causes = dict.fromkeys(Idle._fields, 0.0)
+        for gap in facts.gaps(rank):
+            for cause, time in gap.split():
+                causes[cause] += time
+        idle.append(Idle(**causes))
+    return TimeSplit(bubble.makespan, bubble.busy, tuple(idle))
+
+
+@dataclass
+class _Section:
+    """What runs between two moments at which the pipeline is empty.
+
+    Attributes:
+        start, end: of its passes on any rank.
+        forwards: per rank, how many.
+        alternates: some rank runs a forward after a backward.
+    """
+
+    start: float
+    end: float
+    forwards: Counter[int] = field(default_factory=Counter)
+    alternates: bool = False
+
+
+@dataclass
+class _Gap:
+    """An idle stretch of a rank.
+
+    Attributes:
+        start, end: of it.
+        before, after: the sections of the passes before and after it.
+        first: it ends with the rank's first backward of the section.
+        spent: the rank has no forwards left in the section.
+        waits: of the rank at that time.
+        made: when the message that it waits for had been made.
+        peers: the work of those that have still to take a message of the rank.
+    """
+
+    start: float
+    end: float
+    before: _Section | None
+    after: _Section | None
+    first: bool
+    spent: bool
+    waits: Sequence[Interval] = ()
+    made: float = math.inf
+    peers: Sequence[Interval] = ()
+
+    def __post_init__(self) -> None:
+        """Find where the section before ends and the section after begins."""
+        self._empty = -math.inf if self.before is None else math.inf if self.after is None else self.before.end
+        self._begun = -math.inf if self.before is None or self.after is None else self.after.start
+
+    def split(self) -> Iterator[tuple[str, float]]:
+        """Its causes and their times."""
+        changes = {self.start, self.end, self.made, self._empty, self._begun}
+        changes.update(time for i in (*self.waits, *self.peers) for time in (i.start, i.end))
+        for start, end in pairwise(sorted(time for time in changes if self.start <= time <= self.end)):
+            yield self._cause(start), end - start
+
+    def _cause(self, time: float) -> str:
+        """From `time` to the next change."""
+        wait = next((w.what for w in self.waits if w.start <= time < w.end), "")
+        if wait in (Waiting.DATA, Waiting.CONTROL):
+            return str(wait)
+        if wait == Waiting.POST or (wait == Waiting.MESSAGE and time >= self.made):
+            return "communication"
+        if self.before is not self.after:
+            if time < self._empty:
+                return "drain"
+            return "fill" if wait == Waiting.MESSAGE or time >= self._begun else "engine"
+        if wait == Waiting.ROOM and not any(i.start <= time < i.end for i in self.peers):
+            return "communication"
+        if wait not in (Waiting.MESSAGE, Waiting.ROOM):
+            return "engine"
+        return "fill" if self.first else "drain" if self.spent else "imbalance"
+
+
+class _Facts:
+    """A timeline, sorted by what the causes ask for."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self._work: defaultdict[int, list[Interval]] = defaultdict(list)
+        self._waits: defaultdict[int, list[Interval]] = defaultdict(list)
+        self._sent: defaultdict[tuple[int, int], list[Interval]] = defaultdict(list)
+        self._joint: dict[tuple[int, int], float] = {}  # when the collectives of a (rank, batch) were done
+        for i in sorted(timeline.intervals, key=lambda i: (i.start, i.end)):
+            if i.is_work:
+                self._work[i.rank].append(i)
+                if i.what in _SENT:
+                    self._sent[i.span, i.microbatch].append(i)
+            elif i.lane == "compute":
+                self._waits[i.rank].append(i)
+            elif i.lane == "collective":
+                self._joint[i.rank, i.batch] = max(i.end, self._joint.get((i.rank, i.batch), i.end))
+        self._derives = not self._waits
+        self._sections = _sections([i for work in self._work.values() for i in work if i.microbatch >= 0])
+        self._start = timeline.start
+        self._end = max((i.end for work in self._work.values() for i in work), default=self._start)
+
+    def gaps(self, rank: int) -> Iterator[_Gap]:
+        """The idle stretches of a rank, in order."""
+        work = self._work[rank]
+        following = [self._section(i) for i in work] + [None]
+        for place in reversed(range(len(work))):
+            following[place] = following[place] or following[place + 1]
+        now, section, turned, forwards = self._start, None, False, 0
+        for place, action in enumerate([*work, None]):
+            end = self._end if action is None else action.start
+            if end > now:
+                first = action is not None and action.what in _BACKWARD and not turned
+                spent = section is not None and section.alternates and forwards == section.forwards[rank]
+                gap = _Gap(now, end, section, following[place], first, spent)
+                self._explain(gap, rank, action)
+                yield gap
+            if action is not None:
+                now, here = max(now, action.end), self._section(action)
+                if here is not None and here is not section:
+                    section, turned, forwards = here, False, 0
+                turned |= action.what in _BACKWARD
+                forwards += action.what == "F"
+
+    def _section(self, action: Interval) -> _Section | None:
+        return self._sections.get((action.span, action.microbatch))
+
+    def _explain(self, gap: _Gap, rank: int, action: Interval | None) -> None:
+        """Add the waits of a gap, and when what `action` needs had been made."""
+        if action is None:
+            return
+        gap.waits = self._derived(gap, action) if self._derives else _during(self._waits[rank], gap)
+        gap.peers = [i for w in gap.waits if w.what == Waiting.ROOM for i in _during(self._work[w.peer], gap)]
+        peers = {w.peer for w in gap.waits if w.what == Waiting.MESSAGE} - {-1}
+        for i in self._sent.get((action.span, action.microbatch), ()):
+            if i.start < action.start and i.rank != rank and (not peers or i.rank in peers):
+                gap.made = i.end  # of the last one
+
+    def _derived(self, gap: _Gap, action: Interval) -> list[Interval]:
+        """The waits of a simulated rank."""
+        wait = Interval(action.rank, "compute", gap.start, gap.end, Waiting.MESSAGE, "")
+        if action.what != "STEP":
+            return [wait]
+        done = min(self._joint.get((action.rank, action.batch), gap.start), gap.end)
+        return [wait._replace(what=Waiting.CONTROL, end=done), wait._replace(what=Waiting.ROOM, start=done)]
+
+
+def _during(intervals: list[Interval], gap: _Gap) -> list[Interval]:
+    """Those that a gap overlaps (and perhaps one before), of a lane in order."""
+    first = bisect_left(intervals, gap.start, key=lambda i: i.start)
+    return intervals[max(first - 1, 0) : bisect_left(intervals, gap.end, key=lambda i: i.start)]
+
+
+def _sections(passes: Iterable[Interval]) -> dict[tuple[int, int], _Section]:
+    """The section of every (span, microbatch); the passes of each rank come in order."""
+    passes = list(passes)
+    extents: dict[tuple[int, int], tuple[float, float]] = {}
+    for i in passes:
+        start, end = extents.get((i.span, i.microbatch), (i.start, i.end))
+        extents[i.span, i.microbatch] = min(start, i.start), max(end, i.end)
+    found: dict[tuple[int, int], _Section] = {}
+    section = _Section(-math.inf, -math.inf)
+    for key, (start, end) in sorted(extents.items(), key=lambda item: item[1]):
+        if start >= section.end:
+            section = _Section(start, end)
+        section.end = max(section.end, end)
+        found[key] = section
+    turned: dict[int, _Section] = {}  # of each rank's last backward
+    for i in passes:
+        section = found[i.span, i.microbatch]
+        if i.what in _BACKWARD:
+            turned[i.rank] = section
+        elif i.what == "F":
+            section.forwards[i.rank] += 1
+            section.alternates |= turned.get(i.rank) is section
+    return found
