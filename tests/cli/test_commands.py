@@ -173,7 +173,7 @@ def test_text_too_short(monkeypatch, capsys, tmp_path):
 def test_help_reads_well(monkeypatch, capsys):
     code, out, _ = run(monkeypatch, capsys, "--help")
     assert code == 0
-    for command in ("methods", "show", "simulate", "train", "sample"):
+    for command in ("methods", "show", "simulate", "train", "verify", "sample"):
         assert command in out
     code, out, _ = run(monkeypatch, capsys, "simulate", "--help")
     for option in ("--backward-input", "--backward-weight", "--latency", "--per-stage", "--batches", "--json"):

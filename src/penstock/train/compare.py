@@ -54,7 +54,7 @@ class Difference:
         tolerance: the relative difference that is allowed; 0 where all must be equal.
         differing: how many differ by more.
         worst: where the relative difference is largest; None where everything is equal.
-        first: where it is too large first; None where it is nowhere.
+        first: the same in the first batch where one differs by more; None where none does.
     """
 
     compared: int
@@ -95,7 +95,7 @@ class Comparison:
     def result(self, complete: bool = True) -> Difference:
         """What has been found; in a `complete` run, numbers that have not been seen differ."""
         missing = sorted(self._missing) if complete else []
-        self._missing.clear()
+        self._missing.difference_update(missing)
         self._compared += len(missing)
         for key in missing:
             self._note(*key, math.inf, math.inf)
@@ -107,7 +107,8 @@ class Comparison:
             self._worst = place
         if relative > self._tolerance:
             self._differing += 1
-            if self._first is None or batch < self._first.batch:
+            first = self._first
+            if first is None or batch < first.batch or (batch == first.batch and relative > first.relative):
                 self._first = place
 
 
@@ -138,7 +139,7 @@ class Comparisons:
 
 def apart(found: Value, wanted: Value) -> tuple[float, float]:
     """The absolute and the relative difference; none between two that are both not a number."""
-    a, b = (torch.as_tensor(value).detach().to(torch.float64) for value in (found, wanted))
+    a, b = (torch.as_tensor(value, dtype=torch.float64).detach() for value in (found, wanted))
     if a.shape != b.shape:
         return math.inf, math.inf
     same = (a == b) | (a.isnan() & b.isnan())
