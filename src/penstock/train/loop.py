@@ -80,6 +80,7 @@ class _Loop:
             recompute=config.recompute,
             seed=config.seed,
             width=config.width,
+            reduce=config.reduce,
             tied=TIED_EMBEDDINGS if config.model.tied else None,
             balance=config.balance,
             group=dist.group.WORLD,
