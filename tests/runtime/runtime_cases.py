@@ -18,6 +18,7 @@ from penstock.runtime.blocks import LazyBlock
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.precision import Precision, low_precision
 from penstock.runtime.recompute import Recompute
+from penstock.runtime.reduction import Reduce
 from penstock.schedule.build import make_schedule
 from penstock.train.reference import Reference, Scaling, train_reference
 from penstock.weights.decision import Decision, LossScale
@@ -192,6 +193,7 @@ class Case:
         precision: what passes compute in.
         tied: the output embedding is the input embedding.
         width: parallel pipelines; then reports, which are of one of them, are not compared.
+        reduce: how they add their gradients.
     """
 
     method: str
@@ -211,6 +213,7 @@ class Case:
     precision: Precision = "fp32"
     tied: bool = False
     width: int = 1
+    reduce: Reduce = "ordered"
 
     @property
     def divisor(self) -> float | None:
@@ -312,6 +315,7 @@ def make_pipeline(case: Case, group: dist.ProcessGroup | None = None, **changes:
         "recompute": case.recompute,
         "seed": case.seed,
         "width": case.width,
+        "reduce": case.reduce,
         "precision": case.precision,
         "tied": TIED[case.model] if case.tied else None,
         "balance": BALANCE[case.depth],
@@ -321,10 +325,10 @@ def make_pipeline(case: Case, group: dist.ProcessGroup | None = None, **changes:
     return Pipeline(**(arguments | changes))
 
 
-def train(group: dist.ProcessGroup | None, case: Case) -> Outcome:
+def train(group: dist.ProcessGroup | None, case: Case, **changes: Any) -> Outcome:
     """Run a case with the pipeline, in this process or as one rank of a group."""
     recording = Recording(OPTIMIZERS[case.optimizer])
-    pipeline = make_pipeline(case, group, optimizer=recording)
+    pipeline = make_pipeline(case, group, optimizer=recording, **changes)
     outcome = Outcome()
     batches = make_batches(case)
     for first, end in pairwise((0, *accumulate(case.spans))):

@@ -164,7 +164,13 @@ def test_a_vocabulary_larger_than_bytes_still_makes_text(tmp_path, text):
 def test_parallel_pipelines_in_low_precision_with_tied_embeddings(tmp_path, text):
     """Four processes; the stages of one pipeline are saved."""
     changes = settings(
-        f"out={tmp_path / 'runs'}", "width=2", "precision=bf16", "recompute=stage", "model.tied=true", "sample_length=5"
+        f"out={tmp_path / 'runs'}",
+        "width=2",
+        "reduce=fast",
+        "precision=bf16",
+        "recompute=stage",
+        "model.tied=true",
+        "sample_length=5",
     )
     ran = start("-m", "penstock", "train", *changes, "--data", text)
     assert ran.returncode == 0, ran.stderr

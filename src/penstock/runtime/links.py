@@ -10,6 +10,7 @@ import torch
 from penstock.runtime.council import Council, GlooCouncil, LocalCouncil
 from penstock.runtime.distributed import GlooTransport
 from penstock.runtime.local import LocalTransport
+from penstock.runtime.mesh import Groups
 from penstock.runtime.nccl import LaneGroups, NcclTransport
 from penstock.runtime.reduction import GlooReducer, Holder, LocalReducer, Reducer
 from penstock.runtime.team import Seat, Team
@@ -48,7 +49,12 @@ def holders_of(schedule: Schedule, width: int) -> dict[int, tuple[Holder, ...]]:
 
 
 def link(
-    team: Team, lowered: Lowered, specs: Sequence[NodeSpec], channel: Channel, lane_groups: Sequence[LaneGroups]
+    team: Team,
+    lowered: Lowered,
+    specs: Sequence[NodeSpec],
+    channel: Channel,
+    lane_groups: Sequence[LaneGroups],
+    holder_groups: Groups,
 ) -> Mapping[Seat, Links]:
     """Links for every seat of this process.
 
@@ -58,6 +64,7 @@ def link(
         specs: of its nodes.
         channel: which lanes.
         lane_groups: per pipeline, communicators for tensors; empty where they travel over gloo.
+        holder_groups: of those that hold the same weights; empty where gradients are added in order.
     """
     deciding = [Holder(r, spec.node) for r in range(team.width) for spec in specs if spec.decides]
     if team.group is None:
@@ -72,8 +79,8 @@ def link(
         transport = NcclTransport(seat.rank, groups, lowered.window, team.control, device, first, channel)
     else:
         transport = GlooTransport(seat.rank, lowered.lanes, lowered.window, team.control, first, channel)
-    reducer, council = GlooReducer(team.process, team.control), GlooCouncil(deciding, team.process, team.control)
-    return {seat: Links(transport, reducer, council)}
+    reducer = GlooReducer(team.process, team.control, holder_groups)
+    return {seat: Links(transport, reducer, GlooCouncil(deciding, team.process, team.control))}
 
 
 def _link_here(team: Team, deciding: Sequence[Holder]) -> Mapping[Seat, Links]:

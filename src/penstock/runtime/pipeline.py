@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.errors import CapabilityError, ConfigError
 from penstock.runtime.blocks import Blocks, cut_blocks, named_blocks
@@ -22,12 +23,15 @@ from penstock.runtime.collective import gather_json
 from penstock.runtime.decisions import Evaluated
 from penstock.runtime.evaluation import Evaluating, check_every
 from penstock.runtime.executor import Report
+from penstock.runtime.links import holders_of
+from penstock.runtime.mesh import from_mesh, groups_of_holders
 from penstock.runtime.nccl import LaneGroups, lane_groups
 from penstock.runtime.node import NodeRuntime
 from penstock.runtime.offer import check_offered
 from penstock.runtime.precision import Precision, low_precision
 from penstock.runtime.recompute import Recompute
 from penstock.runtime.recorder import Recorder, merge_recordings
+from penstock.runtime.reduction import Reduce, is_fast
 from penstock.runtime.sharing import check_equal, equalise
 from penstock.runtime.snapshot import Saved, Saving, Snapshot, check_names, restore
 from penstock.runtime.source import Batches
@@ -69,8 +73,12 @@ class Pipeline:
             gradient is still on its way. The same numbers, random ones and buffers included.
         seed: of the random numbers that blocks draw (`penstock.runtime.randomness`).
         width: w, parallel pipelines that hold the same weights; each takes its m of the w * m microbatches of a batch,
-            and gradients are added in the order of the pipelines, while the passes go on. Reports are of one pipeline's
-            part, decisions (`Report.decided`) of the whole batch.
+            and gradients are added while the passes go on. Reports are of one pipeline's part, decisions
+            (`Report.decided`) of the whole batch. 1, or that of the mesh, if None.
+        reduce: how the gradients of parallel pipelines are added: "ordered", in the order of the pipelines, the same
+            bits as in one process; or "fast", between processes by torch's all_reduce, on the groups of the mesh along
+            its width or on one made for each stage. All pipelines still get the same bits. Two get those of "ordered";
+            with more a sum may differ from the ordered one by (w - 1) eps times the sum of the magnitudes.
         precision: what passes compute in: "fp32", as the parameters are, or "bf16" or "fp16". Parameters in float32 are
             then cast once per version, and floating-point inputs of the first stage; there is one master copy in
             float32, and gradients accumulate in float32. fp16 comes with a dynamic loss scale unless one is given.
@@ -84,6 +92,10 @@ class Pipeline:
             ranks in this process. Pipelines whose runs overlap in time need a group each, or they take each other's
             messages. Over gloo models are on the CPU. Over NCCL (tested over gloo only so far) the group is the whole
             job, `torch.cuda.set_device` has been called, and blocks and batches are on that device.
+        mesh: a device mesh with dimensions ("width", "depth") or ("width", "depth", "inner"), of which inner must be 1
+            so far. Its ranks are those of the group (of the whole job, if there is no group) in the same order, as
+            `init_device_mesh` lays them out. With reduce="fast" its groups along the width belong to a run while that
+            is under way.
         timeout: seconds after which a missing message is an error; between runs, where all ranks meet, the group's own
             time-out counts.
 
@@ -105,19 +117,25 @@ class Pipeline:
         loss_scale: LossScale | None = None,
         recompute: Recompute = "none",
         seed: int = 0,
-        width: int = 1,
+        width: int | None = None,
+        reduce: Reduce = "ordered",
         precision: Precision = "fp32",
         average: float | None = None,
         tied: Mapping[str, str] | None = None,
         balance: Sequence[int] | None = None,
         group: dist.ProcessGroup | None = None,
+        mesh: DeviceMesh | None = None,
         timeout: float = 300.0,
     ) -> None:
         low = low_precision(precision)
         policy = Policy(clip, loss_scale or (LossScale() if precision == "fp16" else None))
+        fast = is_fast(reduce)
         if not isinstance(schedule, Schedule | Proof):
             raise ConfigError(f"schedule must come from make_schedule, prove or check, not {schedule!r:.80}")
         named, plain = named_blocks(blocks), schedule if isinstance(schedule, Schedule) else schedule.schedule
+        if mesh is not None:
+            width, group = from_mesh(mesh, width, plain.ranks, group)
+        width = 1 if width is None else width
         self.parts = cut_blocks(named, plain.cuts, balance)
         ties, inside = find_ties(named, self.parts, tied or {})
         self.proof = extend(
@@ -130,6 +148,8 @@ class Pipeline:
         self.schedule = self.proof.schedule
         check_offered(self.schedule)
         self.team = Team(width, self.schedule.ranks, group)
+        holders = holders_of(self.schedule, width).values()
+        holder_groups = groups_of_holders(self.team, holders, mesh) if fast else {}
         if divisor is None:
             divisor = width * self.schedule.microbatches
         if average is not None and not 0 < average < 1:
@@ -151,7 +171,7 @@ class Pipeline:
         groups = self._make_lane_groups({Channel.TRAINING: self.proof, Channel.EVALUATION: evaluation})
         if groups and ties:
             raise CapabilityError("parameters that stages share are offered over gloo so far, not over NCCL")
-        self._spans = Spans(self.team, self._workers, self.proof, evaluation, groups, timeout)
+        self._spans = Spans(self.team, self._workers, self.proof, evaluation, groups, holder_groups, timeout)
 
     def _make_lane_groups(self, proofs: Mapping[Channel, Proof]) -> dict[Channel, list[LaneGroups]]:
         """Communicators for tensors, where they travel over NCCL."""

@@ -1,19 +1,24 @@
 """Sums of gradients over all that hold the same weights, while the passes go on.
 
-Every member adds the same numbers in the same order, that of the members, so that all end with the same bits, and with
-those of any other way of running. A piece at a time, each member adds up its part of the piece and sends the sum to the
-others: twice the gradient travels, whatever the number of members, and the memory it takes is that of a few pieces.
+Ordered: every member adds the same numbers in the same order, that of the members, so that all end with the same bits,
+and with those of any other way of running. A piece at a time, each member adds up its part of the piece and sends the
+sum to the others: twice the gradient travels, whatever the number of members, and the memory it takes is that of a few
+pieces.
+
+Fast: torch's all_reduce, whose order of adding is its own. gloo's gives all members the same bits, too, and takes no
+memory worth mentioning; two numbers have the same sum in either order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from penstock.errors import ConfigError
 from penstock.runtime.background import Background
 from penstock.runtime.transport import Ticket
 from penstock.schedule.ir import Node
@@ -21,6 +26,19 @@ from penstock.schedule.ir import Node
 _TAG = 9  # on the pipelines' group; lanes use others
 _PIECE = 1 << 20  # elements that are summed at once
 _LANE = "the reduction lane"
+
+Reduce = Literal["ordered", "fast"]
+
+
+def is_fast(reduce: Reduce) -> bool:
+    """Whether torch adds gradients, in an order of its own.
+
+    Raises:
+        ConfigError: unknown way.
+    """
+    if reduce not in get_args(Reduce):
+        raise ConfigError(f"reduce must be one of {', '.join(get_args(Reduce))}; got {reduce!r}")
+    return reduce == "fast"
 
 
 class Holder(NamedTuple):
@@ -93,10 +111,16 @@ class GlooReducer:
     Args:
         process: group rank of a holder's process.
         group: with gloo on the CPU; None for the default group.
+        fast: groups that add the fast way, by the ranks of their members; whatever has none is added in order.
     """
 
-    def __init__(self, process: Callable[[Holder], int], group: dist.ProcessGroup | None) -> None:
-        self._process, self._group = process, group
+    def __init__(
+        self,
+        process: Callable[[Holder], int],
+        group: dist.ProcessGroup | None,
+        fast: Mapping[frozenset[int], dist.ProcessGroup],
+    ) -> None:
+        self._process, self._group, self._fast = process, group, fast
         self._background = Background(_LANE)
 
     def reduce(
@@ -104,6 +128,7 @@ class GlooReducer:
     ) -> Ticket:
         """Join a sum; what it comes after is done by then, because one thread does all of them in their order."""
         ranks, place = [self._process(m) for m in members], members.index(me)
+        fast = self._fast.get(frozenset(ranks))
         ticket = Ticket(f"{_LANE} of ranks {', '.join(map(str, ranks))} (batch {batch})")
 
         @torch.no_grad()
@@ -111,6 +136,9 @@ class GlooReducer:
             if after is not None:
                 after.check("adding gradients")
             for tensor in tensors:
+                if fast is not None:
+                    dist.all_reduce(tensor, group=fast)
+                    continue
                 for piece in torch.split(tensor.reshape(-1), _PIECE):
                     self._add(piece, ranks, place)
 

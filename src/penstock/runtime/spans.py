@@ -21,6 +21,7 @@ from penstock.runtime.drive import Run, drive_all, drive_one
 from penstock.runtime.evaluation import Evaluating, Evaluator
 from penstock.runtime.executor import Executor, Report
 from penstock.runtime.links import holders_of, link
+from penstock.runtime.mesh import Groups
 from penstock.runtime.nccl import LaneGroups
 from penstock.runtime.snapshot import Saving, Snapshot, take
 from penstock.runtime.source import Batches, Source
@@ -44,6 +45,7 @@ class Spans:
         proof: of the training schedule.
         forward_only: of the schedule of evaluations.
         lane_groups: communicators for tensors, per channel and pipeline; empty where they travel over gloo.
+        holder_groups: of those that hold the same weights; empty where gradients are added in order.
         timeout: seconds after which a missing message is an error.
 
     Attributes:
@@ -58,10 +60,12 @@ class Spans:
         proof: Proof,
         forward_only: Proof,
         lane_groups: dict[Channel, list[LaneGroups]],
+        holder_groups: Groups,
         timeout: float,
     ) -> None:
         self._team, self._workers, self._timeout = team, workers, timeout
-        self._proof, self._forward_only, self._lane_groups = proof, forward_only, lane_groups
+        self._proof, self._forward_only = proof, forward_only
+        self._lane_groups, self._holder_groups = lane_groups, holder_groups
         self.schedule = proof.schedule
         self.batches, self.keeps_older = 0, False
         self._bases = RULES[self.schedule.rule].bases
@@ -247,7 +251,8 @@ class Spans:
 
     def _executors(self, proof: Proof, channel: Channel = Channel.TRAINING) -> list[Executor]:
         specs = node_specs(proof.schedule, older=0)
-        links = link(self._team, proof.lowered, specs, channel, self._lane_groups.get(channel, []))
+        lane_groups = self._lane_groups.get(channel, [])
+        links = link(self._team, proof.lowered, specs, channel, lane_groups, self._holder_groups)
         holders = holders_of(proof.schedule, self._team.width)
         return [
             Executor(

@@ -36,6 +36,7 @@ def make_pipeline(
         recompute=config.recompute,
         seed=config.seed,
         width=config.width,
+        reduce=config.reduce,
         tied=TIED_EMBEDDINGS if config.model.tied else None,
         balance=config.balance,
         group=group,

@@ -87,6 +87,10 @@ class TrainConfig(_Strict):
     method: str = Field(default="2bw", description="a row of `penstock methods`")
     stages: int = Field(default=2, ge=1, description="d, ranks of the pipeline; each holds one stage")
     width: int = Field(default=1, ge=1, description="w, parallel pipelines that hold the same weights")
+    reduce: Literal["ordered", "fast"] = Field(
+        default="ordered",
+        description="how parallel pipelines add gradients: in their order, or by all_reduce, off by roundings if w > 2",
+    )
     microbatches: int = Field(default=4, ge=1, description="m, microbatches per batch (per update) and pipeline")
     microbatch_size: int = Field(default=2, ge=1, description="samples per microbatch")
     batches: int = Field(default=1000, ge=1, description="updates to make")
@@ -235,5 +239,8 @@ def _section_keys(section: str) -> str:
 
 
 _TEXT_KEYS = frozenset(
-    {"method", "data", "prompt", "out", "precision", "recompute", "model.preset", "optimizer.name", "rate.decay"}
-)
+    {
+        "method", "data", "prompt", "out", "reduce", "precision", "recompute", "model.preset", "optimizer.name",
+        "rate.decay",
+    }
+)  # fmt: skip
