@@ -4,8 +4,12 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis import settings
 
 from pool import Pool
+
+settings.register_profile("untimed", deadline=None)  # a busy machine is no fault
+settings.load_profile("untimed")
 
 
 @pytest.fixture(scope="session", autouse=True)

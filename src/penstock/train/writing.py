@@ -152,7 +152,7 @@ class Writer:
             if failure is None:
                 disk.write_index(place, _content(parts, self._extra(batch)))
                 disk.rotate(self._run, self._keep)
-        except OSError as error:
+        except (OSError, CheckpointError) as error:
             failure = f"{disk.INDEX}: {error}"
         if failure is not None:
             shutil.rmtree(disk.part_of(place), ignore_errors=True)

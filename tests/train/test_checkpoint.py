@@ -1,0 +1,240 @@
+"""Checkpoints on disk are complete or not there at all, and whatever happens to one is noticed."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.errors import CheckpointError
+from penstock.runtime.snapshot import Snapshot
+from penstock.train import checkpoint as disk
+from penstock.train import writing
+from penstock.train.checkpoint import Checkpoint, checkpoints, clear_parts, open_newest, place_of
+from penstock.train.writing import LocalWall, Part, Wall, Writer
+
+
+def snapshot(batch: int, cut: int = 0, replica: int = 0, **tensors: torch.Tensor) -> Snapshot:
+    kind = f"fixed.{replica}" if replica else "weights"
+    named = {f"{kind}/{cut}.{name}": tensor for name, tensor in tensors.items()}
+    values = {f"optimizer/mu/{cut}.w": 0.5 + cut} if not replica else {}
+    return Snapshot(batch, replica, cut, named, values, {"batch": batch, "updates": batch - 1})
+
+
+class Told:
+    def __init__(self) -> None:
+        self.found: list[tuple[int, str | None]] = []
+
+    def __call__(self, batch: int, failure: str | None) -> None:
+        self.found.append((batch, failure))
+
+
+def writer(run: Path, own: list[Part], wall: Wall, told: Told, keep: int = 2, timeout: float = 20.0) -> Writer:
+    parts = [(0, 0), (1, 0), (0, 1), (1, 1)]
+    return Writer(run, parts, own, keep, lambda batch: {"samples": 8 * batch}, wall, timeout, told)
+
+
+def write(run: Path, batch: int, keep: int = 2) -> None:
+    """A checkpoint of two stages, of which pipeline 1 has only buffers of stage 1."""
+    told, wall = Told(), LocalWall()
+    one = writer(run, [(0, 0), (1, 0), (0, 1), (1, 1)], wall, told, keep)
+    one.sink(snapshot(batch, 0, w=torch.arange(6.0).reshape(2, 3), half=torch.ones(3, dtype=torch.bfloat16)))
+    one.sink(snapshot(batch, 1, w=torch.full((4,), float(batch))))
+    one.sink(snapshot(batch, 0, 1))
+    one.sink(snapshot(batch, 1, 1, buffer=torch.tensor([7])))
+    assert one.finish(batch) is None
+    one.close()
+    assert told.found == [(batch, None)]
+
+
+def test_what_was_written_comes_back(tmp_path: Path) -> None:
+    write(tmp_path, 5)
+    found = Checkpoint(place_of(tmp_path, 5))
+    assert found.batch == 5
+    assert found.facts["updates"] == 4
+    assert found.facts["values"] == {"optimizer/mu/0.w": 0.5, "optimizer/mu/1.w": 1.5}
+    assert found.extra == {"samples": 40}
+    assert set(found.names) == {"weights/0.w", "weights/0.half", "weights/1.w", "fixed.1/1.buffer"}
+    assert torch.equal(found.tensor("weights/0.w"), torch.arange(6.0).reshape(2, 3))
+    assert found.tensor("weights/0.half").dtype == torch.bfloat16
+    assert sorted(os.listdir(found.folder)) == [
+        "index.json", "stage-0.safetensors", "stage-1.1.safetensors", "stage-1.safetensors"
+    ]  # fmt: skip
+    assert not list((tmp_path / "checkpoints").glob(".*"))
+
+
+def test_older_ones_go(tmp_path: Path) -> None:
+    for batch in (3, 100, 20):  # by number, not by age
+        write(tmp_path, batch)
+    assert [path.name for path in checkpoints(tmp_path)] == ["batch-00000020", "batch-00000100"]
+
+
+def test_one_of_the_same_batch_is_replaced(tmp_path: Path) -> None:
+    """A restart may go further back than the newest one, if that is damaged."""
+    write(tmp_path, 5)
+    (place_of(tmp_path, 5) / "stage-1.safetensors").write_bytes(b"damaged")
+    write(tmp_path, 5)
+    assert Checkpoint(place_of(tmp_path, 5)).batch == 5
+
+
+def truncated(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def flipped(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(bytes(data))
+
+
+FAULTS = [
+    ("stage-0.safetensors", truncated, r"stage-0\.safetensors' is damaged: it has \d+ of \d+ bytes"),
+    ("stage-1.safetensors", flipped, r"stage-1\.safetensors' is damaged: it has other content"),
+    ("stage-1.1.safetensors", Path.unlink, r"cannot read .*stage-1\.1\.safetensors': No such file"),
+    ("index.json", truncated, r"index\.json' is damaged"),
+    ("index.json", lambda path: path.write_text('{"schema": 99}'), "has schema 99, this version of penstock reads 1"),
+    ("index.json", lambda path: path.write_text('{"schema": 1, "facts": {}}'), "is damaged: it lacks extra, files"),
+]
+
+
+@pytest.mark.parametrize(("name", "damage", "message"), FAULTS)
+def test_the_one_before_a_damaged_one_is_taken(tmp_path: Path, name: str, damage: Any, message: str) -> None:
+    write(tmp_path, 4)
+    write(tmp_path, 8)
+    damage(place_of(tmp_path, 8) / name)
+    newest, faults = open_newest(tmp_path)
+    assert newest is not None
+    assert newest.batch == 4
+    assert [str(place_of(tmp_path, 8)) in str(fault) for fault in faults] == [True]
+    with pytest.raises(CheckpointError, match=message):
+        Checkpoint(place_of(tmp_path, 8))
+    damage(place_of(tmp_path, 4) / name)
+    with pytest.raises(CheckpointError, match="none of the 2 checkpoints"):
+        open_newest(tmp_path)
+
+
+def test_no_checkpoint_is_no_error(tmp_path: Path) -> None:
+    assert open_newest(tmp_path) == (None, [])
+
+
+def test_an_index_may_not_lead_out_of_its_folder(tmp_path: Path) -> None:
+    write(tmp_path, 4)
+    path = place_of(tmp_path, 4) / "index.json"
+    index = json.loads(path.read_text())
+    index["files"]["../secret"] = index["files"].pop("stage-0.safetensors")
+    index["tensors"] = {name: "../secret" if f == "stage-0.safetensors" else f for name, f in index["tensors"].items()}
+    path.write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=r"names '\.\./secret', which is not a file of its folder"):
+        Checkpoint(place_of(tmp_path, 4))
+
+
+@pytest.mark.parametrize("where", ["file", "index"])
+def test_a_full_disk_costs_the_checkpoint_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    write(tmp_path, 4)
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(*((writing, "save_file") if where == "file" else (disk, "write_index")), full)
+        told = Told()
+        one = writer(tmp_path, [(0, 0), (1, 0), (0, 1), (1, 1)], LocalWall(), told)
+        for cut, replica in ((0, 0), (1, 0), (0, 1), (1, 1)):
+            one.sink(snapshot(8, cut, replica, w=torch.ones(2)))
+        failure = one.finish(8)
+        one.close()
+    assert failure is not None
+    assert "No space left on device" in failure
+    assert told.found == [(8, failure)]
+    newest, faults = open_newest(tmp_path)
+    assert newest is not None
+    assert (newest.batch, faults) == (4, [])
+    assert not list((tmp_path / "checkpoints").glob(".*"))
+    write(tmp_path, 12)
+    assert [path.name for path in checkpoints(tmp_path)] == ["batch-00000004", "batch-00000012"]
+
+
+def test_a_full_disk_for_real(tmp_path: Path) -> None:
+    """A limit on the size of files stands for a disk without room."""
+    import resource
+    import signal
+
+    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    told = Told()
+    one = Writer(tmp_path, [(0, 0)], [(0, 0)], 2, lambda _: {}, LocalWall(), 5.0, told)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+        one.sink(snapshot(4, w=torch.ones(5000)))
+        failure = one.finish(4)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+        one.close()
+    assert failure is not None
+    assert "File too large" in failure
+    assert checkpoints(tmp_path) == []
+
+
+def test_ranks_write_their_own_and_the_first_completes(tmp_path: Path) -> None:
+    told, wall = [Told() for _ in range(4)], LocalWall()
+    parts: list[Part] = [(0, 0), (1, 0), (0, 1), (1, 1)]
+    writers = [writer(tmp_path, [part], wall, t) for part, t in zip(parts, told, strict=True)]
+    for (cut, replica), one in zip(parts[:3], writers[:3], strict=True):
+        one.sink(snapshot(6, cut, replica, w=torch.ones(1) * cut))
+    time.sleep(0.2)
+    assert checkpoints(tmp_path) == []  # one is missing
+    writers[3].sink(snapshot(6, 1, 1))
+    assert [one.finish(6) for one in writers] == [None] * 4
+    assert [t.found for t in told] == [[(6, None)], [], [], []]
+    assert checkpoints(tmp_path) == [place_of(tmp_path, 6)]
+    for one in writers:
+        one.close()
+
+
+def test_a_rank_that_never_writes_costs_the_checkpoint(tmp_path: Path) -> None:
+    told = Told()
+    one = writer(tmp_path, [(0, 0)], LocalWall(), told, timeout=0.2)
+    one.sink(snapshot(6, w=torch.ones(1)))
+    assert one.finish(6) == "a stage was not written within 0.2 seconds"
+    one.close()
+    assert checkpoints(tmp_path) == []
+
+
+def test_a_snapshot_waits_for_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So there are never copies of more than one."""
+    gate, real = threading.Event(), writing.save_file
+
+    def slow(*arguments: Any, **options: Any) -> None:
+        gate.wait(10)
+        real(*arguments, **options)
+
+    monkeypatch.setattr(writing, "save_file", slow)
+    one = Writer(tmp_path, [(0, 0)], [(0, 0)], 2, lambda _: {}, LocalWall(), 5.0, Told())
+    first, second = snapshot(1, w=torch.ones(2)), snapshot(2, w=torch.ones(2))
+    one.sink(first)
+    assert not first.written.is_set()
+    threading.Timer(0.2, gate.set).start()
+    one.sink(second)
+    assert first.written.is_set()
+    assert one.finish(2) is None
+    one.close()
+    assert len(checkpoints(tmp_path)) == 2
+
+
+def test_what_a_dead_run_was_writing_is_cleared(tmp_path: Path) -> None:
+    write(tmp_path, 4)
+    part = disk.part_of(place_of(tmp_path, 8))
+    part.mkdir()
+    (part / "stage-0.safetensors").write_bytes(b"half")
+    assert [path.name for path in checkpoints(tmp_path)] == ["batch-00000004"]
+    clear_parts(tmp_path)
+    assert not part.exists()
+    assert place_of(tmp_path, 4).exists()

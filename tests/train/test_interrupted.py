@@ -1,0 +1,118 @@
+"""A run that is told to end saves what it has done, and goes on from there as if nothing had been."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+import torch
+from commands import only_folder, settings, start, workers_of
+
+from penstock.train.checkpoint import checkpoints
+from penstock.train.files import load_weights
+
+pytestmark = pytest.mark.processes
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("the quick brown fox jumps over the lazy dog. " * 200)
+    return path
+
+
+def interrupt(out, text, *changes, signals, after=3):
+    """Start a run, send it signals when it has trained for a while; returns what it printed, and its exit code."""
+    command = [sys.executable, "-m", "penstock", "train", "--data", str(text), *settings(f"out={out}", *changes)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        while sum(len(path.read_text().splitlines()) for path in out.glob("*/metrics.jsonl")) < after:
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.02)
+        workers = workers_of(process.pid)
+        for number in signals:
+            process.send_signal(number)
+            time.sleep(0.3)
+        printed, err = process.communicate(timeout=60)
+    assert "Traceback" not in err
+    assert len(workers) == 2
+    patience = time.monotonic() + 10
+    while any(map(psutil.pid_exists, workers)):
+        assert time.monotonic() < patience
+        time.sleep(0.1)
+    return printed, err, process.returncode
+
+
+def lines_of(folder, key):
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if key in line]
+
+
+SHORT = ["batches=80", "sample_length=0", "checkpoint.every=25", "evaluate.every=30", "average=0.9"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_it_goes_on_bit_for_bit(tmp_path, text, number):
+    printed, _, code = interrupt(tmp_path / "runs", text, *SHORT, signals=[number])
+    folder = only_folder(tmp_path / "runs")
+    assert code == 0
+    assert f"penstock train --resume {folder}" in printed
+    (interrupted,) = [line["interrupted"] for line in lines_of(folder, "interrupted")]
+    assert 1 <= interrupted < 80
+    assert checkpoints(folder)[-1].name == f"batch-{interrupted:08d}"
+    assert not (folder / "weights").exists()
+    resumed = start("-m", "penstock", "train", "--resume", folder)
+    assert resumed.returncode == 0, resumed.stderr
+    assert f"going on from the checkpoint after {interrupted} batches" in resumed.stdout
+    assert sorted(line["batch"] for line in lines_of(folder, "batch")) == list(range(80))
+    assert len(checkpoints(folder)) == 2
+    if number == signal.SIGTERM:
+        return
+    whole = start("-m", "penstock", "train", "--data", text, *settings(f"out={tmp_path / 'whole'}", *SHORT))
+    assert whole.returncode == 0, whole.stderr
+    other = only_folder(tmp_path / "whole")
+    for place in ("", "averaged"):
+        found, wanted = load_weights(folder / place), load_weights(other / place)
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    for key in ("update", "evaluated", "validation_loss"):
+        found, wanted = ([(line[key], line.get("loss")) for line in lines_of(f, key)] for f in (folder, other))
+        assert found == wanted
+
+
+def test_a_second_signal_ends_it_at_once(tmp_path, text):
+    """Here no batch ever ends again, because a worker has been stopped."""
+    command = [sys.executable, "-m", "penstock", "train", "--data", str(text)]
+    command += settings(f"out={tmp_path / 'runs'}", "batches=1000000")
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        while not list(tmp_path.glob("runs/*/metrics.jsonl")):
+            assert process.poll() is None
+            time.sleep(0.1)
+        workers = workers_of(process.pid)
+        psutil.Process(workers[0]).suspend()
+        process.send_signal(signal.SIGINT)
+        time.sleep(1)
+        assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=40)
+    assert process.returncode == 130
+    assert "SIGINT has ended the run at once" in " ".join(err.split())
+    assert "Traceback" not in err
+    assert not any(map(psutil.pid_exists, workers))
+
+
+def test_a_run_ends_when_nothing_gets_better(tmp_path, text):
+    """A rate that is much too high; all ranks end after the same batch."""
+    changes = settings(
+        f"out={tmp_path / 'runs'}", "batches=100000", "sample_length=0", "optimizer.lr=30", "rate.warm_up=0",
+        "evaluate.every=2", "evaluate.samples=4", "evaluate.patience=3",
+    )  # fmt: skip
+    ran = start("-m", "penstock", "train", "--data", text, *changes)
+    assert ran.returncode == 0, ran.stderr
+    folder = only_folder(tmp_path / "runs")
+    losses = [line["loss"] for line in lines_of(folder, "evaluated")]
+    best = min(range(len(losses)), key=losses.__getitem__)
+    assert 3 <= len(losses) - 1 - best <= 5
+    assert lines_of(folder, "validation_loss")
