@@ -77,13 +77,14 @@ def stage_modules(cuts: int) -> list[nn.Sequential]:
 class PenstockArm:
     """A method of Penstock; each run is a span, filled once and drained once."""
 
-    def __init__(self, method: str, microbatches: int, data: Data) -> None:
+    def __init__(self, method: str, microbatches: int, data: Data, clip: float | None = None) -> None:
         self.microbatches, self.data = microbatches, data
         self.pipeline = Pipeline(
             stage_modules(STAGES),
             prove(method, STAGES, microbatches),
             loss=mean_loss,
             optimizer=make_optimizer,
+            clip=clip,
             balance=[1] * STAGES,
             group=dist.new_group(),  # of its own: a stream that is halted may have messages under way
         )
@@ -104,8 +105,8 @@ class PenstockStream(PenstockArm):
     work is left out or done twice, but the ranks lose their stagger, which costs the last one about a forward per run.
     """
 
-    def __init__(self, method: str, microbatches: int, data: Data) -> None:
-        super().__init__(method, microbatches, data)
+    def __init__(self, method: str, microbatches: int, data: Data, clip: float | None = None) -> None:
+        super().__init__(method, microbatches, data, clip)
         self._reports = self.pipeline.run(data.batches(sys.maxsize, microbatches))
 
     def run(self, batches: int) -> None:
@@ -191,7 +192,10 @@ class CeilingArm:
         """Nothing is ever under way."""
 
 
-ARMS: dict[str, Callable[[int, Data], Arm]] = {
+Maker = Callable[[int, Data], Arm]
+"""(m, data) -> arm."""
+
+ARMS: dict[str, Maker] = {
     "ceiling": CeilingArm,
     "penstock 2bw": lambda m, data: PenstockStream("2bw", m, data),
     "penstock 2bw-eager": lambda m, data: PenstockStream("2bw-eager", m, data),

@@ -18,6 +18,7 @@ import random
 import statistics
 import sys
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,20 +26,20 @@ import torch
 import torch.distributed as dist
 from torch import multiprocessing
 
-from benchmarks.arms import ARMS, STAGES, Arm, Data
+from benchmarks.arms import ARMS, STAGES, Arm, Data, Maker
 from benchmarks.machine import describe_machine, free_port, join, leave
 
 RESULTS = Path(__file__).parent / "results"
 MICROBATCH_COUNTS = (2, 4, 8, 16)
 
 
-def measure(rank: int, port: int, arguments: argparse.Namespace, out: str) -> None:
+def measure(rank: int, port: int, arguments: argparse.Namespace, out: str, makers: Mapping[str, Maker] = ARMS) -> None:
     """One rank: every m, round and arm in turn; rank 0 writes the times."""
     join(rank, port, STAGES)
     data = Data()
     for m in arguments.microbatches:
         batches = max(arguments.count // m, 1)
-        arms = {name: ARMS[name](m, data) for name in arguments.arms}
+        arms = {name: makers[name](m, data) for name in arguments.arms}
         for arm in arms.values():
             arm.run(max(4 // m, 2))  # warm up: allocators, optimizer state, shapes
         for round_ in range(arguments.rounds):
@@ -104,6 +105,23 @@ def print_summary(rows: list[dict[str, Any]]) -> None:
             print(f"| {name} | " + " | ".join(cells) + " |")
 
 
+def collect(name: str, work: Callable[..., None], arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Let all ranks work; the raw data lie in a file that begins with the machine and the command.
+
+    Args:
+        name: of the benchmark.
+        work: (rank, port, arguments, out), such as `measure`.
+        arguments: of the command.
+    """
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    out = arguments.out / f"{name}-{time.strftime('%Y-%m-%d-%H%M%S')}.jsonl"
+    header = {"machine": describe_machine(), "command": " ".join([f"python -m benchmarks.{name}", *sys.argv[1:]])}
+    out.write_text(json.dumps(header) + "\n")
+    multiprocessing.spawn(work, (free_port(), arguments, str(out)), nprocs=STAGES)
+    print(f"\nraw data: {out}")
+    return [json.loads(line) for line in out.read_text().splitlines()[1:]]
+
+
 def main() -> None:
     """Run the benchmark, or print the summary of an earlier run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -122,13 +140,7 @@ def main() -> None:
         return
     if arguments.short:
         arguments.rounds, arguments.count, arguments.microbatches = 3, 32, [2, 8]
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    out = arguments.out / f"throughput-{time.strftime('%Y-%m-%d-%H%M%S')}.jsonl"
-    header = {"machine": describe_machine(), "command": " ".join(["python -m benchmarks.throughput", *sys.argv[1:]])}
-    out.write_text(json.dumps(header) + "\n")
-    multiprocessing.spawn(measure, (free_port(), arguments, str(out)), nprocs=STAGES)
-    print_summary([json.loads(line) for line in out.read_text().splitlines()[1:]])
-    print(f"\nraw data: {out}")
+    print_summary(collect("throughput", measure, arguments))
 
 
 if __name__ == "__main__":

@@ -4,8 +4,10 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock, patch
 
 import pytest
+from benchmarks.clipping import ARMS
 from benchmarks.limits import factors, replay
 
 from penstock.schedule.build import prove
@@ -33,6 +35,28 @@ def test_throughput_of_every_arm(tmp_path):
     assert row["microbatches"] == 4
     assert all(seconds > 0 for seconds in row["seconds"].values())
     assert all(f"| {arm} |" in printed for arm in arms)
+
+
+@pytest.mark.slow
+def test_clipping_against_none(tmp_path):
+    printed = run("clipping", "--microbatches", 2, "--count", 4, "--slice", 2, "--rounds", 2, "--out", tmp_path)
+    (raw,) = tmp_path.iterdir()
+    header, *rows = map(json.loads, raw.read_text().splitlines())
+    assert {"machine", "command"} <= header.keys()
+    assert header["command"].startswith("python -m benchmarks.clipping --microbatches 2")
+    assert [row["round"] for row in rows] == [0, 1]
+    for row in rows:
+        assert row["seconds"].keys() == {"2bw", "2bw, clip = 1"}
+        assert all(seconds > 0 for seconds in row["seconds"].values())
+    low, high = sorted(row["seconds"]["2bw"] / row["seconds"]["2bw, clip = 1"] for row in rows)
+    assert f"| 2bw, clip = 1 | {(low + high) / 2:.3f} ({low:.3f}, {high:.3f}) |" in printed
+
+
+def test_one_of_its_arms_clips():
+    with patch("benchmarks.arms.Pipeline") as pipeline, patch("benchmarks.arms.dist.new_group"):
+        for name, clip in (("2bw", None), ("2bw, clip = 1", 1.0)):
+            ARMS[name](2, Mock())
+            assert pipeline.call_args.kwargs["clip"] == clip
 
 
 @pytest.mark.slow
