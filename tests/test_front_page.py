@@ -34,10 +34,17 @@ def readme_names() -> dict[str, Any]:
 
 
 def test_the_code_in_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert len(CODE) == 2
+    assert len(CODE) == 3
     monkeypatch.chdir(tmp_path)
-    exec(compile(CODE[0], "README.md", "exec"), readme_names())
+    names = readme_names()
+    exec(compile(CODE[0], "README.md", "exec"), names)
     assert (tmp_path / "trace.json").stat().st_size > 1000
+    names["batches"] = names["batches"] * 20
+    names["validation_batches"] = names["batches"][:2]
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(compile(CODE[2], "README.md", "exec"), names)
+    assert re.fullmatch(r"held-out loss [\d.]+ after 50 batches\n", printed.getvalue())
+    assert [path.name for path in (tmp_path / "runs/mine/checkpoints").iterdir()] == ["batch-00000060"]
 
 
 def run_distributed_readme(group: dist.ProcessGroup, folder: str) -> str:

@@ -46,8 +46,11 @@ if TYPE_CHECKING:
     from penstock.models.gpt import gpt_blocks as gpt_blocks
     from penstock.models.gpt import language_loss as language_loss
     from penstock.runtime.blocks import LazyBlock as LazyBlock
+    from penstock.runtime.evaluation import Evaluating as Evaluating
     from penstock.runtime.executor import Report as Report
     from penstock.runtime.pipeline import Pipeline as Pipeline
+    from penstock.runtime.snapshot import Saving as Saving
+    from penstock.runtime.snapshot import Snapshot as Snapshot
     from penstock.schedule.build import make_schedule as make_schedule
     from penstock.schedule.build import prove as prove
     from penstock.schedule.check import Proof as Proof
@@ -61,6 +64,7 @@ if TYPE_CHECKING:
     from penstock.simulate.simulate import Simulation as Simulation
     from penstock.simulate.simulate import simulate_schedule as simulate_schedule
     from penstock.timeline import Timeline as Timeline
+    from penstock.train.checkpoints import Checkpoints as Checkpoints
     from penstock.view.perfetto import write_trace as write_trace
     from penstock.view.svg import timeline_svg as timeline_svg
     from penstock.view.text import draw_timeline as draw_timeline
@@ -83,7 +87,11 @@ _HOMES = {
     # run
     "Pipeline": "runtime.pipeline",
     "Report": "runtime.executor",
+    "Evaluating": "runtime.evaluation",
+    "Saving": "runtime.snapshot",
+    "Snapshot": "runtime.snapshot",
     "LazyBlock": "runtime.blocks",
+    "Checkpoints": "train.checkpoints",
     "GPTConfig": "models.gpt",
     "gpt_blocks": "models.gpt",
     "language_loss": "models.gpt",

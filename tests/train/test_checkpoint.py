@@ -49,7 +49,6 @@ def write(run: Path, batch: int, keep: int = 2) -> None:
     one.sink(snapshot(batch, 0, 1))
     one.sink(snapshot(batch, 1, 1, buffer=torch.tensor([7])))
     assert one.finish(batch) is None
-    one.close()
     assert told.found == [(batch, None)]
 
 
@@ -150,8 +149,7 @@ def test_a_full_disk_costs_the_checkpoint_and_nothing_else(
         for cut, replica in ((0, 0), (1, 0), (0, 1), (1, 1)):
             one.sink(snapshot(8, cut, replica, w=torch.ones(2)))
         failure = one.finish(8)
-        one.close()
-    assert failure is not None
+        assert failure is not None
     assert "No space left on device" in failure
     assert told.found == [(8, failure)]
     newest, faults = open_newest(tmp_path)
@@ -177,8 +175,7 @@ def test_a_full_disk_for_real(tmp_path: Path) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, handler)
-        one.close()
-    assert failure is not None
+        assert failure is not None
     assert "File too large" in failure
     assert checkpoints(tmp_path) == []
 
@@ -195,8 +192,6 @@ def test_ranks_write_their_own_and_the_first_completes(tmp_path: Path) -> None:
     assert [one.finish(6) for one in writers] == [None] * 4
     assert [t.found for t in told] == [[(6, None)], [], [], []]
     assert checkpoints(tmp_path) == [place_of(tmp_path, 6)]
-    for one in writers:
-        one.close()
 
 
 def test_a_rank_that_never_writes_costs_the_checkpoint(tmp_path: Path) -> None:
@@ -204,7 +199,6 @@ def test_a_rank_that_never_writes_costs_the_checkpoint(tmp_path: Path) -> None:
     one = writer(tmp_path, [(0, 0)], LocalWall(), told, timeout=0.2)
     one.sink(snapshot(6, w=torch.ones(1)))
     assert one.finish(6) == "a stage was not written within 0.2 seconds"
-    one.close()
     assert checkpoints(tmp_path) == []
 
 
@@ -225,7 +219,6 @@ def test_a_snapshot_waits_for_the_one_before(tmp_path: Path, monkeypatch: pytest
     one.sink(second)
     assert first.written.is_set()
     assert one.finish(2) is None
-    one.close()
     assert len(checkpoints(tmp_path)) == 2
 
 

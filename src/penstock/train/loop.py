@@ -23,6 +23,7 @@ from penstock.runtime.source import Batches
 from penstock.timeline import Timeline
 from penstock.train.board import Board, BubbleMeter
 from penstock.train.build import make_pipeline
+from penstock.train.checkpoints import Checkpoints
 from penstock.train.config import TrainConfig
 from penstock.train.corpus import unigram_entropy
 from penstock.train.data import batches
@@ -33,7 +34,6 @@ from penstock.train.metrics import Metrics
 from penstock.train.observer import Observer, Progress, Summary
 from penstock.train.prepare import Prepared, describe_model, prepare
 from penstock.train.rate import rate_schedule
-from penstock.train.resume import Checkpoints
 from penstock.train.sample import sample_text
 
 AVERAGED = "averaged"  # a folder in that of the run
@@ -78,8 +78,22 @@ class _Loop:
         self.rate = rate_schedule(config.rate, config.batches)
         self.pipeline = make_pipeline(prepared, dist.group.WORLD)
         self.metrics = Metrics(folder)
-        self.checkpoints = Checkpoints(config, folder, store, self.metrics, self.microbatches * config.microbatch_size)
-        self.checkpoints.load(self.pipeline)
+        self.checkpoints = Checkpoints(
+            self.pipeline,
+            folder,
+            keep=config.checkpoint.keep,
+            extra=lambda batch: {"sample": self._sample_at(batch)},
+            store=store,
+            timeout=config.timeout,
+            tell=self._tell_checkpoint,
+        )
+        self.sample = 0  # where training begins
+        found = self.checkpoints.load()
+        self.first = self.pipeline.batches
+        if found is not None:
+            self.sample = int(found["sample"])
+        for fault in self.checkpoints.damaged:
+            self.metrics.add(damaged_checkpoint=fault)
         self._patience = Patience(config.evaluate.patience)
         self._posted = -math.inf
         self._meter = BubbleMeter(self.ranks)
@@ -93,7 +107,9 @@ class _Loop:
             if self.pipeline.batches:
                 self.metrics.add(resumed=self.pipeline.batches)
             self.observer.started(self.prepared, self.pipeline.parts, self.pipeline.batches)
-        for report in self.pipeline.run(self._data(), save=self.checkpoints.saving, evaluate=self._evaluating()):
+        every = config.checkpoint.every
+        save = None if every is None else self.checkpoints.every(every)
+        for report in self.pipeline.run(self._data(), save=save, evaluate=self._evaluating()):
             try:
                 self._post()
                 if self.request.asked:
@@ -109,10 +125,10 @@ class _Loop:
             self.metrics.add_updates(self.pipeline.decided())
             self._evaluated(self.pipeline.evaluated())
         interrupted = any(self._gather(self.request.asked)) and self.pipeline.batches < config.batches
-        failure = self.checkpoints.finish(self.pipeline, save=interrupted)
         if interrupted:
-            self._interrupted(failure)
+            self._interrupted(self.checkpoints.save())
             return
+        self.checkpoints.wait()
         timeline = self.pipeline.timeline()
         validation = self._validate()
         self._save()
@@ -122,9 +138,16 @@ class _Loop:
 
     def _data(self) -> Batches:
         """The batches that are left."""
-        begin, config = self.checkpoints, self.config
-        count = max(config.batches - begin.batch, 0)
-        return batches(self.prepared.windows, begin.sample, count, self.microbatches, config.microbatch_size)
+        config = self.config
+        count = max(config.batches - self.first, 0)
+        return batches(self.prepared.windows, self.sample, count, self.microbatches, config.microbatch_size)
+
+    def _sample_at(self, batch: int) -> int:
+        """The first sample of a batch."""
+        return self.sample + (batch - self.first) * self.microbatches * self.config.microbatch_size
+
+    def _tell_checkpoint(self, batch: int, failure: str | None) -> None:
+        self.metrics.add(checkpoint=batch, **({} if failure is None else {"failure": failure}))
 
     def _evaluating(self) -> Evaluating | None:
         section = self.config.evaluate
@@ -181,7 +204,7 @@ class _Loop:
             loss=report.loss,
             seconds=seconds,
             tokens=done * self.tokens_per_batch,
-            tokens_per_second=(done - self.checkpoints.batch) * self.tokens_per_batch / seconds,
+            tokens_per_second=(done - self.first) * self.tokens_per_batch / seconds,
             rate=self.config.optimizer.lr * self.rate(report.batch),
             bubble=self._meter.bubble,
             live_bytes={rank: f["bytes"] for rank, f in figures.items()},
@@ -235,7 +258,7 @@ class _Loop:
         summary = Summary(
             folder=self.folder,
             batches=self.pipeline.batches,
-            tokens=(self.pipeline.batches - self.checkpoints.batch) * self.tokens_per_batch,
+            tokens=(self.pipeline.batches - self.first) * self.tokens_per_batch,
             seconds=seconds,
             loss=loss,
             **validation,

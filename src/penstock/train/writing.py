@@ -11,7 +11,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,7 +20,9 @@ from safetensors.torch import save_file
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from penstock.errors import CheckpointError
+from penstock.runtime.background import Background
 from penstock.runtime.snapshot import Snapshot
+from penstock.runtime.transport import Ticket
 from penstock.train import checkpoint as disk
 
 Part = tuple[int, int]
@@ -82,6 +84,9 @@ class Writer:
         timeout: seconds to wait for what others write.
         tell: called by the thread of the rank with the first stage, with the number of batches and None, or what has
             kept the checkpoint from being written.
+
+    Attributes:
+        batch: of the last snapshot.
     """
 
     def __init__(
@@ -99,26 +104,29 @@ class Writer:
         self._wall, self._timeout, self._tell = wall, timeout, tell
         self._parts, self._own, self._written = list(parts), len(own), 0
         self._completes = parts[0] in own
-        self._thread = ThreadPoolExecutor(1, "penstock checkpoint")
-        self._pending: tuple[int, list[Future[None]]] = (-1, [])
+        self._thread = Background("checkpoint")
+        self._pending: list[Ticket] = []
+        self.batch = -1
 
     def sink(self, snapshot: Snapshot) -> None:
         """Have a snapshot written; waits while one of another batch is."""
-        batch, futures = self._pending
-        if batch != snapshot.batch:
-            _finish(futures)
-            self._pending = batch, futures = snapshot.batch, []
-        futures.append(self._thread.submit(self._write, snapshot))
+        if self.batch != snapshot.batch:
+            self._wait()
+            self.batch = snapshot.batch
+        ticket = Ticket(f"the checkpoint of batch {snapshot.batch}")
+        self._pending.append(ticket)
+        self._thread.later([ticket], partial(self._write, snapshot))
 
     def finish(self, batch: int) -> str | None:
         """Wait until the checkpoint of `batch` is complete, on every rank; returns what has kept it from being."""
-        _finish(self._pending[1])
+        self._wait()
         found = self._await([f"{batch}/complete"])
         return json.loads(found[0]) if found is not None else f"nobody completed it within {self._timeout:g} seconds"
 
-    def close(self) -> None:
-        """Wait for what is being written."""
-        self._thread.shutdown()
+    def _wait(self) -> None:
+        """Wait for what this rank is writing; the first one waits for the others with it."""
+        while self._pending:
+            self._pending.pop(0).wait(2 * self._timeout, "writing a checkpoint")
 
     def _write(self, snapshot: Snapshot) -> None:
         """Write one stage's file; the first stage's writer then waits for the others and completes the checkpoint."""
@@ -170,11 +178,6 @@ class Writer:
             if time.monotonic() > deadline:
                 return None
             time.sleep(_LOOK)
-
-
-def _finish(futures: Sequence[Future[None]]) -> None:
-    for future in futures:
-        future.result()
 
 
 def _key(batch: int, cut: int, replica: int) -> str:
