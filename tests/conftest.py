@@ -18,6 +18,13 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.fixture(params=["cpu", *(["cuda"] if torch.cuda.is_available() else [])])
+def device(request: pytest.FixtureRequest) -> str:
+    """Where a test computes: everywhere that is at hand."""
+    found: str = request.param
+    return found
+
+
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
     """Four processes with a gloo group; see `Pool.submit`."""

@@ -1,6 +1,7 @@
 """What all stages decide together equals the reference, bit for bit: clipping, skipped updates, loss scales."""
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -36,8 +37,8 @@ def clipped(method: str, depth: int, m: int) -> Case:
 
 
 @pytest.mark.parametrize(("method", "depth", "m"), GRID)
-def test_clipping_in_one_process(method: str, depth: int, m: int) -> None:
-    case = clipped(method, depth, m)
+def test_clipping_in_one_process(method: str, depth: int, m: int, device: str) -> None:
+    case = replace(clipped(method, depth, m), device=device)
     wanted = expected(case)
     assert sum(norm > CLIP for _, _, norm, _, _ in wanted.decided) >= len(wanted.decided) / 2
     assert_same(train(None, case), wanted)

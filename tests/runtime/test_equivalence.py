@@ -17,8 +17,8 @@ OPTIMIZERS = ("sgd", "adamw", "nadam")
 
 
 @pytest.mark.parametrize(("method", "depth", "m"), GRID)
-def test_in_one_process(method: str, depth: int, m: int) -> None:
-    case = Case(method, depth, m, optimizer=OPTIMIZERS[(depth + m) % 3])
+def test_in_one_process(method: str, depth: int, m: int, device: str) -> None:
+    case = Case(method, depth, m, optimizer=OPTIMIZERS[(depth + m) % 3], device=device)
     assert_same(train(None, case), expected(case))
 
 
