@@ -126,7 +126,7 @@ class _Gap:
     def __post_init__(self) -> None:
         """Find where the section before ends and the section after begins."""
         self._empty = -math.inf if self.before is None else math.inf if self.after is None else self.before.end
-        self._begun = -math.inf if self.before is None or self.after is None else self.after.start
+        self._begun = -math.inf if self.after is None else self.after.start
 
     def split(self) -> Iterator[tuple[str, float]]:
         """Its causes and their times."""
@@ -191,7 +191,7 @@ class _Facts:
                 self._explain(gap, rank, action)
                 yield gap
             if action is not None:
-                now, here = max(now, action.end), self._section(action)
+                now, here = action.end, self._section(action)
                 if here is not None and here is not section:
                     section, turned, forwards = here, False, 0
                 turned |= action.what in _BACKWARD

@@ -93,6 +93,19 @@ def test_kinds_of_waits_in_the_middle(waits, idle):
     assert found == idle._replace(fill=8, communication=idle.communication + 1)
 
 
+def test_an_update_in_the_middle_of_a_section_is_followed_by_its_passes():
+    """2BW: rank 1 makes an update at 5, between two passes; nobody knows why it did nothing before."""
+    passes = [did(0, 0, 3, "F0"), did(0, 3, 6, "F1"), did(0, 9, 12, "B0"), did(0, 12, 15, "B1")]
+    passes += [did(1, 3, 4, "F0"), did(1, 5, 6, "STEP0"), did(1, 6, 7, "F1"), did(1, 7, 9, "B0"), did(1, 9, 12, "B1")]
+    assert split(2, *passes, waited(0, 6, 9, "wait", 1)).idle[1] == Idle(fill=3, engine=1, drain=3)
+
+
+def test_a_recompute_sends_nothing():
+    """Rank 0 runs F0 again, ahead of time, while the gradient that it waits for is made and travels."""
+    passes = [did(0, 0, 1, "F0"), did(1, 1, 2, "F0"), did(1, 2, 5, "B0"), did(2, 6, 7, "R0"), did(0, 8, 9, "B0")]
+    assert split(3, *passes, waited(0, 1, 8, "wait")).idle[0] == Idle(fill=4, communication=3)
+
+
 def test_a_message_comes_from_the_peer_not_from_a_parallel_pipeline():
     """Both pipelines number their microbatches alike: rank 3 waits for rank 2, which is done at 5, not for rank 0."""
     passes = [did(0, 0, 1, "F0"), did(2, 0, 5, "F0"), did(1, 2, 3, "F0"), did(3, 7, 8, "F0"), did(3, 9, 10, "F1")]
@@ -152,6 +165,14 @@ def test_equal_stages_have_no_imbalance(method, p, more):
     assert all(idle == Idle(fill=idle.fill, drain=idle.drain) for idle in result.idle)
 
 
+def test_an_order_that_does_not_alternate_drains_after_its_last_pass():
+    """GPipe, with last backwards of 20 and first ones of 2: each gradient but the first comes 18 late, every batch."""
+    schedule = make_schedule("gpipe", 2, 3)
+    costs = Costs((StageCost(1, 1, 1), StageCost(1, 10, 10)))
+    result = split_time(simulate_schedule(schedule, costs, 2).timeline)
+    assert result.idle == (Idle(fill=2 * 21, imbalance=2 * 2 * 18), Idle(fill=2 * 1, drain=2 * 2))
+
+
 def test_messages_that_take_half_a_unit():
     """GPipe with F = 1, B = 2. Rank 1 works from 1.5 to 7.5; the first gradient is made at 5.5 and there at 6."""
     result = simulated("gpipe", 2, 2, latency=0.5)
@@ -175,6 +196,13 @@ def test_a_decision_is_control():
     result = split_time(simulate_schedule(schedule, Costs.uniform(schedule, latency=0.5, step=1.0)).timeline)
     assert result.makespan == 5
     assert result.idle == (Idle(control=1),)
+
+
+def test_an_update_waits_for_all_collectives_of_its_batch():
+    """Without waits in the timeline; what it waits for after that is a message that it could not send."""
+    reduce, decide = (Interval(0, "collective", start, end, "", "", batch=0) for start, end in ((3, 5), (5, 7)))
+    result = split(1, did(0, 0, 3, "F0"), reduce, decide, did(0, 8, 9, "STEP0"), did(0, 9, 10, "B0"))
+    assert result.idle == (Idle(control=4, communication=1),)
 
 
 # --- whatever happens -----------------------------------------------------------------------------------------------
