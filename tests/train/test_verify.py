@@ -28,7 +28,7 @@ from penstock.weights.decision import LossScale
 
 TINY = (
     "microbatches=3", "microbatch_size=1", "model.layers=2", "model.width=16", "model.heads=2", "model.context=8",
-    "rate.warm_up=2", "optimizer.lr=0.01", "clip=0.5",
+    "rate.warm_up=2", "optimizer.lr=0.01", "clip=0.5", "threads=1",
 )  # fmt: skip
 RUNNING = [name for name, row in METHODS.items() if row.runs]
 FLUSH = [name for name in RUNNING if METHODS[name].rule == "flush"]
@@ -139,6 +139,7 @@ def test_skipped_updates(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plants.overflows_ignored(monkeypatch)
     found = verified(text, "precision=fp16", count=8)
     assert not found.agrees
+    assert found.error is None
     assert first(found)[1][0] == "decisions"
     assert place(found, "decisions") == "skipped"
     extra = found.rows[KINDS.index("weights")].reference.worst
