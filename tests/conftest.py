@@ -35,7 +35,7 @@ def pool() -> Iterator[Pool]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests with processes of their own need both cores, and their time-outs a quiet machine."""
+    """So that they can be chosen, or left out."""
     for item in items:
         if "pool" in getattr(item, "fixturenames", ()):
             item.add_marker("processes")
