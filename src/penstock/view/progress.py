@@ -91,7 +91,7 @@ class TerminalObserver:
                 f"unigram entropy (no context at all) {summary.entropy:.4f}",
                 highlight=False,
             )
-        print_(time_table(summary.time))
+        self.console.print(time_table(summary.time))
         print_(_bytes_table(summary.peak_bytes, "peak bytes"))
         print_(f"\nrun folder: {summary.folder}", highlight=False, markup=False)
         print_(f"  metrics.jsonl, {TRACE} (open it at ui.perfetto.dev), weights/, config.yaml", highlight=False)
