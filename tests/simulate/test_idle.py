@@ -31,7 +31,10 @@ def split(ranks, *intervals):
 
 
 def test_every_cause_by_hand():
-    """1F1B with three microbatches: rank 0 reads for 3 before F2, messages take 1, all wait for a decision until 29."""
+    """1F1B with three microbatches: rank 0 reads for 3 before F2, messages take 1, a decision is made at 29.
+
+    Rank 1 waits for it from 23 on, but until 26 because rank 0 is not through.
+    """
     rank_0 = [
         did(0, 0, 2, "F0"), did(0, 2, 4, "F1"), waited(0, 4, 9, "wait", 1), did(0, 9, 11, "B0"),
         waited(0, 11, 14, "data"), did(0, 14, 16, "F2"), did(0, 17, 19, "B1"), waited(0, 19, 24, "wait", 1),
@@ -45,10 +48,10 @@ def test_every_cause_by_hand():
     result = split(2, *rank_0, *rank_1)
     assert (result.makespan, result.busy) == (30, (13, 16))
     assert result.idle[0] == Idle(fill=4, drain=4, communication=2, data=3, control=3, engine=1)
-    assert result.idle[1] == Idle(fill=2, imbalance=3, communication=2, control=6, engine=1)
+    assert result.idle[1] == Idle(fill=2, drain=3, imbalance=3, communication=2, control=3, engine=1)
     shares = result.shares()
     assert shares["work"] == pytest.approx(29 / 60)
-    assert shares["control"] == pytest.approx(9 / 60)
+    assert shares["control"] == pytest.approx(6 / 60)
     assert result.shares(1)["imbalance"] == pytest.approx(3 / 30)
 
 
@@ -62,7 +65,7 @@ NEXT = [did(0, 8, 9, "F0", 1), did(1, 10, 11, "F0", 1), did(1, 11, 13, "B0", 1),
         ([], Idle(fill=3, drain=4, engine=2)),
         ([waited(1, 7, 10, "wait", 0)], Idle(fill=3, drain=4, communication=1, engine=1)),
         ([waited(1, 4, 10, "wait", 0)], Idle(fill=4, drain=4, communication=1)),
-        ([waited(1, 4, 10, "control")], Idle(fill=1, drain=2, control=6)),
+        ([waited(1, 4, 10, "control")], Idle(fill=1, drain=4, control=4)),
         ([waited(1, 4, 5, "post"), waited(1, 5, 6, "room", 0)], Idle(fill=3, drain=3, communication=1, engine=2)),
     ],
 )
@@ -188,6 +191,14 @@ def test_a_slow_stage_is_imbalance_at_the_other(slow):
     short, long = (split_time(simulate_schedule(schedule, costs, n).timeline).idle[1 - slow] for n in (3, 10))
     assert long == short._replace(imbalance=short.imbalance + 7 * 4 * 27)
     assert sum(short) == short.fill + short.drain + short.imbalance
+
+
+@pytest.mark.parametrize("method", ["gpipe", "1f1b", "2bw"])
+def test_a_decision_that_waits_for_the_drain_is_drain(method):
+    """It takes no time here, so it changes nothing."""
+    plain, deciding = (make_schedule(method, 3, 7, decides=decides) for decides in (False, True))
+    splits = [split_time(simulate_schedule(s, Costs.uniform(s), 2).timeline) for s in (plain, deciding)]
+    assert splits[0] == splits[1]
 
 
 def test_a_decision_is_control():
