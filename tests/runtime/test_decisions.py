@@ -25,10 +25,9 @@ from pool import Pool
 
 EVERY = (*METHODS, "2bw-eager")
 CLIP = 0.6  # below the norm of most batches of these models
-GRID = [
-    (method, d, m) for method in EVERY for d in (1, 2, 3, 4) for m in sorted({least(method, d), d, d + 2})
-    if m >= least(method, d)
-]  # fmt: skip
+GRID = [("2bw", d, m) for d in (1, 2, 3, 4) for m in sorted({least("2bw", d), d, d + 2})]
+GRID += [(method, d, m) for method in ("1f1b", "stash") for d in (1, 2, 3, 4) for m in (d, d + 2)]
+GRID += [(method, 3, 5) for method in ("sequential", "gpipe", "eager", "2bw-eager")]
 RESTLESS = Scaling(initial=2.0**24, growth=2.0, backoff=0.5, interval=2)
 
 
