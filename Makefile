@@ -11,8 +11,7 @@ train: $(STAMP)
 	$(BIN)/penstock train $(ARGS)
 
 test: lint
-	$(BIN)/python -m pytest -n 2 -m "not processes"
-	$(BIN)/python -m pytest -m processes
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

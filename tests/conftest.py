@@ -18,6 +18,13 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.fixture(params=["cpu", *(["cuda"] if torch.cuda.is_available() else [])])
+def device(request: pytest.FixtureRequest) -> str:
+    """Where a test computes: everywhere that is at hand."""
+    found: str = request.param
+    return found
+
+
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
     """Four processes with a gloo group; see `Pool.submit`."""
@@ -28,7 +35,7 @@ def pool() -> Iterator[Pool]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests with processes of their own need both cores, and their time-outs a quiet machine."""
+    """So that they can be chosen, or left out."""
     for item in items:
         if "pool" in getattr(item, "fixturenames", ()):
             item.add_marker("processes")

@@ -5,9 +5,10 @@ and its last. So a method that flushes has a section per batch, and one that doe
 idle moment is the first of these that holds:
 
     data           the rank reads samples
-    control        it waits for others, to add up gradients or to decide together
     communication  it posts a message; or the one it waits for, or that a peer has still to take, is under way
-    drain          its last pass of the section is over; or it waits for a gradient, with no forward left to run
+    drain          its last pass of the section is over, and not those of all others (at the end of the timeline, until
+                   there); or it waits for a gradient, with no forward left to run
+    control        it waits for others, to add up gradients or to decide together
     fill           its first pass of the section is to come; or it waits for its first gradient
     imbalance      it waits for a peer that is still at work, or waits itself
     engine         it waits for nothing that is known: Python between actions, the caller's loop, the turns of other
@@ -125,8 +126,8 @@ class _Gap:
 
     def __post_init__(self) -> None:
         """Find where the section before ends and the section after begins."""
-        self._empty = -math.inf if self.before is None else math.inf if self.after is None else self.before.end
-        self._begun = -math.inf if self.before is None or self.after is None else self.after.start
+        self._empty = -math.inf if self.before is None else self.before.end
+        self._begun = -math.inf if self.after is None else self.after.start
 
     def split(self) -> Iterator[tuple[str, float]]:
         """Its causes and their times."""
@@ -138,13 +139,18 @@ class _Gap:
     def _cause(self, time: float) -> str:
         """From `time` to the next change."""
         wait = next((w.what for w in self.waits if w.start <= time < w.end), "")
-        if wait in (Waiting.DATA, Waiting.CONTROL):
-            return str(wait)
+        if wait == Waiting.DATA:
+            return "data"
         if wait == Waiting.POST or (wait == Waiting.MESSAGE and time >= self.made):
             return "communication"
-        if self.before is not self.after:
-            if time < self._empty:
-                return "drain"
+        border = self.before is not self.after
+        if border and time < self._empty:
+            return "drain"
+        if wait == Waiting.CONTROL:
+            return "control"
+        if border and self.after is None:
+            return "drain"
+        if border:
             return "fill" if wait == Waiting.MESSAGE or time >= self._begun else "engine"
         if wait == Waiting.ROOM and not any(i.start <= time < i.end for i in self.peers):
             return "communication"
@@ -191,7 +197,7 @@ class _Facts:
                 self._explain(gap, rank, action)
                 yield gap
             if action is not None:
-                now, here = max(now, action.end), self._section(action)
+                now, here = action.end, self._section(action)
                 if here is not None and here is not section:
                     section, turned, forwards = here, False, 0
                 turned |= action.what in _BACKWARD

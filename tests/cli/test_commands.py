@@ -109,6 +109,7 @@ def test_simulate_as_a_table(monkeypatch, capsys):
     assert code == 0
     assert "live versions" in out
     assert "idle / (ranks x makespan)" in out
+    assert "where the time went, % of " in out
 
 
 def test_simulate_with_latency_and_steps(monkeypatch, capsys):

@@ -10,6 +10,7 @@ from penstock.runtime.stage import Stage
 
 TINY = [
     "microbatches=2", "microbatch_size=1", "model.layers=2", "model.width=16", "model.heads=2", "model.context=8",
+    "threads=1",
 ]  # fmt: skip
 
 

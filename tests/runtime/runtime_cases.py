@@ -193,6 +193,7 @@ class Case:
         precision: what passes compute in.
         tied: the output embedding is the input embedding.
         width: parallel pipelines; then reports, which are of one of them, are not compared.
+        device: on which models and data are.
         reduce: how they add their gradients.
     """
 
@@ -213,6 +214,7 @@ class Case:
     precision: Precision = "fp32"
     tied: bool = False
     width: int = 1
+    device: str = "cpu"
     reduce: Reduce = "ordered"
 
     @property
@@ -279,9 +281,13 @@ def merged(parts: Iterable[Sequence[Mapping[str, Tensor]]]) -> list[dict[str, Te
     return [{name: g for part in updates for name, g in part.items()} for updates in zip(*filled, strict=True)]
 
 
-def make_blocks(model: str, seed: int = 5) -> dict[str, Any]:
+def make_blocks(model: str, seed: int = 5, device: str = "cpu") -> dict[str, Any]:
     torch.manual_seed(seed)
-    return MODELS[model]()
+    blocks = MODELS[model]()
+    if device == "cpu":
+        return blocks
+    made = {name: block.make() if isinstance(block, LazyBlock) else block for name, block in blocks.items()}
+    return {name: block.to(device) if isinstance(block, nn.Module) else block for name, block in made.items()}
 
 
 def make_batches(case: Case) -> list[list[tuple[Tensor, Tensor]]]:
@@ -297,14 +303,14 @@ def make_batches(case: Case) -> list[list[tuple[Tensor, Tensor]]]:
             targets[ignored if t not in case.skips else ...] = -100
             if t in case.spikes and not batch:
                 targets[0, 0] = SPIKE
-            batch.append((tokens[:, :-1], targets))
+            batch.append((tokens[:, :-1].to(case.device), targets.to(case.device)))
         batches.append(batch)
     return batches
 
 
 def make_pipeline(case: Case, group: dist.ProcessGroup | None = None, **changes: Any) -> Pipeline:
     arguments: dict[str, Any] = {
-        "blocks": None if "blocks" in changes else make_blocks(case.model),
+        "blocks": None if "blocks" in changes else make_blocks(case.model, device=case.device),
         "schedule": make_schedule(case.method, case.depth, case.m),
         "loss": LOSSES[case.loss],
         "optimizer": OPTIMIZERS[case.optimizer],
@@ -391,7 +397,7 @@ def cut(blocks: Mapping[str, Any], balance: Sequence[int]) -> list[dict[str, Any
 def expected(case: Case, batches: int | None = None) -> Outcome:
     """The outcome that the reference says, of the first so many batches."""
     result = train_reference(
-        cut(make_blocks(case.model), BALANCE[case.depth]),
+        cut(make_blocks(case.model, device=case.device), BALANCE[case.depth]),
         LOSSES[case.loss],
         make_batches(case)[:batches],
         method=case.method,

@@ -9,7 +9,7 @@ from penstock.train.reference import METHODS as REFERENCES
 from pool import Pool
 
 EAGER = "2bw-eager"  # the versions of 2bw; that its order is right is seen here, all else by the other methods
-SHAPES = [(d, m) for d in (1, 2, 3, 4) for m in (1, 2, 3, 5)] + [(4, 6)]
+SHAPES = [(1, 1), (1, 3), (2, 1), (2, 2), (2, 5), (3, 1), (3, 2), (3, 5), (4, 3), (4, 6)]
 GRID = [(method, d, m) for method in (*METHODS, EAGER) for d, m in SHAPES if m >= least(method, d)]
 DEPTHS = [(name, d) for name in (*METHODS, EAGER) for d in (1, 2, 3, 4)]
 ON_RANKS = [(name, d, m) for name, d in DEPTHS for m in sorted({least(name, d), max(least(name, d), d + 1)})]
@@ -17,8 +17,8 @@ OPTIMIZERS = ("sgd", "adamw", "nadam")
 
 
 @pytest.mark.parametrize(("method", "depth", "m"), GRID)
-def test_in_one_process(method: str, depth: int, m: int) -> None:
-    case = Case(method, depth, m, optimizer=OPTIMIZERS[(depth + m) % 3])
+def test_in_one_process(method: str, depth: int, m: int, device: str) -> None:
+    case = Case(method, depth, m, optimizer=OPTIMIZERS[(depth + m) % 3], device=device)
     assert_same(train(None, case), expected(case))
 
 

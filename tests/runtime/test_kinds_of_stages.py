@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from runtime_cases import (
     BALANCE,
-    METHODS,
     OPTIMIZERS,
     VOCABULARY,
     WIDTH,
@@ -87,10 +86,10 @@ def unused_parameter() -> dict[str, Any]:
 KINDS = [frozen_table, partly_frozen, shared_in_a_block, shared_between_blocks, functions, unused_parameter]
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["1f1b", "2bw", "stash"])
 @pytest.mark.parametrize("make", KINDS)
 def test_kinds_of_stages(method: str, make: Callable[[], dict[str, Any]]) -> None:
-    for depth, m in ((1, 2), (3, 3), (4, 3)):
+    for depth, m in ((1, 2), (4, 3)):
         case = Case(method, depth, m, spans=(4,), skips=())
         balance = (1, 2, 2, 1) if depth == 4 else BALANCE[depth]
         found, result = train_kind(None, case, make, balance), reference_of(case, make, balance)

@@ -36,7 +36,7 @@ from penstock.train.reference import train_reference
 from pool import Pool
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["1f1b", "2bw", "stash"])
 @pytest.mark.parametrize(("model", "optimizer"), [("gpt", "adamw"), ("matrices", "muon"), ("mixed", "adafactor")])
 def test_models_and_optimizers(method: str, model: str, optimizer: str) -> None:
     for depth, m in ((1, 2), (4, 3)):

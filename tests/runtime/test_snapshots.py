@@ -69,7 +69,7 @@ def kept_at(case: Case, batch: int, ends: int) -> Kept:
 def go_on(group: dist.ProcessGroup | None, case: Case, kept: Kept) -> Outcome:
     """The rest of a run, by a pipeline that began with other weights."""
     recording = Recording(OPTIMIZERS[case.optimizer])
-    blocks = make_blocks(case.model, seed=99)
+    blocks = make_blocks(case.model, seed=99, device=case.device)
     pipeline = make_pipeline(case, group, optimizer=recording, blocks=blocks)
     pipeline.load(kept)
     outcome = Outcome()
@@ -117,8 +117,9 @@ CASES = [
 
 @pytest.mark.parametrize("batch", [1, 4])
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.method}-{c.depth}-{c.m}-{c.model}-{c.precision}-{c.width}")
-def test_a_run_goes_on_bit_for_bit(case: Case, batch: int) -> None:
+def test_a_run_goes_on_bit_for_bit(case: Case, batch: int, device: str) -> None:
     """The snapshot is taken while later batches are under way, and the run before it is not drained."""
+    case = replace(case, device=device)
     end = sum(case.spans)
     assert_same(go_on(None, case, kept_at(case, batch, end)), rest_of(uninterrupted(case), batch))
 

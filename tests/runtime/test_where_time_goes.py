@@ -85,6 +85,7 @@ def test_a_slow_first_stage_is_imbalance_elsewhere(pool: Pool) -> None:
         assert split.busy[0] >= NAP * MICROBATCHES
         assert split.idle[1].imbalance > NAP * MICROBATCHES / 4  # in one process, the rest is for the other's turns
         assert split.idle[0].imbalance < NAP * MICROBATCHES / 4
+        assert split.idle[1].communication < NAP * MICROBATCHES / 4
     assert both.idle[1].imbalance > sum(both.idle[1]) / 2
 
 

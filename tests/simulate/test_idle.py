@@ -31,7 +31,10 @@ def split(ranks, *intervals):
 
 
 def test_every_cause_by_hand():
-    """1F1B with three microbatches: rank 0 reads for 3 before F2, messages take 1, all wait for a decision until 29."""
+    """1F1B with three microbatches: rank 0 reads for 3 before F2, messages take 1, a decision is made at 29.
+
+    Rank 1 waits for it from 23 on, but until 26 because rank 0 is not through.
+    """
     rank_0 = [
         did(0, 0, 2, "F0"), did(0, 2, 4, "F1"), waited(0, 4, 9, "wait", 1), did(0, 9, 11, "B0"),
         waited(0, 11, 14, "data"), did(0, 14, 16, "F2"), did(0, 17, 19, "B1"), waited(0, 19, 24, "wait", 1),
@@ -45,10 +48,10 @@ def test_every_cause_by_hand():
     result = split(2, *rank_0, *rank_1)
     assert (result.makespan, result.busy) == (30, (13, 16))
     assert result.idle[0] == Idle(fill=4, drain=4, communication=2, data=3, control=3, engine=1)
-    assert result.idle[1] == Idle(fill=2, imbalance=3, communication=2, control=6, engine=1)
+    assert result.idle[1] == Idle(fill=2, drain=3, imbalance=3, communication=2, control=3, engine=1)
     shares = result.shares()
     assert shares["work"] == pytest.approx(29 / 60)
-    assert shares["control"] == pytest.approx(9 / 60)
+    assert shares["control"] == pytest.approx(6 / 60)
     assert result.shares(1)["imbalance"] == pytest.approx(3 / 30)
 
 
@@ -62,7 +65,7 @@ NEXT = [did(0, 8, 9, "F0", 1), did(1, 10, 11, "F0", 1), did(1, 11, 13, "B0", 1),
         ([], Idle(fill=3, drain=4, engine=2)),
         ([waited(1, 7, 10, "wait", 0)], Idle(fill=3, drain=4, communication=1, engine=1)),
         ([waited(1, 4, 10, "wait", 0)], Idle(fill=4, drain=4, communication=1)),
-        ([waited(1, 4, 10, "control")], Idle(fill=1, drain=2, control=6)),
+        ([waited(1, 4, 10, "control")], Idle(fill=1, drain=4, control=4)),
         ([waited(1, 4, 5, "post"), waited(1, 5, 6, "room", 0)], Idle(fill=3, drain=3, communication=1, engine=2)),
     ],
 )
@@ -91,6 +94,19 @@ def test_kinds_of_waits_in_the_middle(waits, idle):
     """GPipe; rank 0 cannot go on with its third forward. Its wait for the first gradient, from 11 to 20, is filling."""
     found = split(2, *STEADY, *waits, waited(0, 11, 20, "wait", 1)).idle[0]
     assert found == idle._replace(fill=8, communication=idle.communication + 1)
+
+
+def test_an_update_in_the_middle_of_a_section_is_followed_by_its_passes():
+    """2BW: rank 1 makes an update at 5, between two passes; nobody knows why it did nothing before."""
+    passes = [did(0, 0, 3, "F0"), did(0, 3, 6, "F1"), did(0, 9, 12, "B0"), did(0, 12, 15, "B1")]
+    passes += [did(1, 3, 4, "F0"), did(1, 5, 6, "STEP0"), did(1, 6, 7, "F1"), did(1, 7, 9, "B0"), did(1, 9, 12, "B1")]
+    assert split(2, *passes, waited(0, 6, 9, "wait", 1)).idle[1] == Idle(fill=3, engine=1, drain=3)
+
+
+def test_a_recompute_sends_nothing():
+    """Rank 0 runs F0 again, ahead of time, while the gradient that it waits for is made and travels."""
+    passes = [did(0, 0, 1, "F0"), did(1, 1, 2, "F0"), did(1, 2, 5, "B0"), did(2, 6, 7, "R0"), did(0, 8, 9, "B0")]
+    assert split(3, *passes, waited(0, 1, 8, "wait")).idle[0] == Idle(fill=4, communication=3)
 
 
 def test_a_message_comes_from_the_peer_not_from_a_parallel_pipeline():
@@ -152,6 +168,14 @@ def test_equal_stages_have_no_imbalance(method, p, more):
     assert all(idle == Idle(fill=idle.fill, drain=idle.drain) for idle in result.idle)
 
 
+def test_an_order_that_does_not_alternate_drains_after_its_last_pass():
+    """GPipe, with last backwards of 20 and first ones of 2: each gradient but the first comes 18 late, every batch."""
+    schedule = make_schedule("gpipe", 2, 3)
+    costs = Costs((StageCost(1, 1, 1), StageCost(1, 10, 10)))
+    result = split_time(simulate_schedule(schedule, costs, 2).timeline)
+    assert result.idle == (Idle(fill=2 * 21, imbalance=2 * 2 * 18), Idle(fill=2 * 1, drain=2 * 2))
+
+
 def test_messages_that_take_half_a_unit():
     """GPipe with F = 1, B = 2. Rank 1 works from 1.5 to 7.5; the first gradient is made at 5.5 and there at 6."""
     result = simulated("gpipe", 2, 2, latency=0.5)
@@ -169,12 +193,27 @@ def test_a_slow_stage_is_imbalance_at_the_other(slow):
     assert sum(short) == short.fill + short.drain + short.imbalance
 
 
+@pytest.mark.parametrize("method", ["gpipe", "1f1b", "2bw"])
+def test_a_decision_that_waits_for_the_drain_is_drain(method):
+    """It takes no time here, so it changes nothing."""
+    plain, deciding = (make_schedule(method, 3, 7, decides=decides) for decides in (False, True))
+    splits = [split_time(simulate_schedule(s, Costs.uniform(s), 2).timeline) for s in (plain, deciding)]
+    assert splits[0] == splits[1]
+
+
 def test_a_decision_is_control():
     """F, B, a decision that takes two hops of 0.5, and an update of 1."""
     schedule = make_schedule("1f1b", 1, 1, decides=True)
     result = split_time(simulate_schedule(schedule, Costs.uniform(schedule, latency=0.5, step=1.0)).timeline)
     assert result.makespan == 5
     assert result.idle == (Idle(control=1),)
+
+
+def test_an_update_waits_for_all_collectives_of_its_batch():
+    """Without waits in the timeline; what it waits for after that is a message that it could not send."""
+    reduce, decide = (Interval(0, "collective", start, end, "", "", batch=0) for start, end in ((3, 5), (5, 7)))
+    result = split(1, did(0, 0, 3, "F0"), reduce, decide, did(0, 8, 9, "STEP0"), did(0, 9, 10, "B0"))
+    assert result.idle == (Idle(control=4, communication=1),)
 
 
 # --- whatever happens -----------------------------------------------------------------------------------------------

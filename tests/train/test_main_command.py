@@ -45,14 +45,14 @@ def check_run(folder, batches, ranks):
     events = json.loads((folder / "trace.json").read_text())["traceEvents"]
     assert {e["pid"] for e in events} == set(range(ranks))
     names = {e["name"] for e in events if e["ph"] == "X"}
-    assert names >= {
-        f"{name} stage {s} {v}" for s in range(ranks) for name, v in (("F0", "v0"), ("B0", "v0"), ("STEP0", "v1"))
-    }
+    for stage in range(ranks):
+        assert names >= {f"F0 stage {stage} v0", f"B0 stage {stage} v0", f"STEP0 stage {stage} v1"}
     leave, arrive = (Counter(e["bind_id"] for e in events if e.get(end)) for end in ("flow_out", "flow_in"))
     assert leave == arrive  # each message has left once and been taken once
-    time = lines[-1]["time"]
-    assert sum(time.values()) == pytest.approx(1)
-    assert 1 - time["work"] == pytest.approx(lines[-1]["bubble"])
+    assert leave.total() == 2 * 2 * batches * (ranks - 1)
+    split = lines[-1]["time"]
+    assert sum(split.values()) == pytest.approx(1)
+    assert 1 - split["work"] == pytest.approx(lines[-1]["bubble"])
     assert lines[-1]["time_by_rank"].keys() == set(map(str, range(ranks)))
     assert len(list((folder / "weights").glob("stage-*.safetensors"))) == ranks
     return lines

@@ -94,6 +94,7 @@ class Executor:
         self._weights: dict[int, float] = {}  # N of each batch, once known here
         self._sums: dict[int, Loss] = {}  # of each batch that stages have not decided on
         self._snapshots: list[tuple[int, Event]] = []  # taken, and not written yet
+        self._saved: dict[Node, int] = {}  # the last batch before which a snapshot was taken
         self._fixed: dict[tuple[Node, int], dict[str, Tensor]] = {}  # of snapshots to come
         self._admitted: dict[int, int] = {}
         self._report: Report | None = None
@@ -172,7 +173,8 @@ class Executor:
 
     def _begin(self, node: Node, batch: int) -> Iterator[Wait]:
         """What comes before the first forward of a batch on a node."""
-        if self._saving is not None and self._saving.wants(batch):
+        late = self._saved.get(node) != batch  # the update before it is made later, as with double-buffered weights
+        if self._saving is not None and self._saving.wants(batch) and late:
             self._fixed[node, batch] = copies_of_fixed(self.nodes[node])
         if self._at_border is not None:
             yield from self._at_border(batch)
@@ -305,6 +307,7 @@ class Executor:
     def _save(self, node: NodeRuntime, batch: int) -> None:
         """Take a snapshot of a stage whose newest version is `batch`, if it is time."""
         if self._saving is not None and self._saving.wants(batch):
+            self._saved[node.node] = batch
             fixed = self._fixed.pop((node.node, batch), None)
             snapshot = take(node, batch, self.replica, self.decisions, fixed)
             self._snapshots.append((snapshot.nbytes, snapshot.written))

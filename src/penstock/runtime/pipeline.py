@@ -70,7 +70,8 @@ class Pipeline:
         loss_scale: how the loss is scaled for backward.
         recompute: which forwards are run again instead of keeping what their backward needs: "none"; "block", each
             block just before its backward; or "stage", whole stages, in actions of their own (R), which run while the
-            gradient is still on its way. The same numbers, random ones and buffers included.
+            gradient is still on its way. The same numbers, random ones and buffers included; only the gradient of a
+            parameter that several blocks of one stage share is added up in another order with "block".
         seed: of the random numbers that blocks draw (`penstock.runtime.randomness`).
         width: w, parallel pipelines that hold the same weights; each takes its m of the w * m microbatches of a batch,
             and gradients are added while the passes go on. Reports are of one pipeline's part, decisions

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import Tensor
 from penstock.errors import ConfigError
 from penstock.runtime.collective import gather_json
 from penstock.runtime.node import NodeRuntime
+from penstock.runtime.source import checksum
 from penstock.runtime.team import Seat, Team
 from penstock.runtime.ties import Tie
 from penstock.runtime.worker import Worker
@@ -60,25 +60,17 @@ def check_equal(team: Team, workers: Sequence[Worker]) -> None:
     """
     if team.width == 1 or team.group is None:
         return
-    mine = [(node.cut, _checksum(runtime)) for worker in workers for node, runtime in worker.nodes.items()]
+    mine = [(n.cut, checksum(sorted(r.stage.state().items()), None)) for w in workers for n, r in w.nodes.items()]
     found = gather_json(mine, "comparing parallel pipelines", team.control)
     first: dict[int, tuple[int, int]] = {}
     for rank, part in enumerate(found):
-        for cut, checksum in part:
-            other, wanted = first.setdefault(cut, (rank, checksum))
-            if checksum != wanted:
+        for cut, value in part:
+            other, wanted = first.setdefault(cut, (rank, value))
+            if value != wanted:
                 raise ConfigError(
                     f"stage {cut} does not begin with the same weights on ranks {other} and {rank}; seed torch alike "
                     "on all ranks before the blocks are made, or let them be made lazily"
                 )
-
-
-def _checksum(node: NodeRuntime) -> int:
-    total = 0
-    for name, tensor in sorted(node.stage.state().items()):
-        data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-        total = zlib.crc32(data.tobytes(), zlib.crc32(name.encode(), total))
-    return total
 
 
 def _shapes(tie: Tie, cut: int, node: NodeRuntime) -> list[list[int]] | str:

@@ -127,12 +127,13 @@ def _sample(pair: Any, microbatch: int) -> Sample:
     return Sample(pair[0], pair[1], checksum(pair))
 
 
-def checksum(pair: Sequence[Any]) -> int:
-    """A checksum of a microbatch: of shapes, and of the first 64 KiB of each tensor."""
+def checksum(tree: Any, limit: int | None = _CHECKED_BYTES) -> int:
+    """A checksum of shapes and plain values, and of the first so many bytes of each tensor (of all if None)."""
     total = 0
-    for leaf in pytree.tree_leaves(pair):
+    for leaf in pytree.tree_leaves(tree):
         if isinstance(leaf, Tensor):
-            flat = leaf.detach().reshape(-1)[: max(1, _CHECKED_BYTES // max(leaf.element_size(), 1))]
+            flat = leaf.detach().reshape(-1)
+            flat = flat if limit is None else flat[: max(1, limit // max(leaf.element_size(), 1))]
             data = flat.cpu().contiguous().view(torch.uint8).numpy().tobytes()
             total = zlib.crc32(data, zlib.crc32(str((leaf.dtype, tuple(leaf.shape))).encode(), total))
         else:

@@ -93,6 +93,8 @@ class _Loop:
         found = self.checkpoints.load()
         self.first = self.pipeline.batches
         if found is not None:
+            if "sample" not in found:
+                raise CheckpointError(f"the checkpoints in {str(folder)!r} were not written by penstock train")
             self.sample = int(found["sample"])
         for fault in self.checkpoints.damaged:
             self.metrics.add(damaged_checkpoint=fault)

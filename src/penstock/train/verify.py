@@ -13,6 +13,7 @@ whole pipeline, and beside it of the weights and gradients of every batch (twice
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple
@@ -53,7 +54,7 @@ def verify(config: TrainConfig, count: int) -> Verification:
         ConfigError: it cannot be trained; also all that `penstock.train.prepare.prepare` raises.
     """
     prepared, left_out = prepare(config), _no_plain(config)
-    with _threads(config.threads), torch.random.fork_rng(devices=[]):
+    with _threads(config), torch.random.fork_rng(devices=[]):
         reference, watch = _run_reference(prepared, count)
         updated = [t for t, gradients in enumerate(reference.gradients) if gradients]
         others = [(_record(reference, updated, watch, config.decides), 0.0)]
@@ -201,10 +202,10 @@ def _data(prepared: Prepared, count: int) -> Iterator[Microbatches]:
 
 
 @contextmanager
-def _threads(count: int | None) -> Iterator[None]:
-    """Compute with so many threads, if the configuration says how many."""
+def _threads(config: TrainConfig) -> Iterator[None]:
+    """Compute with as many threads as a rank does on this machine: the number changes the last bits of a sum."""
     before = torch.get_num_threads()
-    torch.set_num_threads(count or before)
+    torch.set_num_threads(config.threads or max((os.cpu_count() or 1) // (config.stages * config.width), 1))
     try:
         yield
     finally:

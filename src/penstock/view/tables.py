@@ -127,9 +127,9 @@ def simulation_table(simulation: Simulation) -> Table:
 
 
 _CAUSES = (
-    "fill, drain: the pipeline fills and empties. imbalance: a peer is still at work. communication: its message is "
-    "under way. data: samples are read. control: gradients are added up, stages decide together. engine: the rest. "
-    "Idle time of all ranks is the bubble."
+    "fill, drain: the pipeline fills and empties. imbalance: a peer is still at work. communication: a message is "
+    "posted or under way. data: samples are read. control: gradients are added up, stages decide together. engine: the "
+    "rest. Idle time of all ranks is the bubble."
 )
 
 

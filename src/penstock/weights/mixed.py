@@ -33,16 +33,14 @@ class MixedStore(VersionStore):
         self, parameters: Mapping[str, Tensor], versions: int, gradients: int, precision: torch.dtype, where: str
     ) -> None:
         low = {
-            name: torch.empty_like(p, dtype=precision if p.dtype == torch.float32 else p.dtype)
-            for name, p in parameters.items()
+            name: p.detach().to(precision if p.dtype == torch.float32 else p.dtype) for name, p in parameters.items()
         }
-        super().__init__(low, versions, where, load=False)
+        super().__init__(low, versions, where)
         self.low_layout, self.layout = self.layout, Layout(parameters)
         self._master = Buffer(self.layout, f"master of {where}")
         self._master.load(parameters)
         self._free_gradients = [Buffer(self.layout, f"gradient {i} of {where}") for i in range(gradients)]
         self.storages |= set().union(self._master.storages, *(b.storages for b in self._free_gradients))
-        self.versions[0].load(self._master.views)
 
     @property
     def master(self) -> Buffer:

@@ -24,18 +24,16 @@ class VersionStore:
         parameters: canonical name -> initial value (version 0).
         buffers: parameter-sized buffers, as proven.
         where: for messages, such as "stage 0 on rank 0".
-        load: whether version 0 is filled with the values.
     """
 
-    def __init__(self, parameters: Mapping[str, Tensor], buffers: int, where: str, load: bool = True) -> None:
+    def __init__(self, parameters: Mapping[str, Tensor], buffers: int, where: str) -> None:
         self.layout = Layout(parameters)
         self.where = where
         self._free = [Buffer(self.layout, f"{i} of {where}") for i in range(buffers)]
         self.storages = set().union(*(b.storages for b in self._free))
         self.versions: dict[int, Buffer] = {0: self._take("version 0")}
         self.gradients: dict[int, Buffer] = {}
-        if load:
-            self.versions[0].load(parameters)
+        self.versions[0].load(parameters)
 
     @property
     def newest(self) -> int:
