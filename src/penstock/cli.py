@@ -189,9 +189,11 @@ def train(
         return
     prepare(settings)
     folder = resume or make_run_folder(settings)
-    workers, restarts = settings.stages * settings.width, settings.restarts
+    workers = settings.stages * settings.width
     try:
-        launch_local(workers, _work, settings.model_dump(), str(folder), restarts=restarts)
+        launch_local(
+            workers, _work, settings.model_dump(), str(folder), restarts=settings.restarts, timeout=settings.timeout
+        )
     finally:
         Console().show_cursor()  # a worker that was ended cannot give it back
 

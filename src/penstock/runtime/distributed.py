@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.errors import TransportError
 from penstock.runtime.background import Background
 from penstock.runtime.parcel import HEADER_BYTES, Codec, Parcel, size_and_continued, split
 from penstock.runtime.transport import Channel, Ticket
@@ -94,8 +93,9 @@ class GlooLane:
         first: int = 0,
         channel: Channel = Channel.TRAINING,
     ) -> None:
-        self.lane, self._group, self._window = lane, group, window
-        self.where = str(lane)
+        self._group, self._window = group, window
+        self.lane = lane._replace(source=first + lane.source, target=first + lane.target)  # for messages
+        self.where = str(self.lane)
         self.codec = Codec(self.where)
         self._peer = first + (lane.target if sends else lane.source)
         self._tag = _TAGS[channel, lane.payload]
@@ -111,7 +111,11 @@ class GlooLane:
         self._recent.append(block.numel())
         whole = block.numel() <= self._largest
         parts = [block] if whole else split(block)
-        works = [self._isend(part, self._tag + i) for i, part in enumerate(parts)]
+        try:
+            works = [self._isend(part, self._tag + i) for i, part in enumerate(parts)]
+        except RuntimeError as error:  # the peer is gone; who waits for the ticket says what for
+            ticket.complete(error=error)
+            return ticket
 
         def finish() -> None:
             for work in works:
@@ -124,7 +128,11 @@ class GlooLane:
     def receive(self) -> Ticket:
         """Post a RECV for the next parcel of the lane."""
         ticket, block = Ticket(self.lane, nbytes=self._largest), torch.empty(self._largest, dtype=torch.uint8)
-        work = self._irecv(block, self._tag)
+        try:
+            work = self._irecv(block, self._tag)
+        except RuntimeError as error:
+            ticket.complete(error=error)
+            return ticket
 
         def finish() -> Parcel:
             work.wait()
@@ -150,13 +158,7 @@ class GlooLane:
         return block[:size].clone() if size < block.numel() // 2 else block
 
     def _isend(self, tensor: Tensor, tag: int) -> Any:
-        try:
-            return dist.isend(tensor, group=self._group, tag=tag, group_dst=self._peer)
-        except RuntimeError as error:
-            raise TransportError(f"{self.where} broke: {error}") from error
+        return dist.isend(tensor, group=self._group, tag=tag, group_dst=self._peer)
 
     def _irecv(self, tensor: Tensor, tag: int) -> Any:
-        try:
-            return dist.irecv(tensor, group=self._group, tag=tag, group_src=self._peer)
-        except RuntimeError as error:
-            raise TransportError(f"{self.where} broke: {error}") from error
+        return dist.irecv(tensor, group=self._group, tag=tag, group_src=self._peer)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 
-from penstock.errors import EndedError, TransportError
+from penstock.errors import TransportError
 from penstock.runtime.executor import Report
 from penstock.runtime.waiting import Wait
 
@@ -26,10 +26,7 @@ def drive_one(run: Run, timeout: float) -> Iterator[Report]:
     """
     for event in run:
         if isinstance(event, Wait):
-            try:
-                event.ticket.wait(timeout, event.what)
-            except EndedError as error:  # a signal handler has raised it
-                raise EndedError(f"{event.what}, waiting for {event.ticket.where}: {error}") from None
+            event.ticket.wait(timeout, event.what)
         else:
             yield event
 

@@ -86,7 +86,7 @@ class Executor:
         self.replica, self.rank = worker.seat
         self.recorder, self.decisions = worker.recorder, worker.decisions
         self.mailbox = Mailbox(self.rank, lowered, links.transport, self.recorder)
-        self.updates = Updates(*worker.seat, holders, links.reducer, links.council, self.decisions, self.recorder)
+        self.updates = Updates(self.replica, holders, links.reducer, links.council, self.decisions, self.recorder)
         self.m = lowered.schedule.microbatches
         self._books: dict[Node, NodeState] = {}
         self._forwards: dict[int, int] = {}
@@ -162,7 +162,7 @@ class Executor:
             parcels: list[Parcel] = []
             for message in needs:
                 wanted = Message(message.route, message.first + t * self.m)
-                what = f"rank {self.rank}, stage {action.node.name}, {action.op}{first}"
+                what = f"{self._name(action.node)}, {action.op}{first}"
                 batch = self._start + wanted.first // self.m
                 parcels.append((yield from self.mailbox.collect(wanted, batch, what)))
             if action.op is Op.STEP:
@@ -185,6 +185,7 @@ class Executor:
         """Run one action that is not a message, in the books and in fact."""
         node, books = self.nodes[action.node], self._books[action.node]
         start, label = self.recorder.now(), f"{action.op}{'e' if action.unit.kind is Kind.EVAL else ''}{first}"
+        self.recorder.doing = f"{self._name(action.node)}, {label}"
         try:
             books.apply(action, t, self._admitted)
             match action.op:
@@ -223,6 +224,10 @@ class Executor:
         end, rank, what = self.recorder.now(), self.recorder.rank, action.op.value
         place = (cut, replica, batch, version, "", -1 if action.unit.kind is Kind.BATCH else first)
         self.recorder.add(Interval(rank, "compute", start, end, what, label, *place, self.recorder.span))
+
+    def _name(self, node: Node) -> str:
+        """Rank (counted through all pipelines) and stage, for messages."""
+        return f"rank {self.recorder.rank}, stage {node.name}"
 
     def _version(self, action: Action, t: int, books: NodeState) -> int:
         """The version an action reads, counted from the start of training; -1 where the schedule names none."""

@@ -21,6 +21,7 @@ class _Sending(NamedTuple):
 
     ticket: Ticket
     nbytes: int
+    stage: str
     label: str
     first: int
 
@@ -89,7 +90,7 @@ class Mailbox:
         recorder, label, start = self._recorder, f"{route.payload} {message.first}", self._recorder.now()
         recorder.change("messages", nbytes)
         ticket = self._transport.send(route.lane, parcel)
-        queue.append(_Sending(ticket, nbytes, label, message.first))
+        queue.append(_Sending(ticket, nbytes, route.source.name, label, message.first))
         recorder.add(Interval(recorder.rank, "compute", start, recorder.now(), Waiting.POST, f"send {label}"))
 
     def flush(self) -> Iterator[Wait]:
@@ -99,9 +100,9 @@ class Mailbox:
                 yield from self._complete(lane, queue)
 
     def _complete(self, lane: LaneKey, queue: deque[_Sending]) -> Iterator[Wait]:
-        ticket, nbytes, label, first = queue[0]
+        ticket, nbytes, stage, label, first = queue[0]
         recorder, peer = self._recorder, self._peer(lane.target)
-        what, cause = f"rank {self._rank}, sending {label}", f"rank {peer}: to take {label}"
+        what, cause = f"rank {recorder.rank}, stage {stage}, sending {label}", f"rank {peer}: to take {label}"
         yield from wait_for(recorder, ticket, what, cause, Waiting.ROOM, peer)
         queue.popleft()
         recorder.change("messages", -nbytes)

@@ -306,6 +306,11 @@ class Pipeline:
             if runtime.updater is not None and runtime.updater.optimizer is not None
         }
 
+    @property
+    def doing(self) -> str:
+        """What the rank of this process is doing, or where it waits and for whom."""
+        return self._spans.reporting.recorder.doing
+
     def live_bytes(self) -> dict[int, dict[str, int]]:
         """Per rank of this process, what its live bytes are for, now. Ranks count through all pipelines."""
         return {worker.recorder.rank: dict(worker.recorder.live) for worker in self._workers}

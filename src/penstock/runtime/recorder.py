@@ -26,6 +26,7 @@ class Recorder:
 
     Attributes:
         span: the run or evaluation under way, counted from 0.
+        doing: what the rank is doing, for messages.
     """
 
     def __init__(self, rank: int, origin: float, keep: int = KEEP) -> None:
@@ -37,12 +38,18 @@ class Recorder:
         self.peak_total = 0
         self.busy = 0.0
         self.span = self._spans = -1
+        self.doing = ""
+        self.pause()
         self._keep = keep
 
     def begin_span(self) -> None:
         """A run or an evaluation begins, the latter perhaps in the midst of a run."""
         self._spans += 1
         self.span = self._spans
+
+    def pause(self) -> None:
+        """Nothing is under way."""
+        self.doing = f"rank {self.rank}, between two runs"
 
     def now(self) -> float:
         """The common time."""

@@ -159,6 +159,7 @@ class Spans:
                     self.batches += count
                     self.keeps_older = self.keeps_older or count > 0
                 for worker in self._workers:
+                    worker.recorder.pause()
                     for node in worker.nodes.values():
                         node.restore()
 

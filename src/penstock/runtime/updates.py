@@ -27,7 +27,6 @@ class Updates:
 
     Args:
         replica: which of the parallel pipelines.
-        rank: in it.
         holders: of each cut, all nodes of all parallel pipelines that hold it.
         reducer: adds gradients.
         council: adds what stages know.
@@ -38,14 +37,13 @@ class Updates:
     def __init__(
         self,
         replica: int,
-        rank: int,
         holders: Mapping[int, tuple[Holder, ...]],
         reducer: Reducer,
         council: Council,
         decisions: Decisions,
         recorder: Recorder,
     ) -> None:
-        self._replica, self._rank, self._holders = replica, rank, holders
+        self._replica, self._holders = replica, holders
         self._reducer, self._council, self._decisions, self._recorder = reducer, council, decisions, recorder
         self._sums: dict[tuple[Node, int], list[tuple[Op, Ticket]]] = {}
         self._votes: dict[tuple[Node, int], Ticket] = {}
@@ -76,7 +74,7 @@ class Updates:
         me = Holder(self._replica, node.node)
         counts = me == self._holders[node.node.cut][0]  # the others hold the same gradient
         before = [ticket for _, ticket in self._sums.get((node.node, batch), ())]
-        vote = self._votes[node.node, batch] = Ticket(CONTROL_LANE)
+        vote = self._votes[node.node, batch] = Ticket(f"{CONTROL_LANE} of all stages (batch {batch})")
 
         def act() -> None:
             failure = next((ticket.error for ticket in before if ticket.error is not None), None)
@@ -93,7 +91,7 @@ class Updates:
 
     def wait(self, node: Node, batch: int, step: str) -> Iterator[Wait]:
         """Wait for what the update of a batch needs of others."""
-        what, place = f"rank {self._rank}, stage {node.name}, {step}", (node.cut, node.replica, batch)
+        what, place = f"rank {self._recorder.rank}, stage {node.name}, {step}", (node.cut, node.replica, batch)
         tickets = list(self._sums.get((node, batch), ()))
         if (node, batch) in self._votes:
             tickets.append((Op.DECIDE, self._votes[node, batch]))

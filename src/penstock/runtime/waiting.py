@@ -34,8 +34,9 @@ def wait_for(
         TransportError: it failed.
     """
     if not ticket.done:
-        start = recorder.now()
+        start, recorder.doing = recorder.now(), f"{what}, waiting for {ticket.where}"
         yield Wait(ticket, what)
+        recorder.doing = what
         end = max(start, recorder.at(ticket.done_at))  # not when the rank's turn came, where ranks take turns
         label = f"wait for {cause}"
         recorder.add(Interval(recorder.rank, "compute", start, end, kind, label, cause=cause, peer=peer))

@@ -6,7 +6,7 @@
 
 All names are those of parameters (`penstock.runtime.snapshot`), so any other cut of the model can read them. A
 checkpoint is written into a hidden folder, synced, and renamed when the index is in it; older ones go when a newer one
-is complete. Every file is checked against the index before anything of it is used.
+is complete, and hide before they do. Every file is checked against the index before anything of it is used.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def write_index(place: Path, content: Mapping[str, Any]) -> None:
         os.fsync(file.fileno())
     sync_folder(part)
     if place.exists():  # from before a restart that went further back
-        shutil.rmtree(place)
+        _discard(place)
     os.rename(part, place)
     sync_folder(place.parent)
 
@@ -134,7 +134,14 @@ def write_index(place: Path, content: Mapping[str, Any]) -> None:
 def rotate(run: Path, keep: int) -> None:
     """Remove all but the newest `keep` checkpoints."""
     for path in checkpoints(run)[:-keep]:
-        shutil.rmtree(path, ignore_errors=True)
+        _discard(path)
+
+
+def _discard(place: Path) -> None:
+    """Remove a checkpoint so that nobody ever finds a part of it."""
+    hidden = place.with_name(f".{place.name}.old{_PART}")
+    os.rename(place, hidden)
+    shutil.rmtree(hidden, ignore_errors=True)
 
 
 def fingerprint(path: Path) -> dict[str, Any]:

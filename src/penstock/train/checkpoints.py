@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ class Checkpoints:
         checkpoints.save()
 
     Args:
-        pipeline: theirs; every rank makes this object.
+        pipeline: theirs; all ranks make this object together.
         folder: of the run; checkpoints lie in a folder of it.
         keep: how many stay; older ones are removed.
         extra: of the number of batches, what is kept with a checkpoint, as JSON can say it.
@@ -57,7 +58,10 @@ class Checkpoints:
         team, cuts = pipeline.team, range(pipeline.schedule.cuts)
         here = set(pipeline.nodes)
         own = [(node.cut, replica) for replica in team.replicas for node in sorted(here)]
-        wall: Wall = LocalWall() if team.group is None else StoreWall(store or _get_default_store())
+        wall: Wall = LocalWall()
+        if team.group is not None:
+            name = gather_json(uuid.uuid4().hex, "preparing for checkpoints", team.control)[0]
+            wall = StoreWall(store or _get_default_store(), name)
         parts = [(cut, replica) for replica in range(team.width) for cut in cuts]
         self._writer = Writer(self._folder, parts, own, keep, extra, wall, timeout, tell)
         self._written = -1  # the last batch before which one was begun

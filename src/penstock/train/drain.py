@@ -3,17 +3,20 @@
 Under `penstock train` the launcher takes the signal (Ctrl-C, SIGTERM) and asks through a file, before torch elastic,
 which would stop the workers, hears of it; a worker that gets SIGTERM there is ended because another one has failed, and
 says what it was doing. Under torchrun workers get the signal themselves, and elastic leaves them 30 seconds.
+
+A worker that fails by itself is not disturbed any more: its report matters more than its end.
 """
 
 from __future__ import annotations
 
 import signal
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from penstock.errors import EndedError
+from penstock.errors import EndedError, PenstockError
 
 
 class DrainRequest:
@@ -21,10 +24,14 @@ class DrainRequest:
 
     Args:
         file: appears when the launcher asks; None under torchrun.
+
+    Attributes:
+        doing: says what this worker is doing.
     """
 
     def __init__(self, file: Path | None) -> None:
         self._file, self._asked = file, False
+        self.doing: Callable[[], str] = lambda: "starting"
 
     @property
     def asked(self) -> bool:
@@ -42,11 +49,14 @@ class DrainRequest:
         launched = self._file is not None
         handlers = {
             signal.SIGINT: signal.SIG_IGN if launched else self._ask,  # Ctrl-C goes to the workers of a terminal, too
-            signal.SIGTERM: _end if launched else self._ask,
+            signal.SIGTERM: self._end if launched else self._ask,
         }
         before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
         try:
             yield
+        except BaseException:
+            before[signal.SIGTERM] = signal.SIG_IGN
+            raise
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
@@ -54,7 +64,8 @@ class DrainRequest:
     def _ask(self, *_: object) -> None:
         self._asked = True
 
-
-def _end(number: int, *_: object) -> None:
-    signal.signal(number, signal.SIG_IGN)  # once is enough
-    raise EndedError(f"ended by {signal.Signals(number).name}, because another worker has failed")
+    def _end(self, number: int, *_: object) -> None:
+        signal.signal(number, signal.SIG_IGN)  # once is enough
+        if isinstance(sys.exception(), PenstockError | RuntimeError):  # on its way: it says more
+            return
+        raise EndedError(f"{self.doing()}: ended by {signal.Signals(number).name}, because another worker has failed")

@@ -13,13 +13,15 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
-from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
 from penstock.errors import ConfigError, TransportError
 from penstock.train.config import TrainConfig
 from penstock.train.prepare import make_run_folder
 
+_STARTING = 60.0  # seconds that processes may start one after another, whatever the time-out of messages
+_LOOK = 0.05  # seconds between two looks
 _LINGER = 0.5  # seconds by which elastic sees a peer that ended without a word before the ranks that it has let down
 
 
@@ -45,16 +47,26 @@ def shared_folder(config: TrainConfig, store: Store) -> Path:
     return folder
 
 
-def _check_same(config: TrainConfig, store: Store, rank: int) -> None:
-    """Make sure that every rank was started with the same configuration.
+def _meet(config: TrainConfig, store: Store, rank: int, size: int) -> None:
+    """Wait until every rank is there, and make sure that it was started with the same configuration.
+
+    It looks again and again, because a wait in the store cannot be ended by a signal.
 
     Raises:
         ConfigError: this one was not.
+        TransportError: some did not come.
     """
-    mine = config.model_dump_json()
-    if rank == 0:
-        store.set("penstock/config", mine)
-    first = json.loads(store.get("penstock/config"))
+    mine, patience = config.model_dump_json(), max(config.timeout, _STARTING)
+    store.set(f"penstock/config/{rank}", mine)
+    deadline, missing = time.monotonic() + patience, list(range(size))
+    while missing := [r for r in missing if not store.check([f"penstock/config/{r}"])]:
+        if time.monotonic() > deadline:
+            raise TransportError(
+                f"rank {rank}, joining the job: rank {', '.join(map(str, missing))} did not come within {patience:g} "
+                "seconds; it is stalled or dead"
+            )
+        time.sleep(_LOOK)
+    first = json.loads(store.get("penstock/config/0"))
     other = [key for key, value in json.loads(mine).items() if first.get(key) != value]
     if other:
         raise ConfigError(f"rank {rank} was started with other values than rank 0 for: {', '.join(other)}")
@@ -66,8 +78,12 @@ def process_group(config: TrainConfig) -> Iterator[Store]:
 
     Raises:
         ConfigError: the job is not what the configuration says.
+        TransportError: not all of it has started.
     """
-    store, rank, size = next(iter(rendezvous("env://")))
+    timeout = timedelta(seconds=config.timeout)
+    store, rank, size = next(iter(rendezvous("env://", timeout=timeout)))
+    # Elastic keeps the store when it starts workers again, with all that those before have written into it.
+    store = PrefixStore(f"penstock/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     wanted = config.stages * config.width
     if size != wanted:
         pipelines = f" and width {config.width}" if config.width > 1 else ""
@@ -75,8 +91,7 @@ def process_group(config: TrainConfig) -> Iterator[Store]:
             f"the job has {size} processes, but stages is {config.stages}{pipelines}; launch one process per stage, "
             f"for example with torchrun --nproc-per-node {wanted} -m penstock train ..."
         )
-    _check_same(config, store, rank)
-    timeout = timedelta(seconds=config.timeout)
+    _meet(config, store, rank, size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
     try:
         yield store

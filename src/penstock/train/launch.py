@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import multiprocessing
 import os
@@ -12,7 +11,7 @@ import tempfile
 import threading
 import uuid
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,10 @@ from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from penstock.errors import InterruptedRunError, WorkerError
+from penstock.errors import InterruptedRunError
+from penstock.train.ends import Ends, work
+
+_LOOK = 0.1  # seconds between two looks at workers
 
 
 def is_worker() -> bool:
@@ -28,10 +30,9 @@ def is_worker() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ
 
 
-_CONSEQUENCES = ("TransportError", "EndedError")
-
-
-def launch_local(workers: int, function: Callable[..., None], *arguments: Any, restarts: int = 0) -> None:
+def launch_local(
+    workers: int, function: Callable[..., None], *arguments: Any, restarts: int = 0, timeout: float = 300.0
+) -> None:
     """Run `function(*arguments, drain)` in local worker processes; returns when all of them have.
 
     The rendezvous is a file that only this user can read; on Linux gloo is bound to the loopback interface. Elastic
@@ -43,9 +44,10 @@ def launch_local(workers: int, function: Callable[..., None], *arguments: Any, r
         function: a module-level function.
         arguments: plain values.
         restarts: times that elastic starts all workers again after one has failed.
+        timeout: seconds within which all have returned when one has.
 
     Raises:
-        WorkerError: one failed; elastic has ended the others.
+        WorkerError: one failed, and the others have been ended.
         InterruptedRunError: this process was told twice to end.
     """
     for name in ("torch.distributed.elastic", "torch.multiprocessing"):
@@ -53,6 +55,7 @@ def launch_local(workers: int, function: Callable[..., None], *arguments: Any, r
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     with tempfile.TemporaryDirectory(prefix="penstock-") as folder:
+        ends, drain = Ends(Path(folder), workers, timeout), Path(folder) / "drain"
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -65,17 +68,18 @@ def launch_local(workers: int, function: Callable[..., None], *arguments: Any, r
             max_restarts=restarts,
             monitor_interval=0.1,
             start_method="spawn",
-            logs_specs=DefaultLogsSpecs(log_dir=str(Path(folder) / "errors")),
+            logs_specs=DefaultLogsSpecs(log_dir=str(ends.errors)),
         )
-        drain = Path(folder) / "drain"
         with ThreadPoolExecutor(1, "penstock launcher") as thread, _Signals(drain) as signals:
-            launched = thread.submit(elastic_launch(config, function), *arguments, str(drain))
+            launched = thread.submit(elastic_launch(config, work), function, folder, *arguments, str(drain))
+            while not wait([launched], timeout=_LOOK).done:
+                ends.look()
             try:
                 launched.result()
             except ChildFailedError as error:
                 if signals.second is not None:
                     raise InterruptedRunError(signals.second) from None
-                raise _explain(error, Path(folder) / "errors") from None
+                raise ends.explain(error) from None
 
 
 class _Signals:
@@ -110,28 +114,3 @@ class _Signals:
         self.second = number
         for worker in multiprocessing.active_children():
             worker.kill()
-
-
-def _explain(error: ChildFailedError, folder: Path) -> WorkerError:
-    """What the user must know: the error that came first, and what every other worker was doing.
-
-    A worker that ends breaks its connections, so that its peers fail, too; elastic names the lowest rank among those
-    it finds dead. All workers leave their errors in `folder`, and what is not about transport or an end is the cause.
-    """
-    rank, failure = error.get_first_failure()
-    code, message, trace = failure.exitcode, str(failure.message), ""
-    attempts = sorted(folder.rglob("attempt_*"), key=lambda path: int(path.name.removeprefix("attempt_")))
-    reports = [_report(path) for path in (attempts[-1] if attempts else folder).rglob("error.json")]
-    causes = [r for r in reports if not r[2].startswith(_CONSEQUENCES)] or [r for r in reports if r[1] == rank]
-    if causes:
-        _, found, message, trace = min(causes)
-        rank, code = found, code if found == rank else 1
-    others = [f"\n  worker {r}: {text}" for _, r, text, _ in sorted(reports, key=lambda x: x[1]) if r != rank]
-    return WorkerError(f"worker {rank} failed with exit code {code}: {message}{''.join(others)}", trace)
-
-
-def _report(path: Path) -> tuple[float, int, str, str]:
-    """Time, rank, message and traceback of an error that a worker left behind."""
-    message: Any = json.loads(path.read_text())["message"]
-    extra = message["extraInfo"]
-    return float(extra["timestamp"]), int(path.parent.name), str(message["message"]), str(extra["py_callstack"])

@@ -55,11 +55,12 @@ def train(config: TrainConfig, folder: Path | None, observer: Observer, drain: P
         ConfigError: the job was launched with another number of processes than the pipeline has stages.
         PenstockError: as `prepare` and `Pipeline` say.
     """
-    prepared = prepare(config)
-    torch.set_num_threads(config.threads or max((os.cpu_count() or 1) // local_ranks(), 1))
     request = DrainRequest(drain)
-    with request.heeded(), process_group(config) as store:
-        _Loop(prepared, folder or shared_folder(config, store), store, observer, request).run()
+    with request.heeded():
+        prepared = prepare(config)
+        torch.set_num_threads(config.threads or max((os.cpu_count() or 1) // local_ranks(), 1))
+        with process_group(config) as store:
+            _Loop(prepared, folder or shared_folder(config, store), store, observer, request).run()
 
 
 class _Loop:
@@ -77,6 +78,7 @@ class _Loop:
         self.tokens_per_batch = prepared.tokens_per_batch
         self.rate = rate_schedule(config.rate, config.batches)
         self.pipeline = make_pipeline(prepared, dist.group.WORLD)
+        request.doing = lambda: self.pipeline.doing
         self.metrics = Metrics(folder)
         self.checkpoints = Checkpoints(
             self.pipeline,

@@ -57,10 +57,15 @@ class LocalWall:
 
 
 class StoreWall:
-    """The job's store; looking never waits, because the store serves one caller of a process at a time."""
+    """The job's store; looking never waits, because the store serves one caller of a process at a time.
 
-    def __init__(self, store: Store) -> None:
-        self._store = PrefixStore("penstock/checkpoint", store)
+    Args:
+        store: it may hold what was posted on other walls, by workers that have failed and been started again.
+        name: of this wall.
+    """
+
+    def __init__(self, store: Store, name: str) -> None:
+        self._store = PrefixStore(f"penstock/checkpoint/{name}", store)
 
     def post(self, key: str, text: str) -> None:
         """Post a text."""

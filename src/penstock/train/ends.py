@@ -1,0 +1,121 @@
+"""How workers end: what they leave behind, which of them have to be ended, and what the user is told.
+
+A worker that fails leaves its error where torch elastic has told it to; one that has done its part leaves a mark. A
+worker that breaks its connections makes its peers fail, too, and elastic may see them first: the cause is what is
+neither about transport nor about an end; if nobody says such a thing, it is the one that has said nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+from penstock.errors import WorkerError
+
+_CONSEQUENCES = ("TransportError", "EndedError")
+_GRACE = 5.0  # seconds without another report, after which those that have not ended are killed
+
+
+class _Report(NamedTuple):
+    """What a worker has said about its failure."""
+
+    seconds: float
+    rank: int
+    message: str
+    trace: str
+
+
+def work(function: Callable[..., None], folder: str, *arguments: Any) -> None:
+    """Be a worker: run a function, and leave a mark when it has returned."""
+    function(*arguments)
+    start, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]
+    (Path(folder) / f"done-{start}-{rank}-{os.getpid()}").touch()
+
+
+class Ends:
+    """Those of the workers of a job, which elastic may start several times.
+
+    Args:
+        folder: for what they leave behind.
+        workers: how many.
+        timeout: seconds within which all have done their part when one has.
+
+    Attributes:
+        errors: the folder that elastic is to have them leave their errors in.
+    """
+
+    def __init__(self, folder: Path, workers: int, timeout: float) -> None:
+        self._folder, self._ranks, self._timeout = folder, set(range(workers)), timeout
+        self.errors = folder / "errors"
+        self._strangers = {child.pid for child in multiprocessing.active_children()}
+        self._seen, self._since, self._killed = (-1, 0, 0), 0.0, False
+
+    def look(self) -> None:
+        """See whether workers have to be ended: elastic waits long after a failure, and for ever after a good end."""
+        start = self._last_start()
+        reports, done = self._reports(start), self._done(start)
+        seen = start, len(reports), len(done)
+        if seen != self._seen:
+            if start > self._seen[0] >= 0:
+                said = self._lines(start - 1, self._ranks)
+                logging.getLogger(__name__).warning("a worker has failed, and all are started again%s", said)
+            self._seen, self._since, self._killed = seen, time.monotonic(), False
+        elif any(seen[1:]) and time.monotonic() - self._since > (_GRACE if reports else self._timeout):
+            self._killed = True
+            spared = self._strangers | (set() if done.keys() == self._ranks else set(done.values()))
+            for child in multiprocessing.active_children():
+                if child.pid not in spared:
+                    child.kill()
+
+    def explain(self, error: ChildFailedError) -> WorkerError:
+        """What the user must know: who has failed and why, and what every other worker was doing."""
+        found, failure = error.get_first_failure()
+        start = self._last_start()
+        reports, done = self._reports(start), self._done(start)
+        causes = [report for report in reports.values() if not report.message.startswith(_CONSEQUENCES)]
+        silent = self._ranks - reports.keys() - done.keys()
+        if causes or (found in reports and len(silent) != 1):
+            _, rank, message, trace = min(causes) if causes else reports[found]
+            what = f"failed with exit code {failure.exitcode if rank == found else 1}: {message}"
+        else:
+            rank, trace = silent.pop() if found in reports else found, ""
+            what = f"failed with exit code {failure.exitcode}: {failure.message}"
+            if rank != found or self._killed:
+                what = "is stalled or dead: it has said nothing"
+        return WorkerError(f"worker {rank} {what}{self._lines(start, self._ranks - {rank})}", trace)
+
+    def _lines(self, start: int, ranks: set[int]) -> str:
+        """A line for each of some workers."""
+        said = dict.fromkeys(sorted(ranks), "has said nothing: it died, was starting, or did not react")
+        said |= dict.fromkeys(ranks & self._done(start).keys(), "had done its part")
+        said |= {rank: report.message for rank, report in self._reports(start).items() if rank in ranks}
+        return "".join(f"\n  worker {rank}: {text}" for rank, text in said.items())
+
+    def _last_start(self) -> int:
+        """How often elastic has started all workers again; -1 before it has started them."""
+        return max((int(path.name.removeprefix("attempt_")) for path in self.errors.glob("*/attempt_*")), default=-1)
+
+    def _done(self, start: int) -> dict[int, int]:
+        """Rank and process of those that have done their part."""
+        names = [path.name.split("-") for path in self._folder.glob(f"done-{start}-*")]
+        return {int(rank): int(process) for _, _, rank, process in names}
+
+    def _reports(self, start: int) -> dict[int, _Report]:
+        """What those have said that have failed, by rank."""
+        found = {}
+        for path in self.errors.glob(f"*/attempt_{start}/*/error.json"):
+            try:
+                message: Any = json.loads(path.read_text())["message"]
+            except ValueError:  # it is being written
+                continue
+            extra, rank = message["extraInfo"], int(path.parent.name)
+            found[rank] = _Report(float(extra["timestamp"]), rank, str(message["message"]), str(extra["py_callstack"]))
+        return found

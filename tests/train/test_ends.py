@@ -1,0 +1,219 @@
+"""What the user is told when workers end, from what they left behind; what a worker says that is told to end."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+from penstock.errors import ConfigError, EndedError, TransportError
+from penstock.train import ends as module
+from penstock.train import job
+from penstock.train.config import TrainConfig
+from penstock.train.drain import DrainRequest
+from penstock.train.ends import Ends, work
+
+LOST = "TransportError: rank 0, stage 0, B3: the gradient lane from rank 1 to rank 0 broke: connection closed"
+ENDED = "EndedError: rank 2, stage 2, F4, waiting for the activation lane from rank 1 to rank 2: ended by SIGTERM"
+
+
+def leave(folder: Path, rank: int, message: str, start: int = 0, seconds: int = 10) -> None:
+    place = folder / "errors" / "run" / f"attempt_{start}" / str(rank)
+    place.mkdir(parents=True)
+    extra = {"timestamp": str(seconds), "py_callstack": f"trace of {rank}"}
+    (place / "error.json").write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))
+
+
+def done(monkeypatch: pytest.MonkeyPatch, folder: Path, rank: int, start: int = 0) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(start))
+    monkeypatch.setenv("RANK", str(rank))
+    work(lambda: None, str(folder))
+
+
+def explained(folder: Path, rank: int, code: int, workers: int = 3) -> list[str]:
+    """The report, where elastic has seen a worker end with a code."""
+    failure = ProcessFailure(rank, 77, code, "there is none")
+    return str(Ends(folder, workers, 1.0).explain(ChildFailedError("train", {rank: failure}))).split("\n  ")
+
+
+def test_a_worker_that_was_killed(tmp_path: Path) -> None:
+    leave(tmp_path, 0, LOST)
+    leave(tmp_path, 2, ENDED)
+    assert explained(tmp_path, 1, -9) == [
+        "worker 1 failed with exit code -9: Signal 9 (SIGKILL) received by PID 77",
+        f"worker 0: {LOST}",
+        f"worker 2: {ENDED}",
+    ]
+
+
+def test_a_worker_that_was_killed_though_elastic_saw_another_one_first(tmp_path: Path) -> None:
+    """Or that is stalled, which looks the same."""
+    leave(tmp_path, 0, LOST)
+    leave(tmp_path, 2, ENDED)
+    report = explained(tmp_path, 0, 1)
+    assert report[0] == "worker 1 is stalled or dead: it has said nothing"
+    assert report[1:] == [f"worker 0: {LOST}", f"worker 2: {ENDED}"]
+
+
+def test_an_error_of_its_own_is_the_cause_whoever_is_seen_first(tmp_path: Path) -> None:
+    leave(tmp_path, 0, LOST, seconds=9)
+    leave(tmp_path, 1, "ValueError: planted", seconds=10)
+    leave(tmp_path, 2, "RuntimeError: planted later", seconds=11)
+    report = explained(tmp_path, 0, 1)
+    assert report[0] == "worker 1 failed with exit code 1: ValueError: planted"
+    assert report[1:] == [f"worker 0: {LOST}", "worker 2: RuntimeError: planted later"]
+
+
+def test_some_have_said_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "errors" / "run" / "attempt_0").mkdir(parents=True)
+    done(monkeypatch, tmp_path, 2)
+    assert explained(tmp_path, 1, 17)[1:] == [
+        "worker 0: has said nothing: it died, was starting, or did not react",
+        "worker 2: had done its part",
+    ]
+    leave(tmp_path, 1, LOST)
+    assert explained(tmp_path, 1, 1)[0] == "worker 0 is stalled or dead: it has said nothing"
+
+
+def test_what_was_left_behind_by_an_earlier_start_is_told_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = Ends(tmp_path, 2, 1.0)
+    leave(tmp_path, 0, LOST, start=9)
+    done(monkeypatch, tmp_path, 1, start=9)
+    with caplog.at_level(logging.WARNING, "penstock"):
+        one.look()
+        assert not caplog.messages
+        leave(tmp_path, 1, "ValueError: planted", start=10)
+        one.look()
+    assert caplog.messages == [
+        f"a worker has failed, and all are started again\n  worker 0: {LOST}\n  worker 1: had done its part"
+    ]
+    assert explained(tmp_path, 1, 1, workers=2) == [
+        "worker 1 failed with exit code 1: ValueError: planted",
+        "worker 0: has said nothing: it died, was starting, or did not react",
+    ]
+
+
+def test_a_report_that_is_being_written_is_none_yet(tmp_path: Path) -> None:
+    leave(tmp_path, 0, LOST)
+    (tmp_path / "errors" / "run" / "attempt_0" / "0" / "error.json").write_text('{"mess')
+    assert "worker 0: has said nothing" in explained(tmp_path, 1, -9)[1]
+
+
+class Child:
+    """Stands for a process of the launcher."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid, self.killed = pid, False
+
+    def kill(self) -> None:
+        self.killed = True
+
+
+@pytest.mark.parametrize(("said", "patience"), [("failed", 5.0), ("done", 30.0), ("all done", 30.0)])
+def test_who_does_not_end_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str, patience: float
+) -> None:
+    """A while after the last report, or a time-out after others have done their part; strangers are not touched."""
+    stranger, mine, other = children = [Child(1), Child(os.getpid()), Child(3)]
+    now = 100.0
+    monkeypatch.setattr(module.multiprocessing, "active_children", lambda: children[:1] if now == 100.0 else children)
+    monkeypatch.setattr(module.time, "monotonic", lambda: now)
+    one = Ends(tmp_path, 2, 30.0)
+    (tmp_path / "errors" / "run" / "attempt_0").mkdir(parents=True)
+    now = 1000.0
+    one.look()  # nobody has said anything: they may train for ever
+    assert not other.killed
+    if said == "failed":
+        leave(tmp_path, 0, LOST)
+    for rank in {"failed": [], "done": [0], "all done": [0, 1]}[said]:
+        done(monkeypatch, tmp_path, rank)
+    one.look()
+    now += patience
+    one.look()
+    assert not other.killed
+    now += 0.1
+    one.look()
+    assert [child.killed for child in (stranger, mine, other)] == [False, said != "done", True]
+    assert explained(tmp_path, 1, -9, workers=2)[0] == (
+        "worker 1 failed with exit code -9: Signal 9 (SIGKILL) received by PID 77"
+    )
+    failure = ProcessFailure(1, 77, -9, "there is none")
+    assert str(one.explain(ChildFailedError("train", {1: failure}))).startswith("worker 1 is stalled or dead")
+
+
+# --- the worker's side ----------------------------------------------------------------------------------------------
+
+
+def test_a_worker_that_is_ended_says_what_it_was_doing(tmp_path: Path) -> None:
+    request = DrainRequest(tmp_path / "drain")
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(EndedError, match="starting: ended by SIGTERM, because another"), request.heeded():
+            os.kill(os.getpid(), signal.SIGTERM)
+        request.doing = lambda: "F7"
+        with pytest.raises(EndedError, match="F7: ended by SIGTERM"), request.heeded():
+            os.kill(os.getpid(), signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_worker_that_fails_is_left_to_its_report(tmp_path: Path) -> None:
+    """Its peers' failures make the launcher end it, perhaps while it writes."""
+    request = DrainRequest(tmp_path / "drain")
+    before = signal.getsignal(signal.SIGTERM)
+
+    def fail() -> None:
+        try:
+            raise TransportError("F7: a lane broke")
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    try:
+        with pytest.raises(TransportError, match="F7: a lane broke"), request.heeded():
+            fail()
+        os.kill(os.getpid(), signal.SIGTERM)  # it is about to write
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    with request.heeded():
+        pass
+    assert signal.getsignal(signal.SIGTERM) is before  # one that has done its part may be ended
+
+
+def environment(monkeypatch: pytest.MonkeyPatch, store: dist.Store, rank: int, size: int, start: int) -> None:
+    monkeypatch.setattr(job, "rendezvous", lambda *_, **__: iter([(store, rank, size)]))
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(start))
+
+
+def test_workers_that_are_started_again_do_not_see_what_those_before_have_stored(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Elastic keeps its store; old addresses, or old posts about a checkpoint, would be taken for new ones."""
+    store = dist.HashStore()
+    for start in (0, 1):
+        environment(monkeypatch, store, 0, 1, start)
+        with job.process_group(TrainConfig(stages=1)) as own:
+            assert not own.check(["stage-0-is-written"])
+            own.set("stage-0-is-written", "yes")
+    assert store.num_keys() > 2
+
+
+def test_ranks_that_do_not_start_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.HashStore()
+    config = TrainConfig(stages=3, timeout=0.1)
+    monkeypatch.setattr(job, "_STARTING", 0.2)
+    environment(monkeypatch, store, 1, 3, 0)
+    message = "rank 1, joining the job: rank 0, 2 did not come within 0.2 seconds; it is stalled or dead"
+    with pytest.raises(TransportError, match=message), job.process_group(config):
+        pass
+    dist.PrefixStore("penstock/0", store).set("penstock/config/0", TrainConfig(stages=3, seed=1).model_dump_json())
+    dist.PrefixStore("penstock/0", store).set("penstock/config/2", config.model_dump_json())
+    with pytest.raises(ConfigError, match="other values than rank 0 for: seed, timeout"), job.process_group(config):
+        pass
