@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import pytest
 import runtime_cases
 import torch.distributed as dist
@@ -10,15 +12,19 @@ from test_between_stages import RAGGED, TreeCase, batches_of, blocks_of
 from test_between_stages import expected as expected_of_trees
 
 from penstock.errors import CapabilityError
+from penstock.runtime.evaluation import Evaluating
 from penstock.runtime.nccl import LaneGroups, lane_groups
 from penstock.runtime.pipeline import Pipeline
+from penstock.runtime.transport import Channel
+from penstock.schedule.check import Proof
 from pool import Pool
 
 
 class OverSplitLanes(Pipeline):
-    def _make_lane_groups(self) -> list[LaneGroups]:
-        assert self.team.control is not None
-        return lane_groups(self.proof.lowered.lanes, self.team.control, "gloo", self.team.width)
+    def _make_lane_groups(self, proofs: Mapping[Channel, Proof]) -> dict[Channel, list[LaneGroups]]:
+        control, width = self.team.control, self.team.width
+        assert control is not None
+        return {channel: lane_groups(proof.lowered.lanes, control, "gloo", width) for channel, proof in proofs.items()}
 
 
 def train(group: dist.ProcessGroup, case: Case) -> Outcome:
@@ -36,7 +42,8 @@ def train(group: dist.ProcessGroup, case: Case) -> Outcome:
         timeout=20.0,
     )
     batches = batches_of(case) if trees else make_batches(case)
-    outcome = Outcome([(r.batch, r.loss, r.weight) for r in pipeline.run(batches)])
+    evaluate = Evaluating(2, lambda: batches[:1]) if case.method != "stash" and not trees else None
+    outcome = Outcome([(r.batch, r.loss, r.weight) for r in pipeline.run(batches, evaluate=evaluate)])
     return finish(outcome, pipeline, recording)
 
 
