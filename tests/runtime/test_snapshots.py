@@ -29,7 +29,7 @@ from runtime_cases import (
 )
 from torch import Tensor, nn
 
-from penstock.errors import CapabilityError, CheckpointError, ConfigError
+from penstock.errors import CapabilityError, CheckpointError, ConfigError, PenstockError
 from penstock.runtime.snapshot import Saving, Snapshot
 from penstock.train.reference import Scaling, train_reference
 from pool import Pool
@@ -216,7 +216,16 @@ def test_what_does_not_fit_is_refused() -> None:
     del missing.tensors["weights/second.wide.bias"]
     with pytest.raises(CheckpointError, match=r"no weights/second\.wide\.bias, which stage 1 on rank 1 needs"):
         make_pipeline(case).load(missing)
+    more = Kept([])
+    more.facts, more.tensors = kept.facts, kept.tensors | {"weights/second.wide.bias2": torch.zeros(3)}
+    with pytest.raises(CheckpointError, match=r"has a second\.wide\.bias2, which block 'second' does not have"):
+        make_pipeline(case).load(more)
+    broken = make_pipeline(case)
     missing.tensors["weights/second.wide.bias"] = torch.zeros(3)
+    with pytest.raises(CheckpointError):
+        broken.load(missing)
+    with pytest.raises(PenstockError, match="broke in an earlier run and cannot go on"):
+        list(broken.run(make_batches(case)))
     with pytest.raises(CheckpointError, match=r"second\.wide\.bias has shape \(3,\) in the checkpoint and \(16,\)"):
         make_pipeline(case).load(missing)
     with pytest.raises(ConfigError, match="save: every must be a whole number of at least 1, got 0"):

@@ -17,6 +17,7 @@ from penstock.runtime.snapshot import Snapshot
 from penstock.train import checkpoint as disk
 from penstock.train import writing
 from penstock.train.checkpoint import Checkpoint, checkpoints, clear_parts, open_newest, place_of
+from penstock.train.metrics import Metrics
 from penstock.train.writing import LocalWall, Part, Wall, Writer
 
 
@@ -69,7 +70,7 @@ def test_what_was_written_comes_back(tmp_path: Path) -> None:
 
 
 def test_older_ones_go(tmp_path: Path) -> None:
-    for batch in (3, 100, 20):  # by number, not by age
+    for batch in (3, 20, 100):
         write(tmp_path, batch)
     assert [path.name for path in checkpoints(tmp_path)] == ["batch-00000020", "batch-00000100"]
 
@@ -98,7 +99,7 @@ FAULTS = [
     ("stage-1.1.safetensors", Path.unlink, r"cannot read .*stage-1\.1\.safetensors': No such file"),
     ("index.json", truncated, r"index\.json' is damaged"),
     ("index.json", lambda path: path.write_text('{"schema": 99}'), "has schema 99, this version of penstock reads 1"),
-    ("index.json", lambda path: path.write_text('{"schema": 1, "facts": {}}'), "is damaged: it lacks extra, files"),
+    ("index.json", lambda path: path.write_text('{"schema": 1, "facts": {}}'), "is damaged: it is not what was"),
 ]
 
 
@@ -126,9 +127,12 @@ def test_an_index_may_not_lead_out_of_its_folder(tmp_path: Path) -> None:
     write(tmp_path, 4)
     path = place_of(tmp_path, 4) / "index.json"
     index = json.loads(path.read_text())
-    index["files"]["../secret"] = index["files"].pop("stage-0.safetensors")
+    index["files"] = {"../secret": index["files"].pop("stage-0.safetensors"), **index["files"]}
     index["tensors"] = {name: "../secret" if f == "stage-0.safetensors" else f for name, f in index["tensors"].items()}
-    path.write_text(json.dumps(index))
+    del index["schema"], index["sha256"]
+    part = disk.part_of(place_of(tmp_path, 4))
+    part.mkdir()
+    disk.write_index(place_of(tmp_path, 4), index)
     with pytest.raises(CheckpointError, match=r"names '\.\./secret', which is not a file of its folder"):
         Checkpoint(place_of(tmp_path, 4))
 
@@ -231,3 +235,62 @@ def test_what_a_dead_run_was_writing_is_cleared(tmp_path: Path) -> None:
     clear_parts(tmp_path)
     assert not part.exists()
     assert place_of(tmp_path, 4).exists()
+
+
+def test_a_folder_without_an_index_is_a_damaged_checkpoint(tmp_path: Path) -> None:
+    write(tmp_path, 4)
+    (place_of(tmp_path, 4) / "index.json").unlink()
+    with pytest.raises(CheckpointError, match=r"none of the 1 checkpoints .* is whole"):
+        open_newest(tmp_path)
+
+
+def test_one_digit_of_the_index_is_noticed(tmp_path: Path) -> None:
+    write(tmp_path, 4)
+    path = place_of(tmp_path, 4) / "index.json"
+    path.write_text(path.read_text().replace('"updates": 3', '"updates": 8'))
+    with pytest.raises(CheckpointError, match=r"index\.json' is damaged: it is not what was written"):
+        open_newest(tmp_path)
+
+
+def test_newer_ones_that_are_damaged_do_not_push_good_ones_out(tmp_path: Path) -> None:
+    write(tmp_path, 4)
+    write(tmp_path, 8)
+    flipped(place_of(tmp_path, 8) / "stage-0.safetensors")
+    write(tmp_path, 6, keep=1)
+    assert [path.name for path in checkpoints(tmp_path)] == ["batch-00000006", "batch-00000008"]
+    disk.set_aside(tmp_path, place_of(tmp_path, 6))
+    assert [path.name for path in checkpoints(tmp_path)] == ["batch-00000006"]
+    assert len(list((tmp_path / "checkpoints").glob(".damaged-*"))) == 1
+
+
+def test_old_ones_that_cannot_be_removed_do_no_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(13, "Permission denied")
+
+    monkeypatch.setattr(disk, "rotate", refuse)
+    for batch in (1, 2, 3):
+        write(tmp_path, batch)
+    assert len(checkpoints(tmp_path)) == 3
+
+
+def test_stages_of_one_process_may_be_a_batch_apart(tmp_path: Path) -> None:
+    told = Told()
+    one = Writer(tmp_path, [(0, 0), (1, 0)], [(0, 0), (1, 0)], 2, lambda _: {}, LocalWall(), 2.0, told)
+    for batch, cut in ((5, 1), (6, 1), (5, 0), (6, 0)):
+        one.sink(snapshot(batch, cut, w=torch.ones(2)))
+    assert one.finish(6) is None
+    assert told.found == [(5, None), (6, None)]
+
+
+def test_a_full_disk_costs_lines_of_the_record(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").mkdir()  # what cannot be written into
+    Metrics(tmp_path).add(batch=1)
+
+
+def test_what_evaluations_have_found_is_read_again(tmp_path: Path) -> None:
+    metrics = Metrics(tmp_path)
+    for version, loss in ((2, 3.0), (4, 2.0), (2, 2.5), (6, 1.0)):
+        metrics.add(evaluated=version, loss=loss)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"evaluated": 4, "lo')
+    assert metrics.evaluations(before=4) == [2.5, 2.0]

@@ -173,7 +173,8 @@ class Executor:
 
     def _begin(self, node: Node, batch: int) -> Iterator[Wait]:
         """What comes before the first forward of a batch on a node."""
-        late = self._saved.get(node) != batch  # the update before it is made later, as with double-buffered weights
+        # The update before it is made later in this span, as with double-buffered weights.
+        late = self._saved.get(node) != batch > self._start
         if self._saving is not None and self._saving.wants(batch) and late:
             self._fixed[node, batch] = copies_of_fixed(self.nodes[node])
         if self._at_border is not None:
@@ -308,6 +309,7 @@ class Executor:
         """Take a snapshot of a stage whose newest version is `batch`, if it is time."""
         if self._saving is not None and self._saving.wants(batch):
             self._saved[node.node] = batch
+            self._saving.make_room(batch)
             fixed = self._fixed.pop((node.node, batch), None)
             snapshot = take(node, batch, self.replica, self.decisions, fixed)
             self._snapshots.append((snapshot.nbytes, snapshot.written))

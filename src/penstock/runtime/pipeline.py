@@ -260,12 +260,17 @@ class Pipeline:
         Raises:
             CheckpointError: something is missing, or of another shape, or of a block that the model does not have.
         """
+        self._spans.check_idle()
         check_names(saved, [n for part in self.parts for n in part])
         older = RULES[self.schedule.rule].bases == 2 and any(name.startswith("older/") for name in saved.names)
-        for worker in self._workers:
-            for node in worker.nodes.values():
-                restore(node, saved, worker.seat.replica, older)
-            worker.decisions.load(int(saved.facts["batch"]), saved.facts["decisions"])
+        try:
+            for worker in self._workers:
+                for node in worker.nodes.values():
+                    restore(node, saved, worker.seat.replica, older)
+                worker.decisions.load(int(saved.facts["batch"]), saved.facts["decisions"])
+        except BaseException as error:
+            self._spans.break_off(error)  # half of it may have been loaded
+            raise
         self._spans.batches, self._spans.keeps_older = int(saved.facts["batch"]), older
 
     @property

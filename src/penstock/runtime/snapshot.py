@@ -57,10 +57,12 @@ class Saving(NamedTuple):
     Attributes:
         every: number of batches between two; they are taken when B is a multiple of it.
         sink: takes them, on the rank that has the stage; a call that lasts holds up the rank.
+        make_room: called before one of a batch is taken, so that earlier ones need not live beside it.
     """
 
     every: int
     sink: Callable[[Snapshot], None]
+    make_room: Callable[[int], None] = lambda _: None
 
     def wants(self, batch: int) -> bool:
         """Whether one is taken before `batch`."""
@@ -136,6 +138,7 @@ def restore(node: NodeRuntime, saved: Saved, replica: int, older: bool) -> None:
         CheckpointError: something is missing, or has another shape.
     """
     reader, batch = _Reader(node, saved), int(saved.facts["batch"])
+    reader.check()
     own = f"fixed.{replica}/"
     for name, tensor in node.stage.unversioned().items():
         kind = own if f"{own}{name}" in saved.names else "fixed/"
@@ -149,11 +152,6 @@ def restore(node: NodeRuntime, saved: Saved, replica: int, older: bool) -> None:
     if node.average is not None:
         kind = "average/" if reader.has("average/", next(iter(views))) else "weights/"
         node.average.load({name: reader.read(kind, name, view) for name, view in views.items()})
-    if saved.facts["optimizer"] != node.updater.name:
-        raise CheckpointError(
-            f"the checkpoint has the state of {saved.facts['optimizer']}, but {node.stage.where} is stepped by "
-            f"{node.updater.name}; use the same optimizer, or begin a new run from the weights alone"
-        )
     node.updater.load(int(saved.facts["updates"]), reader.optimizer_state())
     node.restore()
 
@@ -168,6 +166,21 @@ class _Reader:
         for tie in node.ties:
             for place, name in enumerate(tie.names_at(cut)):
                 self._names[name] = [name, *(names[place] for names in tie.names)]
+
+    def check(self) -> None:
+        """Make sure that the optimizer is the saved one, and that the blocks have all that was saved of them."""
+        node, saved = self._node, self._saved
+        if node.updater is not None and saved.facts["optimizer"] != node.updater.name:
+            raise CheckpointError(
+                f"the checkpoint has the state of {saved.facts['optimizer']}, but {node.stage.where} is stepped by "
+                f"{node.updater.name}; use the same optimizer, or begin a new run from the weights alone"
+            )
+        for block, module in node.stage.named_modules():
+            known = {f"{block}.{name}" for name in module.state_dict()}
+            for name in saved.names:
+                kind, _, rest = name.partition("/")
+                if kind in ("weights", "fixed") and rest.startswith(f"{block}.") and rest not in known:
+                    raise CheckpointError(f"the checkpoint has a {rest}, which block {block!r} does not have")
 
     def has(self, kind: str, name: str) -> bool:
         """Whether there is one of this kind."""

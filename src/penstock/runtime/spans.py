@@ -96,6 +96,7 @@ class Spans:
                 total, weight = self.evaluate(evaluate.data(), averaged=False)
                 self.reporting.decisions.tell(Evaluated(self.batches, total, weight))
             if save is not None and save.wants(self.batches):
+                save.make_room(self.batches)
                 for snapshot in self.snapshots():
                     save.sink(snapshot)
 
@@ -171,6 +172,10 @@ class Spans:
         if source is not None and (self._team.group is None or self._team.width == 1):
             source.stopped = True
 
+    def break_off(self, error: BaseException) -> None:
+        """Nothing can go on any more."""
+        self._broken = error
+
     def abandon(self) -> None:
         """Do not finish what is under way when the loop is left."""
         self._abandoned = True
@@ -198,7 +203,7 @@ class Spans:
 
     def snapshots(self) -> list[Snapshot]:
         """The state of every stage in this process, with the pipeline drained."""
-        self._check_idle()
+        self.check_idle()
         found = []
         for worker in self._workers:
             for node in worker.nodes.values():
@@ -208,14 +213,15 @@ class Spans:
 
     # --- the beginning of a span ------------------------------------------------------------------------------------
 
-    def _check_idle(self) -> None:
+    def check_idle(self) -> None:
+        """Refuse to go on where a run is under way, or has broken."""
         if self._broken is not None:
             raise PenstockError("the pipeline broke in an earlier run and cannot go on") from self._broken
         if self._running:
             raise PenstockError("a run or an evaluation of this pipeline is under way; end it first")
 
     def _open(self, batches: Batches) -> Source:
-        self._check_idle()
+        self.check_idle()
         team = self._team
         edges = {n.cut for w in self._workers if w.seat.replica == team.replicas[0] for n in w.nodes}
         edges &= {0, self.schedule.cuts - 1}

@@ -119,11 +119,12 @@ class Stage:
 
     def unversioned(self) -> dict[str, Tensor]:
         """What no optimizer steps, by canonical name: frozen parameters and persistent buffers."""
-        buffers = {f"{prefix}.{name}" for prefix, block in self._named_modules() for name, _ in block.named_buffers()}
+        buffers = {f"{prefix}.{name}" for prefix, block in self.named_modules() for name, _ in block.named_buffers()}
         state = {name: tensor for name, tensor in self.state().items() if name in buffers}
         return state | {name: p.detach() for name, p in self._originals.items() if not p.requires_grad}
 
-    def _named_modules(self) -> list[tuple[str, nn.Module]]:
+    def named_modules(self) -> list[tuple[str, nn.Module]]:
+        """The blocks that are modules, with their names."""
         return [(name, block) for name, block in self.blocks.items() if isinstance(block, nn.Module)]
 
     @property

@@ -15,6 +15,7 @@ import hashlib
 import json
 import os
 import shutil
+import uuid
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -89,7 +90,7 @@ def part_of(place: Path) -> Path:
 
 def checkpoints(run: Path) -> list[Path]:
     """The checkpoints of a run that were completed, the oldest first."""
-    return sorted(path for path in (run / FOLDER).glob("batch-*") if (path / INDEX).is_file())
+    return sorted((run / FOLDER).glob("batch-*"))
 
 
 def open_newest(run: Path) -> tuple[Checkpoint | None, list[CheckpointError]]:
@@ -121,7 +122,7 @@ def write_index(place: Path, content: Mapping[str, Any]) -> None:
     """Complete a checkpoint: write the index and give the folder its name."""
     part = part_of(place)
     with (part / INDEX).open("w") as file:
-        json.dump({"schema": SCHEMA, **content}, file)
+        json.dump({"schema": SCHEMA, "sha256": _digest(content), **content}, file)
         file.flush()
         os.fsync(file.fileno())
     sync_folder(part)
@@ -131,10 +132,17 @@ def write_index(place: Path, content: Mapping[str, Any]) -> None:
     sync_folder(place.parent)
 
 
-def rotate(run: Path, keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints."""
-    for path in checkpoints(run)[:-keep]:
+def rotate(run: Path, newest: Path, keep: int) -> None:
+    """Of the checkpoints up to the one that has just been written, remove all but the last `keep`."""
+    for path in [path for path in checkpoints(run) if path.name <= newest.name][:-keep]:
         _discard(path)
+
+
+def set_aside(run: Path, chosen: Path) -> None:
+    """Hide the checkpoints after the one that a run goes on from: they are damaged, and its own will come there."""
+    for path in checkpoints(run):
+        if path.name > chosen.name:
+            os.rename(path, path.with_name(f".damaged-{uuid.uuid4().hex[:8]}-{path.name}"))
 
 
 def _discard(place: Path) -> None:
@@ -168,6 +176,11 @@ def sync_folder(path: Path) -> None:
         os.close(handle)
 
 
+def _digest(content: Mapping[str, Any]) -> str:
+    """SHA-256 of what an index says."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
 def _blocks(file: Any) -> Iterator[bytes]:
     while block := file.read(_BLOCK):
         yield block
@@ -183,6 +196,9 @@ def _read_index(path: Path) -> dict[str, Any]:
     if not isinstance(index, dict) or index.get("schema") != SCHEMA:
         found = index.get("schema") if isinstance(index, dict) else None
         raise CheckpointError(f"{str(path)!r} has schema {found}, this version of penstock reads {SCHEMA}")
+    content = {key: value for key, value in index.items() if key not in ("schema", "sha256")}
+    if index.get("sha256") != _digest(content):
+        raise CheckpointError(f"{str(path)!r} is damaged: it is not what was written")
     missing = {"facts", "extra", "files", "tensors"} - index.keys()
     if missing or not set(index["tensors"].values()) <= index["files"].keys():
         raise CheckpointError(f"{str(path)!r} is damaged: it lacks {', '.join(sorted(missing)) or 'files of tensors'}")

@@ -15,7 +15,7 @@ from penstock.errors import CheckpointError
 from penstock.runtime.collective import gather_json
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.snapshot import Saving
-from penstock.train.checkpoint import Checkpoint, clear_parts, open_newest
+from penstock.train.checkpoint import Checkpoint, clear_parts, open_newest, set_aside
 from penstock.train.writing import LocalWall, StoreWall, Wall, Writer
 
 
@@ -68,7 +68,7 @@ class Checkpoints:
 
     def every(self, batches: int) -> Saving:
         """What `Pipeline.run` is to be told to have one written whenever so many batches are done."""
-        return Saving(batches, self._writer.sink)
+        return Saving(batches, self._writer.sink, self._writer.make_room)
 
     def load(self) -> Mapping[str, Any] | None:
         """Go on from the newest whole checkpoint; returns what was kept with it, None if there is none.
@@ -84,9 +84,14 @@ class Checkpoints:
             clear_parts(self._folder)
             try:
                 newest, faults = open_newest(self._folder)
-                place, self.damaged = None if newest is None else str(newest.folder), list(map(str, faults))
+                self.damaged = list(map(str, faults))
+                if newest is not None:
+                    place = str(newest.folder)
+                    set_aside(self._folder, newest.folder)
             except CheckpointError as error:
                 failure = error
+            except OSError as error:
+                failure = CheckpointError(f"cannot go on in {str(self._folder)!r}: {error}")
         if self._team.group is not None:
             mine = [place, None if failure is None else str(failure)]
             place, message = gather_json(mine, "choosing a checkpoint", self._team.control)[0]
@@ -108,6 +113,7 @@ class Checkpoints:
         """
         if self._pipeline.batches in (0, self._written, self._writer.batch):
             return self.wait()
+        self._writer.make_room(self._pipeline.batches)
         for snapshot in self._pipeline.snapshots():
             self._writer.sink(snapshot)
         return self.wait()

@@ -11,6 +11,7 @@ import json
 import logging
 import multiprocessing
 import os
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -35,6 +36,7 @@ class _Report(NamedTuple):
 
 def work(function: Callable[..., None], folder: str, *arguments: Any) -> None:
     """Be a worker: run a function, and leave a mark when it has returned."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the workers of a terminal, too; the launcher asks
     function(*arguments)
     start, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]
     (Path(folder) / f"done-{start}-{rank}-{os.getpid()}").touch()

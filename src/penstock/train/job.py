@@ -30,15 +30,16 @@ def local_ranks() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
-def shared_folder(config: TrainConfig, store: Store) -> Path:
+def shared_folder(config: TrainConfig, store: PrefixStore) -> Path:
     """A run folder made by rank 0; the others learn its name.
 
     Raises:
         ConfigError: this rank cannot see it.
     """
-    if dist.get_rank() == 0:
-        store.set("penstock/folder", str(make_run_folder(config).resolve()))
-    folder = Path(store.get("penstock/folder").decode())
+    base = store.underlying_store  # not that of this start alone: workers that start again go on in the same folder
+    if dist.get_rank() == 0 and not base.check(["penstock/folder"]):
+        base.set("penstock/folder", str(make_run_folder(config).resolve()))
+    folder = Path(base.get("penstock/folder").decode())
     if not folder.is_dir():
         raise ConfigError(
             f"rank {dist.get_rank()} cannot see the run folder {str(folder)!r} that rank 0 has made; set `out` to a "
@@ -73,7 +74,7 @@ def _meet(config: TrainConfig, store: Store, rank: int, size: int) -> None:
 
 
 @contextmanager
-def process_group(config: TrainConfig) -> Iterator[Store]:
+def process_group(config: TrainConfig) -> Iterator[PrefixStore]:
     """The job's process group, from the variables that torch elastic sets.
 
     Raises:

@@ -74,12 +74,14 @@ def launch_local(
             launched = thread.submit(elastic_launch(config, work), function, folder, *arguments, str(drain))
             while not wait([launched], timeout=_LOOK).done:
                 ends.look()
+                signals.insist()
             try:
                 launched.result()
             except ChildFailedError as error:
-                if signals.second is not None:
-                    raise InterruptedRunError(signals.second) from None
-                raise ends.explain(error) from None
+                if signals.second is None:
+                    raise ends.explain(error) from None
+            if signals.second is not None:
+                raise InterruptedRunError(signals.second)
 
 
 class _Signals:
@@ -112,5 +114,8 @@ class _Signals:
             self._drain.touch()
             return
         self.second = number
-        for worker in multiprocessing.active_children():
+
+    def insist(self) -> None:
+        """After the second signal end the workers at once, those that elastic has started instead of them as well."""
+        for worker in multiprocessing.active_children() if self.second is not None else ():
             worker.kill()

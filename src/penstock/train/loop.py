@@ -99,6 +99,8 @@ class _Loop:
         for fault in self.checkpoints.damaged:
             self.metrics.add(damaged_checkpoint=fault)
         self._patience = Patience(config.evaluate.patience)
+        for loss in self.metrics.evaluations(self.first) if self.reports else ():
+            self._patience.is_over(loss)
         self._posted = -math.inf
         self._meter = BubbleMeter(self.ranks)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ METRICS = "metrics.jsonl"
 class Metrics:
     """Of one run; a run that goes on from a checkpoint adds to it.
 
+    A line that cannot be written, because the disk is full, is lost; the run is worth more.
+
     Args:
         folder: of the run.
     """
@@ -26,8 +29,18 @@ class Metrics:
 
     def add(self, **values: Any) -> None:
         """Add a line."""
-        with self._path.open("a") as file:
+        with suppress(OSError), self._path.open("a") as file:
             file.write(json.dumps({key: _finite(value) for key, value in values.items()}) + "\n")
+
+    def evaluations(self, before: int) -> list[float | None]:
+        """The losses that evaluations of the versions up to `before` have found, in their order."""
+        found: dict[int, float | None] = {}
+        for line in self._path.read_text().splitlines() if self._path.exists() else ():
+            with suppress(ValueError):  # the line under way when a worker died
+                values = json.loads(line)
+                if values.get("evaluated", math.inf) <= before:
+                    found[values["evaluated"]] = values["loss"]
+        return [found[version] for version in sorted(found)]
 
     def add_updates(self, decided: Iterable[Decision]) -> None:
         """Updates are made later than losses are known, so they have lines of their own."""

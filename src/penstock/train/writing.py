@@ -10,7 +10,9 @@ from __future__ import annotations
 import json
 import shutil
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -107,17 +109,22 @@ class Writer:
     ) -> None:
         self._run, self._keep, self._extra = run, keep, extra
         self._wall, self._timeout, self._tell = wall, timeout, tell
-        self._parts, self._own, self._written = list(parts), len(own), 0
+        self._parts, self._own = list(parts), len(own)
         self._completes = parts[0] in own
+        self._written: Counter[int] = Counter()  # files of a batch
         self._thread = Background("checkpoint")
         self._pending: list[Ticket] = []
         self.batch = -1
 
-    def sink(self, snapshot: Snapshot) -> None:
-        """Have a snapshot written; waits while one of another batch is."""
-        if self.batch != snapshot.batch:
+    def make_room(self, batch: int) -> None:
+        """Wait until snapshots of earlier batches are written, so that there is one copy at most."""
+        if batch > self.batch:
             self._wait()
-            self.batch = snapshot.batch
+            self.batch = batch
+
+    def sink(self, snapshot: Snapshot) -> None:
+        """Have a snapshot written."""
+        self.make_room(snapshot.batch)
         ticket = Ticket(f"the checkpoint of batch {snapshot.batch}")
         self._pending.append(ticket)
         self._thread.later([ticket], partial(self._write, snapshot))
@@ -125,8 +132,10 @@ class Writer:
     def finish(self, batch: int) -> str | None:
         """Wait until the checkpoint of `batch` is complete, on every rank; returns what has kept it from being."""
         self._wait()
-        found = self._await([f"{batch}/complete"])
-        return json.loads(found[0]) if found is not None else f"nobody completed it within {self._timeout:g} seconds"
+        found = self._await([f"{batch}/complete"], 3 * self._timeout)  # what the first rank says counts
+        return (
+            json.loads(found[0]) if found is not None else f"nobody completed it within {3 * self._timeout:g} seconds"
+        )
 
     def _wait(self) -> None:
         """Wait for what this rank is writing; the first one waits for the others with it."""
@@ -145,17 +154,20 @@ class Writer:
                 save_file(tensors, path, metadata={"schema": str(disk.SCHEMA)})
                 disk.sync_file(path)
                 part |= {"tensors": list(tensors), "files": {name: disk.fingerprint(path)}}
+                del tensors
         except (OSError, SafetensorError) as error:
             part["failure"] = f"{name}: {error}"
+        snapshot.tensors.clear()
         snapshot.written.set()
         self._wall.post(_key(snapshot.batch, snapshot.cut, snapshot.replica), json.dumps(part))
-        self._written += 1
-        if self._completes and not self._written % self._own:
+        self._written[snapshot.batch] += 1
+        if self._completes and self._written[snapshot.batch] == self._own:
+            del self._written[snapshot.batch]
             self._complete(snapshot.batch, place)
 
     def _complete(self, batch: int, place: Path) -> None:
         """Write the index once all stages are there."""
-        found = self._await([_key(batch, cut, replica) for cut, replica in self._parts])
+        found = self._await([_key(batch, cut, replica) for cut, replica in self._parts], self._timeout)
         if found is None:
             failure: str | None = f"a stage was not written within {self._timeout:g} seconds"
         else:
@@ -164,7 +176,8 @@ class Writer:
         try:
             if failure is None:
                 disk.write_index(place, _content(parts, self._extra(batch)))
-                disk.rotate(self._run, self._keep)
+                with suppress(OSError):  # older ones may stay
+                    disk.rotate(self._run, place, self._keep)
         except (OSError, CheckpointError) as error:
             failure = f"{disk.INDEX}: {error}"
         if failure is not None:
@@ -172,9 +185,9 @@ class Writer:
         self._wall.post(f"{batch}/complete", json.dumps(failure))
         self._tell(batch, failure)
 
-    def _await(self, keys: Sequence[str]) -> list[str] | None:
-        """What is posted under these keys, once all is."""
-        deadline = time.monotonic() + self._timeout
+    def _await(self, keys: Sequence[str], patience: float) -> list[str] | None:
+        """What is posted under these keys, once all is; None if not all is within so many seconds."""
+        deadline = time.monotonic() + patience
         while True:
             found = [self._wall.read(key) for key in keys]
             texts = [text for text in found if text is not None]
