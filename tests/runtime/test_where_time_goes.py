@@ -84,7 +84,6 @@ def test_a_slow_first_stage_is_imbalance_elsewhere(pool: Pool) -> None:
         assert split.busy[0] >= NAP * MICROBATCHES
         assert split.idle[1].imbalance > NAP * MICROBATCHES / 4  # in one process, the rest is for the other's turns
         assert split.idle[0].imbalance < split.idle[1].imbalance
-    assert both.idle[1].imbalance > sum(both.idle[1]) / 4
     assert alone.idle[1].communication < NAP * MICROBATCHES / 2  # a message that is there is not under way
 
 
@@ -110,4 +109,3 @@ def test_a_slow_reduction_is_control(pool: Pool) -> None:
     check_sums(split)
     for rank in (0, 1):
         assert split.idle[rank].control > 2 * NAP * 4 * 0.9
-        assert split.idle[rank].control > sum(split.idle[rank]) / 4
