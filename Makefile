@@ -5,13 +5,16 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ARGS ?=
 
-.PHONY: train test lint bench bench-short clean
+.PHONY: train test faults lint bench bench-short clean
 
 train: $(STAMP)
 	$(BIN)/penstock train $(ARGS)
 
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+faults: $(STAMP)
+	PYTHONPATH=tests $(BIN)/python -m campaigns.faults $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -29,7 +29,8 @@ from penstock.train.files import load_weights
 BATCHES = 60
 STALL = 8.0  # seconds of `timeout` where a worker is stopped; a slow machine must not stall by itself
 GRACE = 45.0  # seconds from the fault, or the time-out that notices it, to the end of a job that gives up
-PATIENCE = 300.0  # seconds for a whole run, restarts included
+STARTING = 90.0  # the same from a fault while workers start: a minute that the others wait, once they are there
+PATIENCE = 400.0  # seconds for a whole run, restarts included
 _MARK = "PENSTOCK_TRIAL"  # in the environment of all processes of a run, so that none of them hides
 
 
@@ -248,7 +249,9 @@ def judge_failure(shape: Shape, fault: Fault, outcome: Outcome) -> list[str]:
         return [*wrong, "it hangs"]
     if outcome.code != 1:
         wrong.append(f"exit code {outcome.code}")
-    limit = GRACE + (STALL if fault.number == signal.SIGSTOP else 0.0)
+    limit = GRACE
+    if fault.number == signal.SIGSTOP:
+        limit += STALL if outcome.lines else STARTING
     if outcome.seconds is not None and outcome.seconds > limit:
         wrong.append(f"it took {outcome.seconds:.1f} s to end, not {limit:g}")
     report = outcome.report

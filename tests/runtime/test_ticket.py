@@ -1,4 +1,4 @@
-"""Waiting for a message: looking at first, asleep later."""
+"""Waiting for a message: looking at first, asleep later; what is said if it does not come."""
 
 import threading
 import time
@@ -7,7 +7,7 @@ import pytest
 
 from penstock.errors import TransportError
 from penstock.runtime import transport
-from penstock.runtime.transport import Ticket
+from penstock.runtime.transport import Ticket, brief
 from penstock.schedule.ir import Payload
 from penstock.schedule.lowered import LaneKey
 
@@ -42,3 +42,12 @@ def test_a_failure_reaches_the_one_who_waits(polled: float, monkeypatch: pytest.
     threading.Timer(0.1, lambda: ticket.complete(error=RuntimeError("connection closed"))).start()
     with pytest.raises(TransportError, match="F3: the activation lane from rank 0 to rank 1 broke: connection closed"):
         ticket.wait(30.0, "F3")
+
+
+def test_what_gloo_says_is_cut_down_to_what_happened() -> None:
+    raw = (
+        "[/__w/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:41694. "
+        "This is typically caused by a remote worker crashing. Check the logs of the\nremote worker. GLHF!"
+    )
+    assert brief(RuntimeError(raw)) == "Connection closed by peer [127.0.0.1]:41694"
+    assert brief(ValueError("[1, 2] is not a shape")) == "[1, 2] is not a shape"

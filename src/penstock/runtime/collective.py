@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from penstock.errors import TransportError
+from penstock.runtime.transport import brief
 
 
 @contextmanager
@@ -27,7 +28,8 @@ def collective(what: str, group: dist.ProcessGroup | None) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise TransportError(f"rank {dist.get_rank(group)}, {what}: a peer is dead or stalled ({error})") from error
+        reason = f"a peer is dead or stalled ({brief(error)})"
+        raise TransportError(f"rank {dist.get_rank(group)}, {what}: {reason}") from error
 
 
 def gather_json(value: Any, what: str, group: dist.ProcessGroup | None) -> list[Any]:

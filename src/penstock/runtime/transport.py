@@ -6,6 +6,7 @@ to wait for it, so that the same executor runs with its peers in one process or 
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -97,7 +98,12 @@ class Ticket:
     def check(self, what: str) -> None:
         """Raise if it failed."""
         if self.error is not None:
-            raise TransportError(f"{what}: {self.where} broke: {self.error}") from self.error
+            raise TransportError(f"{what}: {self.where} broke: {brief(self.error)}") from self.error
+
+
+def brief(error: BaseException) -> str:
+    """What an error says, without the place in gloo's sources and gloo's advice."""
+    return re.sub(r"^\[\S+\.cc:\d+\] |\. This is typically caused by .*", "", str(error), flags=re.DOTALL)
 
 
 def after_all(tickets: Sequence[Ticket], follow: Callable[[], None]) -> None:
