@@ -27,6 +27,7 @@ VOCABULARY, WIDTH, LENGTH = 13, 8, 4
 SPIKE = VOCABULARY  # a target that no model can mean
 FLUSH = ("sequential", "gpipe", "1f1b", "eager")
 METHODS = (*FLUSH, "2bw", "stash")
+ONE_OF_EACH = ("1f1b", "2bw", "stash")  # version rules
 BALANCE = {1: (6,), 2: (3, 3), 3: (2, 1, 3), 4: (1, 2, 1, 2)}  # of models of six blocks
 
 Named = list[tuple[str, nn.Parameter]]

@@ -35,14 +35,14 @@ WAYS: tuple[Recompute, ...] = ("block", "stage")
 
 @pytest.mark.parametrize("recompute", WAYS)
 @pytest.mark.parametrize("depth", [1, 2, 3])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["gpipe", "2bw", "stash"])
 def test_the_numbers_are_the_same(pool: Pool, method: str, depth: int, recompute: Recompute) -> None:
     """Dropout, batch statistics and clipping included."""
     m = max(least(method, depth), 2)
     case = Case(method, depth, m, model="restless", spans=(3, 2), recompute=recompute, clip=0.6)
     wanted = expected(case)
     assert_same(train(None, case), wanted)
-    if depth == 2 and method in ("gpipe", "2bw", "stash"):
+    if depth == 2:
         assert_same(train_on_ranks(pool, case), wanted)
 
 

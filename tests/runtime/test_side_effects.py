@@ -9,7 +9,7 @@ import pytest
 import torch
 from runtime_cases import (
     BALANCE,
-    METHODS,
+    ONE_OF_EACH,
     VOCABULARY,
     WIDTH,
     Case,
@@ -162,7 +162,7 @@ def with_statistics() -> dict[str, Any]:
     return mixed() | {"tanh": Statistics(), "norm": Statistics()}
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ONE_OF_EACH)
 @pytest.mark.parametrize("depth", [1, 2, 4])
 def test_buffers_change_once_per_forward_in_order(method: str, depth: int) -> None:
     m = 3

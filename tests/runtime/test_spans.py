@@ -14,6 +14,7 @@ from runtime_cases import (
     BALANCE,
     LOSSES,
     METHODS,
+    ONE_OF_EACH,
     OPTIMIZERS,
     Case,
     Outcome,
@@ -286,7 +287,7 @@ def meet_after_every_batch(group: dist.ProcessGroup, case: Case) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ONE_OF_EACH)
 @pytest.mark.parametrize(("depth", "m"), [(2, 1), (3, 2), (4, 5)])
 def test_ranks_may_meet_in_the_loop(pool: Pool, method: str, depth: int, m: int) -> None:
     """A report comes after what the peers need for theirs has been sent."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from runtime_cases import (
-    METHODS,
+    ONE_OF_EACH,
     TIED,
     VOCABULARY,
     WIDTH,
@@ -35,7 +35,7 @@ NAMES = next(iter(TIED["mixed"].items()))
 
 @pytest.mark.parametrize("model", ["faint", "gpt"])
 @pytest.mark.parametrize("depth", [2, 3, 4])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ONE_OF_EACH)
 def test_equal_to_the_reference(pool: Pool, method: str, depth: int, model: str) -> None:
     """The clipping norm is dominated by the tied parameter, so that counting it twice would show."""
     m = max(least(method, depth), 2)
