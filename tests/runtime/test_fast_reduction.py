@@ -153,7 +153,7 @@ def test_a_pipeline_that_stalls(pool: Pool) -> None:
     lost = "stage 0, STEP2: nothing moved on the reduction lane of ranks 0, 1, 2, 3 (batch 2) within 1 seconds"
     for rank in range(3):
         assert said[rank][0] == "TransportError"
-        assert f"rank 0, {lost}" in said[rank][1]
+        assert f"rank {rank}, {lost}" in said[rank][1]
 
 
 @pytest.mark.processes

@@ -29,7 +29,7 @@ def write(run: Path, batch: int, data: str) -> None:
     files = {path.name: disk.fingerprint(path) for path in part.iterdir() if path.name != disk.INDEX}
     content = {"facts": {"batch": batch, "values": {}}, "extra": {}, "files": files, "tensors": {}}
     disk.write_index(place, content)
-    disk.rotate(run, keep=1)
+    disk.rotate(run, place, keep=1)
 
 
 def dying(monkeypatch: pytest.MonkeyPatch, after: int) -> Callable[[], int]:
