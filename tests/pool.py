@@ -118,10 +118,10 @@ def _work(rank: int, size: int, rendezvous: str, connection: Connection) -> None
             os._exit(0)  # the session is over; threads that wait for messages need not be asked
         try:
             group = dist.new_group(members, timeout=timedelta(seconds=3)) if fresh else groups[len(members)]
-            answer = function(group, *args) if rank in members else None, None, ""
+            answer = pickle.dumps((function(group, *args) if rank in members else None, None, ""))
         except BaseException as error:
-            answer = None, _picklable(error), traceback.format_exc()
-        connection.send_bytes(pickle.dumps(answer))
+            answer = pickle.dumps((None, _picklable(error), traceback.format_exc()))
+        connection.send_bytes(answer)
 
 
 def _picklable(error: BaseException) -> BaseException:

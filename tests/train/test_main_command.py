@@ -209,7 +209,7 @@ def test_a_block_that_raises_in_training_ends_the_job(tmp_path, text, rank):
     begun = time.monotonic()
     message = rf"worker {rank} failed with exit code 1: ValueError: planted"
     with pytest.raises(WorkerError, match=message) as caught:
-        launch_local(2, fail_in_training, values, str(tmp_path / "run"), rank)
+        launch_local(2, fail_in_training, values, str(tmp_path / "run"), rank, "raises")
     assert time.monotonic() - begun < 40  # starting takes most of it; the time-out is 300
     assert re.search(rf"raised by F4 of stage {rank} on rank {rank}", caught.value.trace)
     assert len(list((tmp_path / "run").glob("start-*"))) == 2  # nobody was started again
@@ -236,8 +236,8 @@ def test_a_failing_worker_gives_exit_code_1_and_its_traceback(tmp_path, text):
         "from penstock import cli\n"
         "from penstock.train import launch\n"
         "real = launch.launch_local\n"
-        "def vanish(*a):\n"
-        f"    import os; os.unlink({str(text)!r}); real(*a)\n"
+        "def vanish(*a, **k):\n"
+        f"    import os; os.unlink({str(text)!r}); real(*a, **k)\n"
         "launch.launch_local = vanish\n"
         "if __name__ == '__main__':\n"
         "    cli.main()\n"

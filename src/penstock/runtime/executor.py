@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from threading import Event
+from weakref import ref
 
 from torch import Tensor
 
@@ -24,7 +24,7 @@ from penstock.runtime.parcel import Header, Parcel, detached
 from penstock.runtime.precision import cast
 from penstock.runtime.randomness import Draw
 from penstock.runtime.reduction import Holder
-from penstock.runtime.snapshot import Saving, copies_of_fixed, take
+from penstock.runtime.snapshot import Saving, Snapshot, copies_of_fixed, take
 from penstock.runtime.source import Sample, Source
 from penstock.runtime.updates import Updates
 from penstock.runtime.waiting import Wait
@@ -93,7 +93,7 @@ class Executor:
         self._losses: dict[int, list[Loss]] = {}
         self._weights: dict[int, float] = {}  # N of each batch, once known here
         self._sums: dict[int, Loss] = {}  # of each batch that stages have not decided on
-        self._snapshots: list[tuple[int, Event]] = []  # taken, and not written yet
+        self._snapshots: list[ref[Snapshot]] = []  # that somebody still holds
         self._saved: dict[Node, int] = {}  # the last batch before which a snapshot was taken
         self._fixed: dict[tuple[Node, int], dict[str, Tensor]] = {}  # of snapshots to come
         self._admitted: dict[int, int] = {}
@@ -312,7 +312,7 @@ class Executor:
             self._saving.make_room(batch)
             fixed = self._fixed.pop((node.node, batch), None)
             snapshot = take(node, batch, self.replica, self.decisions, fixed)
-            self._snapshots.append((snapshot.nbytes, snapshot.written))
+            self._snapshots.append(ref(snapshot))
             self._hold_bytes(Op.STEP)
             self._saving.sink(snapshot)
 
@@ -329,8 +329,9 @@ class Executor:
 
     def _hold_bytes(self, op: Op) -> None:
         """Take down what the parameter-sized memory of this rank is used for."""
-        self._snapshots = [(nbytes, written) for nbytes, written in self._snapshots if not written.is_set()]
-        totals = {"snapshots": sum(nbytes for nbytes, _ in self._snapshots)} if self._saving is not None else {}
+        held = [snapshot for known in self._snapshots if (snapshot := known()) is not None]
+        self._snapshots = [ref(snapshot) for snapshot in held if snapshot.tensors]
+        totals = {"snapshots": sum(snapshot.nbytes for snapshot in held)} if self._saving is not None else {}
         for node in self.nodes.values():
             for role, nbytes in node.bytes_by_role().items():
                 totals[role] = totals.get(role, 0) + nbytes

@@ -13,8 +13,7 @@ Names in a snapshot: `weights/NAME` (newest, in full precision), `older/NAME` (t
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
-from threading import Event
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
@@ -34,7 +33,6 @@ class Snapshot:
         tensors: copies, by name.
         values: plain values that an optimizer remembers, by name.
         facts: what is the same on all stages.
-        written: set by whoever has it, when the tensors are not needed any more.
     """
 
     batch: int
@@ -43,12 +41,11 @@ class Snapshot:
     tensors: dict[str, Tensor]
     values: dict[str, Any]
     facts: dict[str, Any]
-    written: Event = field(default_factory=Event, compare=False)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensors."""
-        return sum(tensor.nbytes for tensor in self.tensors.values())
+        """Bytes of the tensors that whoever has it has not dropped yet, perhaps in another thread."""
+        return sum(tensor.nbytes for tensor in list(self.tensors.values()))
 
 
 class Saving(NamedTuple):

@@ -158,7 +158,6 @@ class Writer:
         except (OSError, SafetensorError) as error:
             part["failure"] = f"{name}: {error}"
         snapshot.tensors.clear()
-        snapshot.written.set()
         self._wall.post(_key(snapshot.batch, snapshot.cut, snapshot.replica), json.dumps(part))
         self._written[snapshot.batch] += 1
         if self._completes and self._written[snapshot.batch] == self._own:
