@@ -226,6 +226,47 @@ def test_a_snapshot_waits_for_the_one_before(tmp_path: Path, monkeypatch: pytest
     assert len(checkpoints(tmp_path)) == 2
 
 
+@pytest.mark.parametrize("slow", [0, 1])
+def test_one_is_left_out_when_a_disk_is_slower_than_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slow: int
+) -> None:
+    """On all ranks, whichever has the slow disk; training waits for a part of the time-out only, and goes on."""
+    gate, real = threading.Event(), writing.save_file
+
+    def write_slowly(tensors: Any, path: Path, **options: Any) -> None:
+        if path.name == f"stage-{slow}.safetensors":
+            gate.wait(30)
+        real(tensors, path, **options)
+
+    monkeypatch.setattr(writing, "save_file", write_slowly)
+    told, wall, parts = Told(), LocalWall(), [(0, 0), (1, 0)]
+    ranks = [Writer(tmp_path, parts, [part], 3, lambda _: {}, wall, 8.0, told) for part in parts]
+    first = [snapshot(1, cut, w=torch.ones(2)) for cut in (0, 1)]
+    for one, taken in zip(ranks, first, strict=True):
+        one.sink(taken)
+    if slow == 0:
+        assert ranks[1].make_room(2)
+        ranks[1].sink(snapshot(2, 1, w=torch.ones(2)))
+    begun = time.monotonic()
+    assert not ranks[slow].make_room(2)
+    assert time.monotonic() - begun < 8.0
+    late = snapshot(2, slow, w=torch.ones(2))
+    ranks[slow].sink(late)
+    assert late.tensors  # nobody has touched it
+    gate.set()
+    if slow == 1:
+        ranks[0].sink(snapshot(2, 0, w=torch.ones(2)))
+    failures = [one.finish(2) for one in ranks]
+    assert failures == ["a disk is too slow: the checkpoint before was still being written"] * 2
+    for cut, one in enumerate(ranks):
+        assert one.make_room(3)
+        one.sink(snapshot(3, cut, w=torch.ones(2)))
+    assert [one.finish(3) for one in ranks] == [None, None]
+    assert told.found == [(1, None), (2, failures[0]), (3, None)]
+    assert [path.name for path in checkpoints(tmp_path)] == ["batch-00000001", "batch-00000003"]
+    assert not list((tmp_path / "checkpoints").glob(".*"))
+
+
 def test_what_a_dead_run_was_writing_is_cleared(tmp_path: Path) -> None:
     write(tmp_path, 4)
     part = disk.part_of(place_of(tmp_path, 8))

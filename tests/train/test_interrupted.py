@@ -104,10 +104,10 @@ def test_a_second_signal_ends_it_at_once(tmp_path, text):
 
 
 def test_a_run_ends_when_nothing_gets_better(tmp_path, text):
-    """A rate that is much too high; all ranks end after the same batch."""
+    """A rate that is much too high; all ranks end after the same batch, with a checkpoint of it."""
     changes = settings(
         f"out={tmp_path / 'runs'}", "batches=100000", "sample_length=0", "optimizer.lr=30", "rate.warm_up=0",
-        "evaluate.every=2", "evaluate.samples=4", "evaluate.patience=3",
+        "evaluate.every=2", "evaluate.samples=4", "evaluate.patience=3", "checkpoint.every=100000",
     )  # fmt: skip
     ran = start("-m", "penstock", "train", "--data", text, *changes)
     assert ran.returncode == 0, ran.stderr
@@ -116,3 +116,6 @@ def test_a_run_ends_when_nothing_gets_better(tmp_path, text):
     best = min(range(len(losses)), key=losses.__getitem__)
     assert 3 <= len(losses) - 1 - best <= 5
     assert lines_of(folder, "validation_loss")
+    (saved,) = lines_of(folder, "checkpoint")
+    assert saved["checkpoint"] == lines_of(folder, "batch")[-1]["batch"] + 1
+    assert len(checkpoints(folder)) == 1

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from penstock.runtime.node import Loss
+from penstock.runtime.graphs import Loss
 from penstock.weights.decision import Decision, Policy, Scaler, Share, decide
 
 

@@ -11,20 +11,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from weakref import ref
-
-from torch import Tensor
 
 from penstock.errors import DataError
 from penstock.runtime.decisions import Evaluated
+from penstock.runtime.graphs import Loss, Microbatch
+from penstock.runtime.keeping import Keeping
 from penstock.runtime.links import Links
 from penstock.runtime.mailbox import Mailbox
-from penstock.runtime.node import Loss, Microbatch, NodeRuntime
+from penstock.runtime.node import NodeRuntime
 from penstock.runtime.parcel import Header, Parcel, detached
 from penstock.runtime.precision import cast
 from penstock.runtime.randomness import Draw
 from penstock.runtime.reduction import Holder
-from penstock.runtime.snapshot import Saving, Snapshot, copies_of_fixed, take
+from penstock.runtime.snapshot import Saving
 from penstock.runtime.source import Sample, Source
 from penstock.runtime.updates import Updates
 from penstock.runtime.waiting import Wait
@@ -93,15 +92,12 @@ class Executor:
         self._losses: dict[int, list[Loss]] = {}
         self._weights: dict[int, float] = {}  # N of each batch, once known here
         self._sums: dict[int, Loss] = {}  # of each batch that stages have not decided on
-        self._snapshots: list[ref[Snapshot]] = []  # that somebody still holds
-        self._saved: dict[Node, int] = {}  # the last batch before which a snapshot was taken
-        self._fixed: dict[tuple[Node, int], dict[str, Tensor]] = {}  # of snapshots to come
         self._admitted: dict[int, int] = {}
         self._report: Report | None = None
         self._start = 0
         self._more = True
         self._at_border: Callable[[int], Iterator[Wait]] | None = None
-        self._saving: Saving | None = None
+        self._keeping = self._keep(None)
 
     def close(self) -> None:
         """Stop whatever runs in the background."""
@@ -124,8 +120,8 @@ class Executor:
             at_border: what to do before the first forward of a batch, given its number since the start of training.
             saving: snapshots to take on the way.
         """
-        self._start, self._at_border, self._saving = start, at_border, saving
-        self._fixed.clear()
+        self._start, self._at_border = start, at_border
+        self._keeping = self._keep(saving)
         self._books = {node: NodeState(replace(spec, older=older)) for node, spec in self.specs.items()}
         program, t = self.lowered.programs[self.rank], 0
         for instruction in program.period:
@@ -144,6 +140,9 @@ class Executor:
             yield from self._instruct(instruction, t, source)
         yield from self._pending_report()
         yield from self.mailbox.flush()
+
+    def _keep(self, saving: Saving | None) -> Keeping:
+        return Keeping(saving, self._start, self.replica, self.decisions, self.recorder)
 
     def _instruct(self, instruction: Instruction, t: int, source: Source) -> Iterator[Wait | Report]:
         action, route, needs, _ = instruction
@@ -173,10 +172,7 @@ class Executor:
 
     def _begin(self, node: Node, batch: int) -> Iterator[Wait]:
         """What comes before the first forward of a batch on a node."""
-        # The update before it is made later in this span, as with double-buffered weights.
-        late = self._saved.get(node) != batch > self._start
-        if self._saving is not None and self._saving.wants(batch) and late:
-            self._fixed[node, batch] = copies_of_fixed(self.nodes[node])
+        self._keeping.before_forward(self.nodes[node], batch)
         if self._at_border is not None:
             yield from self._at_border(batch)
 
@@ -208,7 +204,7 @@ class Executor:
                     weight = self._weights.pop(self._start + first)
                     decision = self.updates.step(node, self._start + first, weight, books.rotated)
                     source.stopped |= decision.stop
-                    self._save(node, self._start + first + 1)
+                    self._keeping.after_step(node, self._start + first + 1)
                 case _:
                     raise AssertionError(f"the runtime does not offer {action.op}")
         except Exception as error:
@@ -305,17 +301,6 @@ class Executor:
         news, evaluated = self.decisions.news(), self.decisions.evaluated()
         self._report = Report(batch, loss, weight, self.recorder.now(), news, evaluated)
 
-    def _save(self, node: NodeRuntime, batch: int) -> None:
-        """Take a snapshot of a stage whose newest version is `batch`, if it is time."""
-        if self._saving is not None and self._saving.wants(batch):
-            self._saved[node.node] = batch
-            self._saving.make_room(batch)
-            fixed = self._fixed.pop((node.node, batch), None)
-            snapshot = take(node, batch, self.replica, self.decisions, fixed)
-            self._snapshots.append(ref(snapshot))
-            self._hold_bytes(Op.STEP)
-            self._saving.sink(snapshot)
-
     def _pending_report(self) -> Iterator[Report]:
         """Hand the report out only when what the forward made is on its way: the caller may take any time with it."""
         if self._report is not None:
@@ -329,9 +314,8 @@ class Executor:
 
     def _hold_bytes(self, op: Op) -> None:
         """Take down what the parameter-sized memory of this rank is used for."""
-        held = [snapshot for known in self._snapshots if (snapshot := known()) is not None]
-        self._snapshots = [ref(snapshot) for snapshot in held if snapshot.tensors]
-        totals = {"snapshots": sum(snapshot.nbytes for snapshot in held)} if self._saving is not None else {}
+        self._keeping.record()
+        totals: dict[str, int] = {}
         for node in self.nodes.values():
             for role, nbytes in node.bytes_by_role().items():
                 totals[role] = totals.get(role, 0) + nbytes

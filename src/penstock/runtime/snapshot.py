@@ -54,12 +54,13 @@ class Saving(NamedTuple):
     Attributes:
         every: number of batches between two; they are taken when B is a multiple of it.
         sink: takes them, on the rank that has the stage; a call that lasts holds up the rank.
-        make_room: called before one of a batch is taken, so that earlier ones need not live beside it.
+        make_room: called before one of a batch is taken, so that earlier ones need not live beside it; False if there
+            is no room, and it is to be left out.
     """
 
     every: int
     sink: Callable[[Snapshot], None]
-    make_room: Callable[[int], None] = lambda _: None
+    make_room: Callable[[int], bool] = lambda _: True
 
     def wants(self, batch: int) -> bool:
         """Whether one is taken before `batch`."""

@@ -95,8 +95,7 @@ class Spans:
             if evaluate is not None and evaluate.wants(self.batches):
                 total, weight = self.evaluate(evaluate.data(), averaged=False)
                 self.reporting.decisions.tell(Evaluated(self.batches, total, weight))
-            if save is not None and save.wants(self.batches):
-                save.make_room(self.batches)
+            if save is not None and save.wants(self.batches) and save.make_room(self.batches):
                 for snapshot in self.snapshots():
                     save.sink(snapshot)
 

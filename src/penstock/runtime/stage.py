@@ -172,6 +172,11 @@ class Stage:
             value = self.blocks[name](value)
         return value
 
+    @property
+    def has_loss(self) -> bool:
+        """Whether this is the last stage."""
+        return self.loss is not None
+
     def evaluate_loss(self, output: Any, target: Any, draw: Draw) -> tuple[Tensor, float]:
         """The loss sum and its weight.
 

@@ -72,11 +72,20 @@ class Ticket:
                 return
         follow()
 
-    def wait(self, timeout: float, what: str) -> None:
-        """Block until done.
+    def settles(self, timeout: float) -> bool:
+        """Block until done, or for so many seconds; whether it is done.
 
         At first it looks again and again: a core that has fallen asleep comes back slower, on virtual machines by up to
         a tenth of the work that follows (docs/benchmarks.md).
+        """
+        deadline = time.perf_counter() + timeout
+        polled = min(deadline, time.perf_counter() + _POLLED)
+        while not self.done and time.perf_counter() < polled:
+            time.sleep(_NAP)
+        return self._event.wait(max(0.0, deadline - time.perf_counter()))
+
+    def wait(self, timeout: float, what: str) -> None:
+        """Block until done.
 
         Args:
             timeout: seconds.
@@ -85,11 +94,7 @@ class Ticket:
         Raises:
             TransportError: the peer is gone, or nothing came in time.
         """
-        deadline = time.perf_counter() + timeout
-        polled = min(deadline, time.perf_counter() + _POLLED)
-        while not self.done and time.perf_counter() < polled:
-            time.sleep(_NAP)
-        if not self._event.wait(max(0.0, deadline - time.perf_counter())):
+        if not self.settles(timeout):
             raise TransportError(
                 f"{what}: nothing moved on {self.where} within {timeout:g} seconds; the peer is stalled or dead"
             )

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping
 
 from penstock.runtime.council import CONTROL_LANE, Council
 from penstock.runtime.decisions import Decisions
-from penstock.runtime.node import Loss, NodeRuntime
+from penstock.runtime.graphs import Loss
+from penstock.runtime.node import NodeRuntime
 from penstock.runtime.recorder import Recorder
 from penstock.runtime.reduction import Holder, Reducer
 from penstock.runtime.transport import Ticket, after_all

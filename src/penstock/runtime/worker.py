@@ -12,6 +12,7 @@ import torch
 
 from penstock.runtime.blocks import LazyBlock
 from penstock.runtime.decisions import Decisions
+from penstock.runtime.graphs import Graphs
 from penstock.runtime.node import NodeRuntime
 from penstock.runtime.recompute import Recompute, parts_to_recompute
 from penstock.runtime.recorder import Recorder
@@ -101,7 +102,8 @@ class Worker:
             average = Buffer(store.layout, f"average of {where}")
             average.load(store.master.views)
         decay = recipe.average or 0.0
-        runtime = NodeRuntime(node, stage, store, updater, recipe.divisor, has_loss, parts, ties, average, decay, hold)
+        graphs = Graphs(stage, set() if store is None else store.storages, recipe.divisor, parts, hold)
+        runtime = NodeRuntime(node, stage, store, updater, graphs, ties, average, decay)
         runtime.restore()  # from here on the modules' parameters live in the store's memory, not beside it
         return runtime
 

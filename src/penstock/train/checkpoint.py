@@ -16,7 +16,7 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ class Checkpoint:
 
     Args:
         folder: with an index and files.
-        check: read all files and compare their checksums.
+        share: (i, n) to read every n-th file from the i-th on and compare its checksum; none if None.
 
     Attributes:
         facts: what is the same on all stages, with what their optimizers remember besides tensors as "values".
@@ -48,15 +48,16 @@ class Checkpoint:
         CheckpointError: a file is missing, or not the one that was written, or of another schema.
     """
 
-    def __init__(self, folder: Path, check: bool = True) -> None:
+    def __init__(self, folder: Path, share: tuple[int, int] | None = (0, 1)) -> None:
         self.folder = folder
         index = _read_index(folder / INDEX)
         self._homes: dict[str, str] = index["tensors"]
         self.names: Collection[str] = self._homes.keys()
         self.facts: Mapping[str, Any] = index["facts"]
         self.extra: Mapping[str, Any] = index["extra"]
-        for name, written in index["files"].items() if check else ():
-            _check_file(folder, name, written)
+        if share is not None:
+            for name in sorted(index["files"])[share[0] :: share[1]]:
+                _check_file(folder, name, index["files"][name])
 
     def tensor(self, name: str) -> Tensor:
         """A tensor.
@@ -93,22 +94,29 @@ def checkpoints(run: Path) -> list[Path]:
     return sorted((run / FOLDER).glob("batch-*"))
 
 
-def open_newest(run: Path) -> tuple[Checkpoint | None, list[CheckpointError]]:
+def open_newest(
+    run: Path, places: Sequence[Path] | None = None, opened: Callable[[Path], Checkpoint] = Checkpoint
+) -> tuple[Checkpoint | None, list[str]]:
     """The newest checkpoint of a run that is whole, and what is wrong with those after it.
+
+    Args:
+        run: theirs.
+        places: the checkpoints to choose from, the oldest first; all if None.
+        opened: opens one, or raises CheckpointError.
 
     Raises:
         CheckpointError: there are some, but none is whole.
     """
-    faults: list[CheckpointError] = []
-    for path in reversed(checkpoints(run)):
+    faults: list[str] = []
+    for path in reversed(checkpoints(run) if places is None else places):
         try:
-            return Checkpoint(path), faults
+            return opened(path), faults
         except CheckpointError as error:
-            faults.append(error)
+            faults.append(str(error))
     if faults:
         raise CheckpointError(
             f"none of the {len(faults)} checkpoints in {str(run / FOLDER)!r} is whole; the newest: {faults[0]}"
-        ) from faults[0]
+        )
     return None, []
 
 
@@ -139,10 +147,17 @@ def rotate(run: Path, newest: Path, keep: int) -> None:
 
 
 def set_aside(run: Path, chosen: Path) -> None:
-    """Hide the checkpoints after the one that a run goes on from: they are damaged, and its own will come there."""
+    """Hide the checkpoints after the one that a run goes on from: they are damaged, and its own will come there.
+
+    Raises:
+        CheckpointError: the folder cannot be written into.
+    """
     for path in checkpoints(run):
         if path.name > chosen.name:
-            os.rename(path, path.with_name(f".damaged-{uuid.uuid4().hex[:8]}-{path.name}"))
+            try:
+                os.rename(path, path.with_name(f".damaged-{uuid.uuid4().hex[:8]}-{path.name}"))
+            except OSError as error:
+                raise CheckpointError(f"cannot set the damaged {str(path)!r} aside: {error.strerror}") from None
 
 
 def _discard(place: Path) -> None:

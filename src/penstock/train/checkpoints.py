@@ -15,7 +15,7 @@ from penstock.errors import CheckpointError
 from penstock.runtime.collective import gather_json
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.snapshot import Saving
-from penstock.train.checkpoint import Checkpoint, clear_parts, open_newest, set_aside
+from penstock.train.checkpoint import Checkpoint, checkpoints, clear_parts, open_newest, set_aside
 from penstock.train.writing import LocalWall, StoreWall, Wall, Writer
 
 
@@ -39,7 +39,7 @@ class Checkpoints:
             or what has kept it from being written.
 
     Attributes:
-        damaged: on the first rank, what was wrong with checkpoints that `load` has passed over.
+        damaged: what was wrong with checkpoints that `load` has passed over.
     """
 
     def __init__(
@@ -56,15 +56,17 @@ class Checkpoints:
         self._pipeline, self._folder, self._team = pipeline, Path(folder), pipeline.team
         self.damaged: list[str] = []
         team, cuts = pipeline.team, range(pipeline.schedule.cuts)
+        self._rank, self._ranks = (0, 1) if team.group is None else (dist.get_rank(team.group), team.group.size())
         here = set(pipeline.nodes)
         own = [(node.cut, replica) for replica in team.replicas for node in sorted(here)]
         wall: Wall = LocalWall()
         if team.group is not None:
-            name = gather_json(uuid.uuid4().hex, "preparing for checkpoints", team.control)[0]
+            name = self._gather(uuid.uuid4().hex, "preparing for checkpoints")[0]
             wall = StoreWall(store or _get_default_store(), name)
         parts = [(cut, replica) for replica in range(team.width) for cut in cuts]
         self._writer = Writer(self._folder, parts, own, keep, extra, wall, timeout, tell)
-        self._written = -1  # the last batch before which one was begun
+        self._written = -1  # the batch of the last one that was loaded or waited for
+        self._failure: str | None = None  # what has kept that from being written
 
     def every(self, batches: int) -> Saving:
         """What `Pipeline.run` is to be told to have one written whenever so many batches are done."""
@@ -73,37 +75,30 @@ class Checkpoints:
     def load(self) -> Mapping[str, Any] | None:
         """Go on from the newest whole checkpoint; returns what was kept with it, None if there is none.
 
-        All ranks call this. The first one checks all files; the others trust it.
+        All ranks call this, and each checks its share of the files.
 
         Raises:
             CheckpointError: there are some, but none is whole, or it does not fit.
         """
-        place: str | None = None
-        failure: CheckpointError | None = None
-        if self._first:
-            clear_parts(self._folder)
+        found: list[str] = []
+        failure: str | None = None
+        if self._rank == 0:
             try:
-                newest, faults = open_newest(self._folder)
-                self.damaged = list(map(str, faults))
-                if newest is not None:
-                    place = str(newest.folder)
-                    set_aside(self._folder, newest.folder)
-            except CheckpointError as error:
-                failure = error
+                clear_parts(self._folder)
+                found = list(map(str, checkpoints(self._folder)))
             except OSError as error:
-                failure = CheckpointError(f"cannot go on in {str(self._folder)!r}: {error}")
-        if self._team.group is not None:
-            mine = [place, None if failure is None else str(failure)]
-            place, message = gather_json(mine, "choosing a checkpoint", self._team.control)[0]
-            failure = failure or (CheckpointError(message) if message is not None else None)
+                failure = f"cannot go on in {str(self._folder)!r}: {error}"
+        found, failure = self._gather([found, failure], "looking for checkpoints")[0]
         if failure is not None:
-            raise failure
-        if place is None:
+            raise CheckpointError(failure)
+        newest, self.damaged = open_newest(self._folder, list(map(Path, found)), self._open)
+        if newest is None:
             return None
-        checkpoint = Checkpoint(Path(place), check=False)
-        self._pipeline.load(checkpoint)
-        self._written = checkpoint.batch
-        return checkpoint.extra
+        if self._rank == 0:
+            set_aside(self._folder, newest.folder)
+        self._pipeline.load(newest)
+        self._written = newest.batch
+        return newest.extra
 
     def save(self) -> str | None:
         """Have one written between two runs, unless it is there already, and wait for it; all ranks call this.
@@ -113,18 +108,30 @@ class Checkpoints:
         """
         if self._pipeline.batches in (0, self._written, self._writer.batch):
             return self.wait()
-        self._writer.make_room(self._pipeline.batches)
-        for snapshot in self._pipeline.snapshots():
-            self._writer.sink(snapshot)
+        self.wait()  # for the one before: nobody is in a hurry now
+        if self._writer.make_room(self._pipeline.batches):
+            for snapshot in self._pipeline.snapshots():
+                self._writer.sink(snapshot)
         return self.wait()
 
     def wait(self) -> str | None:
         """Wait until the last one that was begun is complete on every rank; returns what has kept it from being."""
-        if self._writer.batch <= self._written:
-            return None
-        self._written = self._writer.batch
-        return self._writer.finish(self._written)
+        if self._writer.batch > self._written:
+            self._written = self._writer.batch
+            self._failure = self._writer.finish(self._written)
+        return self._failure
 
-    @property
-    def _first(self) -> bool:
-        return self._team.group is None or dist.get_rank(self._team.group) == 0
+    def _open(self, path: Path) -> Checkpoint:
+        """Open a checkpoint that is whole in the eyes of all ranks."""
+        checkpoint, fault = None, None
+        try:
+            checkpoint = Checkpoint(path, (self._rank, self._ranks))
+        except CheckpointError as error:
+            fault = str(error)
+        faults = [f for f in self._gather(fault, "checking a checkpoint") if f is not None]
+        if faults or checkpoint is None:
+            raise CheckpointError(faults[0])
+        return checkpoint
+
+    def _gather(self, value: Any, what: str) -> list[Any]:
+        return [value] if self._team.group is None else gather_json(value, what, self._team.control)

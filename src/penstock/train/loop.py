@@ -96,7 +96,7 @@ class _Loop:
             if "sample" not in found:
                 raise CheckpointError(f"the checkpoints in {str(folder)!r} were not written by penstock train")
             self.sample = int(found["sample"])
-        for fault in self.checkpoints.damaged:
+        for fault in self.checkpoints.damaged if self.rank == 0 else ():
             self.metrics.add(damaged_checkpoint=fault)
         self._patience = Patience(config.evaluate.patience)
         for loss in self.metrics.evaluations(self.first) if self.reports else ():
@@ -134,7 +134,8 @@ class _Loop:
         if interrupted:
             self._interrupted(self.checkpoints.save())
             return
-        self.checkpoints.wait()
+        if every is not None:  # for whoever trains on, with more batches or patience
+            self.checkpoints.save()  # a failure has been told
         timeline = self.pipeline.timeline()
         validation = self._validate()
         self._save()

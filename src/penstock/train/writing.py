@@ -2,7 +2,8 @@
 
 Every rank writes the files of its stages and posts what it has written. When all have, the rank with the first stage
 writes the index and gives the checkpoint its name. Where one of them fails (the disk is full, say), the checkpoint is
-dropped, those before it stay, and training goes on. A rank whose last snapshot is not written yet waits with the next.
+dropped, those before it stay, and training goes on. A rank whose last snapshot is not written yet waits with the next,
+but not so long that others would give it up: then the next one is left out, on all ranks.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from penstock.train import checkpoint as disk
 
 Part = tuple[int, int]
 _LOOK = 0.05  # seconds between two looks at what others have posted
+_PATIENCE = 0.25  # of the time-out: as long a rank in training waits for its disk, with others waiting for the rank
 
 
 class Wall(Protocol):
@@ -109,38 +111,61 @@ class Writer:
     ) -> None:
         self._run, self._keep, self._extra = run, keep, extra
         self._wall, self._timeout, self._tell = wall, timeout, tell
-        self._parts, self._own = list(parts), len(own)
+        self._parts, self._own = list(parts), list(own)
         self._completes = parts[0] in own
         self._written: Counter[int] = Counter()  # files of a batch
         self._thread = Background("checkpoint")
         self._pending: list[Ticket] = []
+        self._room = True
         self.batch = -1
 
-    def make_room(self, batch: int) -> None:
-        """Wait until snapshots of earlier batches are written, so that there is one copy at most."""
+    def make_room(self, batch: int) -> bool:
+        """Wait until snapshots of earlier batches are written, so that there is one copy at most.
+
+        Returns:
+            Whether they are; if not, there will be no checkpoint of this batch.
+        """
         if batch > self.batch:
-            self._wait()
-            self.batch = batch
+            self.batch, self._room = batch, self._settles(_PATIENCE * self._timeout)
+            if not self._room:
+                self._leave_out(batch)
+        return self._room
 
     def sink(self, snapshot: Snapshot) -> None:
-        """Have a snapshot written."""
-        self.make_room(snapshot.batch)
-        ticket = Ticket(f"the checkpoint of batch {snapshot.batch}")
-        self._pending.append(ticket)
-        self._thread.later([ticket], partial(self._write, snapshot))
+        """Have a snapshot written, if there is room."""
+        if self.make_room(snapshot.batch):
+            self._later(snapshot.batch, partial(self._write, snapshot))
 
     def finish(self, batch: int) -> str | None:
         """Wait until the checkpoint of `batch` is complete, on every rank; returns what has kept it from being."""
-        self._wait()
-        found = self._await([f"{batch}/complete"], 3 * self._timeout)  # what the first rank says counts
-        return (
-            json.loads(found[0]) if found is not None else f"nobody completed it within {3 * self._timeout:g} seconds"
-        )
+        limit = 3 * self._timeout
+        found = self._await([f"{batch}/complete"], limit) if self._settles(limit) else None
+        if found is None:
+            return f"nobody completed it within {limit:g} seconds"
+        failure: str | None = json.loads(found[0])  # what the first rank says counts
+        return failure
 
-    def _wait(self) -> None:
-        """Wait for what this rank is writing; the first one waits for the others with it."""
+    def _later(self, batch: int, work: Callable[[], None]) -> None:
+        ticket = Ticket(f"the checkpoint of batch {batch}")
+        self._pending.append(ticket)
+        self._thread.later([ticket], work)
+
+    def _settles(self, patience: float) -> bool:
+        """Wait for what this rank is writing (the first one waits for the others with it); whether that is done."""
+        deadline = time.monotonic() + patience
         while self._pending:
-            self._pending.pop(0).wait(2 * self._timeout, "writing a checkpoint")
+            if not self._pending[0].settles(deadline - time.monotonic()):
+                return False
+            self._pending.pop(0).check("writing a checkpoint")
+        return True
+
+    def _leave_out(self, batch: int) -> None:
+        """Let the others know that this rank has no part in the checkpoint of a batch."""
+        text = json.dumps({"failure": "a disk is too slow: the checkpoint before was still being written"})
+        for part in self._own:
+            self._wall.post(_key(batch, *part), text)
+        if self._completes:
+            self._later(batch, partial(self._complete, batch))
 
     def _write(self, snapshot: Snapshot) -> None:
         """Write one stage's file; the first stage's writer then waits for the others and completes the checkpoint."""
@@ -160,12 +185,13 @@ class Writer:
         snapshot.tensors.clear()
         self._wall.post(_key(snapshot.batch, snapshot.cut, snapshot.replica), json.dumps(part))
         self._written[snapshot.batch] += 1
-        if self._completes and self._written[snapshot.batch] == self._own:
+        if self._completes and self._written[snapshot.batch] == len(self._own):
             del self._written[snapshot.batch]
-            self._complete(snapshot.batch, place)
+            self._complete(snapshot.batch)
 
-    def _complete(self, batch: int, place: Path) -> None:
+    def _complete(self, batch: int) -> None:
         """Write the index once all stages are there."""
+        place = disk.place_of(self._run, batch)
         found = self._await([_key(batch, cut, replica) for cut, replica in self._parts], self._timeout)
         if found is None:
             failure: str | None = f"a stage was not written within {self._timeout:g} seconds"

@@ -1,0 +1,66 @@
+"""When snapshots of a rank's stages are taken, while it trains."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from weakref import ref
+
+from torch import Tensor
+
+from penstock.runtime.decisions import Decisions
+from penstock.runtime.node import NodeRuntime
+from penstock.runtime.recorder import Recorder
+from penstock.runtime.snapshot import Saving, Snapshot, copies_of_fixed, take
+from penstock.schedule.ir import Node
+
+
+class Keeping:
+    """Takes the snapshots of one span.
+
+    The buffers of a stage belong to a snapshot as they were before the first forward of its batch. With double-buffered
+    weights the update that bears its version comes after that forward; the buffers are copied then.
+
+    Args:
+        saving: which, and where they go; none if None.
+        start: the first batch of the span.
+        replica: the rank's pipeline.
+        decisions: as the rank knows them.
+        recorder: told how many bytes they hold.
+    """
+
+    def __init__(
+        self, saving: Saving | None, start: int, replica: int, decisions: Decisions, recorder: Recorder
+    ) -> None:
+        self._saving, self._start, self._replica = saving, start, replica
+        self._decisions, self._recorder = decisions, recorder
+        self._taken: dict[Node, int] = {}  # the last batch before which one was taken
+        self._fixed: dict[Node, Mapping[str, Tensor]] = {}  # of the next one
+        self._held: list[ref[Snapshot]] = []  # that somebody may still have
+
+    def before_forward(self, node: NodeRuntime, batch: int) -> None:
+        """Before the first forward of a batch on a stage."""
+        if self._saving is None or batch == self._start or not self._saving.wants(batch):
+            return
+        if self._taken.get(node.node) != batch:  # the update before the batch comes later
+            self._fixed[node.node] = copies_of_fixed(node)
+
+    def after_step(self, node: NodeRuntime, batch: int) -> None:
+        """After the update that bears version `batch`: a snapshot, if it is time and there is room."""
+        if self._saving is None or not self._saving.wants(batch):
+            return
+        fixed = self._fixed.pop(node.node, None)
+        self._taken[node.node] = batch
+        if self._saving.make_room(batch):
+            snapshot = take(node, batch, self._replica, self._decisions, fixed)
+            self._held.append(ref(snapshot))
+            self.record()
+            self._saving.sink(snapshot)
+
+    def record(self) -> None:
+        """Take down the bytes of snapshots that are still held, by their writer for example."""
+        if self._saving is None:
+            return
+        held = [snapshot for known in self._held if (snapshot := known()) is not None]
+        self._held = [ref(snapshot) for snapshot in held if snapshot.tensors]
+        fixed = sum(tensor.nbytes for copies in self._fixed.values() for tensor in copies.values())
+        self._recorder.hold("snapshots", sum(snapshot.nbytes for snapshot in held) + fixed)

@@ -1,0 +1,127 @@
+"""`penstock.Checkpoints` on several ranks: each checks its share, all agree on which one is whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import penstock
+from penstock.errors import CheckpointError
+from penstock.runtime.pipeline import Pipeline
+from penstock.train.checkpoint import checkpoints, place_of
+from pool import Pool
+
+pytestmark = pytest.mark.processes
+
+
+def squares(output: Tensor, target: Tensor) -> tuple[Tensor, float]:
+    return ((output - target) ** 2).sum(), float(target.numel())
+
+
+def make(group: dist.ProcessGroup | None) -> Pipeline:
+    torch.manual_seed(1)
+    return Pipeline(
+        [nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1)],
+        penstock.make_schedule("2bw", stages=3, microbatches=2),
+        loss=squares,
+        optimizer=lambda named: torch.optim.AdamW(named, lr=1e-2),
+        group=group,
+        timeout=20.0,
+    )
+
+
+def batches() -> list[list[tuple[Tensor, Tensor]]]:
+    g = torch.Generator().manual_seed(2)
+    return [[(torch.randn(2, 4, generator=g), torch.randn(2, 1, generator=g)) for _ in range(2)] for _ in range(8)]
+
+
+def train(group: dist.ProcessGroup | None, folder: str) -> dict[str, Tensor]:
+    """Train from the newest checkpoint, with one after every third batch and one at the end."""
+    pipeline = make(group)
+    found = penstock.Checkpoints(pipeline, folder)
+    found.load()
+    for _ in pipeline.run(batches()[pipeline.batches :], save=found.every(3)):
+        pass
+    assert found.save() is None
+    return pipeline.state_dict()
+
+
+def load(group: dist.ProcessGroup | None, folder: str) -> tuple[int, list[str]]:
+    """Where a run would go on, and what it has passed over."""
+    pipeline = make(group)
+    found = penstock.Checkpoints(pipeline, folder)
+    found.load()
+    return pipeline.batches, found.damaged
+
+
+def refused(group: dist.ProcessGroup, folder: str) -> str:
+    try:
+        load(group, folder)
+    except CheckpointError as error:
+        return str(error)
+    return "loaded"
+
+
+def damage(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("cut", range(3))
+def test_a_damaged_file_is_seen_by_all_whoever_reads_it(tmp_path: Path, pool: Pool, cut: int) -> None:
+    whole = pool.submit(train, str(tmp_path), ranks=3)
+    assert [path.name for path in checkpoints(tmp_path)] == ["batch-00000006", "batch-00000008"]
+    damage(place_of(tmp_path, 8) / f"stage-{cut}.safetensors")
+    found = pool.submit(load, str(tmp_path), ranks=3)
+    assert [batch for batch, _ in found] == [6, 6, 6]
+    for _, passed in found:
+        (fault,) = passed
+        assert f"batch-00000008/stage-{cut}.safetensors' is damaged: it has other content" in fault
+    assert [path.name for path in checkpoints(tmp_path)] == ["batch-00000006"]  # the other one was set aside
+    again = pool.submit(train, str(tmp_path), ranks=3)
+    for before, after in zip(whole, again, strict=True):
+        assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_when_none_is_whole_all_ranks_say_so(tmp_path: Path, pool: Pool) -> None:
+    pool.submit(train, str(tmp_path), ranks=3)
+    damage(place_of(tmp_path, 8) / "stage-1.safetensors")
+    (place_of(tmp_path, 6) / "stage-2.safetensors").unlink()
+    told = pool.submit(refused, str(tmp_path), ranks=3)
+    assert len(set(told)) == 1
+    assert "none of the 2 checkpoints" in told[0]
+    assert "stage-1.safetensors' is damaged" in told[0]
+    assert [path.name for path in checkpoints(tmp_path)] == ["batch-00000006", "batch-00000008"]  # nothing was touched
+
+
+def test_one_process_reads_what_three_have_written(tmp_path: Path, pool: Pool) -> None:
+    whole = pool.submit(train, str(tmp_path), ranks=3)
+    merged = {name: w for part in whole for name, w in part.items()}
+    alone = train(None, str(tmp_path))  # nothing is left to train
+    assert all(torch.equal(merged[name], alone[name]) for name in merged | alone)
+
+
+def test_nothing_there_is_a_beginning(tmp_path: Path) -> None:
+    assert load(None, str(tmp_path)) == (0, [])
+
+
+def test_saving_before_anything_was_trained_writes_nothing(tmp_path: Path) -> None:
+    assert penstock.Checkpoints(make(None), tmp_path).save() is None
+    assert checkpoints(tmp_path) == []
+
+
+def test_why_one_was_not_written_is_told_as_often_as_one_asks(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("in the way")
+    pipeline = make(None)
+    found = penstock.Checkpoints(pipeline, tmp_path)
+    list(pipeline.run(batches()))
+    failures: list[Any] = [found.save(), found.save(), found.wait()]
+    assert failures[0] is not None
+    assert "stage-0.safetensors" in failures[0]
+    assert failures == failures[:1] * 3
