@@ -85,7 +85,8 @@ class Pool:
         self._workers.clear()
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["penstock.train.preload"])
         rendezvous = os.path.join(tempfile.mkdtemp(prefix="penstock-tests-"), "store")
         for rank in range(self.size):
             here, there = context.Pipe()

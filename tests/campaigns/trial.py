@@ -9,9 +9,11 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from dataclasses import dataclass, field
@@ -128,8 +130,7 @@ def run(out: Path, settings: dict[str, Any], faults: tuple[Fault, ...] = (), res
     out.mkdir(parents=True)
     (out / "config.yaml").write_text(yaml.safe_dump({**settings, "out": str(out / "runs")}))
     what = ["--resume", str(resume)] if resume is not None else [str(out / "config.yaml")]
-    mark, temporary = uuid.uuid4().hex, out / "tmp"
-    temporary.mkdir()
+    mark, temporary = uuid.uuid4().hex, Path(tempfile.mkdtemp(prefix="trial-"))
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("TORCHELASTIC", "RANK"))}
     environment |= {_MARK: mark, "TMPDIR": str(temporary)}
     command = [sys.executable, "-m", "penstock", "train", *what]
@@ -150,6 +151,7 @@ def run(out: Path, settings: dict[str, Any], faults: tuple[Fault, ...] = (), res
     outcome.alive = _left_behind(mark)
     outcome.alive += [f"folder {path.name}" for path in temporary.glob("penstock-*")]
     process.wait()
+    shutil.rmtree(temporary, ignore_errors=True)
     outcome.folder = resume or next((out / "runs").iterdir(), out)
     outcome.out, outcome.err = (out / "stdout").read_text(), outcome.err + (out / "stderr").read_text()
     return outcome
@@ -160,7 +162,7 @@ def _cause(process: subprocess.Popen[bytes], out: Path, fault: Fault, gone: set[
     victim = None
     while process.poll() is None:
         if victim is None:
-            workers = [pid for pid in _workers(process.pid) if pid not in gone]
+            workers = [pid for pid in workers_of(process.pid) if pid not in gone]
             victim = workers[fault.rank] if len(workers) > fault.rank else None
         elif fault.lines is None or _lines(out) >= fault.lines:
             break
@@ -168,7 +170,7 @@ def _cause(process: subprocess.Popen[bytes], out: Path, fault: Fault, gone: set[
     else:
         return False
     time.sleep(fault.delay)
-    gone.update(_workers(process.pid))
+    gone.update(workers_of(process.pid))
     try:
         if psutil.Process(victim).status() == psutil.STATUS_ZOMBIE:
             return False
@@ -178,11 +180,12 @@ def _cause(process: subprocess.Popen[bytes], out: Path, fault: Fault, gone: set[
     return True
 
 
-def _workers(launcher: int) -> list[int]:
+def workers_of(launcher: int) -> list[int]:
     """The worker processes of a run, by rank."""
     try:
         children = psutil.Process(launcher).children()
-        return sorted(c.pid for c in children if any("spawn_main" in part for part in c.cmdline()))
+        servers = [c for c in children if any("forkserver" in part for part in c.cmdline())]
+        return sorted(worker.pid for server in servers for worker in server.children())
     except psutil.Error:
         return []
 

@@ -213,7 +213,7 @@ def test_nothing_leaks(method: str) -> None:
             recorder = worker.recorder
             recorder.intervals, recorder.samples, recorder._keep = deque(maxlen=10), {}, 10
         tensors, objects = [], []
-        for report in pipeline.run(batch for _ in range(40)):
+        for report in pipeline.run(batch for _ in range(35)):
             if report.batch % 5 == 4:
                 tensors.append(tracker.live)
                 gc.collect()

@@ -39,10 +39,9 @@ SHAPES += [("2bw", 1, 1), ("2bw", 2, 1), ("2bw", 3, 2), ("2bw", 4, 5)]
 SHAPES += [("stash", 1, 1), ("stash", 4, 1), ("stash", 3, 4)]
 
 
-@pytest.mark.parametrize("spans", [(3, 4), (1, 1, 2)])
 @pytest.mark.parametrize(("method", "depth", "m"), SHAPES)
-def test_parts_in_one_process(method: str, depth: int, m: int, spans: tuple[int, ...]) -> None:
-    case = Case(method, depth, m, optimizer="sgd", spans=spans, skips=())
+def test_parts_in_one_process(method: str, depth: int, m: int) -> None:
+    case = Case(method, depth, m, optimizer="sgd", spans=(3, 1, 1, 2), skips=())
     assert_same(train(None, case), expected(case))
 
 
@@ -115,11 +114,10 @@ def check_interrupted(case: Case, how: str, at: int, finished: int, outcome: Out
     assert_same(outcome, wanted)
 
 
-@pytest.mark.parametrize("how", ["leave", "stop"])
-@pytest.mark.parametrize("at", [0, 2])
+@pytest.mark.parametrize(("at", "how"), [(0, "leave"), (2, "stop")])
 @pytest.mark.parametrize(("method", "depth", "m"), SHAPES)
 def test_ending_early_in_one_process(method: str, depth: int, m: int, at: int, how: str) -> None:
-    case = Case(method, depth, m, spans=(7,), skips=())
+    case = Case(method, depth, m, spans=(6,), skips=())
     check_interrupted(case, how, at, *interrupted(None, case, how, at))
 
 
@@ -132,7 +130,7 @@ def test_ending_early_on_ranks(pool: Pool, method: str, depth: int, m: int, how:
     check_interrupted(case, how, 1, results[0][0], together([outcome for _, outcome in results]))
 
 
-@pytest.mark.parametrize(("method", "depth", "m"), [("1f1b", 3, 4), ("2bw", 3, 2), ("2bw", 4, 4), ("stash", 4, 1)])
+@pytest.mark.parametrize(("method", "depth", "m"), [("1f1b", 3, 4), ("2bw", 3, 2), ("stash", 4, 1)])
 def test_stopping_between_two_microbatches(method: str, depth: int, m: int) -> None:
     for at in range(2 * m):
         case = Case(method, depth, m, spans=(5,), skips=())

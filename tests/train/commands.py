@@ -4,8 +4,6 @@ import os
 import subprocess
 import sys
 
-import psutil
-
 TINY = [
     "batches=3", "microbatches=2", "microbatch_size=2", "model.layers=2", "model.width=32", "model.heads=2",
     "model.context=16", "validation_samples=8", "sample_length=12", "threads=1",
@@ -26,9 +24,3 @@ def start(*command, **kwargs):
 def only_folder(out):
     (folder,) = out.iterdir()
     return folder
-
-
-def workers_of(process):
-    """The worker processes of a run, by number."""
-    children = psutil.Process(process).children()
-    return [child.pid for child in children if any("spawn_main" in part for part in child.cmdline())]

@@ -23,6 +23,7 @@ from penstock.errors import InterruptedRunError
 from penstock.train.ends import Ends, work
 
 _LOOK = 0.1  # seconds between two looks at workers
+_LONGEST_FOLDER = 64  # characters; the name of a socket has 107 at most, of which multiprocessing adds about 32
 
 
 def is_worker() -> bool:
@@ -67,7 +68,7 @@ def launch_local(
             local_addr="127.0.0.1",
             max_restarts=restarts,
             monitor_interval=0.1,
-            start_method="spawn",
+            start_method=_start_method(),
             logs_specs=DefaultLogsSpecs(log_dir=str(ends.errors)),
         )
         with ThreadPoolExecutor(1, "penstock launcher") as thread, _Signals(drain) as signals:
@@ -82,6 +83,15 @@ def launch_local(
                     raise ends.explain(error) from None
             if signals.second is not None:
                 raise InterruptedRunError(signals.second)
+
+
+def _start_method() -> str:
+    """How workers start: where possible by forking a process that has imported everything, else each imports it."""
+    # Not every system library bears a fork, and the socket of that process lies in the folder for temporary files.
+    if sys.platform != "linux" or len(tempfile.gettempdir()) > _LONGEST_FOLDER:
+        return "spawn"
+    multiprocessing.set_forkserver_preload(["penstock.train.preload"])
+    return "forkserver"
 
 
 class _Signals:
