@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,10 @@ from typing import Any
 from penstock.runtime.stage import Stage
 from penstock.train.config import validate_config
 from penstock.train.loop import train
+
+
+def list_modules(path: str, _: str) -> None:
+    Path(path).write_text("\n".join(sys.modules))
 
 
 def raise_on_rank_1(_: str) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from commands import TINY, only_folder, settings, start
-from launched import die_on_rank_1, fail_in_training, raise_on_rank_1
+from launched import die_on_rank_1, fail_in_training, list_modules, raise_on_rank_1
 
 from penstock.errors import WorkerError
 from penstock.models.gpt import gpt_blocks, language_loss, preset
@@ -193,8 +193,11 @@ def test_another_number_of_processes_than_stages_is_refused(tmp_path, text):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere workers are never forked")
-def test_workers_are_forked_where_a_socket_can_lie(monkeypatch):
+def test_workers_are_forked_where_a_socket_can_lie(tmp_path, monkeypatch):
+    """They find there what takes seconds to import."""
     assert _start_method() == "forkserver"
+    launch_local(1, list_modules, str(tmp_path / "modules"))
+    assert {"torch._dynamo", "penstock.train.loop"} <= set((tmp_path / "modules").read_text().split())
     monkeypatch.setattr(tempfile, "tempdir", f"/tmp/{'x' * 80}")
     assert _start_method() == "spawn"
 

@@ -3,4 +3,6 @@
 Nothing of it may start threads or touch an accelerator.
 """
 
-__all__: list[str] = []
+import torch._dynamo  # noqa: F401  what the first optimizer of a process would import
+
+import penstock.train.loop  # noqa: F401
