@@ -26,7 +26,7 @@ pytestmark = pytest.mark.processes
 
 def leaves_by_error(group: dist.ProcessGroup, case: Case) -> tuple[str, int]:
     """The loop's body fails on the last rank, which nobody else hears of."""
-    pipeline, seen = make_pipeline(case, group, timeout=4.0), 0
+    pipeline, seen = make_pipeline(case, group, timeout=2.0), 0
     try:
         for report in pipeline.run(itertools.cycle(make_batches(case))):
             seen += 1
@@ -47,7 +47,7 @@ def test_a_rank_that_abandons_its_run_does_not_train_on(pool: Pool) -> None:
 
 def raises_on_a_rank(group: dist.ProcessGroup, case: Case) -> tuple[str, str]:
     changes = with_block(1, Fails(3, divide_by_zero), case.depth)
-    return what_happens(group, case, make_batches(case), 4.0, **changes)
+    return what_happens(group, case, make_batches(case), 2.0, **changes)
 
 
 def test_a_block_that_raises_on_a_rank(pool: Pool) -> None:

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import signal
+import threading
 from pathlib import Path
 
 import pytest
@@ -33,7 +34,17 @@ def leave(folder: Path, rank: int, message: str, start: int = 0, seconds: int = 
 def done(monkeypatch: pytest.MonkeyPatch, folder: Path, rank: int, start: int = 0) -> None:
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(start))
     monkeypatch.setenv("RANK", str(rank))
-    work(lambda: None, str(folder))
+    monkeypatch.setattr(module, "end_with_parent", lambda: None)  # not this process
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        work(lambda: None, str(folder))
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def begin(folder: Path, rank: int, process: int, group: int, start: int = 0) -> None:
+    (folder / f"begun-{start}-{rank}-{process}-{group}").touch()
 
 
 def explained(folder: Path, rank: int, code: int, workers: int = 3) -> list[str]:
@@ -109,43 +120,42 @@ def test_a_report_that_is_being_written_is_none_yet(tmp_path: Path) -> None:
     assert "worker 0: has said nothing" in explained(tmp_path, 1, -9)[1]
 
 
-class Child:
-    """Stands for a process of the launcher."""
-
-    def __init__(self, pid: int) -> None:
-        self.pid, self.killed = pid, False
-
-    def kill(self) -> None:
-        self.killed = True
-
-
 @pytest.mark.parametrize(("said", "patience"), [("failed", 5.0), ("done", 30.0), ("all done", 30.0)])
 def test_who_does_not_end_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str, patience: float
 ) -> None:
     """A while after the last report, or a time-out after others have done their part; strangers are not touched."""
-    stranger, mine, other = children = [Child(1), Child(os.getpid()), Child(3)]
-    now = 100.0
-    monkeypatch.setattr(module.multiprocessing, "active_children", lambda: children[:1] if now == 100.0 else children)
+    now, killed = 1000.0, []
+    groups = {os.getpid(): os.getpgrp(), 3: 30}
     monkeypatch.setattr(module.time, "monotonic", lambda: now)
+    monkeypatch.setattr(module.os, "getpgid", groups.__getitem__)
+    monkeypatch.setattr(module.os, "kill", lambda process, number: killed.append((process, number)))
     one = Ends(tmp_path, 2, 30.0)
     (tmp_path / "errors" / "run" / "attempt_0").mkdir(parents=True)
-    now = 1000.0
+    begin(tmp_path, 1, 3, 30)
     one.look()
     now = 2000.0
     one.look()  # nobody has said anything: they may train for ever
-    assert not other.killed
+    assert not killed
     if said == "failed":
         leave(tmp_path, 0, LOST)
+        begin(tmp_path, 0, os.getpid(), os.getpgrp())
     for rank in {"failed": [], "done": [0], "all done": [0, 1]}[said]:
         done(monkeypatch, tmp_path, rank)
+        if rank == 1:
+            (tmp_path / "begun-0-1-3-30").unlink()
     one.look()
     now += patience
     one.look()
-    assert not other.killed
+    assert not killed
     now += 0.1
     one.look()
-    assert [child.killed for child in (stranger, mine, other)] == [False, said != "done", True]
+    wanted = {"failed": {os.getpid(), 3}, "done": {3}, "all done": {os.getpid()}}[said]
+    assert set(killed) == {(process, signal.SIGKILL) for process in wanted}
+    killed.clear()
+    groups[3] = groups[os.getpid()] = 31  # the numbers belong to others now
+    one.kill()
+    assert not killed
     assert explained(tmp_path, 1, -9, workers=2)[0] == (
         "worker 1 failed with exit code -9: Signal 9 (SIGKILL) received by PID 77"
     )
@@ -154,6 +164,32 @@ def test_who_does_not_end_is_killed(
 
 
 # --- the worker's side ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("late", [0.0, 0.1])
+def test_a_signal_that_the_launcher_has_got_too_is_no_end(tmp_path: Path, late: float) -> None:
+    """As when every process of the job is told to end; what comes later, or a second time, is meant for the worker."""
+    file = tmp_path / "drain"
+    request = DrainRequest(file)
+    before = signal.getsignal(signal.SIGTERM)
+
+    def told_twice() -> None:
+        asks = threading.Timer(late, file.touch)
+        asks.start()
+        if not late:
+            asks.join()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert request.asked
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    try:
+        with pytest.raises(EndedError), request.heeded():
+            told_twice()
+        os.utime(file, (1, 1))
+        with pytest.raises(EndedError), DrainRequest(file).heeded():
+            os.kill(os.getpid(), signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_a_worker_that_is_ended_says_what_it_was_doing(tmp_path: Path) -> None:
@@ -176,12 +212,12 @@ def test_a_worker_that_fails_is_left_to_its_report(tmp_path: Path) -> None:
 
     def fail() -> None:
         try:
-            raise TransportError("F7: a lane broke")
+            raise ValueError("F7: a block of the user's")
         finally:
             os.kill(os.getpid(), signal.SIGTERM)
 
     try:
-        with pytest.raises(TransportError, match="F7: a lane broke"), request.heeded():
+        with pytest.raises(ValueError, match="F7: a block of the user's"), request.heeded():
             fail()
         os.kill(os.getpid(), signal.SIGTERM)  # it is about to write
     finally:

@@ -1,6 +1,7 @@
 """A run that is told to end saves what it has done, and goes on from there as if nothing had been."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -25,19 +26,37 @@ def text(tmp_path):
     return path
 
 
-def interrupt(out, text, *changes, signals, after=3):
-    """Start a run, send it signals when it has trained for a while; returns what it printed, and its exit code."""
+def to_the_group(launcher, number):
+    """What a terminal does, and `timeout`."""
+    os.killpg(launcher, number)
+
+
+def to_all(launcher, number):
+    """What systemd does, and Slurm."""
+    for process in [*psutil.Process(launcher).children(recursive=True), psutil.Process(launcher)]:
+        process.send_signal(number)
+
+
+def kill_the_launcher(launcher, number):
+    os.kill(launcher, number)
+
+
+def kill_the_server(launcher, number):
+    """What workers are forked from."""
+    os.kill(psutil.Process(workers_of(launcher)[0]).ppid(), number)
+
+
+def interrupt(out, text, *changes, send, number, after=3):
+    """Start a run, send a signal when it has trained for a while; returns what it printed, and its exit code."""
     command = [sys.executable, "-m", "penstock", "train", "--data", str(text), *settings(f"out={out}", *changes)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **pipes, start_new_session=True) as process:
         while sum(len(path.read_text().splitlines()) for path in out.glob("*/metrics.jsonl")) < after:
             assert process.poll() is None, process.communicate()
             time.sleep(0.02)
         workers = workers_of(process.pid)
-        for number in signals:
-            process.send_signal(number)
-            time.sleep(0.3)
+        send(process.pid, number)
         printed, err = process.communicate(timeout=60)
-    assert "Traceback" not in err
     assert len(workers) == 2
     patience = time.monotonic() + 10
     while any(map(psutil.pid_exists, workers)):
@@ -54,11 +73,12 @@ def lines_of(folder, key):
 SHORT = ["batches=60", "sample_length=0", "checkpoint.every=25", "evaluate.every=15", "average=0.9"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_it_goes_on_bit_for_bit(tmp_path, text, number):
-    printed, _, code = interrupt(tmp_path / "runs", text, *SHORT, signals=[number])
+@pytest.mark.parametrize(("send", "number"), [(to_the_group, signal.SIGINT), (to_all, signal.SIGTERM)])
+def test_it_goes_on_bit_for_bit(tmp_path, text, send, number):
+    printed, err, code = interrupt(tmp_path / "runs", text, *SHORT, send=send, number=number)
     folder = only_folder(tmp_path / "runs")
-    assert code == 0
+    assert code == 0, err
+    assert "Traceback" not in err
     assert f"penstock train --resume {folder}" in printed
     (interrupted,) = [line["interrupted"] for line in lines_of(folder, "interrupted")]
     assert 1 <= interrupted < 60
@@ -81,6 +101,16 @@ def test_it_goes_on_bit_for_bit(tmp_path, text, number):
     for key in ("update", "evaluated", "validation_loss"):
         found, wanted = ([(line[key], line.get("loss")) for line in lines_of(f, key)] for f in (folder, other))
         assert found == wanted
+
+
+@pytest.mark.parametrize(("send", "wanted"), [(kill_the_launcher, -9), (kill_the_server, 1)])
+def test_nobody_is_left_when_one_that_looks_after_workers_is_killed(tmp_path, text, send, wanted):
+    changes = ["batches=1000000", "sample_length=0"]
+    _, err, code = interrupt(tmp_path / "runs", text, *changes, send=send, number=signal.SIGKILL)
+    assert code == wanted
+    if wanted == 1:
+        assert "error: worker" in err
+        assert "Traceback" not in err
 
 
 def test_a_second_signal_ends_it_at_once(tmp_path, text):

@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import json
 import logging
-import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from penstock.errors import WorkerError
+from penstock.train.orphans import end_with_parent
 
+_BEGUN, _DONE = "begun", "done"  # marks of workers
 _CONSEQUENCES = ("TransportError", "EndedError")
 _GRACE = 5.0  # seconds without another report, after which those that have not ended are killed
 
@@ -35,11 +37,15 @@ class _Report(NamedTuple):
 
 
 def work(function: Callable[..., None], folder: str, *arguments: Any) -> None:
-    """Be a worker: run a function, and leave a mark when it has returned."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the workers of a terminal, too; the launcher asks
-    function(*arguments)
+    """Be a worker: leave a mark, run a function, and leave another mark when it has returned."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C may reach the workers of a terminal, too; the launcher asks
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    end_with_parent()
     start, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]
-    (Path(folder) / f"done-{start}-{rank}-{os.getpid()}").touch()
+    mark = f"{start}-{rank}-{os.getpid()}-{os.getpgrp()}"
+    (Path(folder) / f"{_BEGUN}-{mark}").touch()
+    function(*arguments)
+    (Path(folder) / f"{_DONE}-{mark}").touch()
 
 
 class Ends:
@@ -57,13 +63,12 @@ class Ends:
     def __init__(self, folder: Path, workers: int, timeout: float) -> None:
         self._folder, self._ranks, self._timeout = folder, set(range(workers)), timeout
         self.errors = folder / "errors"
-        self._strangers = {child.pid for child in multiprocessing.active_children()}
         self._seen, self._since, self._killed = (-1, 0, 0), 0.0, False
 
     def look(self) -> None:
         """See whether workers have to be ended: elastic waits long after a failure, and for ever after a good end."""
         start = self._last_start()
-        reports, done = self._reports(start), self._done(start)
+        reports, done = self._reports(start), self._marks(_DONE, start)
         seen = start, len(reports), len(done)
         if seen != self._seen:
             if start > self._seen[0] >= 0:
@@ -72,16 +77,20 @@ class Ends:
             self._seen, self._since, self._killed = seen, time.monotonic(), False
         elif any(seen[1:]) and time.monotonic() - self._since > (_GRACE if reports else self._timeout):
             self._killed = True
-            spared = self._strangers | (set() if done.keys() == self._ranks else set(done.values()))
-            for child in multiprocessing.active_children():
-                if child.pid not in spared:
-                    child.kill()
+            self.kill(spared=set() if done.keys() == self._ranks else done.keys())
+
+    def kill(self, spared: Collection[int] = ()) -> None:
+        """Kill the workers of the last start, but for some ranks."""
+        for rank, (process, group) in self._marks(_BEGUN, self._last_start()).items():
+            with suppress(ProcessLookupError):
+                if rank not in spared and os.getpgid(process) == group:  # else its number has gone to another process
+                    os.kill(process, signal.SIGKILL)
 
     def explain(self, error: ChildFailedError) -> WorkerError:
         """What the user must know: who has failed and why, and what every other worker was doing."""
         found, failure = error.get_first_failure()
         start = self._last_start()
-        reports, done = self._reports(start), self._done(start)
+        reports, done = self._reports(start), self._marks(_DONE, start)
         causes = [report for report in reports.values() if not report.message.startswith(_CONSEQUENCES)]
         silent = self._ranks - reports.keys() - done.keys()
         if causes or (found in reports and len(silent) != 1):
@@ -97,7 +106,7 @@ class Ends:
     def _lines(self, start: int, ranks: set[int]) -> str:
         """A line for each of some workers."""
         said = dict.fromkeys(sorted(ranks), "has said nothing: it died, was starting, or did not react")
-        said |= dict.fromkeys(ranks & self._done(start).keys(), "had done its part")
+        said |= dict.fromkeys(ranks & self._marks(_DONE, start).keys(), "had done its part")
         said |= {rank: report.message for rank, report in self._reports(start).items() if rank in ranks}
         return "".join(f"\n  worker {rank}: {text}" for rank, text in said.items())
 
@@ -105,10 +114,10 @@ class Ends:
         """How often elastic has started all workers again; -1 before it has started them."""
         return max((int(path.name.removeprefix("attempt_")) for path in self.errors.glob("*/attempt_*")), default=-1)
 
-    def _done(self, start: int) -> dict[int, int]:
-        """Rank and process of those that have done their part."""
-        names = [path.name.split("-") for path in self._folder.glob(f"done-{start}-*")]
-        return {int(rank): int(process) for _, _, rank, process in names}
+    def _marks(self, what: str, start: int) -> dict[int, tuple[int, int]]:
+        """Process and process group of those that have begun, or done their part, by rank."""
+        names = [path.name.split("-") for path in self._folder.glob(f"{what}-{start}-*")]
+        return {int(rank): (int(process), int(group)) for _, _, rank, process, group in names}
 
     def _reports(self, start: int) -> dict[int, _Report]:
         """What those have said that have failed, by rank."""

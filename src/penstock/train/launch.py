@@ -12,6 +12,7 @@ import threading
 import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from penstock.errors import InterruptedRunError
+from penstock.errors import InterruptedRunError, WorkerError
 from penstock.train.ends import Ends, work
 
 _LOOK = 0.1  # seconds between two looks at workers
@@ -75,14 +76,16 @@ def launch_local(
             launched = thread.submit(elastic_launch(config, work), function, folder, *arguments, str(drain))
             while not wait([launched], timeout=_LOOK).done:
                 ends.look()
-                signals.insist()
+                if signals.second is not None:  # those that elastic has started instead of them as well
+                    ends.kill()
             try:
                 launched.result()
             except ChildFailedError as error:
-                if signals.second is None:
-                    raise ends.explain(error) from None
-            if signals.second is not None:
-                raise InterruptedRunError(signals.second)
+                if signals.second is not None:
+                    raise InterruptedRunError(signals.second) from None
+                raise ends.explain(error) from None
+            except (EOFError, OSError) as error:  # what workers are forked from has died
+                raise WorkerError(f"workers could not be started: {error!r}", "") from None
 
 
 def _start_method() -> str:
@@ -91,6 +94,13 @@ def _start_method() -> str:
     if sys.platform != "linux" or len(tempfile.gettempdir()) > _LONGEST_FOLDER:
         return "spawn"
     multiprocessing.set_forkserver_preload(["penstock.train.preload"])
+    main = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN) if main else None  # the process inherits it
+    try:
+        forkserver.ensure_running()  # from this thread: the process ends with the one that has started it
+    finally:
+        if main:
+            signal.signal(signal.SIGINT, before)
     return "forkserver"
 
 
@@ -124,8 +134,3 @@ class _Signals:
             self._drain.touch()
             return
         self.second = number
-
-    def insist(self) -> None:
-        """After the second signal end the workers at once, those that elastic has started instead of them as well."""
-        for worker in multiprocessing.active_children() if self.second is not None else ():
-            worker.kill()
