@@ -38,7 +38,7 @@ class Told:
 
 def writer(run: Path, own: list[Part], wall: Wall, told: Told, keep: int = 2, timeout: float = 20.0) -> Writer:
     parts = [(0, 0), (1, 0), (0, 1), (1, 1)]
-    return Writer(run, parts, own, keep, lambda batch: {"samples": 8 * batch}, wall, timeout, told)
+    return Writer(run, parts, own, keep, lambda batch: {"samples": 8 * batch}, wall, timeout, timeout / 4, told)
 
 
 def write(run: Path, batch: int, keep: int = 2) -> None:
@@ -171,7 +171,7 @@ def test_a_full_disk_for_real(tmp_path: Path) -> None:
 
     before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     told = Told()
-    one = Writer(tmp_path, [(0, 0)], [(0, 0)], 2, lambda _: {}, LocalWall(), 5.0, told)
+    one = Writer(tmp_path, [(0, 0)], [(0, 0)], 2, lambda _: {}, LocalWall(), 5.0, 1.0, told)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
         one.sink(snapshot(4, w=torch.ones(5000)))
@@ -215,7 +215,7 @@ def test_a_snapshot_waits_for_the_one_before(tmp_path: Path, monkeypatch: pytest
         real(*arguments, **options)
 
     monkeypatch.setattr(writing, "save_file", slow)
-    one = Writer(tmp_path, [(0, 0)], [(0, 0)], 2, lambda _: {}, LocalWall(), 5.0, Told())
+    one = Writer(tmp_path, [(0, 0)], [(0, 0)], 2, lambda _: {}, LocalWall(), 5.0, 4.0, Told())
     first, second = snapshot(1, w=torch.ones(2)), snapshot(2, w=torch.ones(2))
     one.sink(first)
     assert first.tensors
@@ -240,7 +240,7 @@ def test_one_is_left_out_when_a_disk_is_slower_than_training(
 
     monkeypatch.setattr(writing, "save_file", write_slowly)
     told, wall, parts = Told(), LocalWall(), [(0, 0), (1, 0)]
-    ranks = [Writer(tmp_path, parts, [part], 3, lambda _: {}, wall, 8.0, told) for part in parts]
+    ranks = [Writer(tmp_path, parts, [part], 3, lambda _: {}, wall, 8.0, 2.0, told) for part in parts]
     first = [snapshot(1, cut, w=torch.ones(2)) for cut in (0, 1)]
     for one, taken in zip(ranks, first, strict=True):
         one.sink(taken)
@@ -316,7 +316,7 @@ def test_old_ones_that_cannot_be_removed_do_no_harm(tmp_path: Path, monkeypatch:
 
 def test_stages_of_one_process_may_be_a_batch_apart(tmp_path: Path) -> None:
     told = Told()
-    one = Writer(tmp_path, [(0, 0), (1, 0)], [(0, 0), (1, 0)], 2, lambda _: {}, LocalWall(), 2.0, told)
+    one = Writer(tmp_path, [(0, 0), (1, 0)], [(0, 0), (1, 0)], 2, lambda _: {}, LocalWall(), 2.0, 1.0, told)
     for batch, cut in ((5, 1), (6, 1), (5, 0), (6, 0)):
         one.sink(snapshot(batch, cut, w=torch.ones(2)))
     assert one.finish(6) is None
@@ -334,4 +334,4 @@ def test_what_evaluations_have_found_is_read_again(tmp_path: Path) -> None:
         metrics.add(evaluated=version, loss=loss)
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"evaluated": 4, "lo')
-    assert metrics.evaluations(before=4) == [2.5, 2.0]
+    assert list(metrics.evaluations(before=4).values()) == [2.5, 2.0]

@@ -108,6 +108,8 @@ class Decisions:
         self._decided, self._last = batch - 1, None
         self._scales.clear()
         self._news.clear()
+        self._noted.clear()
+        self._evaluated.clear()
 
     def note(self, batch: int, found: Evaluated) -> None:
         """This pipeline's part of an evaluation before `batch`; it is told with the decision on that batch."""

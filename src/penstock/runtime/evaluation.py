@@ -2,7 +2,8 @@
 
 Every rank runs forward-only passes directly before its first forward of a batch, over lanes of their own; what is in
 flight stays where it is (`penstock.schedule.border` says when that cannot block). They read the newest weights there,
-which are of one version on all stages.
+which are of one version on all stages. At the first border of a span with double-buffered weights there is a newer one
+already; the one before is due, and read, as it would have been had the span before gone on.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ class Evaluator:
         executor: of the forward-only schedule.
         evaluating: when, and on what.
         source: opens the data.
-        delay: at the border of batch t the newest version is t - delay.
+        delay: at the border of batch t version t - delay is read.
+        lacks: the batch at whose border that version is not alive: the first one, after a synchronous span; or None.
     """
 
     def __init__(
@@ -63,14 +65,15 @@ class Evaluator:
         evaluating: Evaluating,
         source: Callable[[Batches], Source],
         delay: int,
+        lacks: int | None,
     ) -> None:
         self._worker, self._executor, self._evaluating = worker, executor, evaluating
-        self._open, self._delay = source, delay
+        self._open, self._delay, self._lacks = source, delay, lacks
 
     def at_border(self, batch: int) -> Iterator[Wait]:
         """Evaluate before the first forward of `batch`, if it is time."""
         version = batch - self._delay
-        if not self._evaluating.wants(version):
+        if not self._evaluating.wants(version) or batch == self._lacks:
             return
         source = self._open(self._evaluating.data())
         if not source.has(0):
@@ -78,7 +81,7 @@ class Evaluator:
         total, weight, recorder = 0.0, 0.0, self._worker.recorder
         training = recorder.span
         recorder.begin_span()
-        with self._worker.evaluating():
+        with self._worker.evaluating(version=version):
             for event in self._executor.run(source, batch, 0):
                 if isinstance(event, Wait):
                     yield event

@@ -86,7 +86,7 @@ class Executor:
         self.recorder, self.decisions = worker.recorder, worker.decisions
         self.mailbox = Mailbox(self.rank, lowered, links.transport, self.recorder)
         self.updates = Updates(self.replica, holders, links.reducer, links.council, self.decisions, self.recorder)
-        self.m = lowered.schedule.microbatches
+        self.m, self._held = lowered.schedule.microbatches, worker.snapshots
         self._books: dict[Node, NodeState] = {}
         self._forwards: dict[int, int] = {}
         self._losses: dict[int, list[Loss]] = {}
@@ -142,7 +142,7 @@ class Executor:
         yield from self.mailbox.flush()
 
     def _keep(self, saving: Saving | None) -> Keeping:
-        return Keeping(saving, self._start, self.replica, self.decisions, self.recorder)
+        return Keeping(saving, self._start, self.replica, self.decisions, self.recorder, self._held)
 
     def _instruct(self, instruction: Instruction, t: int, source: Source) -> Iterator[Wait | Report]:
         action, route, needs, _ = instruction

@@ -26,22 +26,30 @@ class Keeping:
         replica: the rank's pipeline.
         decisions: as the rank knows them.
         recorder: told how many bytes they hold.
+        held: those that somebody may still have, those of earlier spans included.
     """
 
     def __init__(
-        self, saving: Saving | None, start: int, replica: int, decisions: Decisions, recorder: Recorder
+        self,
+        saving: Saving | None,
+        start: int,
+        replica: int,
+        decisions: Decisions,
+        recorder: Recorder,
+        held: list[ref[Snapshot]],
     ) -> None:
         self._saving, self._start, self._replica = saving, start, replica
         self._decisions, self._recorder = decisions, recorder
         self._taken: dict[Node, int] = {}  # the last batch before which one was taken
         self._fixed: dict[Node, Mapping[str, Tensor]] = {}  # of the next one
-        self._held: list[ref[Snapshot]] = []  # that somebody may still have
+        self._held = held
 
     def before_forward(self, node: NodeRuntime, batch: int) -> None:
         """Before the first forward of a batch on a stage."""
         if self._saving is None or batch == self._start or not self._saving.wants(batch):
             return
-        if self._taken.get(node.node) != batch:  # the update before the batch comes later
+        late = self._taken.get(node.node) != batch  # the update before the batch comes later
+        if late and self._saving.make_room(batch):
             self._fixed[node.node] = copies_of_fixed(node)
 
     def after_step(self, node: NodeRuntime, batch: int) -> None:
@@ -53,14 +61,14 @@ class Keeping:
         if self._saving.make_room(batch):
             snapshot = take(node, batch, self._replica, self._decisions, fixed)
             self._held.append(ref(snapshot))
-            self.record()
+            self.record()  # before anybody clears it
             self._saving.sink(snapshot)
 
     def record(self) -> None:
         """Take down the bytes of snapshots that are still held, by their writer for example."""
-        if self._saving is None:
+        if self._saving is None and not self._held:
             return
-        held = [snapshot for known in self._held if (snapshot := known()) is not None]
-        self._held = [ref(snapshot) for snapshot in held if snapshot.tensors]
+        held = [snapshot for known in self._held if (snapshot := known()) is not None and snapshot.tensors]
+        self._held[:] = [ref(snapshot) for snapshot in held]
         fixed = sum(tensor.nbytes for copies in self._fixed.values() for tensor in copies.values())
         self._recorder.hold("snapshots", sum(snapshot.nbytes for snapshot in held) + fixed)

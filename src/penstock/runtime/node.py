@@ -50,6 +50,7 @@ class NodeRuntime:
         decay: of it: A(t+1) = decay A(t) + (1 - decay) W(t+1) at every update that is made; A(0) = W(0).
         flights: microbatches between forward and backward, by their number in the span.
         averaged: what evaluations read instead of the newest weights, while they do.
+        evaluated: the version that they read instead.
     """
 
     node: Node
@@ -62,6 +63,7 @@ class NodeRuntime:
     decay: float
     flights: dict[int, Flight] = field(default_factory=dict)
     averaged: Mapping[str, Tensor] | None = None
+    evaluated: int | None = None
 
     @property
     def has_loss(self) -> bool:
@@ -92,12 +94,12 @@ class NodeRuntime:
 
     @torch.no_grad()
     def evaluate(self, microbatch: Microbatch, value: Any) -> tuple[Any, Loss | None]:
-        """Run the blocks on the newest weights, or on their average, and keep nothing."""
+        """Run the blocks in evaluation mode on what evaluations read now, and keep nothing."""
         if self.averaged is not None:
             self.stage.bind(self.averaged)
         else:
-            self._claim(self.store.newest if self.store is not None else None)
-        with self.stage.randomness.apart():
+            self._claim(self.store.newest if self.store is not None and self.evaluated is None else self.evaluated)
+        with self.stage.evaluating(), self.stage.randomness.apart():
             return self.graphs.evaluate(microbatch, value)
 
     def recompute(self, k: int, version: int | None) -> None:

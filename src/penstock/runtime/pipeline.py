@@ -137,6 +137,7 @@ class Pipeline:
         if mesh is not None:
             width, group = from_mesh(mesh, width, plain.ranks, group)
         width = 1 if width is None else width
+        self.timeout = timeout
         self.parts = cut_blocks(named, plain.cuts, balance)
         ties, inside = find_ties(named, self.parts, tied or {})
         self.proof = extend(

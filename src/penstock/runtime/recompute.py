@@ -97,13 +97,23 @@ class Keeper:
                 f"{self._where}: a forward has changed buffer {key!r} of a {type(module).__name__} that it had left "
                 "alone at first, so it cannot be run again as it was; turn recompute off"
             )
-        self._restless.setdefault(tuple(kept.names), set()).update(changed)
-        kept.buffers = {place: tensor for place, tensor in kept.buffers.items() if place in changed}
+        restless = self._restless.setdefault(tuple(kept.names), set())
+        restless.update(changed)  # one that this forward has left alone may be changed by a later one
+        kept.buffers = {place: tensor for place, tensor in kept.buffers.items() if place in restless}
         kept.nbytes += sum(tensor.nbytes for tensor in kept.buffers.values())
 
     @contextmanager
     def as_it_was(self, kept: Kept) -> Iterator[None]:
-        """Let the modules see their buffers as they were, and afterwards as they are."""
+        """Let the modules see their buffers as they were, and afterwards as they are.
+
+        Raises:
+            ConfigError: the input is not what it was.
+        """
+        if _states(pytree.tree_leaves(kept.value)) != kept.inputs:
+            raise ConfigError(
+                f"{self._where}: the input of a forward has been written into before that was run again; let the data "
+                "be new tensors in every microbatch, or turn recompute off"
+            )
         present = {(module, key): module._buffers[key] for module, key in kept.buffers}
         try:
             for (module, key), tensor in kept.buffers.items():

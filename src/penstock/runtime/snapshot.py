@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
@@ -42,10 +43,10 @@ class Snapshot:
     values: dict[str, Any]
     facts: dict[str, Any]
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
-        """Bytes of the tensors that whoever has it has not dropped yet, perhaps in another thread."""
-        return sum(tensor.nbytes for tensor in list(self.tensors.values()))
+        """Bytes of the tensors, until whoever has it clears them."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
 class Saving(NamedTuple):
@@ -114,7 +115,8 @@ def take(
             kept[f"optimizer/{kind}/{name}"] = value
         if node.average is not None:
             tensors |= {f"average/{name}": view.clone() for name, view in node.average.views.items()}
-        facts |= {"updates": node.updater.updates, "optimizer": node.updater.name}
+        values |= {f"stepped/{name}": node.updater.name for name in node.updater.parameters}
+        facts |= {"updates": node.updater.updates}
     return Snapshot(batch, replica, node.node.cut, tensors, values, facts)
 
 
@@ -168,11 +170,14 @@ class _Reader:
     def check(self) -> None:
         """Make sure that the optimizer is the saved one, and that the blocks have all that was saved of them."""
         node, saved = self._node, self._saved
-        if node.updater is not None and saved.facts["optimizer"] != node.updater.name:
-            raise CheckpointError(
-                f"the checkpoint has the state of {saved.facts['optimizer']}, but {node.stage.where} is stepped by "
-                f"{node.updater.name}; use the same optimizer, or begin a new run from the weights alone"
-            )
+        for name in node.updater.parameters if node.updater is not None else ():
+            kinds = {saved.facts["values"].get(f"stepped/{known}") for known in self._known(name)} - {None}
+            if kinds - {node.updater.name if node.updater is not None else None}:
+                raise CheckpointError(
+                    f"the checkpoint has the state of {kinds.pop()}, but {node.stage.where} is stepped by "
+                    f"{node.updater.name if node.updater is not None else 'nothing'}; use the same optimizer, or begin "
+                    "a new run from the weights alone"
+                )
         for block, module in node.stage.named_modules():
             known = {f"{block}.{name}" for name in module.state_dict()}
             for name in saved.names:

@@ -118,9 +118,10 @@ class Spans:
     def _evaluators(self, evaluate: Evaluating) -> list[Evaluator]:
         schedule = self.schedule
         opened = partial(Source, microbatches=schedule.microbatches, width=self._team.width)
-        executors = self._executors(self._forward_only, Channel.EVALUATION)
+        executors, delay = self._executors(self._forward_only, Channel.EVALUATION), self._bases - 1
+        lacks = self.batches if delay and not self.keeps_older else None
         return [
-            Evaluator(worker, executor, evaluate, opened, self._bases - 1)
+            Evaluator(worker, executor, evaluate, opened, delay, lacks)
             for worker, executor in zip(self._workers, executors, strict=True)
         ]
 

@@ -8,6 +8,7 @@ its leaves, so binding another version does not touch it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -171,6 +172,18 @@ class Stage:
             self.randomness.begin(name, draw)
             value = self.blocks[name](value)
         return value
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Meanwhile the modules are in evaluation mode; not for longer than a pass, because stages may share some."""
+        modes = [(m, m.training) for block in self.modules for m in block.modules()]
+        for module, _ in modes:
+            module.training = False
+        try:
+            yield
+        finally:
+            for module, mode in reversed(modes):
+                module.training = mode
 
     @property
     def has_loss(self) -> bool:

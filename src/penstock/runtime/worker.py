@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
 
@@ -16,6 +17,7 @@ from penstock.runtime.graphs import Graphs
 from penstock.runtime.node import NodeRuntime
 from penstock.runtime.recompute import Recompute, parts_to_recompute
 from penstock.runtime.recorder import Recorder
+from penstock.runtime.snapshot import Snapshot
 from penstock.runtime.stage import LossFunction, Stage
 from penstock.runtime.team import Seat
 from penstock.runtime.ties import Tie, share_inside
@@ -70,6 +72,7 @@ class Worker:
         recorder: Recorder,
     ) -> None:
         self.seat, self.recorder = seat, recorder
+        self.snapshots: list[ref[Snapshot]] = []  # that somebody may still have
         self._proof, self._recipe, self._ties, self._inside = proof, recipe, ties, inside
         self.decisions = Decisions(recipe.policy, recipe.divisor, RULES[proof.schedule.rule].bases - 1)
         self.nodes = {
@@ -113,21 +116,16 @@ class Worker:
         return any(node.has_loss for node in self.nodes.values())
 
     @contextmanager
-    def evaluating(self, averaged: bool = False) -> Iterator[None]:
-        """Meanwhile modules are in evaluation mode, and with `averaged` the averaged weights are read."""
+    def evaluating(self, averaged: bool = False, version: int | None = None) -> Iterator[None]:
+        """Meanwhile evaluations read a version of the weights, the newest if None, or with `averaged` their average."""
         nodes = list(self.nodes.values())
-        modes = [(m, m.training) for node in nodes for block in node.stage.modules for m in block.modules()]
-        for module, _ in modes:
-            module.training = False
         for node in nodes:
-            node.averaged = node.average_leaves() if averaged else None
+            node.averaged, node.evaluated = (node.average_leaves() if averaged else None), version
         try:
             yield
         finally:
-            for module, mode in modes:
-                module.training = mode
             for node in nodes:
-                node.averaged = None
+                node.averaged = node.evaluated = None
 
 
 def _made(block: Any) -> Any:

@@ -11,12 +11,14 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import _get_default_store
 
-from penstock.errors import CheckpointError
+from penstock.errors import CheckpointError, ConfigError
 from penstock.runtime.collective import gather_json
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.snapshot import Saving
 from penstock.train.checkpoint import Checkpoint, checkpoints, clear_parts, open_newest, set_aside
 from penstock.train.writing import LocalWall, StoreWall, Wall, Writer
+
+_PATIENCE = 0.25  # of the shorter time-out: as long a rank in training waits for its disk
 
 
 class Checkpoints:
@@ -38,6 +40,9 @@ class Checkpoints:
         tell: called on the rank of the first stage, by a thread, with the number of batches of a checkpoint and None,
             or what has kept it from being written.
 
+    Raises:
+        ConfigError: keep is less than 1.
+
     Attributes:
         damaged: what was wrong with checkpoints that `load` has passed over.
     """
@@ -55,21 +60,29 @@ class Checkpoints:
     ) -> None:
         self._pipeline, self._folder, self._team = pipeline, Path(folder), pipeline.team
         self.damaged: list[str] = []
-        team, cuts = pipeline.team, range(pipeline.schedule.cuts)
+        if keep < 1:
+            raise ConfigError(f"keep must be at least 1, got {keep}")
+        team = pipeline.team
         self._rank, self._ranks = (0, 1) if team.group is None else (dist.get_rank(team.group), team.group.size())
-        here = set(pipeline.nodes)
-        own = [(node.cut, replica) for replica in team.replicas for node in sorted(here)]
-        wall: Wall = LocalWall()
-        if team.group is not None:
-            name = self._gather(uuid.uuid4().hex, "preparing for checkpoints")[0]
-            wall = StoreWall(store or _get_default_store(), name)
-        parts = [(cut, replica) for replica in range(team.width) for cut in cuts]
-        self._writer = Writer(self._folder, parts, own, keep, extra, wall, timeout, tell)
+        self._store, self._limits = store, (timeout, _PATIENCE * min(timeout, pipeline.timeout))
+        self._keep, self._extra, self._tell = keep, extra, tell
+        self._writer = self._make_writer()
         self._written = -1  # the batch of the last one that was loaded or waited for
         self._failure: str | None = None  # what has kept that from being written
 
+    def _make_writer(self) -> Writer:
+        """One that knows nothing of what others have posted before; all ranks make it together."""
+        team, cuts = self._team, range(self._pipeline.schedule.cuts)
+        own = [(node.cut, replica) for replica in team.replicas for node in sorted(set(self._pipeline.nodes))]
+        wall: Wall = LocalWall()
+        if team.group is not None:
+            name = self._gather(uuid.uuid4().hex, "preparing for checkpoints")[0]
+            wall = StoreWall(self._store or _get_default_store(), name)
+        parts = [(cut, replica) for replica in range(team.width) for cut in cuts]
+        return Writer(self._folder, parts, own, self._keep, self._extra, wall, *self._limits, self._tell)
+
     def every(self, batches: int) -> Saving:
-        """What `Pipeline.run` is to be told to have one written whenever so many batches are done."""
+        """What `Pipeline.run` is to be told to have one written whenever so many batches are done; after `load`."""
         return Saving(batches, self._writer.sink, self._writer.make_room)
 
     def load(self) -> Mapping[str, Any] | None:
@@ -80,6 +93,8 @@ class Checkpoints:
         Raises:
             CheckpointError: there are some, but none is whole, or it does not fit.
         """
+        self.wait()
+        self._writer, self._failure = self._make_writer(), None
         found: list[str] = []
         failure: str | None = None
         if self._rank == 0:
@@ -94,8 +109,14 @@ class Checkpoints:
         newest, self.damaged = open_newest(self._folder, list(map(Path, found)), self._open)
         if newest is None:
             return None
-        if self._rank == 0:
-            set_aside(self._folder, newest.folder)
+        try:
+            if self._rank == 0:
+                set_aside(self._folder, newest.folder)
+        except CheckpointError as error:
+            failure = str(error)
+        failure = self._gather(failure, "setting damaged checkpoints aside")[0]
+        if failure is not None:
+            raise CheckpointError(failure)
         self._pipeline.load(newest)
         self._written = newest.batch
         return newest.extra
@@ -106,17 +127,21 @@ class Checkpoints:
         Returns:
             What has kept it from being written.
         """
-        if self._pipeline.batches in (0, self._written, self._writer.batch):
-            return self.wait()
-        self.wait()  # for the one before: nobody is in a hurry now
-        if self._writer.make_room(self._pipeline.batches):
+        batch = self._pipeline.batches
+        failures = self._gather(self.wait(), "saving")  # of the one before: nobody is in a hurry now
+        if batch == 0 or (batch == self._written and not any(failures)):
+            return None
+        if batch == self._written:
+            self._writer = self._make_writer()
+        if self._writer.make_room(batch):
             for snapshot in self._pipeline.snapshots():
                 self._writer.sink(snapshot)
+        self._written = -1
         return self.wait()
 
     def wait(self) -> str | None:
         """Wait until the last one that was begun is complete on every rank; returns what has kept it from being."""
-        if self._writer.batch > self._written:
+        if self._writer.batch != self._written and self._writer.batch >= 0:
             self._written = self._writer.batch
             self._failure = self._writer.finish(self._written)
         return self._failure

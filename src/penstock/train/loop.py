@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from penstock.errors import CheckpointError, PenstockError
+from penstock.errors import CheckpointError, EndedError, PenstockError
 from penstock.idle import split_time
 from penstock.runtime.collective import gather_json
 from penstock.runtime.decisions import Evaluated
@@ -99,8 +99,8 @@ class _Loop:
         for fault in self.checkpoints.damaged if self.rank == 0 else ():
             self.metrics.add(damaged_checkpoint=fault)
         self._patience = Patience(config.evaluate.patience)
-        for loss in self.metrics.evaluations(self.first) if self.reports else ():
-            self._patience.is_over(loss)
+        for version, evaluated in self.metrics.evaluations(self.first).items() if self.reports else ():
+            self._patience.is_over(version, evaluated)
         self._posted = -math.inf
         self._meter = BubbleMeter(self.ranks)
 
@@ -171,7 +171,7 @@ class _Loop:
         for evaluation in found:
             self.metrics.add_evaluations([evaluation])
             self.observer.evaluated(evaluation)
-            if self._patience.is_over(evaluation.loss):
+            if self._patience.is_over(evaluation.version, evaluation.loss):
                 self.pipeline.stop()
 
     def _interrupted(self, failure: str | None) -> None:
@@ -294,6 +294,8 @@ class _Loop:
             return f"(none: {model.parameters / 1e6:.0f} M parameters at once may be more than this rank can hold)"
         try:
             return sample_text(self.folder, config.prompt, config.sample_length, seed=config.seed)
+        except EndedError:
+            raise
         except (RuntimeError, PenstockError) as error:  # weights that are not numbers any more, say
             return f"(none: {error})"
 
@@ -309,10 +311,13 @@ class Patience:
     """
 
     def __init__(self, limit: int | None) -> None:
-        self._limit, self._best, self._worse = limit, math.inf, 0
+        self._limit, self._best, self._worse, self._seen = limit, math.inf, 0, -1
 
-    def is_over(self, loss: float | None) -> bool:
-        """Take notice of an evaluation; whether the run is to end."""
+    def is_over(self, version: int, loss: float | None) -> bool:
+        """Take notice of an evaluation, once of each version; whether the run is to end."""
+        if version <= self._seen:  # found again after a restart
+            return self._limit is not None and self._worse >= self._limit
+        self._seen = version
         if loss is not None and loss < self._best:
             self._best, self._worse = loss, 0
         else:

@@ -18,7 +18,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
@@ -30,7 +29,6 @@ from penstock.train import checkpoint as disk
 
 Part = tuple[int, int]
 _LOOK = 0.05  # seconds between two looks at what others have posted
-_PATIENCE = 0.25  # of the time-out: as long a rank in training waits for its disk, with others waiting for the rank
 
 
 class Wall(Protocol):
@@ -91,6 +89,7 @@ class Writer:
         extra: of the number of batches, what goes into the index besides, the same on all ranks.
         wall: shared by all ranks.
         timeout: seconds to wait for what others write.
+        patience: seconds that a rank in training waits for its own disk, with others waiting for the rank.
         tell: called by the thread of the rank with the first stage, with the number of batches and None, or what has
             kept the checkpoint from being written.
 
@@ -107,16 +106,17 @@ class Writer:
         extra: Callable[[int], Mapping[str, Any]],
         wall: Wall,
         timeout: float,
+        patience: float,
         tell: Callable[[int, str | None], None],
     ) -> None:
         self._run, self._keep, self._extra = run, keep, extra
-        self._wall, self._timeout, self._tell = wall, timeout, tell
+        self._wall, self._timeout, self._patience, self._tell = wall, timeout, patience, tell
         self._parts, self._own = list(parts), list(own)
         self._completes = parts[0] in own
         self._written: Counter[int] = Counter()  # files of a batch
         self._thread = Background("checkpoint")
         self._pending: list[Ticket] = []
-        self._room = True
+        self._rooms: dict[int, bool] = {}  # stages in one process may be a batch apart
         self.batch = -1
 
     def make_room(self, batch: int) -> bool:
@@ -125,11 +125,11 @@ class Writer:
         Returns:
             Whether they are; if not, there will be no checkpoint of this batch.
         """
-        if batch > self.batch:
-            self.batch, self._room = batch, self._settles(_PATIENCE * self._timeout)
-            if not self._room:
+        if batch not in self._rooms:
+            self.batch, self._rooms[batch] = batch, self._settles(self._patience)
+            if not self._rooms[batch]:
                 self._leave_out(batch)
-        return self._room
+        return self._rooms[batch]
 
     def sink(self, snapshot: Snapshot) -> None:
         """Have a snapshot written, if there is room."""
@@ -180,7 +180,7 @@ class Writer:
                 disk.sync_file(path)
                 part |= {"tensors": list(tensors), "files": {name: disk.fingerprint(path)}}
                 del tensors
-        except (OSError, SafetensorError) as error:
+        except Exception as error:  # whatever it is, it costs this checkpoint alone
             part["failure"] = f"{name}: {error}"
         snapshot.tensors.clear()
         self._wall.post(_key(snapshot.batch, snapshot.cut, snapshot.replica), json.dumps(part))
@@ -203,7 +203,7 @@ class Writer:
                 disk.write_index(place, _content(parts, self._extra(batch)))
                 with suppress(OSError):  # older ones may stay
                     disk.rotate(self._run, place, self._keep)
-        except (OSError, CheckpointError) as error:
+        except Exception as error:
             failure = f"{disk.INDEX}: {error}"
         if failure is not None:
             shutil.rmtree(disk.part_of(place), ignore_errors=True)

@@ -60,6 +60,7 @@ class Updater:
             return
         _check_capability(self.optimizer, self.parameters)
         self._rates = [group["lr"] for group in self.optimizer.param_groups]
+        self._settings = [_settings(group) for group in self.optimizer.param_groups]
         if rotates:
             chunks = list(_chunks(layout, separable=_is_separable(self.optimizer)))
             self._scratch = _scratch(layout, chunks)
@@ -82,9 +83,16 @@ class Updater:
         """Copies of what the optimizer remembers, by kind and parameter: tensors and plain values.
 
         Raises:
-            CapabilityError: it remembers something else.
+            CapabilityError: it remembers something else, or something in its groups.
         """
         found: dict[tuple[str, str], Any] = {}
+        for group, before in zip(self.optimizer.param_groups, self._settings, strict=True) if self.optimizer else ():
+            changed = sorted(key for key, value in _settings(group).items() if value != before.get(key))
+            if changed:
+                raise CapabilityError(
+                    f"{self.name} changes {', '.join(changed)} in its parameter groups while it trains; a checkpoint "
+                    "holds what is kept for each parameter, so a run could not go on from it"
+                )
         for name, parameter in self.parameters.items():
             for key, value in (self.optimizer.state.get(parameter, {}) if self.optimizer is not None else {}).items():
                 if isinstance(value, Tensor):
@@ -109,9 +117,15 @@ class Updater:
         if self.optimizer is None:
             return
         self.optimizer.state.clear()
+        groups = [g for g in self.optimizer.param_groups if g.get("capturable") or g.get("fused")]
+        counted = {p for group in groups for p in group["params"]}
+        on_device = {name for name, parameter in self.parameters.items() if parameter in counted}
         for (key, name), value in state.items():
-            here = self.optimizer.state[self.parameters[name]]
-            here[key] = value.clone() if isinstance(value, Tensor) else value
+            parameter = self.parameters[name]
+            here = self.optimizer.state[parameter]
+            if isinstance(value, Tensor):  # counters stay where they are, but for optimizers that count on the device
+                value = value.to(parameter.device if name in on_device or value.dim() else "cpu", copy=True)
+            here[key] = value
 
     def in_place(self, weights: Buffer, gradient: Buffer, factor: float) -> None:
         """Step in the buffer of the weights.
@@ -227,3 +241,8 @@ def _places(layout: Layout, chunk: list[str], scratch: dict[torch.dtype, Tensor]
         used[slot.dtype] = start + slot.padded
         places[name] = scratch[slot.dtype][start : start + slot.numel].view(slot.shape)
     return places
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """What a parameter group says, in a form that can be compared, but for the rate, which follows a schedule."""
+    return {key: repr(value) for key, value in group.items() if key not in ("params", "param_names", "lr")}
