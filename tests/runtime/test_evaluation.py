@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from runtime_cases import Case, assert_equal_tensors, expected, make_batches, make_pipeline
+from runtime_cases import VOCABULARY, WIDTH, Case, assert_equal_tensors, expected, make_batches, make_pipeline
+from torch import nn
 
 from least import least
 from penstock.errors import ConfigError, DataError
@@ -65,6 +66,45 @@ def test_it_finds_the_same_as_after_a_drain(method: str, depth: int) -> None:
     assert_equal_tensors(
         pipeline.state_dict(), expected(replace(case, spans=drains or case.spans)).weights, "weights after training"
     )
+
+
+@pytest.mark.parametrize("method", ["1f1b", "2bw", "2bw-eager"])
+def test_a_run_in_parts_finds_what_the_whole_run_finds(method: str) -> None:
+    """With double buffering the version that is due at the first border of a part is the one before the newest."""
+    case = Case(method, 3, 4, spans=(8,), skips=())
+    whole, pipeline, found = plain(run(make_pipeline(case), case, 1)), make_pipeline(case), []
+    batches = make_batches(case)
+    for part in (batches[:3], batches[3:4], batches[4:]):
+        for report in pipeline.run(part, evaluate=Evaluating(1, lambda: data_of(case))):
+            found += report.evaluated
+        found += pipeline.evaluated()
+    assert plain(found) == whole
+    assert [version for version, *_ in whole] == list(range(1, 7 if method.startswith("2bw") else 8))
+
+
+def test_stages_that_share_a_module_do_not_change_its_mode_for_each_other() -> None:
+    case = Case("2bw", 3, 3, spans=(6,), skips=())
+
+    def train(evaluate: Evaluating | None) -> tuple[nn.Module, Pipeline]:
+        torch.manual_seed(3)
+        drop = nn.Dropout(0.5)
+        blocks = [
+            nn.Embedding(VOCABULARY, WIDTH),
+            drop,
+            nn.Linear(WIDTH, WIDTH),
+            drop,
+            nn.Linear(WIDTH, VOCABULARY),
+            drop,
+        ]
+        pipeline = make_pipeline(case, blocks=blocks, balance=(2, 2, 2))
+        for _ in pipeline.run(make_batches(case), evaluate=evaluate):
+            pass
+        return drop, pipeline
+
+    drop, found = train(Evaluating(1, lambda: data_of(case)))
+    _, wanted = train(None)
+    assert drop.training
+    assert_equal_tensors(found.state_dict(), wanted.state_dict(), "weights")
 
 
 @pytest.mark.parametrize("method", ["1f1b", "2bw", "2bw-eager", "gpipe"])

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from runtime_cases import (
     LENGTH,
     METHODS,
+    VOCABULARY,
     WIDTH,
     Case,
+    assert_equal_tensors,
     assert_same,
     expected,
     make_batches,
@@ -121,6 +124,59 @@ class Late(nn.Module):
         if self.calls > 2:
             self.get_buffer("state").add_(1)
         return x
+
+
+class Peak(nn.Module):
+    """Remembers the largest value that it has seen, which few forwards change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("peak", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        peak = self.get_buffer("peak")
+        if x.detach().max() > peak:
+            peak.fill_(float(x.detach().max()))
+        return x * peak.clone()
+
+
+@pytest.mark.parametrize("recompute", ["block", "stage"])
+def test_buffers_that_few_forwards_change(recompute: Recompute) -> None:
+    """The largest value grows in the first, third and fourth microbatch, while all of them wait for their backward."""
+    case = Case("gpipe", 2, 4, spans=(1,), skips=())
+    batch = [(tokens, target) for tokens, target in make_batches(case)[0]]
+    weights = []
+    for how in ("none", recompute):
+        torch.manual_seed(1)
+        table = nn.Embedding(VOCABULARY, WIDTH)
+        with torch.no_grad():
+            table.weight.copy_(torch.linspace(0.1, 1.0, VOCABULARY)[:, None] + 0.01 * torch.randn(VOCABULARY, WIDTH))
+        largest = (4, 2, 7, 9)
+        rising = [(torch.full_like(tokens, largest[k]), target) for k, (tokens, target) in enumerate(batch)]
+        blocks = {"table": table, "peak": Peak(), "head": nn.Linear(WIDTH, VOCABULARY)}
+        pipeline = make_pipeline(case, blocks=blocks, balance=(2, 1), recompute=how)
+        list(pipeline.run([rising]))
+        weights.append(pipeline.state_dict())
+    assert_equal_tensors(weights[1], weights[0], "weights")
+
+
+@pytest.mark.parametrize("recompute", ["block", "stage"])
+def test_an_input_that_is_used_again_is_refused(recompute: Recompute) -> None:
+    """The next microbatch in the memory of the one before: autograd notices that only where graphs are kept."""
+    case = Case("gpipe", 2, 3, spans=(1,), skips=())
+    batch = make_batches(case)[0]
+    memory = torch.empty_like(batch[0][0])
+
+    blocks = {"table": nn.Embedding(VOCABULARY, WIDTH), "head": nn.Linear(WIDTH, VOCABULARY)}
+    pipeline = make_pipeline(case, blocks=blocks, balance=(1, 1), recompute=recompute)
+
+    class Batch(list[tuple[Tensor, Tensor]]):
+        def __getitem__(self, k: Any) -> Any:
+            memory.copy_(batch[k][0])
+            return memory, batch[k][1]
+
+    with pytest.raises(ConfigError, match="the input of a forward has been written into"):
+        list(pipeline.run([Batch(batch)]))
 
 
 class InPlace(nn.Module):

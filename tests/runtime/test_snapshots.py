@@ -250,6 +250,47 @@ def test_an_optimizer_that_cannot_be_saved_is_named() -> None:
         pipeline.snapshots()
 
 
+class Counting(torch.optim.SGD):
+    """An optimizer that counts in its groups, where no checkpoint looks."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        self.param_groups[0]["k"] = self.param_groups[0].get("k", 0) + 1
+
+
+def test_an_optimizer_that_changes_its_groups_is_named() -> None:
+    case = Case("1f1b", 1, 2, spans=(1,), skips=())
+    pipeline = make_pipeline(case, optimizer=lambda named: Counting(named, lr=0.1))
+    pipeline.snapshots()
+    list(pipeline.run(make_batches(case)))
+    with pytest.raises(CapabilityError, match="Counting changes k in its parameter groups"):
+        pipeline.snapshots()
+
+
+def test_the_ledger_knows_snapshots_as_long_as_they_are_held() -> None:
+    case = Case("2bw", 2, 2, "restless", spans=(9,), skips=())
+    pipeline, held, batches = make_pipeline(case), [], make_batches(case)
+
+    def live() -> int:
+        return sum(roles.get("snapshots", 0) for roles in pipeline.live_bytes().values())
+
+    list(pipeline.run(batches[:5], save=Saving(3, held.append)))
+    assert sum(snapshot.nbytes for snapshot in held) == live() > 0
+    list(pipeline.run(batches[5:7]))
+    assert live() > 0
+    for snapshot in held:
+        snapshot.tensors.clear()
+    list(pipeline.run(batches[7:]))
+    assert live() == 0
+
+
+def test_where_there_is_no_room_nothing_is_copied() -> None:
+    case = Case("2bw", 2, 2, "restless", spans=(6,), skips=())
+    pipeline, held = make_pipeline(case), []
+    list(pipeline.run(make_batches(case), save=Saving(3, held.append, lambda batch: batch != 3)))
+    assert sorted({snapshot.batch for snapshot in held}) == [6]
+
+
 def save(group: dist.ProcessGroup, case: Case, batch: int) -> list[Snapshot]:
     found: list[Snapshot] = []
     list(make_pipeline(case, group).run(make_batches(case), save=Saving(batch, found.append)))
