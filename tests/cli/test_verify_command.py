@@ -55,7 +55,7 @@ def test_as_json(verify):
     assert (found["batches"], found["config"]["method"]) == (4, "1f1b")
     assert found["compared"]["weights"] == {
         "reference": {
-            "compared": 60, "tolerance": 0.0, "differing": 0, "worst": None, "first": None, "agrees": True
+            "compared": 60, "tolerance": 0.0, "differing": 0, "odd": 0, "worst": None, "first": None, "agrees": True
         },
         "plain": None,
     }  # fmt: skip

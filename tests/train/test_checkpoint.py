@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import threading
 import time
@@ -17,6 +18,7 @@ from penstock.runtime.snapshot import Snapshot
 from penstock.train import checkpoint as disk
 from penstock.train import writing
 from penstock.train.checkpoint import Checkpoint, checkpoints, clear_parts, open_newest, place_of
+from penstock.train.loop import Patience
 from penstock.train.metrics import Metrics
 from penstock.train.writing import LocalWall, Part, Wall, Writer
 
@@ -335,3 +337,13 @@ def test_what_evaluations_have_found_is_read_again(tmp_path: Path) -> None:
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"evaluated": 4, "lo')
     assert list(metrics.evaluations(before=4).values()) == [2.5, 2.0]
+
+
+def test_patience_counts_a_version_once() -> None:
+    """A run that goes on from a checkpoint finds again what it had found before it died."""
+    patience = Patience(2)
+    for version, loss in [(2, 1.0), (4, 2.0), (4, 2.0), (2, 1.0), (6, 0.5), (8, None)]:
+        assert not patience.is_over(version, loss)
+    assert patience.is_over(10, 0.6)
+    assert patience.is_over(10, 0.6)
+    assert not Patience(None).is_over(2, math.nan)

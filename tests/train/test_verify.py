@@ -20,7 +20,7 @@ from penstock.runtime.stage import Stage
 from penstock.schedule.methods import METHODS
 from penstock.train import build, prepare
 from penstock.train import verify as verify_module
-from penstock.train.compare import KINDS, Comparison, apart
+from penstock.train.compare import KINDS, Comparison, Place, apart
 from penstock.train.config import load_config
 from penstock.train.verification import Verification
 from penstock.train.verify import TOLERANCE, verify
@@ -148,6 +148,15 @@ def test_skipped_updates(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     extra = found.rows[KINDS.index("weights")].reference.worst
     assert extra is not None
     assert extra.absolute == math.inf
+
+
+@pytest.mark.parametrize("method", ["1f1b", "2bw"])
+def test_a_run_that_becomes_nan_is_said_to_show_nothing(text: str, method: str) -> None:
+    """Plain torch, too, skips updates whose norm is not finite."""
+    found = verified(text, f"method={method}", "optimizer.lr=1e30", "rate.warm_up=0")
+    assert found.agrees, found.verdict
+    assert "of them hold NaN, which shows nothing" in found.verdict
+    assert "NaN" not in verified(text, f"method={method}").verdict
 
 
 class Restless(nn.Module):
@@ -327,7 +336,8 @@ def test_how_far_tensors_are_apart() -> None:
     for strange in (torch.tensor([math.nan, 4.0]), torch.tensor([math.inf, 4.0]), torch.ones(3)):
         assert apart(strange, a) == (math.inf, math.inf)
         assert apart(a, strange) == (math.inf, math.inf)
-    assert apart(a, torch.zeros(2))[1] == math.inf
+    assert apart(a, torch.zeros(2)) == (4.0, math.inf)
+    assert str(Place(0, "w", *apart(a, torch.zeros(2)))) == "w: 4 from zero"
     tiny = torch.tensor([3.0, torch.nextafter(torch.tensor(4.0), torch.tensor(5.0))])
     assert 0 < apart(tiny, a)[1] < 1e-7
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.errors import CapabilityError, ConfigError
+from penstock.runtime.collective import collective
 from penstock.runtime.reduction import Members
 from penstock.runtime.team import Team, backends
 
@@ -59,15 +61,17 @@ def from_mesh(
     return sizes["width"], whole
 
 
-def groups_of_holders(team: Team, holders: Iterable[Members], mesh: DeviceMesh | None) -> Groups:
+def groups_of_holders(team: Team, holders: Iterable[Members], mesh: DeviceMesh | None, timeout: float) -> Groups:
     """A group for each cut, made once and used by all spans; without a mesh all ranks of the job call this.
 
     Args:
         team: all seats.
         holders: of each cut.
         mesh: its groups along the width are taken, unless they are needed for something else.
+        timeout: seconds that peers may take.
 
     Raises:
+        TransportError: they took longer.
         CapabilityError: the pipelines are only a part of the job, so that not all ranks would take part.
     """
     if team.group is None or team.width == 1:
@@ -84,7 +88,9 @@ def groups_of_holders(team: Team, holders: Iterable[Members], mesh: DeviceMesh |
             "else, or take reduce='ordered'"
         )
     wanted = dict.fromkeys(frozenset(map(team.process, members)) for members in holders)  # in one order everywhere
-    return {
-        ranks: dist.new_group([dist.get_global_rank(team.group, rank) for rank in ranks], backend="gloo")
-        for ranks in wanted
-    }
+    limit = timedelta(seconds=timeout)
+    with collective("making groups of equal stages", team.control):
+        return {
+            ranks: dist.new_group([dist.get_global_rank(team.group, rank) for rank in ranks], limit, backend="gloo")
+            for ranks in wanted
+        }

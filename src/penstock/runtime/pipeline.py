@@ -151,7 +151,7 @@ class Pipeline:
         check_offered(self.schedule)
         self.team = Team(width, self.schedule.ranks, group)
         holders = holders_of(self.schedule, width).values()
-        holder_groups = groups_of_holders(self.team, holders, mesh) if fast else {}
+        holder_groups = groups_of_holders(self.team, holders, mesh, timeout) if fast else {}
         if divisor is None:
             divisor = width * self.schedule.microbatches
         if average is not None and not 0 < average < 1:

@@ -32,7 +32,7 @@ class Place(NamedTuple):
         batch: counted from 0; the number of batches at the end.
         name: of what differs, such as a parameter.
         absolute: the largest difference of two elements; infinite if one run has no such number, or no finite one.
-        relative: the relative difference of the whole.
+        relative: the relative difference of the whole; infinite from zero.
     """
 
     batch: int
@@ -41,7 +41,9 @@ class Place(NamedTuple):
     relative: float
 
     def __str__(self) -> str:
-        far = f"relative difference {self.relative:.2g}" if math.isfinite(self.relative) else "missing or not finite"
+        if math.isfinite(self.relative):
+            return f"{self.name}: relative difference {self.relative:.2g}"
+        far = f"{self.absolute:.2g} from zero" if math.isfinite(self.absolute) else "missing or not finite"
         return f"{self.name}: {far}"
 
 
@@ -53,6 +55,7 @@ class Difference:
         compared: how many tensors and numbers, those that one of the runs lacks included.
         tolerance: the relative difference that is allowed; 0 where all must be equal.
         differing: how many differ by more.
+        odd: how many are equal because neither is a number.
         worst: where the relative difference is largest; None where everything is equal.
         first: the same in the first batch where one differs by more; None where none does.
     """
@@ -60,6 +63,7 @@ class Difference:
     compared: int
     tolerance: float
     differing: int
+    odd: int
     worst: Place | None
     first: Place | None
 
@@ -81,7 +85,7 @@ class Comparison:
     def __init__(self, wanted: Mapping[tuple[int, str], Value], tolerance: float, pipelines: int = 1) -> None:
         self._wanted, self._tolerance = wanted, tolerance
         self._missing = {(*key, pipeline) for key in wanted for pipeline in range(pipelines)}
-        self._compared = self._differing = 0
+        self._compared = self._differing = self._odd = 0
         self._worst: Place | None = None
         self._first: Place | None = None
 
@@ -90,6 +94,7 @@ class Comparison:
         self._compared += 1
         self._missing.discard((batch, name, pipeline))
         wanted = self._wanted.get((batch, name))
+        self._odd += wanted is not None and bool(torch.as_tensor(wanted).isnan().any())
         self._note(batch, name, pipeline, *((math.inf, math.inf) if wanted is None else apart(value, wanted)))
 
     def result(self, complete: bool = True) -> Difference:
@@ -99,7 +104,7 @@ class Comparison:
         self._compared += len(missing)
         for key in missing:
             self._note(*key, math.inf, math.inf)
-        return Difference(self._compared, self._tolerance, self._differing, self._worst, self._first)
+        return Difference(self._compared, self._tolerance, self._differing, self._odd, self._worst, self._first)
 
     def _note(self, batch: int, name: str, pipeline: int, absolute: float, relative: float) -> None:
         place = Place(batch, f"{name} of pipeline {pipeline}" if pipeline else name, absolute, relative)
@@ -148,4 +153,6 @@ def apart(found: Value, wanted: Value) -> tuple[float, float]:
     difference = torch.where(same, 0.0, a - b)
     absolute = float(difference.abs().max())
     relative = float(torch.linalg.vector_norm(difference) / torch.linalg.vector_norm(b))
-    return (absolute, relative) if math.isfinite(absolute + relative) else (math.inf, math.inf)
+    if not math.isfinite(absolute):
+        return math.inf, math.inf
+    return absolute, relative if math.isfinite(relative) else math.inf  # from a tensor of zeros

@@ -95,7 +95,9 @@ class TrainConfig(_Strict):
     microbatch_size: int = Field(default=2, ge=1, description="samples per microbatch")
     batches: int = Field(default=1000, ge=1, description="updates to make")
     clip: Number | None = Field(
-        default=1.0, gt=0, description="largest global norm of a gradient; null for none, and no vote on overflow"
+        default=1.0,
+        gt=0,
+        description="largest global norm of a gradient; null for none, and no vote on overflow (in fp32, if w = 1)",
     )
     precision: Literal["fp32", "bf16", "fp16"] = Field(
         default="fp32", description="what passes compute in; weights are updated in float32"

@@ -17,6 +17,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
 from penstock.errors import ConfigError, TransportError
+from penstock.runtime.transport import brief
 from penstock.train.config import TrainConfig
 from penstock.train.prepare import make_run_folder
 
@@ -93,7 +94,10 @@ def process_group(config: TrainConfig) -> Iterator[PrefixStore]:
             f"for example with torchrun --nproc-per-node {wanted} -m penstock train ..."
         )
     _meet(config, store, rank, size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
+    try:
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
+    except RuntimeError as error:
+        raise TransportError(f"rank {rank}, joining the job: a peer is dead or stalled ({brief(error)})") from error
     try:
         yield store
     except BaseException as error:

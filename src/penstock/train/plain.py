@@ -59,13 +59,15 @@ def train_plain(
             (sum_ / targets).backward()  # type: ignore[no-untyped-call]
             total += sum_.item()
         norm = clip_grad_norm_(model.parameters(), math.inf if clip is None else clip).item()
-        record["gradients"] |= {(t, name): _copy(p.grad) for name, p in parameters.items()}
-        stepper.step()
-        scheduler.step()
+        skipped = clip is not None and not math.isfinite(norm)  # as every method that looks at the norm does
+        if not skipped:
+            record["gradients"] |= {(t, name): _copy(p.grad) for name, p in parameters.items()}
+            stepper.step()
+            scheduler.step()
+            record["weights"] |= {(t, name): _copy(p) for name, p in parameters.items()}
         stepper.zero_grad()
-        record["weights"] |= {(t, name): _copy(p) for name, p in parameters.items()}
         record["losses"] |= {(t, "loss"): total / targets, (t, "loss weight"): float(targets)}
-        record["decisions"] |= {(t, "norm"): norm, (t, "loss scale"): 1.0, (t, "skipped"): 0.0}
+        record["decisions"] |= {(t, "norm"): norm, (t, "loss scale"): 1.0, (t, "skipped"): float(skipped)}
     for name, p in parameters.items():
         record["optimizer state"] |= {(end, f"{key} of {name}"): value for key, value in stepper.state[p].items()}
     state = {f"{b}.{own}": value for b, m in blocks.items() for own, value in m.state_dict().items()}
