@@ -19,5 +19,4 @@ end_with_parent()
 
 import torch._dynamo  # noqa: F401  what the first optimizer of a process would import
 
-import penstock.train.loop
-import penstock.view.progress  # noqa: F401
+import penstock.train.loop  # noqa: F401
