@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -55,3 +56,11 @@ def fail_in_training(values: dict[str, Any], folder: str, rank: int, how: str, d
 def stop_at_the_end(_: str) -> None:
     if os.environ["RANK"] == "1":
         os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def stop_after_the_end(_: str) -> None:
+    """Rank 1 is stopped when it has done its part and waits for the launcher, before rank 0 has done its own."""
+    if os.environ["RANK"] == "1":
+        threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGSTOP]).start()
+    else:
+        time.sleep(1.5)

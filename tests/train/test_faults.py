@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from launched import stop_at_the_end
+from launched import stop_after_the_end, stop_at_the_end
 
 from campaigns.trial import Fault, Shape, judge_failure, judge_folder, run
 from penstock.errors import WorkerError
@@ -65,3 +65,11 @@ def test_a_worker_that_stalls_when_others_have_done_their_part() -> None:
     with pytest.raises(WorkerError, match=message):
         launch_local(2, stop_at_the_end, timeout=1.0)
     assert time.monotonic() - begun < 60  # it would be for ever
+
+
+def test_a_worker_that_is_stopped_while_it_waits_for_the_launcher() -> None:
+    """Elastic wakes it, and waits until it has woken, which never happens."""
+    begun = time.monotonic()
+    with pytest.raises(WorkerError, match="all workers have done their part, but not all of them have ended"):
+        launch_local(2, stop_after_the_end, timeout=3.0)
+    assert time.monotonic() - begun < 60

@@ -79,6 +79,21 @@ class Ends:
             self._killed = True
             self.kill(spared=set() if done.keys() == self._ranks else done.keys())
 
+    @property
+    def is_stuck(self) -> bool:
+        """Whether elastic has not noticed the end of workers that have done their part and were killed long since.
+
+        It wakes all that wait for it to have read their results, and waits until each has woken: for ever, if one has
+        died or been stopped in between.
+        """
+        patience = self._timeout + _GRACE
+        done = self._marks(_DONE, self._seen[0]).keys() == self._ranks
+        return self._killed and done and time.monotonic() - self._since > patience
+
+    def stuck(self) -> WorkerError:
+        """What the user must know then."""
+        return WorkerError("all workers have done their part, but not all of them have ended; they were killed", "")
+
     def kill(self, spared: Collection[int] = ()) -> None:
         """Kill the workers of the last start, but for some ranks."""
         for rank, (process, group) in self._marks(_BEGUN, self._last_start()).items():

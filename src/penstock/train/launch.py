@@ -11,7 +11,7 @@ import tempfile
 import threading
 import uuid
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
@@ -72,10 +72,12 @@ def launch_local(
             start_method=_start_method(),
             logs_specs=DefaultLogsSpecs(log_dir=str(ends.errors)),
         )
-        with ThreadPoolExecutor(1, "penstock launcher") as thread, _Signals(drain) as signals:
-            launched = thread.submit(elastic_launch(config, work), function, folder, *arguments, str(drain))
+        with _Signals(drain) as signals:
+            launched = _in_thread(elastic_launch(config, work), function, folder, *arguments, str(drain))
             while not wait([launched], timeout=_LOOK).done:
                 ends.look()
+                if ends.is_stuck:
+                    raise ends.stuck()
                 if signals.second is not None:  # those that elastic has started instead of them as well
                     ends.kill()
             try:
@@ -86,6 +88,20 @@ def launch_local(
                 raise ends.explain(error) from None
             except (EOFError, OSError) as error:  # what workers are forked from has died
                 raise WorkerError(f"workers could not be started: {error!r}", "") from None
+
+
+def _in_thread(function: Callable[..., Any], *arguments: Any) -> Future[Any]:
+    """Call a function in a thread that nobody waits for at the end: elastic may be stuck in it."""
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function(*arguments))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="penstock launcher", daemon=True).start()
+    return future
 
 
 def _start_method() -> str:
