@@ -175,13 +175,14 @@ def test_what_came_after_a_checkpoint_is_forgotten_when_it_is_loaded(tmp_path: P
     """A checkpoint of the same batch is written again, whatever became of the first one."""
     pipeline = make(None)
     found = penstock.Checkpoints(pipeline, tmp_path)
-    list(pipeline.run(batches()[:6], save=found.every(3)))
+    every = found.every(3)
+    list(pipeline.run(batches()[:6], save=every))
     assert found.wait() is None
     damage(place_of(tmp_path, 6) / "stage-1.safetensors")
     found.load()
     assert pipeline.batches == 3
     assert found.save() is None
-    list(pipeline.run(batches()[3:7], save=found.every(3)))
+    list(pipeline.run(batches()[3:7], save=every))
     assert found.save() is None
     assert [path.name for path in checkpoints(tmp_path)] == ["batch-00000006", "batch-00000007"]
     other = make(None)

@@ -70,6 +70,6 @@ def test_a_worker_that_stalls_when_others_have_done_their_part() -> None:
 def test_a_worker_that_is_stopped_while_it_waits_for_the_launcher() -> None:
     """Elastic wakes it, and waits until it has woken, which never happens."""
     begun = time.monotonic()
-    with pytest.raises(WorkerError, match="all workers have done their part, but not all of them have ended"):
+    with pytest.raises(WorkerError, match="all workers have done their part, but not all have ended"):
         launch_local(2, stop_after_the_end, timeout=3.0)
     assert time.monotonic() - begun < 60

@@ -14,7 +14,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from penstock.errors import CheckpointError, ConfigError
 from penstock.runtime.collective import gather_json
 from penstock.runtime.pipeline import Pipeline
-from penstock.runtime.snapshot import Saving
+from penstock.runtime.snapshot import Saving, Snapshot
 from penstock.train.checkpoint import Checkpoint, checkpoints, clear_parts, open_newest, set_aside
 from penstock.train.writing import LocalWall, StoreWall, Wall, Writer
 
@@ -82,8 +82,8 @@ class Checkpoints:
         return Writer(self._folder, parts, own, self._keep, self._extra, wall, *self._limits, self._tell)
 
     def every(self, batches: int) -> Saving:
-        """What `Pipeline.run` is to be told to have one written whenever so many batches are done; after `load`."""
-        return Saving(batches, self._writer.sink, self._writer.make_room)
+        """What `Pipeline.run` is to be told to have one written whenever so many batches are done."""
+        return Saving(batches, self._sink, self._make_room)
 
     def load(self) -> Mapping[str, Any] | None:
         """Go on from the newest whole checkpoint; returns what was kept with it, None if there is none.
@@ -145,6 +145,12 @@ class Checkpoints:
             self._written = self._writer.batch
             self._failure = self._writer.finish(self._written)
         return self._failure
+
+    def _sink(self, snapshot: Snapshot) -> None:
+        self._writer.sink(snapshot)  # of the writer there is then: `load` makes a new one
+
+    def _make_room(self, batch: int) -> bool:
+        return self._writer.make_room(batch)
 
     def _open(self, path: Path) -> Checkpoint:
         """Open a checkpoint that is whole in the eyes of all ranks."""

@@ -63,7 +63,8 @@ class Ends:
     def __init__(self, folder: Path, workers: int, timeout: float) -> None:
         self._folder, self._ranks, self._timeout = folder, set(range(workers)), timeout
         self.errors = folder / "errors"
-        self._seen, self._since, self._killed = (-1, 0, 0), 0.0, False
+        self._seen, self._since = (-1, 0, 0), 0.0
+        self._killed: float | None = None  # when the last start's workers were first killed
 
     def look(self) -> None:
         """See whether workers have to be ended: elastic waits long after a failure, and for ever after a good end."""
@@ -74,28 +75,24 @@ class Ends:
             if start > self._seen[0] >= 0:
                 said = self._lines(start - 1, self._ranks)
                 logging.getLogger(__name__).warning("a worker has failed, and all are started again%s", said)
-            self._seen, self._since, self._killed = seen, time.monotonic(), False
+            self._seen, self._since, self._killed = seen, time.monotonic(), None
         elif any(seen[1:]) and time.monotonic() - self._since > (_GRACE if reports else self._timeout):
-            self._killed = True
             self.kill(spared=set() if done.keys() == self._ranks else done.keys())
 
     @property
     def is_stuck(self) -> bool:
-        """Whether elastic has not noticed the end of workers that have done their part and were killed long since.
+        """Whether elastic does not notice that all have done their part, and that who had not ended was killed.
 
         It wakes all that wait for it to have read their results, and waits until each has woken: for ever, if one has
         died or been stopped in between.
         """
-        patience = self._timeout + _GRACE
-        done = self._marks(_DONE, self._seen[0]).keys() == self._ranks
-        return self._killed and done and time.monotonic() - self._since > patience
-
-    def stuck(self) -> WorkerError:
-        """What the user must know then."""
-        return WorkerError("all workers have done their part, but not all of them have ended; they were killed", "")
+        if self._killed is None or time.monotonic() - self._killed < _GRACE:
+            return False
+        return self._marks(_DONE, self._last_start()).keys() == self._ranks
 
     def kill(self, spared: Collection[int] = ()) -> None:
         """Kill the workers of the last start, but for some ranks."""
+        self._killed = time.monotonic() if self._killed is None else self._killed
         for rank, (process, group) in self._marks(_BEGUN, self._last_start()).items():
             with suppress(ProcessLookupError):
                 if rank not in spared and os.getpgid(process) == group:  # else its number has gone to another process
@@ -114,7 +111,7 @@ class Ends:
         else:
             rank, trace = silent.pop() if found in reports else found, ""
             what = f"failed with exit code {failure.exitcode}: {failure.message}"
-            if rank != found or self._killed:
+            if rank != found or self._killed is not None:
                 what = "is stalled or dead: it has said nothing"
         return WorkerError(f"worker {rank} {what}{self._lines(start, self._ranks - {rank})}", trace)
 

@@ -76,10 +76,10 @@ def launch_local(
             launched = _in_thread(elastic_launch(config, work), function, folder, *arguments, str(drain))
             while not wait([launched], timeout=_LOOK).done:
                 ends.look()
-                if ends.is_stuck:
-                    raise ends.stuck()
                 if signals.second is not None:  # those that elastic has started instead of them as well
                     ends.kill()
+                if ends.is_stuck:
+                    raise WorkerError("all workers have done their part, but not all have ended; they were killed", "")
             try:
                 launched.result()
             except ChildFailedError as error:
