@@ -58,6 +58,10 @@ def stop_at_the_end(_: str) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
 
 
+def wait_for_nothing(_: str) -> None:
+    time.sleep(120)  # without a connection whose end would tell
+
+
 def stop_after_the_end(_: str) -> None:
     """Rank 1 is stopped when it has done its part and waits for the launcher, before rank 0 has done its own."""
     if os.environ["RANK"] == "1":

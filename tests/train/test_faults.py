@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from launched import stop_after_the_end, stop_at_the_end
 
-from campaigns.trial import Fault, Shape, judge_failure, judge_folder, run
+from campaigns.trial import Fault, Shape, judge_failure, judge_folder, run, workers_of
 from penstock.errors import WorkerError
 from penstock.train.build import make_pipeline
 from penstock.train.config import validate_config
@@ -73,3 +77,20 @@ def test_a_worker_that_is_stopped_while_it_waits_for_the_launcher() -> None:
     with pytest.raises(WorkerError, match="all workers have done their part, but not all have ended"):
         launch_local(2, stop_after_the_end, timeout=3.0)
     assert time.monotonic() - begun < 60
+
+
+def test_workers_that_wait_for_nothing_do_not_outlive_the_launcher() -> None:
+    code = "from launched import *; from penstock.train.launch import launch_local; launch_local(2, wait_for_nothing)"
+    with subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parent) as launcher:
+        until(lambda: len(workers_of(launcher.pid)) == 2, 60.0)
+        workers = workers_of(launcher.pid)
+        time.sleep(1.0)
+        launcher.kill()
+    until(lambda: not any(map(psutil.pid_exists, workers)), 10.0)
+
+
+def until(true: Callable[[], bool], seconds: float) -> None:
+    patience = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < patience
+        time.sleep(0.1)
