@@ -145,7 +145,7 @@ class Buffer:
             return 0.0, 0.0
         with torch.no_grad():
             norms = torch._foreach_norm(views)
-            squares = torch.stack([norm.to(torch.float64) for norm in norms]).square().tolist()
+            squares = torch.stack(norms).double().square().tolist()
         total = math.fsum(squares)
         return total, math.fsum([*squares, -total]) if math.isfinite(total) else 0.0
 
