@@ -58,11 +58,13 @@ class TimeSplit:
         makespan: from the first start to the last end of work on any rank.
         busy: working time per rank.
         idle: the rest of the makespan, per rank.
+        partial: it is that of the end of a run alone; the rest of the timeline was not kept.
     """
 
     makespan: float
     busy: tuple[float, ...]
     idle: tuple[Idle, ...]
+    partial: bool = False
 
     def shares(self, rank: int | None = None) -> dict[str, float]:
         """Work, and idleness by cause, as parts of the time of a rank, or of all: those add up to the bubble."""
@@ -81,7 +83,7 @@ def split_time(timeline: Timeline) -> TimeSplit:
             for cause, time in gap.split():
                 causes[cause] += time
         idle.append(Idle(**causes))
-    return TimeSplit(bubble.makespan, bubble.busy, tuple(idle))
+    return TimeSplit(bubble.makespan, bubble.busy, tuple(idle), timeline.since > 0)
 
 
 @dataclass

@@ -75,12 +75,14 @@ class Timeline:
     Attributes:
         memory: per rank and kind, (time, amount held from then on): activations in units of one microbatch on the
             rank's whole share when simulated, bytes of each kind when measured.
+        since: intervals that began before are not kept; of a long measured run there is only the end.
     """
 
     ranks: int
     intervals: list[Interval] = field(default_factory=list)
     memory: dict[tuple[int, str], list[tuple[float, float]]] = field(default_factory=dict)
     unit: str = "s"
+    since: float = 0.0
 
     def work(self, rank: int | None = None) -> list[Interval]:
         """The busy intervals of the compute lane, of one rank or of all."""

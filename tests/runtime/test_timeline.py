@@ -99,6 +99,7 @@ def test_a_long_run_keeps_the_same_window_on_every_rank() -> None:
     timeline = pipeline.timeline()
     begins = [min(i.start for i in timeline.intervals if i.rank == rank) for rank in (0, 1)]
     assert abs(begins[0] - begins[1]) < timeline.makespan / 2
+    assert 0 < timeline.since == min(begins)
     assert {i.what for i in timeline.intervals} >= {"F", "B", "STEP"}
     assert len(timeline.work(1)) < 30
 

@@ -144,6 +144,15 @@ def test_a_table_of_where_the_time_went():
     ]
 
 
+def test_a_table_of_the_end_of_a_long_run_says_so():
+    """What was not kept is not in it."""
+    timeline = simulated("1f1b", 2, 2, 1)
+    timeline.since = 3.0
+    console = Console(file=StringIO(), width=80)
+    console.print(time_table(split_time(timeline), unit=" s"))
+    assert console.file.getvalue().splitlines()[0].strip() == "where the time went, % of the last 9 s"
+
+
 def test_bytes_for_people():
     assert [human_bytes(n) for n in (0, 999, 1500, 2_340_000, 10**9, 5 * 10**12)] == [
         "0 B", "999 B", "1.5 kB", "2.3 MB", "1.0 GB", "5.0 TB",

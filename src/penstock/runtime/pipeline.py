@@ -149,7 +149,7 @@ class Pipeline:
         )
         self.schedule = self.proof.schedule
         check_offered(self.schedule)
-        self.team = Team(width, self.schedule.ranks, group)
+        self.team = Team(width, self.schedule.ranks, group, timeout)
         holders = holders_of(self.schedule, width).values()
         holder_groups = groups_of_holders(self.team, holders, mesh, timeout) if fast else {}
         if divisor is None:

@@ -35,14 +35,17 @@ class Randomness:
 
     Args:
         seed: of the whole run.
-        devices: where its blocks compute.
+        devices: where its parameters are; a stage without any is taken to compute on torch's current device.
     """
 
     def __init__(self, seed: int, devices: Iterable[torch.device]) -> None:
         self._seed = seed
         self._generators: list[Generator] = [torch.default_generator]
-        for device in sorted({d.index or 0 for d in devices if d.type == "cuda"}):
-            self._generators.append(torch.cuda.default_generators[device])
+        found = set(devices)
+        if not found and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            found = {torch.device("cuda", torch.cuda.current_device())}
+        for index in sorted({device.index or 0 for device in found if device.type == "cuda"}):
+            self._generators.append(torch.cuda.default_generators[index])
 
     @contextmanager
     def apart(self) -> Iterator[None]:

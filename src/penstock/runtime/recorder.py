@@ -93,7 +93,7 @@ class Recorder:
 def merge_recordings(parts: Sequence[dict[str, Any]], ranks: int) -> Timeline:
     """One timeline of all ranks: of a long run, what every rank still remembers."""
     since = max(part["since"] for part in parts)
-    timeline = Timeline(ranks)
+    timeline = Timeline(ranks, since=since)
     for part in parts:
         timeline.intervals += [Interval(*interval) for interval in part["intervals"] if interval[2] >= since]
         for kind, samples in part["memory"].items():

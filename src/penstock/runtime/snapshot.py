@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from penstock.errors import CheckpointError
@@ -34,6 +35,7 @@ class Snapshot:
         tensors: copies, by name.
         values: plain values that an optimizer remembers, by name.
         facts: what is the same on all stages.
+        copied: when the tensors are complete, where a device copies them in its own time.
     """
 
     batch: int
@@ -42,11 +44,18 @@ class Snapshot:
     tensors: dict[str, Tensor]
     values: dict[str, Any]
     facts: dict[str, Any]
+    copied: torch.cuda.Event | None = None
 
     @cached_property
     def nbytes(self) -> int:
         """Bytes of the tensors, until whoever has it clears them."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def on_cpu(self) -> dict[str, Tensor]:
+        """The tensors as a file takes them; any thread may ask for them, whatever its current stream is."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        return {name: tensor.cpu().contiguous() for name, tensor in self.tensors.items()}
 
 
 class Saving(NamedTuple):
@@ -103,7 +112,7 @@ def take(
     facts: dict[str, Any] = {"batch": batch, "decisions": decisions.state()}
     if replica:
         tensors = {f"fixed.{replica}/{name}": tensor for name, tensor in fixed.items()}
-        return Snapshot(batch, replica, node.node.cut, tensors, {}, facts)
+        return Snapshot(batch, replica, node.node.cut, tensors, {}, facts, _copied(tensors))
     tensors = {f"fixed/{name}": tensor for name, tensor in fixed.items()}
     values: dict[str, Any] = {}
     if node.store is not None and node.updater is not None:
@@ -117,7 +126,13 @@ def take(
             tensors |= {f"average/{name}": view.clone() for name, view in node.average.views.items()}
         values |= {f"stepped/{name}": node.updater.name for name in node.updater.parameters}
         facts |= {"updates": node.updater.updates}
-    return Snapshot(batch, replica, node.node.cut, tensors, values, facts)
+    return Snapshot(batch, replica, node.node.cut, tensors, values, facts, _copied(tensors))
+
+
+def _copied(tensors: Mapping[str, Tensor]) -> torch.cuda.Event | None:
+    """When the work that the current stream has been given is done; None where all are on the CPU."""
+    device = next((tensor.device for tensor in tensors.values() if tensor.is_cuda), None)
+    return None if device is None else torch.cuda.current_stream(device).record_event()
 
 
 def copies_of_fixed(node: NodeRuntime) -> dict[str, Tensor]:

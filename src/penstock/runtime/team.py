@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -25,6 +26,7 @@ class Team:
         width: w, the number of pipelines.
         depth: d, the ranks of each.
         group: one process per seat, the ranks of a pipeline next to each other; None for one process with all seats.
+        timeout: seconds that peers may take, for a group that is made here.
 
     Attributes:
         seats: those of this process.
@@ -34,7 +36,7 @@ class Team:
         ConfigError: the group has another size.
     """
 
-    def __init__(self, width: int, depth: int, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, width: int, depth: int, group: dist.ProcessGroup | None, timeout: float) -> None:
         if isinstance(width, bool) or not isinstance(width, int) or width < 1:
             raise ConfigError(f"width must be a whole number of at least 1, got {width!r}")
         self.width, self.depth, self.group = width, depth, group
@@ -46,7 +48,7 @@ class Team:
                 pipelines = f" times {width} parallel pipelines" if width > 1 else ""
                 raise ConfigError(f"the schedule has {depth} ranks{pipelines}, the process group {size}")
             self.seats = [Seat(*divmod(dist.get_rank(group), depth))]
-        self.control = _control_group(group)
+        self.control = _control_group(group, timeout)
 
     def worker(self, seat: Seat) -> int:
         """The number of a seat among all; between processes the rank of its process in the group."""
@@ -73,9 +75,10 @@ def backends(group: dist.ProcessGroup) -> dict[str, str]:
     return {device: backend for device, _, backend in (part.partition(":") for part in parts)}
 
 
-def _control_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+def _control_group(group: dist.ProcessGroup | None, timeout: float) -> dist.ProcessGroup | None:
     """A group on the CPU for small messages: the given one, or a gloo group of the same ranks."""
     if group is None or backends(group).get("cpu") == "gloo":
         return group
-    made: dist.ProcessGroup = dist.new_group(dist.get_process_group_ranks(group), backend="gloo")
+    ranks, limit = dist.get_process_group_ranks(group), timedelta(seconds=timeout)
+    made: dist.ProcessGroup = dist.new_group(ranks, limit, backend="gloo")
     return made

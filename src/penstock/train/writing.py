@@ -175,7 +175,7 @@ class Writer:
             path = disk.part_of(place) / name
             path.parent.mkdir(parents=True, exist_ok=True)
             if snapshot.tensors:
-                tensors = {key: tensor.cpu().contiguous() for key, tensor in snapshot.tensors.items()}
+                tensors = snapshot.on_cpu()
                 save_file(tensors, path, metadata={"schema": str(disk.SCHEMA)})
                 disk.sync_file(path)
                 part |= {"tensors": list(tensors), "files": {name: disk.fingerprint(path)}}

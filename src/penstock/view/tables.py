@@ -135,7 +135,8 @@ _CAUSES = (
 
 def time_table(split: TimeSplit, unit: str = " s") -> Table:
     """Where the time of every rank went, and that of all, whose idle shares add up to the bubble."""
-    title = f"where the time went, % of {split.makespan:.4g}{unit}"
+    part = "the last " if split.partial else ""
+    title = f"where the time went, % of {part}{split.makespan:.4g}{unit}"
     table = Table(title=title, title_justify="left", title_style="dim", box=None, padding=(0, 0, 0, 1), pad_edge=False)
     table.caption, table.caption_justify = _CAUSES, "left"
     everything = split.shares()
