@@ -131,9 +131,7 @@ class Pipeline:
         low = low_precision(precision)
         policy = Policy(clip, loss_scale or (LossScale() if precision == "fp16" else None))
         fast = is_fast(reduce)
-        if not isinstance(schedule, Schedule | Proof):
-            raise ConfigError(f"schedule must come from make_schedule, prove or check, not {schedule!r:.80}")
-        named, plain = named_blocks(blocks), schedule if isinstance(schedule, Schedule) else schedule.schedule
+        named, plain = named_blocks(blocks), _schedule_of(schedule)
         if mesh is not None:
             width, group = from_mesh(mesh, width, plain.ranks, group)
         width = 1 if width is None else width
@@ -152,15 +150,8 @@ class Pipeline:
         self.team = Team(width, self.schedule.ranks, group, timeout)
         holders = holders_of(self.schedule, width).values()
         holder_groups = groups_of_holders(self.team, holders, mesh, timeout) if fast else {}
-        if divisor is None:
-            divisor = width * self.schedule.microbatches
-        if average is not None and not 0 < average < 1:
-            raise ConfigError(f"average must be a decay between 0 and 1, such as 0.999; got {average}")
-        if not divisor > 0:
-            raise ConfigError(f"divisor must be positive, got {divisor}")
-        if low is not None:  # so that the gradient of a loss in low precision, S / c, is not rounded
-            divisor = 2.0 ** round(math.log2(divisor))
-        recipe = Recipe(loss, optimizer, rate, float(divisor), policy, recompute, seed, low, average)
+        about = width * self.schedule.microbatches if divisor is None else divisor
+        recipe = Recipe(loss, optimizer, rate, _constant(about, low), policy, recompute, seed, low, average)
         origin = time.perf_counter() if group is None else common_origin(self.team.control)
         models = {r: named if r == self.team.replicas[0] else copy.deepcopy(named) for r in self.team.replicas}
         self._workers = [
@@ -170,18 +161,18 @@ class Pipeline:
         equalise(ties, self.team, self._workers)
         check_equal(self.team, self._workers)
         evaluation = prove_evaluation(self.schedule)
-        groups = self._make_lane_groups({Channel.TRAINING: self.proof, Channel.EVALUATION: evaluation})
-        if groups and ties:
-            raise CapabilityError("parameters that stages share are offered over gloo so far, not over NCCL")
+        groups = self._make_lane_groups({Channel.TRAINING: self.proof, Channel.EVALUATION: evaluation}, bool(ties))
         self._spans = Spans(self.team, self._workers, self.proof, evaluation, groups, holder_groups, timeout)
 
-    def _make_lane_groups(self, proofs: Mapping[Channel, Proof]) -> dict[Channel, list[LaneGroups]]:
+    def _make_lane_groups(self, proofs: Mapping[Channel, Proof], ties: bool) -> dict[Channel, list[LaneGroups]]:
         """Communicators for tensors, where they travel over NCCL."""
         group, control = self.team.group, self.team.control
         if group is None or control is None or not _needs_nccl(group, self.nodes.values()):
             return {}
         if self.team.width > 1:
             raise CapabilityError("parallel pipelines are offered over gloo so far, not over NCCL")
+        if ties:
+            raise CapabilityError("parameters that stages share are offered over gloo so far, not over NCCL")
         return {channel: lane_groups(proof.lowered.lanes, control, "nccl") for channel, proof in proofs.items()}
 
     @property
@@ -337,6 +328,19 @@ class Pipeline:
             gathered = gather_json(parts, "gathering the timeline", self.team.control)
             parts = [part for others in gathered for part in others]
         return merge_recordings(parts, self.team.width * self.team.depth)
+
+
+def _schedule_of(given: Schedule | Proof) -> Schedule:
+    if not isinstance(given, Schedule | Proof):
+        raise ConfigError(f"schedule must come from make_schedule, prove or check, not {given!r:.80}")
+    return given if isinstance(given, Schedule) else given.schedule
+
+
+def _constant(divisor: float, precision: torch.dtype | None) -> float:
+    """c, which losses are divided by: in low precision a power of two, so that the gradient S / c is not rounded."""
+    if not divisor > 0:
+        raise ConfigError(f"divisor must be positive, got {divisor}")
+    return float(divisor) if precision is None else 2.0 ** round(math.log2(divisor))
 
 
 def _needs_nccl(group: dist.ProcessGroup, nodes: Iterable[NodeRuntime]) -> bool:

@@ -11,6 +11,7 @@ from weakref import ref
 
 import torch
 
+from penstock.errors import ConfigError
 from penstock.runtime.blocks import LazyBlock
 from penstock.runtime.decisions import Decisions
 from penstock.runtime.graphs import Graphs
@@ -44,6 +45,11 @@ class Recipe:
     seed: int
     precision: torch.dtype | None
     average: float | None
+
+    def __post_init__(self) -> None:
+        """Make sure that the average can be kept."""
+        if self.average is not None and not 0 < self.average < 1:
+            raise ConfigError(f"average must be a decay between 0 and 1, such as 0.999; got {self.average}")
 
 
 class Worker:
