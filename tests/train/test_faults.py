@@ -74,7 +74,8 @@ def test_a_worker_that_stalls_when_others_have_done_their_part() -> None:
 def test_a_worker_that_is_stopped_while_it_waits_for_the_launcher() -> None:
     """Elastic wakes it, and waits until it has woken, which never happens."""
     begun = time.monotonic()
-    with pytest.raises(WorkerError, match="all workers have done their part, but not all have ended"):
+    message = "worker 1 is stalled or dead: it had done its part, but did not end\n  worker 0: had done its part"
+    with pytest.raises(WorkerError, match=message):
         launch_local(2, stop_after_the_end, timeout=3.0)
     assert time.monotonic() - begun < 60
 

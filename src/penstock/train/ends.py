@@ -65,6 +65,7 @@ class Ends:
         self.errors = folder / "errors"
         self._seen, self._since = (-1, 0, 0), 0.0
         self._killed: float | None = None  # when the last start's workers were first killed
+        self._still: list[int] = []  # those of them that could not have ended by themselves any more
 
     def look(self) -> None:
         """See whether workers have to be ended: elastic waits long after a failure, and for ever after a good end."""
@@ -92,8 +93,11 @@ class Ends:
 
     def kill(self, spared: Collection[int] = ()) -> None:
         """Kill the workers of the last start, but for some ranks."""
-        self._killed = time.monotonic() if self._killed is None else self._killed
-        for rank, (process, group) in self._marks(_BEGUN, self._last_start()).items():
+        begun = self._marks(_BEGUN, self._last_start())
+        if self._killed is None:
+            self._killed = time.monotonic()
+            self._still = sorted(rank for rank, (process, _) in begun.items() if _is_still(process))
+        for rank, (process, group) in begun.items():
             with suppress(ProcessLookupError):
                 if rank not in spared and os.getpgid(process) == group:  # else its number has gone to another process
                     os.kill(process, signal.SIGKILL)
@@ -114,6 +118,15 @@ class Ends:
             if rank != found or self._killed is not None:
                 what = "is stalled or dead: it has said nothing"
         return WorkerError(f"worker {rank} {what}{self._lines(start, self._ranks - {rank})}", trace)
+
+    def explain_stuck(self) -> WorkerError:
+        """The same where `is_stuck`: whom elastic has waited for."""
+        start = self._last_start()
+        if not self._still:
+            return WorkerError("all workers have done their part, but not all have ended; they were killed", "")
+        rank, *_ = self._still
+        what = "is stalled or dead: it had done its part, but did not end"
+        return WorkerError(f"worker {rank} {what}{self._lines(start, self._ranks - {rank})}", "")
 
     def _lines(self, start: int, ranks: set[int]) -> str:
         """A line for each of some workers."""
@@ -142,3 +155,12 @@ class Ends:
             extra, rank = message["extraInfo"], int(path.parent.name)
             found[rank] = _Report(float(extra["timestamp"]), rank, str(message["message"]), str(extra["py_callstack"]))
         return found
+
+
+def _is_still(process: int) -> bool:
+    """Whether a process is stopped or dead, where the system tells."""
+    try:
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return Path("/proc/self/stat").exists()  # it is gone, or nothing is known of any process
+    return state in "TtZX"

@@ -79,7 +79,7 @@ def launch_local(
                 if signals.second is not None:  # those that elastic has started instead of them as well
                     ends.kill()
                 if ends.is_stuck:
-                    raise WorkerError("all workers have done their part, but not all have ended; they were killed", "")
+                    raise ends.explain_stuck()
             try:
                 launched.result()
             except ChildFailedError as error:
