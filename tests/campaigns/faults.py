@@ -1,11 +1,12 @@
 """Workers that are killed or stopped at random moments, in many seeded trials: `make faults`.
 
-    PYTHONPATH=tests python -m campaigns.faults                    # 50 trials, about half an hour on two cores
+    PYTHONPATH=tests python -m campaigns.faults                    # 60 trials, about half an hour on two cores
     PYTHONPATH=tests python -m campaigns.faults --trials 4 --seed 7
 
-Every other trial has no restarts: the job must end in time with a report, leave no process and no broken checkpoint
-behind, and `penstock train --resume` must end with the weights of an undisturbed run, bit for bit. The others have
-restarts, and must end with those weights by themselves.
+In 50 trials workers are killed, in ten more one is stopped. Every other trial with kills, and those with stops, have no
+restarts: the job must end in time with a report of every worker, leave no process and no broken checkpoint behind, and
+`penstock train --resume` must end with the weights of an undisturbed run, bit for bit. The others have restarts; they
+must tell the reports, and end with those weights by themselves.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from rich.console import Console
 from rich.table import Table
 
 from campaigns.trial import (
-    BATCHES,
     STALL,
     Fault,
     Outcome,
     Shape,
     judge_failure,
+    judge_restarts,
     judge_success,
     run,
 )
@@ -42,8 +43,9 @@ SHAPES = (
     Shape("2bw", 3, every=3),
     Shape("2bw", 2, width=2),
     Shape("1f1b", 2),
+    Shape("2bw", 2, patience=2),
 )
-LINES = 2 * BATCHES + BATCHES // 4  # of the metrics of a run, roughly: losses, updates, checkpoints
+KILLS = 50  # the trials after those are of workers that are stopped
 STARTING = 6.0  # seconds in which a worker starts, roughly
 RESUMED = 2  # one of so many failed runs is resumed
 DRAWS = 3  # a trial whose run ends before its fault is drawn again, so often
@@ -67,8 +69,8 @@ def draw(number: int, seed: int, again: int = 0) -> Trial:
     """The trial of a number."""
     dice = random.Random(f"{seed}/{number}/{again}")
     shape = dice.choice(SHAPES)
-    restarts = 0 if number % 2 == 0 else 2
-    stalled = not restarts and dice.random() < 0.3
+    stalled = number >= KILLS
+    restarts = 0 if stalled or number % 2 == 0 else 2
     count = 2 if restarts and dice.random() < 0.3 else 1
     faults = tuple(_draw_fault(dice, shape, signal.SIGSTOP if stalled else signal.SIGKILL) for _ in range(count))
     return Trial(number, shape, faults, restarts)
@@ -79,8 +81,8 @@ def _draw_fault(dice: random.Random, shape: Shape, number: signal.Signals) -> Fa
     if when < 0.15:
         return Fault(rank, number, None, dice.uniform(0, STARTING))
     if when < 0.85:
-        return Fault(rank, number, dice.randint(1, LINES - 1), dice.uniform(0, 0.05))
-    return Fault(rank, number, LINES - 10, dice.uniform(0, 1.0))
+        return Fault(rank, number, dice.randint(1, shape.lines - 1), dice.uniform(0, 0.05))
+    return Fault(rank, number, shape.lines - 10, dice.uniform(0, 1.0))
 
 
 class Campaign:
@@ -101,7 +103,7 @@ class Campaign:
         outcome = run(self._folder / place, settings, trial.faults)
         resumed = False
         if not outcome.faults or trial.restarts:
-            wrong = judge_success(undisturbed, outcome)
+            wrong = judge_success(undisturbed, outcome) + judge_restarts(trial.shape, trial.faults, outcome)
         else:
             wrong = judge_failure(trial.shape, trial.faults[0], outcome)
             if trial.number // 2 % RESUMED == 0:
@@ -153,7 +155,7 @@ def tabulate(found: list[dict[str, Any]]) -> Table:
 def main() -> None:
     """Carry out a campaign; exit code 1 if a trial ended as it should not."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trials", type=int, default=50)
+    parser.add_argument("--trials", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", type=int, nargs="+", help="numbers of the trials to carry out")
     parser.add_argument("--out", type=Path, help="write the raw outcome of every trial to this JSON file")

@@ -38,12 +38,18 @@ _MARK = "PENSTOCK_TRIAL"  # in the environment of all processes of a run, so tha
 
 @dataclass(frozen=True)
 class Shape:
-    """What is trained."""
+    """What is trained.
+
+    Attributes:
+        every: batches between two checkpoints.
+        patience: evaluations that may find nothing better before the run ends; None to train all batches.
+    """
 
     method: str
     stages: int
     width: int = 1
     every: int = 4
+    patience: int | None = None
 
     @property
     def workers(self) -> int:
@@ -51,7 +57,13 @@ class Shape:
 
     @property
     def name(self) -> str:
-        return f"{self.method} {f'{self.width} x ' if self.width > 1 else ''}{self.stages}"
+        stops = ", patience" if self.patience is not None else ""
+        return f"{self.method} {f'{self.width} x ' if self.width > 1 else ''}{self.stages}{stops}"
+
+    @property
+    def lines(self) -> int:
+        """Of the metrics of a run, roughly: losses, updates, checkpoints."""
+        return 2 * BATCHES + BATCHES // 4 if self.patience is None else 45
 
     def settings(self) -> dict[str, Any]:
         return {
@@ -67,6 +79,16 @@ class Shape:
             "timeout": 120.0,
             "model": {"layers": 2, "width": 32, "heads": 2, "context": 16},
             "checkpoint": {"every": self.every, "keep": 2},
+            **(self._impatient() if self.patience is not None else {}),
+        }
+
+    def _impatient(self) -> dict[str, Any]:
+        """A rate that is too high, so that a run with an average ends in the midst of its batches."""
+        return {
+            "average": 0.9,
+            "optimizer": {"lr": 0.3},
+            "rate": {"warm_up": 0},
+            "evaluate": {"every": 2, "samples": 4, "patience": self.patience},
         }
 
 
@@ -267,6 +289,21 @@ def judge_failure(shape: Shape, fault: Fault, outcome: Outcome) -> list[str]:
         if line is None or not reports(line[1], silence):
             wrong.append(f"worker {rank} has not reported" + ("" if line is None else f" what it did: {line[1]}"))
     return wrong + judge_folder(outcome.folder, stalled=fault.number == signal.SIGSTOP)
+
+
+def judge_restarts(shape: Shape, faults: tuple[Fault, ...], outcome: Outcome) -> list[str]:
+    """What is wrong with what a run has told before its workers were started again."""
+    told = outcome.err.split("a worker has failed, and all are started again")[1:]
+    if len(told) != outcome.faults:
+        return [f"{outcome.faults} faults, but the user was told {len(told)} times: {outcome.err[:300]!r}"]
+    wrong = []
+    for fault, said in zip(faults, told, strict=False):
+        for rank in range(shape.workers):
+            line = re.search(rf"^  worker {rank}: (.*)$", said, re.MULTILINE)
+            at_an_end = fault.lines is None or fault.lines >= shape.lines - 15
+            if line is None or not reports(line[1], silence=rank == fault.rank or at_an_end):
+                wrong.append(f"worker {rank} has not reported" + ("" if line is None else f" what it did: {line[1]}"))
+    return wrong
 
 
 def judge_folder(folder: Path, stalled: bool = False) -> list[str]:

@@ -55,9 +55,10 @@ def after_drains(case: Case, every: int) -> Found:
     [(method, depth) for method in ("1f1b", "2bw", "stash") for depth in (1, 2, 4)]
     + [("sequential", 2), ("gpipe", 3), ("eager", 3), ("2bw-eager", 3)],
 )
-def test_it_finds_the_same_as_after_a_drain(method: str, depth: int) -> None:
+def test_it_finds_the_same_as_after_a_drain(method: str, depth: int, device: str) -> None:
     late = method.startswith("2bw")  # buffers have no versions: here they are those of one batch later
-    case = Case(method, depth, least(method, depth) + depth % 2, "mixed" if late else "restless", spans=(7,), skips=())
+    model = "mixed" if late else "restless"
+    case = Case(method, depth, least(method, depth) + depth % 2, model, spans=(7,), skips=(), device=device)
     pipeline = make_pipeline(case)
     found, wanted = plain(run(pipeline, case, 2)), after_drains(case, 2)
     assert [version for version, *_ in found] == ([2, 4] if late else [2, 4, 6])

@@ -39,13 +39,13 @@ WAYS: tuple[Recompute, ...] = ("block", "stage")
 @pytest.mark.parametrize("recompute", WAYS)
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("method", ["gpipe", "2bw", "stash"])
-def test_the_numbers_are_the_same(pool: Pool, method: str, depth: int, recompute: Recompute) -> None:
+def test_the_numbers_are_the_same(pool: Pool, method: str, depth: int, recompute: Recompute, device: str) -> None:
     """Dropout, batch statistics and clipping included."""
     m = max(least(method, depth), 2)
-    case = Case(method, depth, m, model="restless", spans=(3, 2), recompute=recompute, clip=0.6)
+    case = Case(method, depth, m, model="restless", spans=(3, 2), recompute=recompute, clip=0.6, device=device)
     wanted = expected(case)
     assert_same(train(None, case), wanted)
-    if depth == 2:
+    if (depth, device) == (2, "cpu"):
         assert_same(train_on_ranks(pool, case), wanted)
 
 

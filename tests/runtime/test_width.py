@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -24,6 +26,7 @@ from torch import nn
 
 from least import least
 from penstock.errors import ConfigError, DataError
+from penstock.runtime.reduction import GlooReducer
 from penstock.schedule.build import make_schedule
 from penstock.schedule.ir import Op
 from penstock.train.reference import Scaling
@@ -66,9 +69,10 @@ def test_in_one_process(method: str, depth: int, width: int) -> None:
     [(method, 2, 2) for method in METHODS] + [("2bw", 1, 2), ("2bw", 1, 3), ("1f1b", 1, 4)],
 )
 def test_on_ranks(pool: Pool, method: str, depth: int, width: int) -> None:
-    case = Case(method, depth, least(method, depth) + 1, width=width, spans=(4, 3), clip=0.6)
-    found = together(pool.submit(train, case, ranks=depth * width), case)
-    assert_same(found, expected(case))
+    case = Case(method, depth, least(method, depth) + 1, width=width, spans=(4, 3), clip=0.4)
+    found, wanted = together(pool.submit(train, case, ranks=depth * width), case), expected(case)
+    assert sum(norm > 0.4 for _, _, norm, _, _ in wanted.decided) >= len(wanted.decided) / 2
+    assert_same(found, wanted)
 
 
 @pytest.mark.parametrize("method", ["1f1b", "2bw"])
@@ -106,9 +110,9 @@ def test_a_group_of_another_size(pool: Pool) -> None:
     assert said == "the schedule has 2 ranks times 2 parallel pipelines, the process group 3"
 
 
-def stops_somewhere(group: dist.ProcessGroup, case: Case, who: int) -> list[int]:
+def stops_somewhere(group: dist.ProcessGroup, case: Case, who: int, nap: float = 0.0) -> list[int]:
     pipeline, seen = make_pipeline(case, group), []
-    for report in pipeline.run(make_batches(case)):
+    for report in pipeline.run(slowly(make_batches(case), nap)):
         seen.append(report.batch)
         if report.batch == 2 and dist.get_rank(group) == who:
             pipeline.stop()
@@ -132,6 +136,34 @@ def test_any_rank_may_stop_the_run(pool: Pool, method: str, who: int) -> None:
         ends = pool.submit(function, case, who, ranks=4)
         assert len({end[-1] for end in ends}) == 1
         assert 3 <= ends[0][-1] <= 8
+
+
+def slowly(batches: list[Any], nap: float) -> Iterator[Any]:
+    for batch in batches:
+        time.sleep(nap)
+        yield batch
+
+
+def stops_amid_slow_sums(group: dist.ProcessGroup, case: Case, seconds: float) -> int:
+    """Rank 1 hands in its share of a batch, then it stops, then the sum of that batch's gradients is there."""
+    add = GlooReducer._add
+
+    def add_slowly(self: GlooReducer, *arguments: Any) -> None:
+        time.sleep(seconds)
+        add(self, *arguments)
+
+    GlooReducer._add = add_slowly  # type: ignore[method-assign]
+    try:
+        return stops_somewhere(group, case, 1, nap=0.05)[-1]
+    finally:
+        GlooReducer._add = add  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("method", ["1f1b", "2bw"])
+def test_a_run_ends_after_the_same_batch_however_fast_its_sums_are(pool: Pool, method: str) -> None:
+    case = Case(method, 2, 4, width=2, spans=(40,), skips=())
+    fast, slow = (pool.submit(stops_amid_slow_sums, case, seconds, ranks=4) for seconds in (0.0, 0.5))
+    assert fast == slow
 
 
 def evaluates(group: dist.ProcessGroup | None, case: Case) -> tuple[float, float] | None:

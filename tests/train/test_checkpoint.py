@@ -18,8 +18,8 @@ from penstock.runtime.snapshot import Snapshot
 from penstock.train import checkpoint as disk
 from penstock.train import writing
 from penstock.train.checkpoint import Checkpoint, checkpoints, clear_parts, open_newest, place_of
-from penstock.train.loop import Patience
 from penstock.train.metrics import Metrics
+from penstock.train.patience import Patience
 from penstock.train.writing import LocalWall, Part, Wall, Writer
 
 
@@ -343,7 +343,20 @@ def test_patience_counts_a_version_once() -> None:
     """A run that goes on from a checkpoint finds again what it had found before it died."""
     patience = Patience(2)
     for version, loss in [(2, 1.0), (4, 2.0), (4, 2.0), (2, 1.0), (6, 0.5), (8, None)]:
-        assert not patience.is_over(version, loss)
-    assert patience.is_over(10, 0.6)
-    assert patience.is_over(10, 0.6)
-    assert not Patience(None).is_over(2, math.nan)
+        patience.hear(version, loss)
+        assert patience.end == math.inf
+    for _ in range(2):
+        patience.hear(10, 0.6)
+        assert patience.end == 16
+    patience.hear(12, 0.1)  # found while the run was ending
+    assert patience.end == 16
+    endless = Patience(None)
+    endless.hear(2, math.nan)
+    assert endless.end == math.inf
+
+
+def test_patience_leaves_time_for_what_is_under_way() -> None:
+    """With one microbatch per batch, on 8 stages 7 batches are under way."""
+    patience = Patience(1, depth=8, microbatches=1)
+    patience.hear(2, None)
+    assert patience.end == 2 + 6 + 7

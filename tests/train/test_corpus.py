@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from penstock.errors import DataError
+from penstock.train import corpus as corpus_module
 from penstock.train.corpus import SKIPPED_FOLDERS, load_corpus, unigram_entropy
 
 
@@ -129,3 +130,26 @@ def test_hidden_files_of_a_folder_are_left_out_and_tests_are_not(tmp_path):
         (tmp_path / place).parent.mkdir(exist_ok=True)
         (tmp_path / place).write_text(place)
     assert load_corpus(str(tmp_path)).tokens.tobytes() == b"a.txt\ntests/b.txt"
+
+
+def test_the_records_of_runs_are_no_text(tmp_path):
+    """Or training on a folder that holds its runs would find other text after a restart."""
+    (tmp_path / "a.txt").write_text("first")
+    runs = tmp_path / "runs"
+    (runs / "one").mkdir(parents=True)
+    (runs / "one" / "metrics.jsonl").write_text("{}")
+    assert bytes(load_corpus(str(tmp_path), str(runs)).tokens) == b"first"
+    assert bytes(load_corpus(str(tmp_path)).tokens) == b"first\n{}"
+    assert bytes(load_corpus(str(runs), str(tmp_path / "elsewhere")).tokens) == b"{}"
+
+
+def test_fingerprints_tell_texts_apart(tmp_path, monkeypatch):
+    """Of a large corpus parts are read, from its beginning on."""
+    monkeypatch.setattr(corpus_module, "_CHECKED_PARTS", 4)
+    monkeypatch.setattr(corpus_module, "_CHECKED_PART", 8)
+    found = set()
+    texts = ["a" * 1000, "a" * 1001, "b" + "a" * 999, "a" * 250 + "b" + "a" * 749, "a" * 20]
+    for text in texts:
+        (tmp_path / "x.txt").write_text(text)
+        found.add(load_corpus(str(tmp_path / "x.txt")).fingerprint)
+    assert len(found) == len(texts)

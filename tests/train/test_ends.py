@@ -7,6 +7,8 @@ import logging
 import os
 import signal
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -90,7 +92,7 @@ def test_some_have_said_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     ]
     leave(tmp_path, 1, LOST)
     assert explained(tmp_path, 1, 1)[0] == "worker 0 is stalled or dead: it has said nothing"
-    assert explained(tmp_path, 1, 1, workers=4)[0] == f"worker 1 failed with exit code 1: {LOST}"  # 0 or 3?
+    assert explained(tmp_path, 1, 1, workers=4)[0] == "worker 0 or 3 is stalled or dead: they have said nothing"
 
 
 def test_what_was_left_behind_by_an_earlier_start_is_told_then(
@@ -120,7 +122,7 @@ def test_a_report_that_is_being_written_is_none_yet(tmp_path: Path) -> None:
     assert "worker 0: has said nothing" in explained(tmp_path, 1, -9)[1]
 
 
-@pytest.mark.parametrize(("said", "patience"), [("failed", 5.0), ("done", 30.0), ("all done", 30.0)])
+@pytest.mark.parametrize(("said", "patience"), [("failed", 10.0), ("done", 30.0), ("all done", 30.0)])
 def test_who_does_not_end_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str, patience: float
 ) -> None:
@@ -250,10 +252,34 @@ def test_ranks_that_do_not_start_are_named(monkeypatch: pytest.MonkeyPatch) -> N
     config = TrainConfig(stages=3, timeout=0.1)
     monkeypatch.setattr(job, "_STARTING", 0.2)
     environment(monkeypatch, store, 1, 3, 0)
-    message = "rank 1, joining the job: rank 0, 2 did not come within 0.2 seconds; it is stalled or dead"
+    message = "rank 1, joining the job: rank 0 did not come within 0.2 seconds; it is stalled or dead"
     with pytest.raises(TransportError, match=message), job.process_group(config):
         pass
-    dist.PrefixStore("penstock/0", store).set("penstock/config/0", TrainConfig(stages=3, seed=1).model_dump_json())
-    dist.PrefixStore("penstock/0", store).set("penstock/config/2", config.model_dump_json())
-    with pytest.raises(ConfigError, match="other values than rank 0 for: seed, timeout"), job.process_group(config):
-        pass
+
+
+def test_machines_that_count_starts_differently_meet() -> None:
+    """Elastic counts the failures of its own machine; what an earlier start has left must not be taken for this one's.
+
+    Rank 1 comes long before rank 0 and finds the name and the configurations of the start before.
+    """
+    store, config = dist.HashStore(), TrainConfig(stages=2, timeout=20.0)
+    starts: list[str] = []
+    for _ in range(2):
+        with ThreadPoolExecutor(2) as pool:
+            later = pool.submit(job._meet, config, store, 1, 2)
+            time.sleep(0.3)
+            assert not later.done()
+            first = pool.submit(job._meet, config, store, 0, 2).result()
+            first.set("of this start", "yes")
+            assert later.result().get("of this start") == b"yes"
+        starts.append(json.loads(store.get("penstock/start"))[0])
+    assert starts[0] != starts[1]
+
+
+def test_ranks_with_other_configurations_are_told() -> None:
+    store, other = dist.HashStore(), TrainConfig(stages=2, seed=1)
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(job._meet, other, store, 0, 2)
+        with pytest.raises(ConfigError, match="rank 1 was started with other values than rank 0 for: seed, timeout"):
+            job._meet(TrainConfig(stages=2, timeout=0.1), store, 1, 2)
+        first.result()

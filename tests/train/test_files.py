@@ -22,7 +22,7 @@ def run_folder(tmp_path):
     names = list(state)
     files = {}
     for stage, part in enumerate((names[:5], names[5:])):
-        files |= save_stage(tmp_path, stage, 2, {name: state[name] for name in part})
+        files |= save_stage(tmp_path, 7, stage, 2, {name: state[name] for name in part})
     save_index(tmp_path, files, describe_model(SHAPE), text=True)
     return tmp_path, state
 
@@ -73,7 +73,7 @@ def test_no_weights(tmp_path):
 
 def test_a_missing_a_cut_and_an_incomplete_file(run_folder):
     folder, state = run_folder
-    path = folder / "weights" / "stage-1-of-2.safetensors"
+    path = folder / "weights" / "batch-7-stage-1-of-2.safetensors"
     whole = path.read_bytes()
     path.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(CheckpointError, match=r"cannot read .*stage-1-of-2"):
@@ -81,9 +81,26 @@ def test_a_missing_a_cut_and_an_incomplete_file(run_folder):
     path.unlink()
     with pytest.raises(CheckpointError, match=r"cannot read .*stage-1-of-2"):
         load_weights(folder)
-    save_stage(folder, 1, 2, {next(reversed(state)): torch.zeros(1)})
+    save_stage(folder, 7, 1, 2, {next(reversed(state)): torch.zeros(1)})
     with pytest.raises(CheckpointError, match="tensors of the index are in no file"):
         load_weights(folder)
+
+
+def test_weights_of_two_moments_are_never_mixed(run_folder):
+    """Killed between the files of two stages, a run leaves the weights that it had saved before."""
+    folder, state = run_folder
+    newer = {name: tensor + 1 for name, tensor in state.items()}
+    files = save_stage(folder, 9, 0, 2, {name: newer[name] for name in list(state)[:5]})
+    assert all(torch.equal(tensor, state[name]) for name, tensor in load_weights(folder).items())
+    files |= save_stage(folder, 9, 1, 2, {name: newer[name] for name in list(state)[5:]})
+    assert all(torch.equal(tensor, state[name]) for name, tensor in load_weights(folder).items())
+    save_index(folder, files, describe_model(SHAPE), text=True)
+    assert all(torch.equal(tensor, newer[name]) for name, tensor in load_weights(folder).items())
+    assert sorted(path.name for path in (folder / "weights").glob("*.safetensors")) == sorted(set(files.values()))
+
+
+def test_a_sample_takes_no_longer_than_it_may(run_folder):
+    assert sample_text(run_folder[0], "ab", 10**9, seconds=0.2).startswith("ab")
 
 
 def test_damaged_and_foreign_indexes(run_folder):

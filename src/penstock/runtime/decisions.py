@@ -60,13 +60,14 @@ class Decisions:
             self._scales[batch] = self.scaler.before if early else self.scaler.scale
         return self._scales[batch]
 
-    def share(self, batch: int, squares: tuple[float, float], loss: Loss | None) -> Share:
-        """What a node hands in; `loss` is that of the batch on the last stage, None elsewhere."""
-        stop = float(self.stopping)
+    def share(self, batch: int, loss: Loss | None) -> Share:
+        """What a node hands in but for its gradient; `loss` is that of the batch on the last stage, None elsewhere."""
+        share = Share(stop=float(self.stopping))
         if loss is None:
-            return Share(*squares, stop=stop)
+            return share
         _, found, count = self._noted.pop(batch, Evaluated(0, 0.0, 0.0))
-        return Share(*squares, loss.total, loss.weight, self._scales.get(batch, 1.0), stop, found, count)
+        scale = self._scales.get(batch, 1.0)
+        return share._replace(loss=loss.total, weight=loss.weight, scale=scale, evaluated=found, evaluated_weight=count)
 
     def settle(self, batch: int, weight: float, total: Share | None) -> Decision:
         """The decision on a batch.

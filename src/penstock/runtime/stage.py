@@ -96,8 +96,8 @@ class Stage:
     def _check_dtype(self, name: str, parameter: nn.Parameter) -> None:
         if parameter.requires_grad and parameter.dtype not in _TRAINABLE:
             raise CapabilityError(
-                f"{self.where}: {name} is {parameter.dtype}; training in low precision is not offered yet, because "
-                "gradients must accumulate in float32: keep parameters in float32 (torch.autocast may compute in less)"
+                f"{self.where}: {name} is {parameter.dtype}, but gradients must accumulate in float32: keep parameters "
+                "in float32, and pass precision='bf16' or 'fp16' to compute in less"
             )
 
     @property

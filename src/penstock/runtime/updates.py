@@ -75,6 +75,7 @@ class Updates:
         me = Holder(self._replica, node.node)
         counts = me == self._holders[node.node.cut][0]  # the others hold the same gradient
         before = [ticket for _, ticket in self._sums.get((node.node, batch), ())]
+        share = self._decisions.share(batch, loss)  # now: what is asked for meanwhile is for the next batch
         vote = self._votes[node.node, batch] = Ticket(f"{CONTROL_LANE} of all stages (batch {batch})")
 
         def act() -> None:
@@ -84,7 +85,7 @@ class Updates:
                 return
             try:
                 squares = node.gradient_squares(batch) if counts else (0.0, 0.0)
-                self._council.hand_in(me, batch, self._decisions.share(batch, squares, loss), vote)
+                self._council.hand_in(me, batch, share._replace(squares=squares[0], rest=squares[1]), vote)
             except Exception as error:  # this may be the reducer's thread; the executor raises it where it waits
                 vote.complete(error=error)
 

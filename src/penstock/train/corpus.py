@@ -6,6 +6,7 @@ Tokens are bytes. A user's own text may be a file, a folder of files, or an arra
 from __future__ import annotations
 
 import sysconfig
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 
 from penstock.errors import DataError
 
+_CHECKED_PARTS, _CHECKED_PART = 64, 1 << 20  # of a large corpus; 2^20 tokens each
 SKIPPED_FOLDERS = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib2to3"})
 """Not every interpreter ships these, so they are left out and the corpus is alike everywhere."""
 
@@ -35,13 +37,22 @@ class Corpus:
     vocabulary: int
     text: bool
 
+    @property
+    def fingerprint(self) -> str:
+        """The number of tokens, and a checksum of parts that are spread over them, of all in a small corpus."""
+        total, step = 0, max(len(self.tokens) // _CHECKED_PARTS, _CHECKED_PART)
+        for first in range(0, len(self.tokens), step):
+            total = zlib.crc32(np.ascontiguousarray(self.tokens[first : first + _CHECKED_PART]).tobytes(), total)
+        return f"{len(self.tokens)} tokens, {total:08x}"
 
-def load_corpus(path: str | None = None) -> Corpus:
+
+def load_corpus(path: str | None = None, out: str | None = None) -> Corpus:
     """Load the training text.
 
     Args:
         path: a text file, a folder (all its text files but hidden ones, in order of their names), a token array
             (`.npy`, or `.bin` with 16-bit little-endian tokens); None for the standard library.
+        out: a folder of runs, whose records are not taken for text if it lies in `path`.
 
     Raises:
         DataError: nothing there, or it cannot be read.
@@ -58,7 +69,9 @@ def load_corpus(path: str | None = None) -> Corpus:
                 f"there is no file or folder {path!r}; give a text file, a folder, or a .npy or .bin of tokens"
             )
         if place.is_dir():
-            return _bytes_corpus(_join(_sources(place, "*", _hidden), place), str(place))
+            left_out = Path(out).resolve() if out is not None else None
+            files = (f for f in _sources(place, "*", _hidden) if left_out not in f.resolve().parents)
+            return _bytes_corpus(_join(files, place), str(place))
         if place.suffix in (".npy", ".bin"):
             return _tokens_corpus(place)
         return _bytes_corpus(place.read_bytes(), str(place))

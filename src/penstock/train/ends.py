@@ -24,7 +24,7 @@ from penstock.train.orphans import end_with_parent
 
 _BEGUN, _DONE = "begun", "done"  # marks of workers
 _CONSEQUENCES = ("TransportError", "EndedError")
-_GRACE = 5.0  # seconds without another report, after which those that have not ended are killed
+_GRACE = 10.0  # seconds without another report, after which those that have not ended are killed
 
 
 class _Report(NamedTuple):
@@ -109,13 +109,15 @@ class Ends:
         reports, done = self._reports(start), self._marks(_DONE, start)
         causes = [report for report in reports.values() if not report.message.startswith(_CONSEQUENCES)]
         silent = self._ranks - reports.keys() - done.keys()
-        if causes or (found in reports and len(silent) != 1):
+        if causes or (found in reports and not silent):
             _, rank, message, trace = min(causes) if causes else reports[found]
             what = f"failed with exit code {failure.exitcode if rank == found else 1}: {message}"
         else:
-            rank, trace = silent.pop() if found in reports else found, ""
+            rank, trace = min(silent) if found in reports else found, ""
             what = f"failed with exit code {failure.exitcode}: {failure.message}"
-            if rank != found or self._killed is not None:
+            if rank != found and len(silent) > 1:
+                what = f"or {', '.join(map(str, sorted(silent - {rank})))} is stalled or dead: they have said nothing"
+            elif rank != found or self._killed is not None:
                 what = "is stalled or dead: it has said nothing"
         return WorkerError(f"worker {rank} {what}{self._lines(start, self._ranks - {rank})}", trace)
 

@@ -1,10 +1,10 @@
 """Trained weights on disk: one safetensors file per stage and an index, no pickle.
 
-    weights/index.json              schema, model, file of each tensor
-    weights/stage-0-of-2.safetensors
+    weights/index.json                        schema, model, file of each tensor
+    weights/batch-1000-stage-0-of-2.safetensors
 
 Names are canonical (block and parameter), so any other cut of the model can read them. Files appear under their names
-only when they are complete.
+only when they are complete, and the index, which comes last, never names those of two moments.
 """
 
 from __future__ import annotations
@@ -21,35 +21,56 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from penstock.errors import CheckpointError
+from penstock.train.checkpoint import sync_file
 
 SCHEMA = 2
 FOLDER = "weights"
 INDEX = "index.json"
 
 
-def save_stage(folder: Path, stage: int, stages: int, state: Mapping[str, Tensor]) -> dict[str, str]:
+def save_stage(folder: Path, batch: int, stage: int, stages: int, state: Mapping[str, Tensor]) -> dict[str, str]:
     """Write the tensors of one stage.
+
+    Args:
+        folder: of the run.
+        batch: as many batches they have learnt from.
+        stage, stages: whose, of how many.
+        state: the tensors.
 
     Returns:
         The file of each tensor, for the index.
+
+    Raises:
+        OSError: they cannot be written.
     """
     place = folder / FOLDER
     place.mkdir(parents=True, exist_ok=True)
-    name = f"stage-{stage}-of-{stages}.safetensors"
+    name = f"batch-{batch}-stage-{stage}-of-{stages}.safetensors"
     tensors = {key: tensor.detach().cpu().contiguous().clone() for key, tensor in state.items()}
     temporary = place / f".{name}.part"
     save_file(tensors, temporary, metadata={"schema": str(SCHEMA), "stage": str(stage)})
+    sync_file(temporary)
     os.replace(temporary, place / name)
     return dict.fromkeys(tensors, name)
 
 
 def save_index(folder: Path, files: Mapping[str, str], model: Mapping[str, Any], *, text: bool) -> None:
-    """Write which file holds which tensor, what the model looks like, and whether its tokens are bytes of text."""
+    """Write which file holds which tensor, what the model looks like, and whether its tokens are bytes of text.
+
+    Files that the index before named are removed.
+
+    Raises:
+        OSError: it cannot be written.
+    """
     temporary = folder / FOLDER / f".{INDEX}.part"
     temporary.write_text(
         json.dumps({"schema": SCHEMA, "text": text, "model": dict(model), "files": dict(files)}, indent=1)
     )
+    sync_file(temporary)
     os.replace(temporary, folder / FOLDER / INDEX)
+    for path in (folder / FOLDER).glob("*.safetensors"):
+        if path.name not in files.values():
+            path.unlink()
 
 
 def load_index(folder: Path) -> dict[str, Any]:

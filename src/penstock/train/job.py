@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -23,6 +24,7 @@ from penstock.train.prepare import make_run_folder
 
 _STARTING = 60.0  # seconds that processes may start one after another, whatever the time-out of messages
 _LOOK = 0.05  # seconds between two looks
+_ASKED, _START = "penstock/asked", "penstock/start"  # in the job's store
 _LINGER = 0.5  # seconds by which elastic sees a peer that ended without a word before the ranks that it has let down
 
 
@@ -49,29 +51,63 @@ def shared_folder(config: TrainConfig, store: PrefixStore) -> Path:
     return folder
 
 
-def _meet(config: TrainConfig, store: Store, rank: int, size: int) -> None:
+def _meet(config: TrainConfig, job: Store, rank: int, size: int) -> PrefixStore:
     """Wait until every rank is there, and make sure that it was started with the same configuration.
 
+    Elastic keeps its store when it starts workers again, with all that those before have written into it, and its count
+    of starts may differ between machines. So rank 0 gives each start a name, and answers everybody who asks for it with
+    what they have asked with: who finds an answer to another question has found an old one.
+
     It looks again and again, because a wait in the store cannot be ended by a signal.
+
+    Returns:
+        A store of this start alone.
 
     Raises:
         ConfigError: this one was not.
         TransportError: some did not come.
     """
     mine, patience = config.model_dump_json(), max(config.timeout, _STARTING)
-    store.set(f"penstock/config/{rank}", mine)
-    deadline, missing = time.monotonic() + patience, list(range(size))
-    while missing := [r for r in missing if not store.check([f"penstock/config/{r}"])]:
+    question, name = uuid.uuid4().hex, uuid.uuid4().hex if rank == 0 else ""
+    job.set(f"{_ASKED}/{rank}", question)
+    deadline, missing, store = time.monotonic() + patience, list(range(size)), PrefixStore(f"penstock/{name}", job)
+    while True:
+        if rank == 0:
+            _answer(job, name, size)
+        elif not name:
+            name = _answered(job, rank, question)
+            store = PrefixStore(f"penstock/{name}", job)
+        if name:
+            store.set(f"config/{rank}", mine)
+            missing = [r for r in missing if not store.check([f"config/{r}"])]
+        if not missing:
+            break
         if time.monotonic() > deadline:
+            left = missing if name else [0]
             raise TransportError(
-                f"rank {rank}, joining the job: rank {', '.join(map(str, missing))} did not come within {patience:g} "
+                f"rank {rank}, joining the job: rank {', '.join(map(str, left))} did not come within {patience:g} "
                 "seconds; it is stalled or dead"
             )
         time.sleep(_LOOK)
-    first = json.loads(store.get("penstock/config/0"))
+    first = json.loads(store.get("config/0"))
     other = [key for key, value in json.loads(mine).items() if first.get(key) != value]
     if other:
         raise ConfigError(f"rank {rank} was started with other values than rank 0 for: {', '.join(other)}")
+    return store
+
+
+def _answer(job: Store, name: str, size: int) -> None:
+    """Tell all that have asked by now the name of this start."""
+    asked = {r: job.get(f"{_ASKED}/{r}").decode() for r in range(size) if job.check([f"{_ASKED}/{r}"])}
+    job.set(_START, json.dumps([name, asked]))
+
+
+def _answered(job: Store, rank: int, question: str) -> str:
+    """The name of this start; empty if rank 0 has not answered this rank yet."""
+    if not job.check([_START]):
+        return ""
+    name, asked = json.loads(job.get(_START))
+    return str(name) if asked.get(str(rank)) == question else ""
 
 
 @contextmanager
@@ -83,9 +119,7 @@ def process_group(config: TrainConfig) -> Iterator[PrefixStore]:
         TransportError: not all of it has started.
     """
     timeout = timedelta(seconds=config.timeout)
-    store, rank, size = next(iter(rendezvous("env://", timeout=timeout)))
-    # Elastic keeps the store when it starts workers again, with all that those before have written into it.
-    store = PrefixStore(f"penstock/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    job, rank, size = next(iter(rendezvous("env://", timeout=timeout)))
     wanted = config.stages * config.width
     if size != wanted:
         pipelines = f" and width {config.width}" if config.width > 1 else ""
@@ -93,7 +127,7 @@ def process_group(config: TrainConfig) -> Iterator[PrefixStore]:
             f"the job has {size} processes, but stages is {config.stages}{pipelines}; launch one process per stage, "
             f"for example with torchrun --nproc-per-node {wanted} -m penstock train ..."
         )
-    _meet(config, store, rank, size)
+    store = _meet(config, job, rank, size)
     try:
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
     except RuntimeError as error:

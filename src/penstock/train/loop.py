@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from penstock.errors import CheckpointError, EndedError, PenstockError
+from penstock.errors import CheckpointError, DataError, EndedError, PenstockError
 from penstock.idle import split_time
 from penstock.runtime.collective import gather_json
 from penstock.runtime.decisions import Evaluated
@@ -26,18 +27,20 @@ from penstock.train.build import make_pipeline
 from penstock.train.checkpoints import Checkpoints
 from penstock.train.config import TrainConfig
 from penstock.train.corpus import unigram_entropy
-from penstock.train.data import batches
+from penstock.train.data import Microbatches, batches
 from penstock.train.drain import DrainRequest
 from penstock.train.files import save_index, save_stage
 from penstock.train.job import local_ranks, process_group, shared_folder
 from penstock.train.metrics import Metrics
 from penstock.train.observer import Observer, Progress, Summary
+from penstock.train.patience import Patience
 from penstock.train.prepare import Prepared, describe_model, prepare
 from penstock.train.rate import rate_schedule
 from penstock.train.sample import sample_text
 
 AVERAGED = "averaged"  # a folder in that of the run
 _SAMPLED_PARAMETERS = 200_000_000  # the sample at the end loads the whole model on one rank
+_SAMPLING = 20.0  # seconds that the sample may take
 _POST_EVERY = 0.5  # seconds between two postings of a rank's figures
 
 
@@ -80,11 +83,12 @@ class _Loop:
         self.pipeline = make_pipeline(prepared, dist.group.WORLD)
         request.doing = lambda: self.pipeline.doing
         self.metrics = Metrics(folder)
+        self._fingerprint = prepared.windows.corpus.fingerprint
         self.checkpoints = Checkpoints(
             self.pipeline,
             folder,
             keep=config.checkpoint.keep,
-            extra=lambda batch: {"sample": self._sample_at(batch)},
+            extra=lambda batch: {"sample": self._sample_at(batch), "corpus": self._fingerprint},
             store=store,
             timeout=config.timeout,
             tell=self._tell_checkpoint,
@@ -96,11 +100,18 @@ class _Loop:
             if "sample" not in found:
                 raise CheckpointError(f"the checkpoints in {str(folder)!r} were not written by penstock train")
             self.sample = int(found["sample"])
+            if found.get("corpus", self._fingerprint) != self._fingerprint:
+                raise DataError(
+                    f"the run in {str(folder)!r} was trained on other text: {found['corpus']} then, "
+                    f"{self._fingerprint} now in {prepared.windows.corpus.name}. Give it the text that it had, or "
+                    "begin a new run"
+                )
         for fault in self.checkpoints.damaged if self.rank == 0 else ():
             self.metrics.add(damaged_checkpoint=fault)
-        self._patience = Patience(config.evaluate.patience)
-        for version, evaluated in self.metrics.evaluations(self.first).items() if self.reports else ():
-            self._patience.is_over(version, evaluated)
+        self._patience = Patience(config.evaluate.patience, config.stages, config.microbatches)
+        known = self.metrics.evaluations(self.first) if self.reports else {}
+        for version, evaluated in self._gather(list(known.items()), "starting")[config.stages - 1]:
+            self._patience.hear(version, evaluated)
         self._posted = -math.inf
         self._meter = BubbleMeter(self.ranks)
 
@@ -123,31 +134,36 @@ class _Loop:
                 if self.reports:
                     loss = report.loss
                     self._progress(report, time.perf_counter() - begun)
+                self._evaluated(report.evaluated)
             except BaseException:
                 self.pipeline.abandon()  # or this rank would train on to the end before anybody hears of it
                 raise
         seconds = time.perf_counter() - begun
         if self.reports:
             self.metrics.add_updates(self.pipeline.decided())
-            self._evaluated(self.pipeline.evaluated())
-        interrupted = any(self._gather(self.request.asked)) and self.pipeline.batches < config.batches
-        if interrupted:
-            self._interrupted(self.checkpoints.save())
+        self._evaluated(self.pipeline.evaluated())
+        timeline = self.pipeline.timeline()
+        over = self.pipeline.batches >= min(config.batches, self._patience.end)
+        if any(self._gather(self.request.asked)) and not over:
+            self._interrupted(self.checkpoints.save(), timeline)
             return
         if every is not None:  # for whoever trains on, with more batches or patience
             self.checkpoints.save()  # a failure has been told
-        timeline = self.pipeline.timeline()
         validation = self._validate()
         self._save()
         peaks = {r: b for part in self._gather(list(self.pipeline.peak_bytes().items())) for r, b in part}
         if self.reports:
             self._finish(loss, validation, seconds, timeline, peaks)
 
-    def _data(self) -> Batches:
-        """The batches that are left."""
+    def _data(self) -> Iterator[Microbatches]:
+        """The batches that are left, as long as there is hope."""
         config = self.config
         count = max(config.batches - self.first, 0)
-        return batches(self.prepared.windows, self.sample, count, self.microbatches, config.microbatch_size)
+        left = batches(self.prepared.windows, self.sample, count, self.microbatches, config.microbatch_size)
+        for number, batch in enumerate(left, self.first):
+            if number >= self._patience.end:
+                return
+            yield batch
 
     def _sample_at(self, batch: int) -> int:
         """The first sample of a batch."""
@@ -167,14 +183,14 @@ class _Loop:
         return batches(windows, 0, count, self.microbatches, config.microbatch_size, validation=True)
 
     def _evaluated(self, found: Iterable[Evaluated]) -> None:
-        """Take notice of evaluations in the midst of training, on the reporting rank."""
+        """Take notice of evaluations in the midst of training."""
         for evaluation in found:
-            self.metrics.add_evaluations([evaluation])
-            self.observer.evaluated(evaluation)
-            if self._patience.is_over(evaluation.version, evaluation.loss):
-                self.pipeline.stop()
+            self._patience.hear(evaluation.version, evaluation.loss)
+            if self.reports:
+                self.metrics.add_evaluations([evaluation])
+                self.observer.evaluated(evaluation)
 
-    def _interrupted(self, failure: str | None) -> None:
+    def _interrupted(self, failure: str | None, timeline: Timeline) -> None:
         """End early.
 
         Raises:
@@ -187,7 +203,7 @@ class _Loop:
             )
         if self.reports:
             self.metrics.add(interrupted=self.pipeline.batches)
-            self.observer.interrupted(self.folder, self.pipeline.batches)
+            self.observer.interrupted(self.folder, self.pipeline.batches, timeline)
 
     def _post(self) -> None:
         now = time.perf_counter()
@@ -229,7 +245,6 @@ class _Loop:
             live_bytes=progress.live_bytes,
         )
         self.observer.progress(progress)
-        self._evaluated(report.evaluated)
 
     def _validate(self) -> dict[str, float | None]:
         """The loss on held-out samples, with the newest weights and with averaged ones, if there are any."""
@@ -241,16 +256,32 @@ class _Loop:
         return found
 
     def _save(self) -> None:
-        """Every rank writes its stage, the reporting rank the index; averaged weights go into a folder of their own."""
+        """Every rank writes its stage, the reporting rank the index; averaged weights go into a folder of their own.
+
+        Raises:
+            CheckpointError: a rank could not.
+        """
         stages, kinds = self.config.stages, {self.folder: False}
         if self.config.average is not None:
             kinds[self.folder / AVERAGED] = True
         for folder, averaged in kinds.items():
-            files = {}
-            if self.rank < stages:  # the other pipelines hold the same
-                files = save_stage(folder, self.rank, stages, self.pipeline.state_dict(averaged=averaged))
-            everything = {name: file for part in self._gather(files) for name, file in part.items()}
+            files: dict[str, str] = {}
+            failure = None
+            try:
+                if self.rank < stages:  # the other pipelines hold the same
+                    state = self.pipeline.state_dict(averaged=averaged)
+                    files = save_stage(folder, self.pipeline.batches, self.rank, stages, state)
+            except (OSError, SafetensorError) as error:
+                failure = str(error)
+            parts = self._gather([files, failure])
+            failures = [failure for _, failure in parts if failure is not None]
+            if failures:
+                raise CheckpointError(
+                    f"training is over, but its weights could not be written into {str(folder)!r}: {failures[0]}. Make "
+                    f"room and end the run from its last checkpoint: penstock train --resume {self.folder}"
+                )
             if self.reports:
+                everything = {name: file for part, _ in parts for name, file in part.items()}
                 text = self.prepared.windows.corpus.text
                 save_index(folder, everything, describe_model(self.prepared.model), text=text)
 
@@ -293,33 +324,12 @@ class _Loop:
         if model.parameters > _SAMPLED_PARAMETERS:
             return f"(none: {model.parameters / 1e6:.0f} M parameters at once may be more than this rank can hold)"
         try:
-            return sample_text(self.folder, config.prompt, config.sample_length, seed=config.seed)
+            seconds = min(_SAMPLING, config.timeout / 4)  # the launcher waits for this rank alone by now
+            return sample_text(self.folder, config.prompt, config.sample_length, seed=config.seed, seconds=seconds)
         except EndedError:
             raise
         except (RuntimeError, PenstockError) as error:  # weights that are not numbers any more, say
             return f"(none: {error})"
 
-    def _gather(self, value: Any) -> list[Any]:
-        return gather_json(value, "ending the run", None)
-
-
-class Patience:
-    """When a run ends early because evaluations find nothing better any more.
-
-    Args:
-        limit: evaluations in a row without a better loss; None for no end.
-    """
-
-    def __init__(self, limit: int | None) -> None:
-        self._limit, self._best, self._worse, self._seen = limit, math.inf, 0, -1
-
-    def is_over(self, version: int, loss: float | None) -> bool:
-        """Take notice of an evaluation, once of each version; whether the run is to end."""
-        if version <= self._seen:  # found again after a restart
-            return self._limit is not None and self._worse >= self._limit
-        self._seen = version
-        if loss is not None and loss < self._best:
-            self._best, self._worse = loss, 0
-        else:
-            self._worse += 1
-        return self._limit is not None and self._worse >= self._limit
+    def _gather(self, value: Any, what: str = "ending the run") -> list[Any]:
+        return gather_json(value, what, None)

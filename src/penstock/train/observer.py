@@ -71,7 +71,7 @@ class Observer(Protocol):
         """An evaluation in the midst of training is done."""
         ...
 
-    def interrupted(self, folder: Path, batches: int) -> None:
+    def interrupted(self, folder: Path, batches: int, timeline: Timeline) -> None:
         """The run has been told to end, and has saved a checkpoint after so many batches."""
         ...
 

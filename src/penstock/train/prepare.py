@@ -59,7 +59,7 @@ def prepare(config: TrainConfig) -> Prepared:
             f"method {row.name!r} can be proven, drawn and simulated, but not run yet; methods that run: {offered}"
         )
     proof = prove(row.name, config.stages, config.microbatches)
-    corpus = load_corpus(config.data)
+    corpus = load_corpus(config.data, config.out)
     model = model_shape(config, corpus)
     cut_blocks(gpt_blocks(model, config.seed), config.stages, config.balance)
     windows = Windows(corpus, model.context, config.held_out, config.seed)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -73,8 +76,17 @@ def generate(
         yield token
 
 
-def sample_text(folder: Path, prompt: str, length: int, temperature: float = 0.8, seed: int = 0) -> str:
+def sample_text(
+    folder: Path, prompt: str, length: int, temperature: float = 0.8, seed: int = 0, seconds: float = math.inf
+) -> str:
     """The prompt and what the model makes of it.
+
+    Args:
+        folder: of the run.
+        prompt: what the text begins with.
+        length: how many bytes to make.
+        temperature, seed: as `generate` takes them.
+        seconds: after which there are no more.
 
     Raises:
         ConfigError: the model was trained on tokens that are not bytes of text.
@@ -86,5 +98,7 @@ def sample_text(folder: Path, prompt: str, length: int, temperature: float = 0.8
             "text: use penstock.train.sample.generate with it"
         )
     model, config = load_model(folder)
-    made = generate(model, config, list(prompt.encode()), length, temperature, seed, alphabet=256)
+    end = time.monotonic() + seconds
+    tokens = generate(model, config, list(prompt.encode()), length, temperature, seed, alphabet=256)
+    made = itertools.takewhile(lambda _: time.monotonic() < end, tokens)
     return prompt + bytes(made).decode(errors="replace")

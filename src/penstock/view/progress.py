@@ -13,6 +13,7 @@ from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as Bar
 from rich.table import Table
 
+from penstock.idle import split_time
 from penstock.runtime.decisions import Evaluated
 from penstock.timeline import Timeline
 from penstock.train.observer import Progress, Summary
@@ -90,10 +91,13 @@ class TerminalObserver:
         if self._live is None:
             self.console.print(self._evaluation, highlight=False)
 
-    def interrupted(self, folder: Path, batches: int) -> None:
-        """Say where the run goes on."""
+    def interrupted(self, folder: Path, batches: int, timeline: Timeline) -> None:
+        """Say where the time went, and where the run goes on."""
         self.close()
         print_ = partial(self.console.print, soft_wrap=True, highlight=False, markup=False)
+        if timeline.makespan:
+            self._trace(timeline, folder)
+            self.console.print(time_table(split_time(timeline)))
         print_(f"\nended early; a checkpoint holds all of the {batches} batches done. To go on:")
         print_(f"  penstock train --resume {folder}")
 
@@ -101,7 +105,7 @@ class TerminalObserver:
         """Show the results and where they are."""
         if self._live is not None:
             self._live.stop()
-        write_trace(timeline, summary.folder / TRACE)
+        self._trace(timeline, summary.folder)
         print_ = partial(self.console.print, soft_wrap=True)
         print_(
             f"\n{summary.batches} batches, {summary.tokens:,} tokens in {_duration(summary.seconds)} "
@@ -123,6 +127,13 @@ class TerminalObserver:
             f"  metrics.jsonl, {TRACE} (open it at ui.perfetto.dev), weights/, checkpoints/, config.yaml",
             highlight=False,
         )
+
+    def _trace(self, timeline: Timeline, folder: Path) -> None:
+        """Write the trace; a run does not fail because the disk is full."""
+        try:
+            write_trace(timeline, folder / TRACE)
+        except OSError as error:
+            self.console.print(f"no {TRACE}: {error.strerror or error}", markup=False, highlight=False)
 
     def sampled(self, summary: Summary, text: str) -> None:
         """Show what the model writes."""
