@@ -116,6 +116,15 @@ def test_what_was_left_behind_by_an_earlier_start_is_told_then(
     ]
 
 
+def test_what_all_workers_say_is_told_once(tmp_path: Path) -> None:
+    """Without a traceback, where the message says all."""
+    for rank in (0, 1, 2):
+        leave(tmp_path, rank, "DataError: other text")
+    error = Ends(tmp_path, 3, 1.0).explain(ChildFailedError("train", {1: ProcessFailure(1, 77, 1, "there is none")}))
+    assert str(error) == "worker 0 failed with exit code 1: DataError: other text\n  all other workers: the same"
+    assert error.trace == ""
+
+
 def test_a_report_that_is_being_written_is_none_yet(tmp_path: Path) -> None:
     leave(tmp_path, 0, LOST)
     (tmp_path / "errors" / "run" / "attempt_0" / "0" / "error.json").write_text('{"mess')

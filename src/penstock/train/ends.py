@@ -23,6 +23,7 @@ from penstock.errors import WorkerError
 from penstock.train.orphans import end_with_parent
 
 _BEGUN, _DONE = "begun", "done"  # marks of workers
+_SAID_ALL = ("ConfigError", "DataError", "CheckpointError")  # messages that need no traceback
 _CONSEQUENCES = ("TransportError", "EndedError")
 _GRACE = 10.0  # seconds without another report, after which those that have not ended are killed
 
@@ -112,6 +113,7 @@ class Ends:
         if causes or (found in reports and not silent):
             _, rank, message, trace = min(causes) if causes else reports[found]
             what = f"failed with exit code {failure.exitcode if rank == found else 1}: {message}"
+            trace = "" if message.startswith(_SAID_ALL) else trace
         else:
             rank, trace = min(silent) if found in reports else found, ""
             what = f"failed with exit code {failure.exitcode}: {failure.message}"
@@ -119,7 +121,8 @@ class Ends:
                 what = f"or {', '.join(map(str, sorted(silent - {rank})))} is stalled or dead: they have said nothing"
             elif rank != found or self._killed is not None:
                 what = "is stalled or dead: it has said nothing"
-        return WorkerError(f"worker {rank} {what}{self._lines(start, self._ranks - {rank})}", trace)
+        cause = reports[rank].message if rank in reports else ""
+        return WorkerError(f"worker {rank} {what}{self._lines(start, self._ranks - {rank}, cause)}", trace)
 
     def explain_stuck(self) -> WorkerError:
         """The same where `is_stuck`: whom elastic has waited for."""
@@ -130,11 +133,13 @@ class Ends:
         what = "is stalled or dead: it had done its part, but did not end"
         return WorkerError(f"worker {rank} {what}{self._lines(start, self._ranks - {rank})}", "")
 
-    def _lines(self, start: int, ranks: set[int]) -> str:
-        """A line for each of some workers."""
+    def _lines(self, start: int, ranks: set[int], cause: str = "") -> str:
+        """A line for each of some workers, or one if all have said what the cause is."""
         said = dict.fromkeys(sorted(ranks), "has said nothing: it died, was starting, or did not react")
         said |= dict.fromkeys(ranks & self._marks(_DONE, start).keys(), "had done its part")
         said |= {rank: report.message for rank, report in self._reports(start).items() if rank in ranks}
+        if said and set(said.values()) == {cause}:
+            return "\n  all other workers: the same"
         return "".join(f"\n  worker {rank}: {text}" for rank, text in said.items())
 
     def _last_start(self) -> int:

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from penstock.errors import CheckpointError, DataError, EndedError, PenstockError
@@ -29,16 +28,15 @@ from penstock.train.config import TrainConfig
 from penstock.train.corpus import unigram_entropy
 from penstock.train.data import Microbatches, batches
 from penstock.train.drain import DrainRequest
-from penstock.train.files import save_index, save_stage
 from penstock.train.job import local_ranks, process_group, shared_folder
 from penstock.train.metrics import Metrics
 from penstock.train.observer import Observer, Progress, Summary
 from penstock.train.patience import Patience
-from penstock.train.prepare import Prepared, describe_model, prepare
+from penstock.train.prepare import Prepared, prepare
 from penstock.train.rate import rate_schedule
 from penstock.train.sample import sample_text
+from penstock.train.saving import save_weights
 
-AVERAGED = "averaged"  # a folder in that of the run
 _SAMPLED_PARAMETERS = 200_000_000  # the sample at the end loads the whole model on one rank
 _SAMPLING = 20.0  # seconds that the sample may take
 _POST_EVERY = 0.5  # seconds between two postings of a rank's figures
@@ -150,7 +148,7 @@ class _Loop:
         if every is not None:  # for whoever trains on, with more batches or patience
             self.checkpoints.save()  # a failure has been told
         validation = self._validate()
-        self._save()
+        save_weights(self.pipeline, self.prepared, self.folder)
         peaks = {r: b for part in self._gather(list(self.pipeline.peak_bytes().items())) for r, b in part}
         if self.reports:
             self._finish(loss, validation, seconds, timeline, peaks)
@@ -254,36 +252,6 @@ class _Loop:
             result = self.pipeline.evaluate(self._held_out(self.config.validation_samples), averaged=averaged)
             found[kind] = None if result is None else result[0]
         return found
-
-    def _save(self) -> None:
-        """Every rank writes its stage, the reporting rank the index; averaged weights go into a folder of their own.
-
-        Raises:
-            CheckpointError: a rank could not.
-        """
-        stages, kinds = self.config.stages, {self.folder: False}
-        if self.config.average is not None:
-            kinds[self.folder / AVERAGED] = True
-        for folder, averaged in kinds.items():
-            files: dict[str, str] = {}
-            failure = None
-            try:
-                if self.rank < stages:  # the other pipelines hold the same
-                    state = self.pipeline.state_dict(averaged=averaged)
-                    files = save_stage(folder, self.pipeline.batches, self.rank, stages, state)
-            except (OSError, SafetensorError) as error:
-                failure = str(error)
-            parts = self._gather([files, failure])
-            failures = [failure for _, failure in parts if failure is not None]
-            if failures:
-                raise CheckpointError(
-                    f"training is over, but its weights could not be written into {str(folder)!r}: {failures[0]}. Make "
-                    f"room and end the run from its last checkpoint: penstock train --resume {self.folder}"
-                )
-            if self.reports:
-                everything = {name: file for part, _ in parts for name, file in part.items()}
-                text = self.prepared.windows.corpus.text
-                save_index(folder, everything, describe_model(self.prepared.model), text=text)
 
     def _finish(
         self,

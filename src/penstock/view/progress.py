@@ -120,7 +120,8 @@ class TerminalObserver:
             )
         if summary.averaged_loss is not None:
             print_(f"with averaged weights {summary.averaged_loss:.4f}", highlight=False)
-        self.console.print(time_table(summary.time))
+        if summary.time.makespan:
+            self.console.print(time_table(summary.time))
         print_(_bytes_table(summary.peak_bytes, "peak bytes"))
         print_(f"\nrun folder: {summary.folder}", highlight=False, markup=False)
         print_(
