@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+from kept import Kept
 from runtime_cases import VOCABULARY, WIDTH, Case, assert_equal_tensors, expected, make_batches, make_pipeline
 from torch import nn
 
@@ -144,6 +145,30 @@ def test_evaluations_and_snapshots_at_once() -> None:
     assert [e.version for e in (*found, *pipeline.evaluated())] == [2, 4]
     assert sorted((s.batch, s.cut) for s in snapshots) == [(3, 0), (3, 1), (6, 0), (6, 1)]
     assert_equal_tensors(pipeline.state_dict(), expected(case).weights, "weights")
+
+
+@pytest.mark.parametrize(
+    ("method", "known"), [("1f1b", {3: [2], 4: [2], 6: [2, 4]}), ("2bw", {3: [], 4: [2], 6: [2, 4]})]
+)
+def test_a_snapshot_holds_what_evaluations_had_found(method: str, known: dict[int, list[int]]) -> None:
+    """What decisions had told by then; what is under way is found again by a run that goes on from it."""
+    case = Case(method, 2, 2, spans=(8,), skips=(), clip=0.6)
+    pipeline = make_pipeline(case)
+    kept: list[Snapshot] = []
+    evaluating = Evaluating(2, lambda: data_of(case))
+    found: list[Evaluated] = []
+    for report in pipeline.run(make_batches(case), evaluate=evaluating, save=Saving(1, kept.append)):
+        found += report.evaluated
+    found += pipeline.evaluated()
+    assert list(pipeline.evaluations) == found
+    for batch, versions in known.items():
+        parts = [snapshot for snapshot in kept if snapshot.batch == batch]
+        assert len({str(part.facts) for part in parts}) == 1
+        again = make_pipeline(case)
+        again.load(Kept(parts))
+        assert [e.version for e in again.evaluations] == versions
+        list(again.run(make_batches(case)[batch:], evaluate=evaluating))
+        assert list(again.evaluations) == found
 
 
 def test_what_cannot_be_evaluated_is_refused() -> None:

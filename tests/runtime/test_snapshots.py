@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from kept import Kept
 from runtime_cases import (
     OPTIMIZERS,
     Case,
@@ -27,7 +27,7 @@ from runtime_cases import (
     token_loss,
     train,
 )
-from torch import Tensor, nn
+from torch import nn
 
 from penstock.errors import CapabilityError, CheckpointError, ConfigError, PenstockError
 from penstock.runtime.snapshot import Saving, Snapshot
@@ -35,26 +35,6 @@ from penstock.train.reference import Scaling, train_reference
 from pool import Pool
 
 RESTLESS = Scaling(initial=2.0**24, growth=2.0, backoff=0.5, interval=2)
-
-
-class Kept:
-    """Snapshots of all stages in memory, as a checkpoint would give them."""
-
-    def __init__(self, snapshots: Sequence[Snapshot]) -> None:
-        self.tensors: dict[str, Tensor] = {}
-        self.facts: dict[str, Any] = {"values": {}}
-        for snapshot in snapshots:
-            assert not self.tensors.keys() & snapshot.tensors.keys()
-            self.tensors |= snapshot.tensors
-            self.facts["values"] |= snapshot.values
-            self.facts |= snapshot.facts
-
-    @property
-    def names(self) -> set[str]:
-        return set(self.tensors)
-
-    def tensor(self, name: str) -> Tensor:
-        return self.tensors[name]
 
 
 def kept_at(case: Case, batch: int, ends: int) -> Kept:

@@ -330,15 +330,6 @@ def test_a_full_disk_costs_lines_of_the_record(tmp_path: Path) -> None:
     Metrics(tmp_path).add(batch=1)
 
 
-def test_what_evaluations_have_found_is_read_again(tmp_path: Path) -> None:
-    metrics = Metrics(tmp_path)
-    for version, loss in ((2, 3.0), (4, 2.0), (2, 2.5), (6, 1.0)):
-        metrics.add(evaluated=version, loss=loss)
-    with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"evaluated": 4, "lo')
-    assert list(metrics.evaluations(before=4).values()) == [2.5, 2.0]
-
-
 def test_patience_counts_a_version_once() -> None:
     """A run that goes on from a checkpoint finds again what it had found before it died."""
     patience = Patience(2)

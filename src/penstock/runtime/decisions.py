@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from penstock.runtime.graphs import Loss
 from penstock.weights.decision import Decision, Policy, Scaler, Share, decide
@@ -40,6 +40,7 @@ class Decisions:
 
     Attributes:
         stopping: this rank wants the run to end.
+        told: all evaluations that decisions have told, since the start of training.
     """
 
     def __init__(self, policy: Policy, divisor: float, delay: int) -> None:
@@ -52,6 +53,7 @@ class Decisions:
         self._news: list[Decision] = []
         self._noted: dict[int, Evaluated] = {}  # of this pipeline, until the decision on the batch tells the others
         self._evaluated: list[Evaluated] = []
+        self.told: list[Evaluated] = []
 
     def scale(self, batch: int) -> float:
         """The loss scale of a batch, on the rank of the last stage: that of its first microbatch holds for all."""
@@ -87,23 +89,26 @@ class Decisions:
             self._decided = batch
             if total is not None and total.evaluated_weight:
                 version = batch - self._delay
-                self.tell(Evaluated(version, total.evaluated, total.evaluated_weight))
+                self.told.append(Evaluated(version, total.evaluated, total.evaluated_weight))
+                self.tell(self.told[-1])
             elif total is None and batch in self._noted:
                 self.tell(self._noted.pop(batch))
             self.scaler.learn(self._last)
             self._news.append(self._last)
         return self._last
 
-    def state(self) -> dict[str, float]:
-        """What the decisions made so far have left behind; nothing where losses are not scaled."""
+    def state(self) -> dict[str, Any]:
+        """What the decisions made so far have left behind, the same on all ranks."""
+        state: dict[str, Any] = {"told": [list(found) for found in self.told]} if self.told else {}
         scaler = self.scaler
-        if not scaler.scales:
-            return {}
-        return {"scale": scaler.scale, "before": scaler.before, "finite_in_a_row": scaler.finite_in_a_row}
+        if scaler.scales:
+            state |= {"scale": scaler.scale, "before": scaler.before, "finite_in_a_row": scaler.finite_in_a_row}
+        return state
 
-    def load(self, batch: int, state: Mapping[str, float]) -> None:
+    def load(self, batch: int, state: Mapping[str, Any]) -> None:
         """Go on where `state` was taken, with the next batch."""
-        if state and self.scaler.scales:
+        self.told = [Evaluated(*found) for found in state.get("told", ())]
+        if "scale" in state and self.scaler.scales:
             self.scaler.scale, self.scaler.before = state["scale"], state["before"]
             self.scaler.finite_in_a_row = int(state["finite_in_a_row"])
         self._decided, self._last = batch - 1, None

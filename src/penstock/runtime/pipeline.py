@@ -295,6 +295,14 @@ class Pipeline:
         """The evaluations that have become known since the last report."""
         return self._spans.reporting.decisions.evaluated()
 
+    @property
+    def evaluations(self) -> tuple[Evaluated, ...]:
+        """All that evaluations in runs have found since the start of training, where stages decide together.
+
+        They are part of a snapshot: those that were known when the update before it was made.
+        """
+        return tuple(self._spans.reporting.decisions.told)
+
     def optimizers(self) -> dict[Node, torch.optim.Optimizer]:
         """The optimizers of the stages in this process; of the first pipeline, where it holds several."""
         return {

@@ -107,9 +107,8 @@ class _Loop:
         for fault in self.checkpoints.damaged if self.rank == 0 else ():
             self.metrics.add(damaged_checkpoint=fault)
         self._patience = Patience(config.evaluate.patience, config.stages, config.microbatches)
-        known = self.metrics.evaluations(self.first) if self.reports else {}
-        for version, evaluated in self._gather(list(known.items()), "starting")[config.stages - 1]:
-            self._patience.hear(version, evaluated)
+        for evaluation in self.pipeline.evaluations:
+            self._patience.hear(evaluation.version, evaluation.loss)
         self._posted = -math.inf
         self._meter = BubbleMeter(self.ranks)
 

@@ -32,16 +32,6 @@ class Metrics:
         with suppress(OSError), self._path.open("a") as file:
             file.write(json.dumps({key: _finite(value) for key, value in values.items()}) + "\n")
 
-    def evaluations(self, before: int) -> dict[int, float | None]:
-        """The losses that evaluations of the versions up to `before` have found, by version, in order."""
-        found: dict[int, float | None] = {}
-        for line in self._path.read_text().splitlines() if self._path.exists() else ():
-            with suppress(ValueError):  # the line under way when a worker died
-                values = json.loads(line)
-                if values.get("evaluated", math.inf) <= before:
-                    found[values["evaluated"]] = values["loss"]
-        return {version: found[version] for version in sorted(found)}
-
     def add_updates(self, decided: Iterable[Decision]) -> None:
         """Updates are made later than losses are known, so they have lines of their own."""
         for d in decided:
