@@ -2,6 +2,7 @@
 
 import math
 import sysconfig
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from penstock.errors import DataError
 from penstock.train import corpus as corpus_module
 from penstock.train.corpus import SKIPPED_FOLDERS, load_corpus, unigram_entropy
+from penstock.train.prepare import is_of_a_run
 
 
 def test_the_standard_library_is_real_text_of_some_size():
@@ -133,14 +135,19 @@ def test_hidden_files_of_a_folder_are_left_out_and_tests_are_not(tmp_path):
 
 
 def test_the_records_of_runs_are_no_text(tmp_path):
-    """Or training on a folder that holds its runs would find other text after a restart."""
-    (tmp_path / "a.txt").write_text("first")
-    runs = tmp_path / "runs"
-    (runs / "one").mkdir(parents=True)
-    (runs / "one" / "metrics.jsonl").write_text("{}")
-    assert bytes(load_corpus(str(tmp_path), str(runs)).tokens) == b"first"
-    assert bytes(load_corpus(str(tmp_path)).tokens) == b"first\n{}"
-    assert bytes(load_corpus(str(runs), str(tmp_path / "elsewhere")).tokens) == b"{}"
+    """Or training on a folder that holds its runs would find other text after a restart, wherever these lie."""
+    for place in ("texts", "texts/2026-notes", "texts/runs/2026-11-22-030201-2bw-2x4", "2026-11-22-030201-2bw-2x4"):
+        (tmp_path / place).mkdir(parents=True, exist_ok=True)
+        (tmp_path / place / "a.txt").write_text(place)
+    run = b"texts/runs/2026-11-22-030201-2bw-2x4"
+
+    def found(data, out):
+        return bytes(load_corpus(str(tmp_path / data), partial(is_of_a_run, tmp_path / out)).tokens)
+
+    assert set(found("texts", "texts/runs").split(b"\n")) == {b"texts", b"texts/2026-notes"}
+    assert set(found(".", ".").split(b"\n")) == {b"texts", b"texts/2026-notes", run}
+    assert set(found("texts", ".").split(b"\n")) == {b"texts", b"texts/2026-notes", run}
+    assert set(found("texts", "elsewhere").split(b"\n")) == {b"texts", b"texts/2026-notes", run}
 
 
 def test_fingerprints_tell_texts_apart(tmp_path, monkeypatch):

@@ -91,3 +91,13 @@ def test_tokens_are_counted_where_they_are(monkeypatch):
     rows = tokens[:1000].reshape(100, 10)
     assert train.tolist() == np.bincount(rows[windows.training].ravel(), minlength=11).tolist()
     assert held_out.tolist() == np.bincount(rows[windows.validation].ravel(), minlength=11).tolist()
+
+
+def test_of_a_large_text_some_windows_are_counted_of_either_kind(monkeypatch):
+    """Held-out windows are few and lie together; none of them must be missed because of that."""
+    monkeypatch.setattr("penstock.train.data._COUNTED", 1000)
+    tokens = np.random.default_rng(0).integers(0, 11, 100_001)
+    windows = Windows(Corpus("numbers", tokens, 11, text=False), 10, 0.004, seed=0)
+    train, held_out = windows.count_tokens(11)
+    assert len(windows.validation) * 10 < 1000 <= train.sum() < 2000
+    assert held_out.sum() == len(windows.validation) * 10

@@ -46,13 +46,13 @@ class Corpus:
         return f"{len(self.tokens)} tokens, {total:08x}"
 
 
-def load_corpus(path: str | None = None, out: str | None = None) -> Corpus:
+def load_corpus(path: str | None = None, skip: Callable[[Path], bool] = lambda _: False) -> Corpus:
     """Load the training text.
 
     Args:
         path: a text file, a folder (all its text files but hidden ones, in order of their names), a token array
             (`.npy`, or `.bin` with 16-bit little-endian tokens); None for the standard library.
-        out: a folder of runs, whose records are not taken for text if it lies in `path`.
+        skip: tells which files of a folder are no text of it.
 
     Raises:
         DataError: nothing there, or it cannot be read.
@@ -69,8 +69,7 @@ def load_corpus(path: str | None = None, out: str | None = None) -> Corpus:
                 f"there is no file or folder {path!r}; give a text file, a folder, or a .npy or .bin of tokens"
             )
         if place.is_dir():
-            left_out = Path(out).resolve() if out is not None else None
-            files = (f for f in _sources(place, "*", _hidden) if left_out not in f.resolve().parents)
+            files = (file for file in _sources(place, "*", _hidden) if not skip(file))
             return _bytes_corpus(_join(files, place), str(place))
         if place.suffix in (".npy", ".bin"):
             return _tokens_corpus(place)

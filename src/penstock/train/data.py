@@ -21,7 +21,7 @@ from penstock.train.corpus import Corpus
 
 _ROUNDS = 4
 _PART = 4096  # windows that are counted at once
-_COUNTED = 1 << 27  # tokens that are counted, about
+_COUNTED = 1 << 27  # tokens that are counted of each, about
 _BLOCK = 32  # neighbouring windows that are held out together, if there are enough
 
 
@@ -95,15 +95,14 @@ class Windows:
     def count_tokens(self, vocabulary: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """How often each token occurs in the training text and in the held-out text.
 
-        It reads a part at a time, and of a large text only some parts, evenly spread.
+        It reads a part at a time, and of a large text only some windows, evenly spread.
         """
         counts = np.zeros((2, vocabulary), dtype=np.int64)
-        step = _PART * max(self.count * self.context // _COUNTED, 1)
-        for first in range(0, self.count, step):
-            last = min(first + _PART, self.count)
-            rows = self.corpus.tokens[first * self.context : last * self.context].reshape(-1, self.context)
-            for which, chosen in enumerate((~self._is_held_out[first:last], self._is_held_out[first:last])):
-                counts[which] += np.bincount(rows[chosen].ravel(), minlength=vocabulary)
+        rows = self.corpus.tokens[: self.count * self.context].reshape(self.count, self.context)
+        for which, windows in enumerate((self.training, self.validation)):
+            chosen = windows[:: max(len(windows) * self.context // _COUNTED, 1)]
+            for first in range(0, len(chosen), _PART):
+                counts[which] += np.bincount(rows[chosen[first : first + _PART]].ravel(), minlength=vocabulary)
         return counts[0], counts[1]
 
 

@@ -70,25 +70,23 @@ def _meet(config: TrainConfig, job: Store, rank: int, size: int) -> PrefixStore:
     mine, patience = config.model_dump_json(), max(config.timeout, _STARTING)
     question, name = uuid.uuid4().hex, uuid.uuid4().hex if rank == 0 else ""
     job.set(f"{_ASKED}/{rank}", question)
-    deadline, missing, store = time.monotonic() + patience, list(range(size)), PrefixStore(f"penstock/{name}", job)
-    while True:
+    deadline, missing = time.monotonic() + patience, [0]  # the others, once this start has a name
+    store: PrefixStore | None = None
+    while missing:
         if rank == 0:
             _answer(job, name, size)
-        elif not name:
-            name = _answered(job, rank, question)
-            store = PrefixStore(f"penstock/{name}", job)
-        if name:
+        if store is None and (name := name or _answered(job, rank, question)):
+            store, missing = PrefixStore(f"penstock/{name}", job), list(range(size))
             store.set(f"config/{rank}", mine)
+        if store is not None:
             missing = [r for r in missing if not store.check([f"config/{r}"])]
-        if not missing:
-            break
-        if time.monotonic() > deadline:
-            left = missing if name else [0]
+        if missing and time.monotonic() > deadline:
             raise TransportError(
-                f"rank {rank}, joining the job: rank {', '.join(map(str, left))} did not come within {patience:g} "
+                f"rank {rank}, joining the job: rank {', '.join(map(str, missing))} did not come within {patience:g} "
                 "seconds; it is stalled or dead"
             )
-        time.sleep(_LOOK)
+        time.sleep(_LOOK if missing else 0)
+    assert store is not None
     first = json.loads(store.get("config/0"))
     other = [key for key, value in json.loads(mine).items() if first.get(key) != value]
     if other:

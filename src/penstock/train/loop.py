@@ -139,13 +139,13 @@ class _Loop:
         if self.reports:
             self.metrics.add_updates(self.pipeline.decided())
         self._evaluated(self.pipeline.evaluated())
-        timeline = self.pipeline.timeline()
         over = self.pipeline.batches >= min(config.batches, self._patience.end)
         if any(self._gather(self.request.asked)) and not over:
-            self._interrupted(self.checkpoints.save(), timeline)
+            self._interrupted(self.checkpoints.save())
             return
         if every is not None:  # for whoever trains on, with more batches or patience
             self.checkpoints.save()  # a failure has been told
+        timeline = self.pipeline.timeline()
         validation = self._validate()
         save_weights(self.pipeline, self.prepared, self.folder)
         peaks = {r: b for part in self._gather(list(self.pipeline.peak_bytes().items())) for r, b in part}
@@ -187,7 +187,7 @@ class _Loop:
                 self.metrics.add_evaluations([evaluation])
                 self.observer.evaluated(evaluation)
 
-    def _interrupted(self, failure: str | None, timeline: Timeline) -> None:
+    def _interrupted(self, failure: str | None) -> None:
         """End early.
 
         Raises:
@@ -198,6 +198,7 @@ class _Loop:
                 f"the run was to end after batch {self.pipeline.batches - 1}, but its checkpoint could not be written "
                 f"({failure}); those before it are intact"
             )
+        timeline = self.pipeline.timeline()
         if self.reports:
             self.metrics.add(interrupted=self.pipeline.batches)
             self.observer.interrupted(self.folder, self.pipeline.batches, timeline)
@@ -298,5 +299,5 @@ class _Loop:
         except (RuntimeError, PenstockError) as error:  # weights that are not numbers any more, say
             return f"(none: {error})"
 
-    def _gather(self, value: Any, what: str = "ending the run") -> list[Any]:
-        return gather_json(value, what, None)
+    def _gather(self, value: Any) -> list[Any]:
+        return gather_json(value, "ending the run", None)

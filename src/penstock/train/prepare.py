@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import datetime
+import re
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import yaml
@@ -17,6 +19,9 @@ from penstock.schedule.methods import METHODS, find_method
 from penstock.train.config import TrainConfig
 from penstock.train.corpus import Corpus, load_corpus
 from penstock.train.data import Windows
+
+_MOMENT = "%Y-%m-%d-%H%M%S"
+_RUN = re.compile(r"\d{4}-\d\d-\d\d-\d{6}-")  # names of run folders begin with the moment
 
 
 @dataclass(frozen=True)
@@ -59,7 +64,7 @@ def prepare(config: TrainConfig) -> Prepared:
             f"method {row.name!r} can be proven, drawn and simulated, but not run yet; methods that run: {offered}"
         )
     proof = prove(row.name, config.stages, config.microbatches)
-    corpus = load_corpus(config.data, config.out)
+    corpus = load_corpus(config.data, partial(is_of_a_run, Path(config.out)))
     model = model_shape(config, corpus)
     cut_blocks(gpt_blocks(model, config.seed), config.stages, config.balance)
     windows = Windows(corpus, model.context, config.held_out, config.seed)
@@ -91,7 +96,7 @@ def make_run_folder(config: TrainConfig) -> Path:
     Raises:
         ConfigError: it cannot be made.
     """
-    now = datetime.datetime.now().strftime("%Y-%m-%d-%H%M%S")
+    now = datetime.datetime.now().strftime(_MOMENT)
     base = Path(config.out) / f"{now}-{config.method}-{_shape(config)}"
     folder, number = base, 1
     try:
@@ -106,6 +111,15 @@ def make_run_folder(config: TrainConfig) -> Path:
     except OSError as error:
         raise ConfigError(f"cannot make a run folder in {config.out!r}: {error.strerror or error}") from None
     return folder
+
+
+def is_of_a_run(out: Path, file: Path) -> bool:
+    """Whether a file lies in a run folder in `out`; trained on its own records, a run would change its text."""
+    try:
+        within = file.resolve().relative_to(out.resolve())
+    except ValueError:
+        return False
+    return _RUN.match(within.parts[0]) is not None
 
 
 def _shape(config: TrainConfig) -> str:

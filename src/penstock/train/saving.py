@@ -44,7 +44,7 @@ def _save(pipeline: Pipeline, prepared: Prepared, run: Path, folder: Path, avera
             save_index(folder, everything, describe_model(prepared.model), text=prepared.windows.corpus.text)
     except OSError as error:
         failures = [str(error)]
-    failures = gather_json(failures, "saving the weights", None)[0] or failures
+    failures = gather_json(failures, "saving the weights", None)[0]
     if failures:
         raise CheckpointError(
             f"training is over, but its weights could not be written into {str(folder)!r}: {failures[0]}. Make room "
