@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import sys
 import traceback
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
 from penstock.errors import ConfigError, InterruptedRunError, PenstockError, WorkerError
+
+if TYPE_CHECKING:
+    from penstock.schedule.check import Proof
 
 app = typer.Typer(
     name="penstock",
@@ -27,7 +31,18 @@ app = typer.Typer(
 Stages = Annotated[int, typer.Option("--stages", help="Stages (ranks) of the pipeline.", min=1)]
 Microbatches = Annotated[int, typer.Option("--microbatches", help="Microbatches per batch.", min=1)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
-MethodName = Annotated[str, typer.Argument(metavar="METHOD", help="A row of [bold]penstock methods[/bold].")]
+OrderOptions = Annotated[
+    list[str] | None, typer.Option("--set", metavar="OPTION=N", help="An option of the order, such as chunks=4.")
+]
+MethodName = Annotated[
+    str | None, typer.Argument(metavar="METHOD", help="A row of [bold]penstock methods[/bold]; or give a file.")
+]
+OrderFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--file", help="A Python file with a function (stages, microbatches) -> order; a schedule as text; torch's CSV."
+    ),
+]
 
 
 def main() -> None:
@@ -57,6 +72,32 @@ def _print_json(value: Any) -> None:
     sys.stdout.write(json.dumps(value, indent=1) + "\n")
 
 
+def _order_options(changes: list[str] | None) -> dict[str, int]:
+    """What --set says of an order."""
+    options: dict[str, int] = {}
+    for change in changes or ():
+        name, _, value = change.partition("=")
+        if not value.lstrip("-").isdigit():
+            raise ConfigError(
+                f"--set takes an option of the order and a whole number, such as chunks=4; got {change!r}"
+            )
+        options[name.strip()] = int(value)
+    return options
+
+
+def _prove(method: str | None, file: Path | None, stages: int, microbatches: int, changes: list[str] | None) -> Proof:
+    """The proof of a method's schedule, or of that in a file."""
+    from penstock.schedule.build import prove
+    from penstock.schedule.files import prove_file
+
+    if (method is None) == (file is None):
+        raise ConfigError("give either a METHOD (penstock methods lists them) or --file")
+    options = _order_options(changes)
+    if file is not None:
+        return prove_file(file, stages, microbatches, options)
+    return prove(method or "", stages, microbatches, options=options)
+
+
 @app.command()
 def methods(stages: Stages = 4, microbatches: Microbatches = 8, as_json: AsJson = False) -> None:
     """List every method with what its schedule costs: weight copies, delay, activations, bubble."""
@@ -70,29 +111,30 @@ def methods(stages: Stages = 4, microbatches: Microbatches = 8, as_json: AsJson 
 
 @app.command()
 def show(
-    method: MethodName,
+    method: MethodName = None,
     stages: Stages = 4,
     microbatches: Microbatches = 8,
     batches: Annotated[int | None, typer.Option(help="Batches to draw; 1 if flushed, else 3.", min=1)] = None,
     forward: Annotated[float, typer.Option(help="Time of a forward.", min=0)] = 1.0,
     backward: Annotated[float, typer.Option(help="Time of a full backward.", min=0)] = 2.0,
+    changes: OrderOptions = None,
+    file: OrderFile = None,
     as_json: AsJson = False,
     svg: Annotated[Path | None, typer.Option(help="Also write the drawing to this SVG file.")] = None,
 ) -> None:
     """Print a schedule: the order of every rank, and its timeline with the versions read."""
-    from penstock.schedule.build import prove
     from penstock.schedule.ir import format_action
     from penstock.simulate.costs import Costs
     from penstock.simulate.simulate import simulate_schedule
     from penstock.view.svg import timeline_svg
     from penstock.view.text import draw_timeline
 
-    proof = prove(method, stages, microbatches)
+    proof = _prove(method, file, stages, microbatches, changes)
     schedule = proof.schedule
     span = batches or (3 if any(program.epilogue for program in schedule.programs) else 1)
     simulation = simulate_schedule(proof, Costs.uniform(schedule, forward, backward / 2, backward / 2), span)
     if svg is not None:
-        title = f"{schedule.name}: {stages} stages, {microbatches} microbatches"
+        title = f"{schedule.name}: {schedule.ranks} stages, {schedule.microbatches} microbatches"
         try:
             svg.write_text(timeline_svg(simulation.timeline, title))
         except OSError as error:
@@ -113,15 +155,17 @@ def show(
 
 @app.command()
 def simulate(
-    method: MethodName,
-    stages: Stages,
-    microbatches: Microbatches,
+    method: MethodName = None,
+    stages: Stages = 4,
+    microbatches: Microbatches = 8,
     forward: Annotated[float, typer.Option(help="F, time of a forward of a rank's whole share.", min=0)] = 1.0,
     backward_input: Annotated[float, typer.Option(help="Time of the backward for the inputs.", min=0)] = 1.0,
     backward_weight: Annotated[float, typer.Option(help="Time of the backward for the weights.", min=0)] = 1.0,
     batches: Annotated[int, typer.Option(help="Batches between two drains.", min=1)] = 1,
     step: Annotated[float, typer.Option(help="Time of an update.", min=0)] = 0.0,
     latency: Annotated[float, typer.Option(help="Time of a hop; it occupies no rank.", min=0)] = 0.0,
+    fused: Annotated[float, typer.Option(help="Time of a fused pair, as a part of that of both.", min=0)] = 1.0,
+    left: Annotated[float, typer.Option(help="Part of the activations that is left between I and W.", min=0)] = 1.0,
     per_stage: Annotated[
         Path | None,
         typer.Option(
@@ -129,21 +173,22 @@ def simulate(
             "given as options."
         ),
     ] = None,
+    changes: OrderOptions = None,
+    file: OrderFile = None,
     as_json: AsJson = False,
 ) -> None:
     """Predict makespan, bubble, activations, versions and messages of a span of batches."""
     from penstock.idle import split_time
-    from penstock.schedule.build import prove
     from penstock.simulate.costs import Costs, read_stage_costs
     from penstock.simulate.simulate import simulate_schedule
     from penstock.view.tables import simulation_table, time_table
 
-    proof = prove(method, stages, microbatches)
+    proof = _prove(method, file, stages, microbatches, changes)
     if per_stage is not None:
         costs = read_stage_costs(per_stage, proof.schedule.cuts, latency)
     else:
         costs = Costs.uniform(proof.schedule, forward, backward_input, backward_weight, latency=latency, step=step)
-    simulation = simulate_schedule(proof, costs, batches)
+    simulation = simulate_schedule(proof, replace(costs, fused=fused, left=left), batches)
     if as_json:
         _print_json(simulation.figures())
     else:

@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from penstock.cli import main
+from penstock.schedule.methods import METHODS
 
 
 def run(monkeypatch, capsys, *arguments):
@@ -22,17 +23,7 @@ def test_methods_as_json(monkeypatch, capsys):
     code, out, _ = run(monkeypatch, capsys, "methods", "--json")
     rows = {row["name"]: row for row in json.loads(out)}
     assert code == 0
-    assert rows.keys() == {
-        "sequential",
-        "gpipe",
-        "1f1b",
-        "eager",
-        "2bw",
-        "2bw-eager",
-        "stash",
-        "vertical-sync",
-        "newest",
-    }
+    assert list(rows) == list(METHODS)
     assert rows["1f1b"]["bubble"] == pytest.approx(3 / 11)  # (p - 1) / (m + p - 1) at 4 stages, 8 microbatches
     assert rows["gpipe"]["activations"] == [8, 8, 8, 8]
     assert rows["eager"]["activations"] == [7, 5, 3, 1]
@@ -90,7 +81,7 @@ def test_simulate_as_json_has_the_documented_keys(monkeypatch, capsys):
     assert json.loads(out) == {
         "makespan": 33, "rank_span": 33, "ideal": 24,
         "bubble": pytest.approx(3 / 11), "bubble_of_ideal": 3 / 8, "rank_span_bubble": pytest.approx(3 / 11),
-        "peak_activations": [4, 3, 2, 1], "live_versions": [1, 1, 1, 1], "messages": 48,
+        "peak_activations": [4, 3, 2, 1], "live_versions": [1, 1, 1, 1], "messages": 48, "volume": 48.0,
     }  # fmt: skip
 
 
@@ -129,7 +120,7 @@ def test_every_configuration_key_can_be_listed(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["show", "2bv"], "unknown method '2bv'. Did you mean '2bw'?"),
+        (["show", "2bx"], "unknown method '2bx'. Did you mean '2bw'?"),
         (["simulate", "2bw", "--stages", "4", "--microbatches", "2"], "needs at least 3 microbatches per batch, got 2"),
         (
             ["simulate", "1f1b", "--stages", "2", "--microbatches", "2", "--per-stage", "no.json"],

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from least import least
+from least import CHAINS, least
 from penstock.errors import ScheduleError
 from penstock.schedule.batchwise import with_decisions, with_reductions, with_ties
 from penstock.schedule.build import make_schedule, prove
 from penstock.schedule.check import check
 from penstock.schedule.ir import Op
-from penstock.schedule.methods import METHODS
 from penstock.schedule.text import parse_schedule
 
-GRID = [(method, d) for method in METHODS for d in (1, 2, 3, 4, 6)]
+GRID = [(method, d) for method in CHAINS for d in (1, 2, 3, 4, 6)]
 
 
 def everything(schedule):
@@ -38,7 +37,7 @@ def test_every_batch_has_each_of_them_between_its_last_backward_and_its_update(m
             assert place[Op.STEP, batch] > place[Op.DECIDE, batch]
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", CHAINS)
 @pytest.mark.parametrize("depth", [1, 2, 3, 4, 8])
 def test_decisions_need_no_more_microbatches_and_no_more_memory(method, depth):
     """Two weight buffers are legal from m = d-1 (eager: 2d-2) with a global norm as well."""

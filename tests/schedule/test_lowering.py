@@ -5,12 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from least import least
+from least import CHAINS, least
 from penstock.schedule.build import make_schedule
 from penstock.schedule.check import check
 from penstock.schedule.ir import Op, Payload, existing
 from penstock.schedule.lower import lower
-from penstock.schedule.methods import METHODS
 from penstock.schedule.orders import ORDERS
 from penstock.schedule.text import parse_schedule
 from penstock.schedule.versions import RULES, apply_rule
@@ -18,7 +17,7 @@ from penstock.schedule.versions import RULES, apply_rule
 GOLDEN = sorted((Path(__file__).parents[1] / "golden").glob("*.txt"))
 SCHEDULES = [parse_schedule(path.read_text(), path.stem) for path in GOLDEN]
 SCHEDULES += [
-    make_schedule(method, p, max(m, least(method, p))) for method in METHODS for p, m in ((2, 1), (3, 2), (4, 5))
+    make_schedule(method, p, max(m, least(method, p))) for method in CHAINS for p, m in ((2, 1), (3, 2), (4, 5))
 ]
 
 COLLECTIVES = (Op.REDUCE, Op.TIE, Op.DECIDE, Op.AVERAGE, Op.GATHER)

@@ -7,19 +7,18 @@ from brute_force import complaint
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from least import least
+from least import CHAINS, least
 from penstock.errors import ScheduleError
 from penstock.schedule.build import make_schedule
 from penstock.schedule.check import check
 from penstock.schedule.ir import Op, Program, WeightRef
-from penstock.schedule.methods import METHODS
 from penstock.schedule.text import parse_schedule
 
 SWEEP = settings(max_examples=100, derandomize=True, deadline=None, database=None)
 
 
 @st.composite
-def schedules(draw, methods=tuple(METHODS)):
+def schedules(draw, methods=tuple(CHAINS)):
     """A legal schedule of any method."""
     method = draw(st.sampled_from(methods))
     stages = draw(st.integers(1, 4))
@@ -60,7 +59,7 @@ def refused(schedule):
     return str(caught.value)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", CHAINS)
 @pytest.mark.parametrize("stages", range(1, 6))
 def test_every_method_passes(method, stages):
     fewest = max(stages - 1, least(method, stages))

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from least import least
+from least import CHAINS, least
 from penstock.errors import ScheduleError
 from penstock.schedule.build import make_schedule
 from penstock.schedule.check import check
@@ -27,13 +27,12 @@ from penstock.schedule.ir import (
     format_schedule,
     straight,
 )
-from penstock.schedule.methods import METHODS
 from penstock.schedule.text import parse_action, parse_schedule
 
 GOLDEN = sorted((Path(__file__).parents[1] / "golden").glob("*.txt"))
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", CHAINS)
 @pytest.mark.parametrize(("stages", "microbatches"), [(1, 1), (2, 1), (3, 2), (4, 5), (5, 4)])
 def test_what_a_method_prints_is_read_back(method, stages, microbatches):
     schedule = make_schedule(method, stages, max(microbatches, least(method, stages)))
@@ -173,7 +172,7 @@ def bare(schedule):
     return "\n".join(line for line in lines if line.strip() and not line.strip().endswith(":"))
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", CHAINS)
 @pytest.mark.parametrize(("stages", "microbatches"), [(1, 1), (2, 3), (4, 4)])
 def test_a_file_without_versions_is_completed_by_its_rule(method, stages, microbatches):
     schedule = make_schedule(method, stages, max(microbatches, least(method, stages)))

@@ -9,10 +9,9 @@ from event_oracle import start_times
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from least import least
+from least import CHAINS, least
 from penstock.schedule.build import make_schedule
 from penstock.schedule.lower import lower
-from penstock.schedule.methods import METHODS
 from penstock.schedule.text import parse_schedule
 from penstock.simulate.costs import Costs, StageCost
 from penstock.simulate.simulate import play
@@ -35,7 +34,7 @@ def stage_costs(draw, cuts):
 
 @st.composite
 def straight_schedules(draw):
-    stages, method = draw(st.integers(1, 5)), draw(st.sampled_from(list(METHODS)))
+    stages, method = draw(st.integers(1, 5)), draw(st.sampled_from(CHAINS))
     return make_schedule(method, stages, draw(st.integers(max(stages - 1, least(method, stages)), 8)))
 
 

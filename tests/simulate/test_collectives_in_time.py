@@ -134,4 +134,4 @@ def test_labels_of_other_units():
     assert {"F1:1/2", "F3:0/2"} <= set(labels("seq1f1b", "F"))
     assert set(labels("nf1b", "B")) == {"B0..3", "B4..7"}
     assert labels("evaluation", "F")[0] == "Fe0"
-    assert "F3+B1" in labels("dualpipe_v", "FUSED")
+    assert "F3a+B1b" in labels("dualpipe_v", "FUSED")

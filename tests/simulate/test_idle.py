@@ -4,10 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from least import least
+from least import CHAINS, least
 from penstock.idle import Idle, split_time
 from penstock.schedule.build import make_schedule
-from penstock.schedule.methods import METHODS
 from penstock.simulate.costs import Costs, StageCost
 from penstock.simulate.simulate import simulate_schedule
 from penstock.timeline import Interval, Timeline, Waiting
@@ -160,7 +159,7 @@ def test_fill_and_drain_in_closed_form(method, p, times, batches):
         assert result.idle[s] == Idle(fill=rounds * fill(p, s, f, b), drain=rounds * drain(p, s, f, b))
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", CHAINS)
 @pytest.mark.parametrize("p", [1, 2, 4])
 @pytest.mark.parametrize("more", [0, 1, 5])
 def test_equal_stages_have_no_imbalance(method, p, more):
@@ -256,7 +255,7 @@ def test_causes_are_complete_and_exclusive(lanes, waits, collectives):
     assert sum(shares.values()) - shares["work"] == pytest.approx(bubble.bubble)
 
 
-@given(st.sampled_from(sorted(METHODS)), st.integers(1, 4), st.integers(0, 4), st.integers(1, 3), st.data())
+@given(st.sampled_from(sorted(CHAINS)), st.integers(1, 4), st.integers(0, 4), st.integers(1, 3), st.data())
 def test_a_simulated_bubble_is_divided_without_a_rest(method, p, more, batches, data):
     times = st.integers(0, 8).map(lambda n: n / 4)
     stages = tuple(StageCost(*data.draw(st.tuples(times, times, times))) for _ in range(p))

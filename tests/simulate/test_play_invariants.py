@@ -7,10 +7,9 @@ from pathlib import Path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from least import least
+from least import CHAINS, least
 from penstock.schedule.build import make_schedule
 from penstock.schedule.check import check
-from penstock.schedule.methods import METHODS
 from penstock.schedule.text import parse_schedule
 from penstock.simulate.costs import Costs, StageCost
 from penstock.simulate.simulate import simulate_schedule
@@ -32,7 +31,7 @@ def runs(draw, golden=True):
         proof = draw(st.sampled_from(GOLDEN))
     else:
         stages = draw(st.integers(1, 5))
-        method = draw(st.sampled_from(list(METHODS)))
+        method = draw(st.sampled_from(list(CHAINS)))
         fewest = max(stages - 1, least(method, stages))
         proof = check(make_schedule(method, stages, draw(st.integers(fewest, max(fewest, 7)))))
     stages = [StageCost(draw(positive), draw(positive), draw(maybe), draw(maybe)) for _ in range(proof.schedule.cuts)]

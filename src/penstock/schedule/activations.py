@@ -13,12 +13,17 @@ from penstock.schedule.ops import OPS
 class Activations:
     """A running count, in 1 / `scale` microbatches on a rank's whole share.
 
+    Args:
+        schedule: whose.
+        left: what of a microbatch's activations is left between I and W; everything, unless told otherwise.
+
     Attributes:
         held, peak: per rank.
     """
 
-    def __init__(self, schedule: Schedule) -> None:
-        self.scale = reduce(lcm, schedule.chunks.values(), 1) * schedule.slices
+    def __init__(self, schedule: Schedule, left: Fraction = Fraction(1)) -> None:
+        self.scale = reduce(lcm, schedule.chunks.values(), 1) * schedule.slices * left.denominator
+        self._left = left
         self.held = [0] * schedule.ranks
         self.peak = [0] * schedule.ranks
         self._schedule = schedule
@@ -33,8 +38,7 @@ class Activations:
         key = (op, node, count, piece, kind)
         if key not in self._changes:
             amount = self.scale // self._schedule.chunks[node] * count // (piece[1] if piece else 1)
-            taken, freed = OPS[op].memory(action, self._schedule)
-            self._changes[key] = taken * amount, freed * amount
+            self._changes[key] = OPS[op].memory(action, self._schedule, amount, int(amount * self._left))
         return self._changes[key]
 
     def add(self, rank: int, amount: int) -> int:
@@ -50,6 +54,6 @@ class Activations:
 
     def copy(self) -> Activations:
         """An independent twin."""
-        twin = Activations(self._schedule)
+        twin = Activations(self._schedule, self._left)
         twin.held, twin.peak, twin._changes = list(self.held), list(self.peak), self._changes
         return twin

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import replace
+from itertools import combinations
 
 from penstock.schedule.ir import Action, Kind, Node, Op, Program, Schedule, Unit, passes
 
@@ -41,20 +42,25 @@ def after_backwards(program: Program, node: Node, op: Op, microbatches: int) -> 
         microbatches: m.
     """
     period, epilogue = list(program.period), list(program.epilogue)
-    last: dict[int, int] = {}  # batch offset -> position of its last backward
-    for position, action in enumerate(period):
-        for p in passes(action):
-            if is_backward(p, node):
-                last[p.unit.first // microbatches] = position
+    earlier = COLLECTIVES[: COLLECTIVES.index(op)] if op in COLLECTIVES else COLLECTIVES
+
+    def last_of(actions: list[Action]) -> dict[int, int]:
+        """Batch offset -> position of the last of its actions that come before."""
+        last = {}
+        for position, action in enumerate(actions):
+            for p in passes(action):
+                if is_backward(p, node):
+                    last[p.unit.first // microbatches] = position
+                elif p.op in earlier and p.node == node:
+                    last[p.unit.first] = position
+        return last
+
+    last = last_of(period)
     offset = min(last)  # the oldest batch that this period works on is finished here
-    _insert(period, last[offset], Action(op, node, batch_unit(offset)))
+    period.insert(last[offset] + 1, Action(op, node, batch_unit(offset)))
     for batch in range(offset, 0):
-        positions = [
-            i
-            for i, a in enumerate(epilogue)
-            if any(is_backward(p, node) and p.unit.first // microbatches == batch for p in passes(a))
-        ]
-        _insert(epilogue, positions[-1] if positions else -1, Action(op, node, batch_unit(batch)))
+        place = last_of(epilogue).get(batch, -1) + 1
+        epilogue.insert(place, Action(op, node, batch_unit(batch)))
     return Program(tuple(period), tuple(epilogue))
 
 
@@ -67,7 +73,28 @@ def with_reductions(schedule: Schedule, everywhere: bool) -> Schedule:
             several nodes of this pipeline hold.
     """
     holders = [node.cut for node in schedule.nodes]
-    return _with(schedule, Op.REDUCE, lambda node: everywhere or holders.count(node.cut) > 1)
+    made = _with(schedule, Op.REDUCE, lambda node: everywhere or holders.count(node.cut) > 1)
+    return made if _in_one_order(made) else _reduced_at_the_end(made)
+
+
+def _in_one_order(schedule: Schedule) -> bool:
+    """Whether no two ranks reduce two cuts the other way round, for which they would wait for ever."""
+    pairs = set()
+    for program in schedule.programs:
+        cuts = [a.node.cut for a in program.period if a.op is Op.REDUCE]
+        pairs |= {pair for pair in combinations(cuts, 2) if pair[0] != pair[1]}
+    return not any((b, a) in pairs for a, b in pairs)
+
+
+def _reduced_at_the_end(schedule: Schedule) -> Schedule:
+    """Every rank reduces after the last of all its backwards, in the order of the cuts."""
+    programs = []
+    for period, epilogue in schedule.programs:
+        late = sorted((a for a in period if a.op is Op.REDUCE), key=lambda a: a.node)
+        rest = [a for a in period if a.op is not Op.REDUCE]
+        place = 1 + max((i for i, a in enumerate(rest) if any(is_backward(p, p.node) for p in passes(a))), default=-1)
+        programs.append(Program((*rest[:place], *late, *rest[place:]), epilogue))
+    return replace(schedule, programs=tuple(programs))
 
 
 def with_ties(schedule: Schedule, cuts: Collection[int]) -> Schedule:
@@ -88,12 +115,3 @@ def _with(schedule: Schedule, op: Op, wanted: Callable[[Node], bool]) -> Schedul
                 program = after_backwards(program, node, op, schedule.microbatches)
         programs.append(program)
     return replace(schedule, programs=tuple(programs))
-
-
-def _insert(actions: list[Action], position: int, new: Action) -> None:
-    """Insert behind `position`, and behind those collectives of the same node that come before `new`."""
-    before = COLLECTIVES[: COLLECTIVES.index(new.op)] if new.op in COLLECTIVES else COLLECTIVES
-    place = position + 1
-    while place < len(actions) and actions[place].op in before and actions[place].node == new.node:
-        place += 1
-    actions.insert(place, new)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 
 from penstock.errors import ConfigError, ScheduleError
 from penstock.schedule.batchwise import with_decisions, with_reductions, with_ties
 from penstock.schedule.check import Proof, check
 from penstock.schedule.ir import Action, Op, Schedule, straight
 from penstock.schedule.methods import compatible, find_method
-from penstock.schedule.order import Order, OrderFunction, make_order
+from penstock.schedule.order import NO_OPTIONS, Options, Order, OrderFunction, check_options, make_order
 from penstock.schedule.orders import ORDERS
-from penstock.schedule.orders.forward_only import forward_only
+from penstock.schedule.orders.forward_only import forward_through
 from penstock.schedule.recompute import with_recompute
 from penstock.schedule.text import parse_action
 from penstock.schedule.versions import RULES, apply_rule
@@ -25,6 +26,7 @@ def make_schedule(
     *,
     rule: str | None = None,
     order: str | OrderFunction | None = None,
+    options: Options = NO_OPTIONS,
     decides: bool = False,
 ) -> Schedule:
     """Build a schedule and prove it.
@@ -36,6 +38,7 @@ def make_schedule(
         microbatches: m, microbatches per batch.
         rule: another version rule than the method's (for a function: "flush" unless told otherwise).
         order: another order than the method's.
+        options: of the order, such as {"chunks": 4}.
         decides: updates wait for a decision of all stages (the global norm, a vote on overflow).
 
     Returns:
@@ -45,7 +48,7 @@ def make_schedule(
         ConfigError: unknown method, order or rule, or choices that cannot go together.
         ScheduleError: the schedule is wrong; where only m is too small, the message names the smallest legal m.
     """
-    return prove(method, stages, microbatches, rule=rule, order=order, decides=decides).schedule
+    return prove(method, stages, microbatches, rule=rule, order=order, options=options, decides=decides).schedule
 
 
 def prove(
@@ -55,14 +58,17 @@ def prove(
     *,
     rule: str | None = None,
     order: str | OrderFunction | None = None,
+    options: Options = NO_OPTIONS,
     decides: bool = False,
 ) -> Proof:
     """As `make_schedule`, but returns the proof with everything that was derived on the way."""
-    schedule = _build(method, stages, microbatches, rule, order, decides)
+    schedule = _build(method, stages, microbatches, rule, order, options, decides)
     try:
         return check(schedule)
     except ScheduleError as error:
-        legal = smallest_microbatches(method, stages, rule=rule, order=order, decides=decides, beyond=microbatches)
+        legal = smallest_microbatches(
+            method, stages, rule=rule, order=order, options=options, decides=decides, beyond=microbatches
+        )
         if legal is None:
             raise
         ours = not callable(method) and not callable(order)  # all numbers from the smallest legal one on are legal
@@ -108,8 +114,14 @@ def extend(
 
 def prove_evaluation(schedule: Schedule) -> Proof:
     """The proof of the forward-only schedule by which the model of another one is evaluated."""
-    order = forward_only(schedule.cuts, schedule.microbatches)
-    return check(apply_rule(order, RULES["frozen"], schedule.microbatches, "evaluation"))
+    order = forward_through(
+        tuple(node for node in schedule.nodes if not node.replica),
+        schedule.edges,
+        schedule.ranks,
+        schedule.microbatches,
+    )
+    made = apply_rule(replace(order, frozen=schedule.frozen), RULES["frozen"], schedule.microbatches, "evaluation")
+    return check(made)
 
 
 def smallest_microbatches(
@@ -118,6 +130,7 @@ def smallest_microbatches(
     *,
     rule: str | None = None,
     order: str | OrderFunction | None = None,
+    options: Options = NO_OPTIONS,
     decides: bool = False,
     beyond: int = 0,
 ) -> int | None:
@@ -129,7 +142,7 @@ def smallest_microbatches(
 
     def legal(m: int) -> bool:
         try:
-            check(_build(method, stages, m, rule, order, decides))
+            check(_build(method, stages, m, rule, order, options, decides))
         except Exception:  # a user's function may refuse some m in its own way
             return False
         return True
@@ -148,6 +161,7 @@ def _build(
     microbatches: int,
     rule: str | None,
     order: str | OrderFunction | None,
+    options: Options,
     decides: bool,
 ) -> Schedule:
     choices: tuple[str, ...] = ()
@@ -163,7 +177,7 @@ def _build(
         function = ORDERS[function]
     if rule_name not in RULES:
         raise ConfigError(f"unknown version rule {rule_name!r}; known: {', '.join(RULES)}")
-    made = call_order(function, stages, microbatches)
+    made = call_order(function, stages, microbatches, options)
     reason = compatible(made, RULES[rule_name], *choices)
     if reason is not None:
         raise ConfigError(f"{name}: {reason}")
@@ -171,18 +185,19 @@ def _build(
     return with_decisions(schedule) if decides else schedule
 
 
-def call_order(function: OrderFunction, stages: int, microbatches: int) -> Order:
+def call_order(function: OrderFunction, stages: int, microbatches: int, options: Options = NO_OPTIONS) -> Order:
     """Call an order function and bring what it returns into the form of an `Order`.
 
     Raises:
-        ConfigError: the numbers of stages or microbatches are not positive.
+        ConfigError: a number is not positive, or the order does not have such an option.
         ScheduleError: the function returned something that is not an order.
     """
     name = getattr(function, "__name__", "order")
-    for what, value in (("stages", stages), ("microbatches", microbatches)):
+    for what, value in (("stages", stages), ("microbatches", microbatches), *options.items()):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ConfigError(f"{name}: {what} must be a whole number of at least 1, got {value!r}")
-    result = function(stages, microbatches)
+    check_options(function, options)
+    result = function(stages, microbatches, **options)
     if isinstance(result, Order):
         return result
     if not isinstance(result, Sequence) or isinstance(result, str):

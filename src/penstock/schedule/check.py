@@ -24,7 +24,7 @@ from penstock.schedule.collection import no_collection
 from penstock.schedule.coverage import check_coverage
 from penstock.schedule.ir import Action, Kind, Node, Op, Program, Schedule, existing, passes, since
 from penstock.schedule.lower import lower
-from penstock.schedule.lowered import LOOKAHEAD, WINDOW, Lowered
+from penstock.schedule.lowered import LOOKAHEAD, Lowered
 from penstock.schedule.machine import Machine
 from penstock.schedule.nodespec import node_specs
 from penstock.schedule.nodestate import Delay, NodeState
@@ -79,13 +79,13 @@ class Proof:
 
 
 @no_collection
-def check(schedule: Schedule, lookahead: int = LOOKAHEAD, window: int = WINDOW) -> Proof:
+def check(schedule: Schedule, lookahead: int = LOOKAHEAD, window: int | None = None) -> Proof:
     """Prove a schedule.
 
     Args:
         schedule: what to prove.
         lookahead: actions by which a RECV may be posted ahead.
-        window: outstanding messages per lane and side.
+        window: outstanding messages per lane and side; as the schedule says if None.
 
     Raises:
         ScheduleError: with the action at fault and why.

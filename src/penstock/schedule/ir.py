@@ -22,6 +22,8 @@ from enum import StrEnum
 from functools import cached_property
 from typing import NamedTuple
 
+WINDOW = 2  # messages that are outstanding on a lane, unless a schedule needs more
+
 
 class Op(StrEnum):
     """What an action does. `penstock.schedule.ops` registers lane, dependencies and memory of each."""
@@ -155,6 +157,7 @@ class Schedule:
         rule: name of the version rule (`penstock.schedule.versions.RULES`).
         frozen: cuts without trainable weights and without a backward.
         segments: groups of consecutive cuts that recompute together; only the first of each keeps its input.
+        window: messages that may be outstanding on a lane, on either side; each is memory.
     """
 
     name: str
@@ -165,6 +168,7 @@ class Schedule:
     rule: str
     frozen: frozenset[int] = frozenset()
     segments: tuple[tuple[int, ...], ...] = ()
+    window: int = WINDOW
 
     @property
     def ranks(self) -> int:
@@ -200,6 +204,11 @@ class Schedule:
     def slices(self) -> int:
         """k, the number of slices of a sequence; 1 where units are whole microbatches."""
         return max((a.unit.slice[1] for p in self.programs for a in p.period if a.unit.slice), default=1)
+
+    @cached_property
+    def replicas(self) -> int:
+        """How many nodes hold a cut, at most."""
+        return 1 + max(node.replica for node in self.nodes)
 
     @cached_property
     def chunks(self) -> dict[Node, int]:
@@ -346,6 +355,8 @@ def format_schedule(schedule: Schedule) -> str:
         lines.append("frozen " + " ".join(map(str, sorted(schedule.frozen))))
     if schedule.segments:
         lines.append("segments " + " ".join(",".join(map(str, s)) for s in schedule.segments))
+    if schedule.window != WINDOW:
+        lines.append(f"window {schedule.window}")
     for what, part in (("rank", 0), ("drain", 1)):
         for rank, program in enumerate(schedule.programs):
             if program[part] or not part:

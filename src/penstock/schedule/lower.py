@@ -17,7 +17,7 @@ from typing import NamedTuple
 from penstock.errors import ScheduleError
 from penstock.schedule.collection import no_collection
 from penstock.schedule.ir import Action, Node, Op, Schedule, Unit, passes
-from penstock.schedule.lowered import LOOKAHEAD, WINDOW, Instruction, LaneKey, Lowered, LoweredProgram, Message, Route
+from penstock.schedule.lowered import LOOKAHEAD, Instruction, LaneKey, Lowered, LoweredProgram, Message, Route
 from penstock.schedule.ops import OPS, PASSES, PAYLOAD_OF_FACT, Fact, Lane, gives
 
 
@@ -52,18 +52,19 @@ class _Plan:
 
 
 @no_collection
-def lower(schedule: Schedule, lookahead: int = LOOKAHEAD, window: int = WINDOW) -> Lowered:
+def lower(schedule: Schedule, lookahead: int = LOOKAHEAD, window: int | None = None) -> Lowered:
     """Add the messages between ranks.
 
     Args:
         schedule: any schedule; it need not be legal otherwise.
         lookahead: actions by which a RECV may be posted ahead of its consumer.
-        window: outstanding messages per lane and side.
+        window: outstanding messages per lane and side; as the schedule says if None.
 
     Raises:
         ScheduleError: a pass needs something that no pass of this or an earlier period gives, or messages on one lane
             are consumed in an order that needs more than `window` buffers.
     """
+    window = schedule.window if window is None else window
     plans = [(_Plan(), _Plan()) for _ in schedule.programs]
     uses: dict[tuple[LaneKey, int], dict[tuple[int, int], _Use]] = {}
     incoming = _Incoming(schedule)

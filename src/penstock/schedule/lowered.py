@@ -17,10 +17,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from penstock.schedule.ir import Action, Node, Payload, Schedule
+from penstock.schedule.ir import WINDOW, Action, Node, Payload, Schedule
 
 LOOKAHEAD = 2
-WINDOW = 2
 
 
 class LaneKey(NamedTuple):

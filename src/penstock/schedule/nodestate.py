@@ -149,12 +149,13 @@ class NodeState:
                     admitted[k] = versions[0]
             elif op is Op.R:
                 self.flights.recompute(key)
-            else:
-                self._backward(op, key, versions)
         if derive is not None:
             self.copies.read(derive, versions)
         else:
             self._check_life(op, versions)
+        if op is not Op.F and op is not Op.R:
+            for k in range(unit.first + t * m, unit.first + t * m + unit.count):
+                self._backward(op, (k, piece), versions)
         if op is Op.F:
             self.forwards = spec.forwards.settled(self.forwards + 1, self.draining)
 
@@ -205,11 +206,11 @@ class NodeState:
 
     def _backward(self, op: Op, key: Piece, versions: tuple[int, ...]) -> None:
         flight = self.flights.backward(key, op, self.spec.recomputed)
+        batch = key[0] // self.spec.microbatches
+        if batch not in self.gradients:  # from the first I on: not every weight can be put off
+            self._allocate(batch)
         if flight is None:
             return
-        batch = key[0] // self.spec.microbatches
-        if batch not in self.gradients:
-            self._allocate(batch)
         gradient = self.gradients[batch]
         gradient.remaining -= 1
         gradient.forward += flight.versions[0]

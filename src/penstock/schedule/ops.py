@@ -48,14 +48,14 @@ class OpSpec:
         lane: where it occupies time.
         gives: the facts that hold once it is done.
         needs: the facts that must hold before it starts.
-        memory: activation memory taken at its start and given back at its end, as a function of the schedule, in
-            units of one microbatch's activations on the node.
+        memory: activation memory taken at its start and given back at its end, as a function of the schedule, of the
+            activations of the action's unit, and of what of them is left between I and W.
     """
 
     lane: Lane
     gives: Callable[[Action], Iterator[Fact]]
     needs: Callable[[Action, Schedule], Iterator[Fact]]
-    memory: Callable[[Action, Schedule], tuple[int, int]]
+    memory: Callable[[Action, Schedule, int, int], tuple[int, int]]
 
 
 def _facts(what: str, action: Action) -> Iterator[Fact]:
@@ -98,19 +98,19 @@ def recomputes(schedule: Schedule, action: Action) -> bool:
     return action.unit.kind is Kind.TRAIN and action.node.cut in schedule.recomputed
 
 
-def _forward_memory(action: Action, schedule: Schedule) -> tuple[int, int]:
+def _forward_memory(action: Action, schedule: Schedule, whole: int, _held: int) -> tuple[int, int]:
     if action.unit.kind is Kind.EVAL or action.node.cut in schedule.frozen:
-        return (1, -1)
-    return (0, 0) if recomputes(schedule, action) else (1, 0)
+        return (whole, -whole)
+    return (0, 0) if recomputes(schedule, action) else (whole, 0)
 
 
-def _offload_memory(action: Action, schedule: Schedule) -> tuple[int, int]:
+def _offload_memory(action: Action, schedule: Schedule, whole: int, _held: int) -> tuple[int, int]:
     """Of a microbatch that will be recomputed only the input is there to be moved."""
-    return (0, 0) if recomputes(schedule, action) else (0, -1)
+    return (0, 0) if recomputes(schedule, action) else (0, -whole)
 
 
-def _fetch_memory(action: Action, schedule: Schedule) -> tuple[int, int]:
-    return (0, 0) if recomputes(schedule, action) else (1, 0)
+def _fetch_memory(action: Action, schedule: Schedule, whole: int, _held: int) -> tuple[int, int]:
+    return (0, 0) if recomputes(schedule, action) else (whole, 0)
 
 
 def _none(_action: Action, _schedule: Schedule | None = None) -> Iterator[Fact]:
@@ -118,16 +118,16 @@ def _none(_action: Action, _schedule: Schedule | None = None) -> Iterator[Fact]:
 
 
 def _plain(lane: Lane) -> OpSpec:
-    return OpSpec(lane, _none, _none, lambda _a, _s: (0, 0))
+    return OpSpec(lane, _none, _none, lambda _a, _s, _w, _h: (0, 0))
 
 
 OPS: Mapping[Op, OpSpec] = MappingProxyType(
     {
         Op.F: OpSpec(Lane.COMPUTE, lambda a: _facts("F", a), _forward_needs, _forward_memory),
-        Op.B: OpSpec(Lane.COMPUTE, lambda a: _facts("G", a), _backward_needs, lambda _a, _s: (0, -1)),
-        Op.I: OpSpec(Lane.COMPUTE, lambda a: _facts("G", a), _backward_needs, lambda _a, _s: (0, 0)),
-        Op.W: OpSpec(Lane.COMPUTE, _none, lambda a, _s: _facts("G", a), lambda _a, _s: (0, -1)),
-        Op.R: OpSpec(Lane.COMPUTE, lambda a: _facts("R", a), _recompute_needs, lambda _a, _s: (1, 0)),
+        Op.B: OpSpec(Lane.COMPUTE, lambda a: _facts("G", a), _backward_needs, lambda _a, _s, w, _h: (0, -w)),
+        Op.I: OpSpec(Lane.COMPUTE, lambda a: _facts("G", a), _backward_needs, lambda _a, _s, w, h: (0, h - w)),
+        Op.W: OpSpec(Lane.COMPUTE, _none, lambda a, _s: _facts("G", a), lambda _a, _s, _w, h: (0, -h)),
+        Op.R: OpSpec(Lane.COMPUTE, lambda a: _facts("R", a), _recompute_needs, lambda _a, _s, w, _h: (w, 0)),
         Op.STEP: _plain(Lane.COMPUTE),
         Op.PREDICT: _plain(Lane.COMPUTE),
         Op.VALIDATE: _plain(Lane.COMPUTE),

@@ -6,10 +6,13 @@ and which version a pass reads is the business of the version rule (`penstock.sc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
-from penstock.schedule.ir import Action, Edge, Kind, Node, Op, Program, Unit, chain, straight
+from penstock.errors import ConfigError
+from penstock.schedule.ir import WINDOW, Action, Edge, Kind, Node, Op, Program, Unit, chain, straight
 
 
 @dataclass(frozen=True)
@@ -20,7 +23,7 @@ class Order:
         programs: per rank, actions without reads; units as in `penstock.schedule.ir`.
         nodes: the stages; one cut per rank unless told otherwise.
         edges: data flow between cuts; a chain unless told otherwise.
-        frozen, segments: as in `penstock.schedule.ir.Schedule`.
+        frozen, segments, window: as in `penstock.schedule.ir.Schedule`.
     """
 
     programs: tuple[Program, ...]
@@ -28,6 +31,7 @@ class Order:
     edges: tuple[Edge, ...]
     frozen: frozenset[int] = frozenset()
     segments: tuple[tuple[int, ...], ...] = ()
+    window: int = WINDOW
 
     @property
     def endless(self) -> bool:
@@ -35,8 +39,30 @@ class Order:
         return any(program.epilogue for program in self.programs)
 
 
-OrderFunction = Callable[[int, int], "Order | Sequence[Iterable[Action | str]]"]
-"""(stages, microbatches) -> Order, or per rank the passes of one flushed batch as actions or text."""
+OrderFunction = Callable[..., "Order | Sequence[Iterable[Action | str]]"]
+"""(stages, microbatches, options) -> Order, or per rank the passes of one flushed batch as actions or text."""
+
+Options = Mapping[str, int]
+NO_OPTIONS: Options = MappingProxyType({})
+
+
+def options_of(function: OrderFunction) -> dict[str, int | None]:
+    """The options of an order and their defaults."""
+    parameters = inspect.signature(function).parameters.values()
+    return {p.name: p.default for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
+
+
+def check_options(function: OrderFunction, options: Options) -> None:
+    """Make sure that an order has these options.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    known, name = options_of(function), getattr(function, "__name__", "order")
+    for option in options:
+        if option not in known:
+            offers = f"it has {', '.join(known)}" if known else "it has none"
+            raise ConfigError(f"order {name} has no option {option!r}; {offers}")
 
 
 def make_order(
@@ -44,14 +70,23 @@ def make_order(
     epilogues: Sequence[Iterable[Action]] | None = None,
     nodes: tuple[Node, ...] | None = None,
     edges: tuple[Edge, ...] | None = None,
+    window: int = WINDOW,
 ) -> Order:
     """An order from per-rank lists of passes; a straight chain of one cut per rank unless told otherwise."""
     nodes = nodes or straight(len(ranks))
     tails: Sequence[Iterable[Action]] = epilogues or [()] * len(ranks)
     programs = tuple(Program(tuple(p), tuple(e)) for p, e in zip(ranks, tails, strict=True))
-    return Order(programs, nodes, edges or chain(1 + max(n.cut for n in nodes)))
+    return Order(programs, nodes, edges or chain(1 + max(n.cut for n in nodes)), window=window)
 
 
 def pass_of(op: Op, microbatch: int, node: Node, kind: Kind = Kind.TRAIN) -> Action:
     """One pass over one microbatch."""
     return Action(op, node, Unit(microbatch, kind=kind))
+
+
+def alternate(forwards: Sequence[Action], backwards: Sequence[Action], ahead: int) -> list[Action]:
+    """A warm-up of `ahead` forwards, then one forward and one backward in turn, then the backwards that are left."""
+    found = list(forwards[:ahead])
+    for k in range(max(len(forwards) - ahead, 0)):
+        found += [forwards[ahead + k], backwards[k]]
+    return found + list(backwards[max(len(forwards) - ahead, 0) :])

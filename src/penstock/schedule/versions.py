@@ -185,7 +185,9 @@ def apply_rule(order: Order, rule: VersionRule, microbatches: int, name: str) ->
     )
     forward_reads = _forward_offsets(with_steps, rule, microbatches)
     programs = tuple(_annotate(program, rule, forward_reads, microbatches) for program in with_steps)
-    made = Schedule(name, microbatches, order.nodes, order.edges, programs, rule.name, order.frozen, order.segments)
+    made = Schedule(
+        name, microbatches, order.nodes, order.edges, programs, rule.name, order.frozen, order.segments, order.window
+    )
     return with_reductions(made, everywhere=False)
 
 

@@ -41,12 +41,14 @@ class Costs:
         latency: time from posting a message to its arrival; it occupies no rank. A decision takes two.
         collective: time of a REDUCE, TIE, AVERAGE or GATHER.
         fused: time of a fused action as a fraction of the sum of its parts.
+        left: what of a microbatch's activations is left between I and W, 0 to 1 (more if gradients count for more).
     """
 
     stages: tuple[StageCost, ...]
     latency: float = 0.0
     collective: float = 0.0
     fused: float = 1.0
+    left: float = 1.0
 
     def __post_init__(self) -> None:
         """Refuse what is no time."""

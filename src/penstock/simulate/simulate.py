@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from fractions import Fraction
+from string import ascii_lowercase
 
 from penstock.errors import ConfigError
 from penstock.schedule.activations import Activations
 from penstock.schedule.check import Proof, check
 from penstock.schedule.collection import no_collection
-from penstock.schedule.ir import Action, Kind, Op, Payload, Schedule, format_unit, since
+from penstock.schedule.ir import Action, Kind, Node, Op, Payload, Schedule, format_unit, since
 from penstock.schedule.lowered import Lowered
 from penstock.schedule.machine import Machine
 from penstock.schedule.ops import OPS
@@ -24,6 +27,7 @@ class Simulation:
         timeline: every interval, and activations over time.
         bubble: its figures.
         messages: activation and gradient sends of all batches.
+        volume: what they carry, in outputs of a cut for one microbatch.
         activations: per rank, the most microbatches in flight, in units of its whole share.
         versions: per rank, the most weight versions alive at once in a span of any length: what a run provides for.
     """
@@ -31,6 +35,7 @@ class Simulation:
     timeline: Timeline
     bubble: Bubble
     messages: int
+    volume: float
     activations: tuple[float, ...]
     versions: tuple[int, ...]
 
@@ -46,6 +51,7 @@ class Simulation:
             "peak_activations": list(self.activations),
             "live_versions": list(self.versions),
             "messages": self.messages,
+            "volume": self.volume,
         }
 
 
@@ -70,7 +76,7 @@ def simulate_schedule(schedule: Schedule | Proof, costs: Costs, batches: int = 1
     return Simulation(
         timeline,
         timeline.bubble(),
-        count_messages(proof.lowered, batches),
+        *count_messages(proof.lowered, batches),
         activations,
         tuple(proof.versions_on(rank) for rank in range(proof.schedule.ranks)),
     )
@@ -79,7 +85,7 @@ def simulate_schedule(schedule: Schedule | Proof, costs: Costs, batches: int = 1
 @no_collection
 def play(lowered: Lowered, costs: Costs, batches: int) -> tuple[Timeline, tuple[float, ...]]:
     """The timeline of a span and the peak activations per rank, without checking the schedule."""
-    recorder = _Recorder(lowered.schedule)
+    recorder = _Recorder(lowered.schedule, Fraction(costs.left).limit_denominator(1000))
     machine = Machine(lowered, costs.duration, costs.latency, recorder.observe)
     machine.play(batches)
     return recorder.timeline, tuple(map(float, recorder.activations.peaks()))
@@ -92,54 +98,68 @@ def steady_bubble(lowered: Lowered, costs: Costs, batches: int) -> float:
     return 1 - (sum(longer.busy) - sum(shorter.busy)) / total if total else 0.0
 
 
-def count_messages(lowered: Lowered, batches: int) -> int:
-    """Activation and gradient sends of a span."""
-    m = lowered.schedule.microbatches
-    return sum(
-        max(batches - max(since(i.action.unit, m), 0), 0) if part == 0 else batches >= since(i.action.unit, m)
-        for program in lowered.programs
-        for part, instructions in enumerate(program)
-        for i in instructions
-        if i.action.op is Op.SEND and i.action.payload in (Payload.ACTIVATION, Payload.GRADIENT)
-    )
+def count_messages(lowered: Lowered, batches: int) -> tuple[int, float]:
+    """Activation and gradient sends of a span, and what they carry: a slice is a part of a microbatch."""
+    m, count, volume = lowered.schedule.microbatches, 0, Fraction(0)
+    for program in lowered.programs:
+        for part, instructions in enumerate(program):
+            for action in (i.action for i in instructions):
+                if action.op is Op.SEND and action.payload in (Payload.ACTIVATION, Payload.GRADIENT):
+                    begun = since(action.unit, m)
+                    times = max(batches - max(begun, 0), 0) if part == 0 else int(batches >= begun)
+                    count += times
+                    volume += Fraction(times * action.unit.count, action.unit.slice[1] if action.unit.slice else 1)
+    return count, float(volume)
 
 
 class _Recorder:
     """Turns what the machine does into intervals and memory samples."""
 
-    def __init__(self, schedule: Schedule) -> None:
-        self.m = schedule.microbatches
+    def __init__(self, schedule: Schedule, left: Fraction) -> None:
+        self.m, self.marks = schedule.microbatches, marks_of(schedule)
         self.timeline = Timeline(schedule.ranks, unit="")
-        self.activations = Activations(schedule)
+        self.activations = Activations(schedule, left)
         self.samples = [self.timeline.memory.setdefault((r, "activations"), []) for r in range(schedule.ranks)]
 
     def observe(self, rank: int, action: Action, t: int, start: float, end: float) -> None:
         """Record one action that is not a message."""
-        self.timeline.intervals.append(_interval(rank, action, t, self.m, start, end))
+        self.timeline.intervals.append(_interval(rank, action, t, self.m, self.marks, start, end))
         for time, amount in zip((start, end), self.activations.change(action), strict=True):
             if amount:
                 held = self.activations.add(rank, amount)
                 self.samples[rank].append((time, held / self.activations.scale))
 
 
-def _interval(rank: int, action: Action, t: int, m: int, start: float, end: float) -> Interval:
+def marks_of(schedule: Schedule) -> dict[Node, str]:
+    """What tells the nodes of a rank apart in drawings: a, b, ... for its chunks, > and < for two directions."""
+    marks = {}
+    for node in schedule.nodes:
+        chunks = [other for other in schedule.on_rank(node.rank) if other.replica == node.replica]
+        chunk = ascii_lowercase[chunks.index(node) % 26] if len(chunks) > 1 else ""
+        marks[node] = chunk + ("><"[node.replica] if schedule.replicas == 2 else "")
+    return marks
+
+
+def _interval(
+    rank: int, action: Action, t: int, m: int, marks: Mapping[Node, str], start: float, end: float
+) -> Interval:
     op, (cut, replica, _), unit, reads, parts, *_ = action
     if not parts and unit.count == 1 and unit.slice is None and unit.kind is Kind.TRAIN and reads is not None:
         k, version = unit.first + t * m, max(reads.versions[0] + t, 0)
-        label = f"{op.value}{k}"
+        label = f"{op.value}{k}{marks[action.node]}"
         return Interval(rank, "compute", start, end, op.value, label, cut, replica, k // m, version, "", k)
     batch = unit.first + t if unit.kind is Kind.BATCH else unit.first // m + t
     version = batch + 1 if op is Op.STEP else -1 if reads is None else max(reads.versions[0] + t, 0)
     lane = "compute" if parts else OPS[op].lane.value
     k = -1 if unit.kind is Kind.BATCH or parts else unit.first + t * m
-    return Interval(rank, lane, start, end, op.value, _label(action, t, m), cut, replica, batch, version, "", k)
+    return Interval(rank, lane, start, end, op.value, _label(action, t, m, marks), cut, replica, batch, version, "", k)
 
 
-def _label(action: Action, t: int, m: int) -> str:
+def _label(action: Action, t: int, m: int, marks: Mapping[Node, str]) -> str:
     """What to print: the operation and its unit, microbatches counted through the span."""
     if action.parts:
-        return "+".join(_label(p, t, m) for p in action.parts)
+        return "+".join(_label(p, t, m, marks) for p in action.parts)
     unit = action.unit
     if unit.kind is Kind.BATCH:
         return f"{action.op.value}{unit.first + t}"
-    return action.op.value + format_unit(unit._replace(first=unit.first + t * m))
+    return action.op.value + format_unit(unit._replace(first=unit.first + t * m)) + marks[action.node]

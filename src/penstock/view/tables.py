@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from fractions import Fraction
 from typing import Any
 
 from rich.table import Table
@@ -21,7 +22,7 @@ class MethodFacts:
     """A row of `penstock methods`; everything but the names is derived from the schedule.
 
     Attributes:
-        weight_copies: per rank, weight versions alive at once.
+        weight_copies: per rank, weights alive at once, all versions, in units of the rank's whole share of the model.
         delay: per rank, updates between the version read by a forward and the version updated, mean over a batch.
         activations: per rank, microbatches in flight at once, in units of the rank's whole share.
         bubble: idle / total of one more batch in a long run, with F = 1 and B = 2.
@@ -34,7 +35,7 @@ class MethodFacts:
     order: str
     rule: str
     runs: bool
-    weight_copies: list[int] | None = None
+    weight_copies: list[float] | None = None
     delay: list[float] | None = None
     activations: list[float] | None = None
     bubble: float | None = None
@@ -52,11 +53,17 @@ def method_facts(method: Method, stages: int, microbatches: int) -> MethodFacts:
     ranks = range(stages)
     return MethodFacts(
         *names,
-        weight_copies=[proof.versions_on(rank) for rank in ranks],
+        weight_copies=[_copies_on(proof, rank) for rank in ranks],
         delay=[_delay_on(proof, rank) for rank in ranks],
         activations=[float(a) for a in proof.activations],
         bubble=max(steady_bubble(proof.lowered, costs, proof.steady_from + 2), 0.0),
     )
+
+
+def _copies_on(proof: Proof, rank: int) -> float:
+    """Versions of all nodes of a rank; one of v chunks counts 1/v, and both directions count."""
+    schedule = proof.schedule
+    return float(sum(Fraction(proof.nodes[n].versions, schedule.chunks[n]) for n in schedule.on_rank(rank)))
 
 
 def _delay_on(proof: Proof, rank: int) -> float:
@@ -120,6 +127,7 @@ def simulation_table(simulation: Simulation) -> Table:
             "weight versions alive at once in a span of any length, per rank",
         ),
         ("messages", str(simulation.messages), "activation and gradient sends"),
+        ("volume", f"{simulation.volume:g}", "what they carry, in outputs of a cut for one microbatch"),
     )
     for row in rows:
         table.add_row(*row)

@@ -1,13 +1,26 @@
-"""Orders of the literature, one family a file; each is a pure function (stages, microbatches) -> Order."""
+"""Orders of the literature, one family a file; each is a pure function (stages, microbatches, options) -> Order."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
 
 from penstock.schedule.order import OrderFunction
+from penstock.schedule.orders.bitpipe import bitpipe
+from penstock.schedule.orders.bpipe import bpipe
+from penstock.schedule.orders.breadth_first import breadth_first
+from penstock.schedule.orders.chimera import chimera
+from penstock.schedule.orders.controllable_memory import v_half, v_min
+from penstock.schedule.orders.dualpipe import dualpipe, dualpipe_v
+from penstock.schedule.orders.exact import zb_exact
 from penstock.schedule.orders.forward_only import forward_only
 from penstock.schedule.orders.gpipe import gpipe
+from penstock.schedule.orders.hanayo import hanayo
+from penstock.schedule.orders.interleaved import interleaved
 from penstock.schedule.orders.one_f_one_b import eager_1f1b, endless_1f1b, endless_eager_1f1b, one_f_one_b
+from penstock.schedule.orders.searched import zb_auto
+from penstock.schedule.orders.sequence import seq1f1b, terapipe
 from penstock.schedule.orders.sequential import sequential
+from penstock.schedule.orders.v_shaped import zb_v
+from penstock.schedule.orders.zero_bubble import zb_h1, zb_h2, zb_interleaved
 
 ORDERS: Mapping[str, OrderFunction] = MappingProxyType(
     {
@@ -17,18 +30,25 @@ ORDERS: Mapping[str, OrderFunction] = MappingProxyType(
         "eager-1f1b": eager_1f1b,
         "endless-1f1b": endless_1f1b,
         "endless-eager-1f1b": endless_eager_1f1b,
+        "interleaved": interleaved,
+        "breadth-first": breadth_first,
+        "zb-h1": zb_h1,
+        "zb-h2": zb_h2,
+        "zb-interleaved": zb_interleaved,
+        "zb-auto": zb_auto,
+        "zb-exact": zb_exact,
+        "zb-v": zb_v,
+        "v-half": v_half,
+        "v-min": v_min,
+        "hanayo": hanayo,
+        "chimera": chimera,
+        "dualpipe": dualpipe,
+        "dualpipe-v": dualpipe_v,
+        "bitpipe": bitpipe,
+        "seq1f1b": seq1f1b,
+        "terapipe": terapipe,
+        "bpipe": bpipe,
         "forward-only": forward_only,
     }
 )
 """Every order by its name."""
-
-__all__ = [
-    "ORDERS",
-    "sequential",
-    "gpipe",
-    "one_f_one_b",
-    "eager_1f1b",
-    "endless_1f1b",
-    "endless_eager_1f1b",
-    "forward_only",
-]

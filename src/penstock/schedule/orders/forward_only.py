@@ -1,9 +1,20 @@
 """Forward passes alone: evaluation. Each activation dies as soon as its output has been handed on."""
 
-from penstock.schedule.ir import Kind, Op, straight
+from penstock.schedule.ir import Edge, Kind, Node, Op, chain, straight
 from penstock.schedule.order import Order, make_order, pass_of
+from penstock.schedule.placement import by_rank
 
 
 def forward_only(stages: int, microbatches: int) -> Order:
     """F0 .. F(m-1) on every rank, on evaluation units."""
-    return make_order([[pass_of(Op.F, k, node, Kind.EVAL) for k in range(microbatches)] for node in straight(stages)])
+    return forward_through(straight(stages), chain(stages), stages, microbatches)
+
+
+def forward_through(nodes: tuple[Node, ...], edges: tuple[Edge, ...], ranks: int, microbatches: int) -> Order:
+    """The same wherever cuts lie: as many microbatches as there are ranks go through the cuts of a rank in turn."""
+    groups = [range(first, min(first + ranks, microbatches)) for first in range(0, microbatches, ranks)]
+    programs = [
+        [pass_of(Op.F, k, node, Kind.EVAL) for group in groups for node in held for k in group]
+        for held in by_rank(nodes, ranks)
+    ]
+    return make_order(programs, nodes=nodes, edges=edges)

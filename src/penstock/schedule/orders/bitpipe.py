@@ -1,0 +1,35 @@
+"""BitPipe (Wu et al., arXiv 2410.19367): two V-shaped pipelines in opposite directions, two chunks of each on every
+rank.
+
+Half of the microbatches go down and half up, each direction with a copy of the model in 2p cuts. Gradients of the
+copies of a cut are added before its update. The order is greedy (`greedy`), as the paper's tables are not published."""
+
+from __future__ import annotations
+
+from penstock.errors import ScheduleError
+from penstock.schedule.order import Order, make_order
+from penstock.schedule.orders.greedy import greedy
+from penstock.schedule.placement import zigzag
+
+
+def bitpipe(stages: int, microbatches: int, *, backward: int = 2, in_flight: int | None = None) -> Order:
+    """BitPipe.
+
+    Args:
+        stages: p, the ranks.
+        microbatches: m.
+        backward: how many times as long as a forward a backward takes; the order depends on it.
+        in_flight: microbatches under way at once in each direction; p if None.
+
+    Raises:
+        ScheduleError: an odd number of ranks or of microbatches.
+    """
+    if stages % 2 or microbatches % 2:
+        raise ScheduleError(
+            f"bitpipe takes an even number of stages and of microbatches, got {stages} and {microbatches}"
+        )
+    down, up = zigzag(stages, 2), zigzag(stages, 2, replica=1, reverse=True)
+    half = microbatches // 2
+    ways = {k: down if k < half else up for k in range(microbatches)}
+    urgency = {k: k % half for k in range(microbatches)}
+    return make_order(greedy(ways, urgency, backward=backward, in_flight=in_flight or stages), nodes=(*down, *up))

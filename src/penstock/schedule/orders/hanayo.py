@@ -1,0 +1,25 @@
+"""Hanayo (Liu et al., arXiv 2308.15762): W waves, which go there and back over the ranks 2W times.
+
+Cuts lie in zigzag, 2W of them on each rank, so the folds need no message. One copy of the weights does what Chimera
+needs two for. The paper gives no table; the order is what a greedy list scheduler makes of it (`greedy`)."""
+
+from __future__ import annotations
+
+from penstock.schedule.order import Order, make_order
+from penstock.schedule.orders.greedy import greedy
+from penstock.schedule.placement import zigzag
+
+
+def hanayo(stages: int, microbatches: int, *, waves: int = 1, backward: int = 2, in_flight: int | None = None) -> Order:
+    """Hanayo.
+
+    Args:
+        stages: p, the ranks.
+        microbatches: m.
+        waves: W; 2W cuts per rank.
+        backward: how many times as long as a forward a backward takes; the order depends on it.
+        in_flight: microbatches under way at once; 2p if None. Fewer cost time where m > p, more memory.
+    """
+    nodes = zigzag(stages, 2 * waves)
+    ways, urgency = dict.fromkeys(range(microbatches), nodes), {k: k for k in range(microbatches)}
+    return make_order(greedy(ways, urgency, backward=backward, in_flight=in_flight or 2 * stages), nodes=nodes)

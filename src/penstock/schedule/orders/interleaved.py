@@ -1,0 +1,63 @@
+"""Interleaved 1F1B (Megatron-LM; Narayanan et al., arXiv 2104.04473, sec. 2.2): several chunks per rank, in turns.
+
+Cut c lies on rank c mod p. Microbatches go through the chunks in groups of g: all of a group through chunk 0, then all
+of it through chunk 1, and so on; backwards take the chunks the other way round. Rank r runs 2 (p - 1 - r) + (v - 1) g
+forwards ahead of its backwards. The bubble shrinks to (p - 1)(F + B) / v, and there are about v times as many messages.
+
+p=2, v=2, m=4 (lower case is chunk 1):
+    r0: F0 F1 f0 f1 F2 b0 F3 b1 f2 B0 f3 B1 b2 b3 B2 B3
+    r1: F0 F1 f0 b0 f1 b1 F2 B0 F3 B1 f2 b2 f3 b3 B2 B3
+
+The paper asks for m to be a multiple of p. Any m will do: there are as many groups as fit, and they share the rest, so
+none is smaller than p unless m is. (With a smaller last group the ranks would wait for each other in a circle.)"""
+
+from __future__ import annotations
+
+from penstock.errors import ScheduleError
+from penstock.schedule.ir import WINDOW, Action, Node, Op
+from penstock.schedule.order import Order, alternate, make_order, pass_of
+from penstock.schedule.placement import by_rank, looped
+
+
+def interleaved(stages: int, microbatches: int, *, chunks: int = 2, group: int | None = None) -> Order:
+    """Interleaved 1F1B.
+
+    Args:
+        stages: p, the ranks.
+        microbatches: m.
+        chunks: v, cuts per rank.
+        group: g, the microbatches that go through the chunks together; p if None.
+    """
+    nodes, groups = looped(stages, chunks), groups_of(stages, microbatches, group)
+    programs = []
+    for rank, held in enumerate(by_rank(nodes, stages)):
+        forwards, backwards = passes_in_turns(held, groups, Op.B)
+        programs.append(alternate(forwards, backwards, 2 * (stages - 1 - rank) + (chunks - 1) * len(groups[0])))
+    return make_order(programs, nodes=nodes, window=window_of(groups, stages))
+
+
+def groups_of(stages: int, microbatches: int, group: int | None) -> list[range]:
+    """The microbatches that go through the chunks together; the first groups are the larger ones.
+
+    Raises:
+        ScheduleError: groups are to be smaller than p.
+    """
+    if group is not None and group < stages:
+        raise ScheduleError(
+            f"a group of microbatches must be at least as large as the number of stages, {stages}; got {group}"
+        )
+    count = max(microbatches // (group or stages), 1)
+    size, larger = divmod(microbatches, count)
+    ends = [(i + 1) * size + min(i + 1, larger) for i in range(count)]
+    return [range(first, last) for first, last in zip([0, *ends], ends, strict=False)]
+
+
+def window_of(groups: list[range], stages: int) -> int:
+    """How many messages a lane holds: inputs of a chunk arrive while a rank runs a group through the chunk before."""
+    return max(WINDOW, len(groups[0]) - stages + 2)
+
+
+def passes_in_turns(held: list[Node], groups: list[range], backward: Op) -> tuple[list[Action], list[Action]]:
+    """The forwards and the backwards of a rank, in their orders."""
+    turns = [(place, k) for group in groups for place in range(len(held)) for k in group]
+    return [pass_of(Op.F, k, held[i]) for i, k in turns], [pass_of(backward, k, held[-1 - i]) for i, k in turns]

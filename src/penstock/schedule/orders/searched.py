@@ -1,0 +1,145 @@
+"""The zero-bubble order that a search finds for given times and memory (Qi et al., arXiv 2401.10241, sec. 3.1 and
+app. G: ZB-1p and ZB-2p).
+
+Time goes by, and each rank that is free takes, in this order,
+
+    I   if its gradient is there, unless it has just run one and a forward can go on;
+    F   if its input is there and memory allows;
+    W   if nothing else can begin before it would be over, or if the rank, waiting, would become the one that has idled
+        most, or if memory is full.
+
+Three yes-or-no choices remain open, all eight combinations are tried, and the one with the shortest span wins: whether
+a forward of the warm-up may hold up the first I; whether a rank may be more than one forward further than the next one;
+whether W fills gaps that are too short for it. Our own heuristic after the paper's description.
+
+p=2, m=4, all times equal, at most 2 microbatches on a rank (ZB-1p) and at most 4 (ZB-2p):
+    r0: F0 F1 I0 W0 F2 I1 W1 F3 I2 W2 I3 W3       r0: F0 F1 F2 I0 F3 I1 W0 I2 W1 I3 W2 W3
+    r1: F0 I0 F1 I1 W0 F2 I2 W1 F3 I3 W2 W3       r1: F0 I0 F1 I1 F2 I2 F3 I3 W0 W1 W2 W3
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from itertools import product
+
+from penstock.schedule.ir import Action, Op, straight
+from penstock.schedule.order import Order, make_order, pass_of
+
+
+@dataclass(frozen=True)
+class _Task:
+    """What is searched for; times in any unit, memory in hundredths of a microbatch's activations."""
+
+    ranks: int
+    microbatches: int
+    times: dict[Op, int]
+    hop: int
+    limit: int
+    held: int
+
+
+@dataclass
+class _Rank:
+    """Where a rank is."""
+
+    free: float = 0.0
+    ends: dict[Op, list[float]] = field(default_factory=lambda: {Op.F: [], Op.I: [], Op.W: []})
+    found: list[Action] = field(default_factory=list)
+    memory: int = 0
+    idle: float = 0.0
+
+    def done(self, op: Op) -> int:
+        """How many passes of a kind have been placed."""
+        return len(self.ends[op])
+
+
+def zb_auto(
+    stages: int,
+    microbatches: int,
+    *,
+    limit: int | None = None,
+    forward: int = 1,
+    input: int = 1,
+    weight: int = 1,
+    hop: int = 0,
+    held: int = 100,
+) -> Order:
+    """The best order that the search finds.
+
+    Args:
+        stages: p.
+        microbatches: m.
+        limit: microbatches whose activations a rank may hold; 2p if None (ZB-2p), p for ZB-1p.
+        forward, input, weight: time of F, I and W, in any unit.
+        hop: time of a message.
+        held: how much of a microbatch's activations is left between I and W, in percent.
+    """
+    times = {Op.F: forward, Op.I: input, Op.W: weight}
+    task = _Task(stages, microbatches, times, hop, 100 * (limit or 2 * stages), held)
+    tried = [_search(task, *choices) for choices in product((False, True), repeat=3)]
+    best = min(tried, key=lambda ranks: max(r.free - r.ends[Op.F][0] for r in ranks))
+    return make_order([rank.found for rank in best])
+
+
+def _search(task: _Task, eager: bool, far: bool, thrifty: bool) -> list[_Rank]:
+    """One run of the heuristic."""
+    ranks, nodes, m = [_Rank() for _ in range(task.ranks)], straight(task.ranks), task.microbatches
+
+    def arrival(s: int, op: Op) -> float:
+        """When the next F or I of a rank can begin; infinite while nobody knows."""
+        k, own = ranks[s].done(op), ranks[s].ends
+        source = s - 1 if op is Op.F else s + 1
+        if k == m or (op is Op.I and k == len(own[Op.F])):
+            return math.inf
+        if op is Op.F and (ranks[s].memory + 100 > task.limit or (not far and s + 1 < task.ranks and _ahead(ranks, s))):
+            return math.inf
+        if not 0 <= source < task.ranks:
+            return own[Op.F][k] if op is Op.I else 0.0
+        there = ranks[source].ends[op]
+        return there[k] + task.hop if k < len(there) else math.inf
+
+    def choose(s: int, now: float) -> Op | None:
+        """What a free rank does now; None if it waits."""
+        rank, f, i = ranks[s], arrival(s, Op.F), arrival(s, Op.I)
+        first = not rank.done(Op.I)
+        held_up = first and not eager and i < now + task.times[Op.F]
+        if f <= now and not held_up and (i > now or first or rank.found[-1].op is not Op.F):
+            return Op.F
+        if i <= now:
+            return Op.I
+        if rank.done(Op.W) == rank.done(Op.I):
+            return None
+        gap = min(f, i) - now
+        behind = thrifty and rank.idle + gap >= max(other.idle for other in ranks)
+        return Op.W if gap >= task.times[Op.W] or behind or rank.memory + 100 > task.limit else None
+
+    now = 0.0
+    while any(rank.done(Op.W) < m for rank in ranks):
+        moved = True
+        while moved:
+            moved = False
+            for s in reversed(range(task.ranks)):
+                op = choose(s, now) if ranks[s].free <= now else None
+                if op is not None:
+                    _place(task, ranks[s], pass_of(op, ranks[s].done(op), nodes[s]), now)
+                    moved = True
+        times = [rank.free for rank in ranks] + [arrival(s, op) for s in range(task.ranks) for op in (Op.F, Op.I)]
+        now = min((time for time in times if now < time < math.inf), default=math.inf)
+        if now == math.inf:
+            raise AssertionError("the search is stuck")
+    return ranks
+
+
+def _ahead(ranks: list[_Rank], s: int) -> bool:
+    """Whether a rank that has begun its backwards holds more than one microbatch more than the next one."""
+    return ranks[s].done(Op.I) > 0 and ranks[s].done(Op.F) > ranks[s + 1].done(Op.F) + 1
+
+
+def _place(task: _Task, rank: _Rank, action: Action, now: float) -> None:
+    if rank.found:
+        rank.idle += now - rank.free
+    rank.free = now + task.times[action.op]
+    rank.ends[action.op].append(rank.free)
+    rank.found.append(action)
+    rank.memory += {Op.F: 100, Op.I: task.held - 100, Op.W: -task.held}[action.op]

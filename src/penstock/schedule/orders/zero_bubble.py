@@ -1,0 +1,69 @@
+"""Zero bubble (Qi et al., arXiv 2401.10241): the backward in two halves, of which one fills the gaps.
+
+I, the backward for the inputs, is what the rank before waits for; W, the one for the weights, can wait itself. Rank r
+puts W off by so many backwards that nobody idles for it:
+
+    H1   1F1B with W put off by r; as much memory as 1F1B on the first rank, on every rank; bubble (p - 1)(F + I - W).
+    H2   2 (p - r) - 1 forwards ahead and W put off by 2 r; no bubble within a rank where F = I = W, but every rank
+         begins and ends at another time: the update must not wait for all ranks (post-validation).
+
+p=3, m=4:
+    H1  r0: F0 F1 F2 I0 W0 F3 I1 W1 I2 W2 I3 W3          H2  r0: F0 F1 F2 F3 I0 W0 I1 W1 I2 W2 I3 W3
+        r1: F0 F1 I0 F2 I1 W0 F3 I2 W1 I3 W2 W3              r1: F0 F1 F2 I0 F3 I1 I2 W0 I3 W1 W2 W3
+        r2: F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3              r2: F0 I0 F1 I1 F2 I2 F3 I3 W0 W1 W2 W3
+
+With several chunks per rank, H1 in Megatron's interleaved order: (v - 1) g + p - 1 - r forwards ahead.
+"""
+
+from __future__ import annotations
+
+from penstock.schedule.ir import Action, Node, Op, straight
+from penstock.schedule.order import Order, make_order, pass_of
+from penstock.schedule.orders.interleaved import groups_of, passes_in_turns, window_of
+from penstock.schedule.placement import by_rank, looped
+
+
+def zb_h1(stages: int, microbatches: int) -> Order:
+    """H1: the memory of 1F1B, a third of its bubble."""
+    return make_order(
+        [_put_off(*_passes(node, microbatches), stages - node.rank, node.rank) for node in straight(stages)]
+    )
+
+
+def zb_h2(stages: int, microbatches: int) -> Order:
+    """H2: twice the memory, no bubble within a rank."""
+    return make_order(
+        [
+            _put_off(*_passes(node, microbatches), 2 * (stages - node.rank) - 1, 2 * node.rank)
+            for node in straight(stages)
+        ]
+    )
+
+
+def zb_interleaved(stages: int, microbatches: int, *, chunks: int = 2, group: int | None = None) -> Order:
+    """H1 on several chunks per rank.
+
+    Args:
+        stages: p, the ranks.
+        microbatches: m.
+        chunks: v, cuts per rank.
+        group: g, the microbatches that go through the chunks together; p if None.
+    """
+    nodes, groups = looped(stages, chunks), groups_of(stages, microbatches, group)
+    programs = []
+    for rank, held in enumerate(by_rank(nodes, stages)):
+        forwards, backwards = passes_in_turns(held, groups, Op.I)
+        programs.append(_put_off(forwards, backwards, (chunks - 1) * len(groups[0]) + stages - rank, rank))
+    return make_order(programs, nodes=nodes, window=window_of(groups, stages))
+
+
+def _passes(node: Node, microbatches: int) -> tuple[list[Action], list[Action]]:
+    return [pass_of(Op.F, k, node) for k in range(microbatches)], [pass_of(Op.I, k, node) for k in range(microbatches)]
+
+
+def _put_off(forwards: list[Action], backwards: list[Action], ahead: int, late: int) -> list[Action]:
+    """`ahead` forwards; then each I, with the W of `late` backwards before, lets the next forward in."""
+    found, weights = list(forwards[:ahead]), [backward._replace(op=Op.W) for backward in backwards]
+    for k, backward in enumerate(backwards):
+        found += [backward, *weights[max(k - late, 0) : max(k - late + 1, 0)], *forwards[ahead + k : ahead + k + 1]]
+    return found + weights[max(len(weights) - late, 0) :]

@@ -1,0 +1,81 @@
+"""Schedules from a user's file: functions, text, torch's CSV; and what is said of wrong ones."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.cli import main
+from penstock.schedule.build import make_schedule
+from penstock.schedule.exchange import to_torch_csv
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "my_order.py"
+TWO = "def order(stages, microbatches):\n    return ['F0 F1 B0 B1', '{}']\n"
+
+
+def run(monkeypatch: Any, capsys: Any, *arguments: Any) -> tuple[int, str, str]:
+    monkeypatch.setattr(sys, "argv", ["penstock", *map(str, arguments)])
+    monkeypatch.setenv("COLUMNS", "160")
+    with pytest.raises(SystemExit) as caught:
+        main()
+    printed = capsys.readouterr()
+    code = caught.value.code or 0
+    assert isinstance(code, int)
+    return code, printed.out, " ".join(printed.err.split())
+
+
+def test_the_example(monkeypatch: Any, capsys: Any) -> None:
+    code, out, _ = run(monkeypatch, capsys, "show", "--file", EXAMPLE, "--stages", 3, "--microbatches", 6)
+    assert code == 0
+    assert "rank 2: F0^t F1^t F2^t B0^t F3^t B1^t" in out
+    code, out, _ = run(monkeypatch, capsys, "simulate", "--file", EXAMPLE, "--stages", 2, "--set", "more=3")
+    assert code == 0
+    assert "peak activations" in out
+
+
+def test_our_text_and_torch_s_csv(monkeypatch: Any, capsys: Any, tmp_path: Path) -> None:
+    schedule = make_schedule("zb-v", 2, 4)
+    (tmp_path / "mine.txt").write_text(str(schedule))
+    (tmp_path / "mine.csv").write_text(to_torch_csv(schedule))
+    for name in ("mine.txt", "mine.csv"):
+        code, out, _ = run(monkeypatch, capsys, "show", "--file", tmp_path / name)
+        assert code == 0
+        assert "|F0a⁰|F1a⁰|" in out
+    code, out, _ = run(monkeypatch, capsys, "show", "--file", tmp_path / "mine.txt")
+    assert str(schedule) in out
+
+
+WRONG = [
+    (TWO.format("F0 B1 F1 B0"), "needs the forward of microbatch 1 on cut 1, which stands later on the same rank"),
+    (TWO.format("F0 F0 B0 F1 B1"), "microbatch 0, cut 1 has 2 forwards per batch instead of 1"),
+    (TWO.format("F0 Q0 F1 B1"), "cannot read 'Q0'"),
+    ("def order(stages, microbatches):\n    return 1 / 0\n", "mine.py, line 2: ZeroDivisionError: division by zero"),
+    ("import nothing_of_that_name\n", "mine.py, line 1: ModuleNotFoundError"),
+    ("def a(s, m):\n    pass\ndef b(s, m):\n    pass\n", "must hold one function (stages, microbatches)"),
+    ("x = 3\n", "it holds none"),
+    ("def order(stages, microbatches):\n    return 3\n", "expected an Order, or a list with the passes of each rank"),
+]
+
+
+@pytest.mark.parametrize(("text", "telling"), WRONG)
+def test_what_is_wrong_is_named(monkeypatch: Any, capsys: Any, tmp_path: Path, text: str, telling: str) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(text)
+    code, _, said = run(monkeypatch, capsys, "show", "--file", path, "--stages", 2, "--microbatches", 2)
+    assert code == 2
+    assert telling in said
+    assert "Traceback" not in said
+
+
+def test_a_method_or_a_file(monkeypatch: Any, capsys: Any, tmp_path: Path) -> None:
+    for arguments in (("show",), ("show", "1f1b", "--file", EXAMPLE), ("simulate",)):
+        code, _, said = run(monkeypatch, capsys, *arguments)
+        assert code == 2
+        assert "give either a METHOD" in said
+    code, _, said = run(monkeypatch, capsys, "show", "--file", tmp_path / "none.py")
+    assert (code, "there is no Python file" in said) == (2, True)
+    code, _, said = run(monkeypatch, capsys, "show", "--file", tmp_path / "none.txt")
+    assert (code, "cannot read a schedule from" in said) == (2, True)

@@ -1,0 +1,185 @@
+"""Bubble, activations and messages of every order are what the literature's formulas say.
+
+Times are of a rank's whole share: a chunk costs 1/v of them. Bf = I + W is a whole backward. The formulas are those
+that were confirmed by other simulators, or stated in a paper or in its code.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.schedule.build import prove
+from penstock.schedule.orders import ORDERS
+from penstock.simulate.costs import Costs
+from penstock.simulate.simulate import Simulation, simulate_schedule
+
+TIMES = [(1.0, 1.0, 1.0), (1.0, 1.5, 0.5), (10.0, 12.0, 7.0)]
+MEASURED = (18.522, 18.086, 9.337)  # of a model of 1.5 B parameters (arXiv 2401.10241), with a latency of 0.601
+
+
+def run(
+    name: str, p: int, m: int, times: tuple[float, float, float] = (1, 1, 1), latency: float = 0.0, **options: int
+) -> Simulation:
+    proof = prove(ORDERS[name], p, m, options=options)
+    return simulate_schedule(proof, Costs.uniform(proof.schedule, *times, latency=latency), 1)
+
+
+def idle(found: Simulation) -> float:
+    return found.bubble.makespan - found.bubble.ideal
+
+
+def peaks(found: Simulation) -> list[float]:
+    return found.timeline.peak("activations")
+
+
+@pytest.mark.parametrize("times", TIMES)
+@pytest.mark.parametrize(
+    ("p", "m", "v"), [(2, 4, 2), (4, 8, 2), (4, 8, 4), (3, 7, 2), (4, 9, 3), (5, 9, 2), (8, 16, 2)]
+)
+def test_chunks_divide_the_bubble(p: int, m: int, v: int, times: tuple[float, float, float]) -> None:
+    """(p-1)(F+Bf)/v, interleaved and breadth-first, for any m from p on; 2m(pv-1) messages."""
+    for name in ("interleaved", "breadth-first"):
+        found = run(name, p, m, times, chunks=v)
+        assert idle(found) == pytest.approx((p - 1) * sum(times) / v)
+        assert found.bubble.bubble == pytest.approx((p - 1) / (m * v + p - 1))
+        assert found.messages == 2 * m * (p * v - 1)
+
+
+def test_activations_of_chunks() -> None:
+    """Interleaved p + (p-1-2r)/v from m = 2p on, breadth-first m; groups hold as many as a group."""
+    for p, v in ((2, 2), (4, 2), (4, 4), (3, 3)):
+        wanted = [p + (p - 1 - 2 * r) / v for r in range(p)]
+        assert peaks(run("interleaved", p, 2 * p, chunks=v)) == pytest.approx(wanted)
+        assert peaks(run("breadth-first", p, 2 * p, chunks=v)) == pytest.approx([2 * p] * p)
+        assert peaks(run("breadth-first", p, 2 * p, chunks=v, group=p)) == pytest.approx([p] * p)
+    assert run("interleaved", 4, 8, (1, 1, 1)).bubble.makespan == 28.5
+
+
+@pytest.mark.parametrize("times", [*TIMES, (2.0, 3.0, 1.0)])
+@pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 8), (6, 12), (8, 16)])
+def test_zero_bubble(p: int, m: int, times: tuple[float, float, float]) -> None:
+    """H1 (p-1)(F+I-W); H2 (p-1)(F+I-2W) within a rank, and F of the first microbatch's way beside it."""
+    forward, inputs, weights = times
+    h1, h2 = run("zb-h1", p, m, times), run("zb-h2", p, m, times)
+    assert idle(h1) == pytest.approx((p - 1) * (forward + inputs - weights))
+    within = max((p - 1) * (forward + inputs - 2 * weights), 0)
+    if within:
+        assert h2.bubble.rank_span - h2.bubble.ideal == pytest.approx(within)
+    if times == (1, 1, 1):
+        assert h2.bubble.rank_span == h2.bubble.ideal
+    assert idle(h2) == pytest.approx(max(within, (p - 1) * forward))
+    assert peaks(h1) == [p] * p
+    assert peaks(h2) == [2 * p - 1] * p
+    assert h1.messages == h2.messages == 2 * m * (p - 1)
+
+
+def test_published_rates_of_zero_bubble() -> None:
+    """p = 8, m = 24; idle / total with the longest span of a rank (arXiv 2401.10241, table of bubble rates)."""
+    assert round(run("zb-h1", 8, 24, MEASURED, 0.601).bubble.rank_span_bubble, 4) == 0.1585
+    assert round(run("zb-h2", 8, 24, MEASURED, 0.601).bubble.rank_span_bubble, 4) == 0.1083
+
+
+@pytest.mark.parametrize("p", [2, 3, 4, 6, 8])
+def test_zb_v(p: int) -> None:
+    """No bubble within a rank, (p-1)F/2 in all, p activations on every rank, twice the messages of 1F1B."""
+    for m in (2 * p, 3 * p + 1):
+        found = run("zb-v", p, m)
+        assert found.bubble.rank_span == found.bubble.ideal
+        assert idle(found) == (p - 1) / 2
+        assert found.bubble.bubble == pytest.approx((p - 1) / (6 * m + p - 1))
+        assert peaks(found) == [p] * p
+        assert found.messages == 2 * m * 2 * (p - 1)
+    assert idle(run("zb-v", p, p)) <= p - 1
+
+
+@pytest.mark.parametrize("p", [3, 4, 5, 6, 8, 9, 12, 16])
+def test_v_half_and_v_min(p: int) -> None:
+    """Activations (p+2)//2 and (p+4)//3; bubbles as the published code gives them, whatever m is."""
+    half = (3 * p - 7) / 2 if p % 2 == 0 else (3 * p - 4) / 2
+    least = (4 * p - 7) / 2 if p % 3 == 0 else (4 * p - 5) / 2
+    for m in (3 * p, 4 * p + 1):
+        for name, wanted, held in (("v-half", half, (p + 2) // 2), ("v-min", least, (p + 4) // 3)):
+            found = run(name, p, m)
+            assert idle(found) == wanted
+            assert max(peaks(found)) == held
+            assert found.messages == 2 * m * 2 * (p - 1)
+
+
+def test_unequal_passes_cost_v_min_more_with_every_microbatch() -> None:
+    """And V-Half a constant."""
+    times = (10.0, 11.0, 8.0)
+    half, least = ([idle(run(name, 8, m, times)) for m in (24, 48, 96)] for name in ("v-half", "v-min"))
+    assert half[1] == pytest.approx(half[2])
+    assert least[0] < least[1] < least[2]
+
+
+@pytest.mark.parametrize(("stages", "m"), [(2, 4), (4, 4), (4, 8), (4, 16), (6, 6), (8, 16)])
+def test_chimera(stages: int, m: int) -> None:
+    """F = Bf: (D-2)/(2N+D-2); Bf = 2F: 3N + (D-2)(N/D+1); between D/2+1 and D activations."""
+    equal, longer = run("chimera", stages, m, (1, 0.5, 0.5)), run("chimera", stages, m)
+    assert equal.bubble.bubble == pytest.approx((stages - 2) / (2 * m + stages - 2))
+    assert longer.bubble.makespan == 3 * m + (stages - 2) * (m / stages + 1)
+    assert (min(peaks(equal)), max(peaks(equal))) == (stages / 2 + 1, stages)
+    assert equal.messages == 2 * m * (stages - 1)
+
+
+@pytest.mark.parametrize(("p", "waves"), [(2, 1), (4, 1), (4, 2), (3, 1), (8, 2)])
+def test_hanayo(p: int, waves: int) -> None:
+    """F = Bf, m = p: (p-1)/(2Wp+p-1), p - (p-1-r)/(2W) activations; Bf = 2F with one wave: (2p-2)/(5p-2)."""
+    found = run("hanayo", p, p, (1, 0.5, 0.5), waves=waves, backward=1)
+    assert found.bubble.bubble == pytest.approx((p - 1) / (2 * waves * p + p - 1))
+    assert peaks(found) == pytest.approx([p - (p - 1 - r) / (2 * waves) for r in range(p)])
+    assert found.messages == 2 * p * 2 * waves * (p - 1)
+    if waves == 1:
+        assert run("hanayo", p, p).bubble.bubble == pytest.approx((2 * p - 2) / (5 * p - 2))
+
+
+def test_dualpipe() -> None:
+    """(p/2-1)(F&B + Bf - 3W) where F = W; p + 1 activations. The published example: p = 8, m = 20, T = 66, bubble 6."""
+    found = run("dualpipe", 8, 20)
+    assert (found.bubble.makespan, idle(found), max(peaks(found))) == (66, 6, 9)
+    for p, m in ((2, 4), (4, 8), (4, 12), (6, 12)):
+        found = run("dualpipe", p, m)
+        assert idle(found) == (p / 2 - 1) * 2
+        assert peaks(found) == [p + 1] * p
+        assert found.messages == 2 * m * (p - 1)
+
+
+@pytest.mark.parametrize(("p", "m"), [(2, 4), (3, 6), (4, 8), (4, 13), (8, 16)])
+def test_dualpipe_v(p: int, m: int) -> None:
+    """(p-1)(F&B + Bf - 3W)/2; p + 1/2 activations."""
+    found = run("dualpipe-v", p, m)
+    assert idle(found) == (p - 1) * 2 / 2
+    assert peaks(found) == [p + 0.5] * p
+    assert found.messages == 2 * m * 2 * (p - 1)
+
+
+@pytest.mark.parametrize(("stages", "m"), [(2, 4), (4, 4), (4, 8), (4, 16), (8, 8), (8, 16)])
+def test_bitpipe(stages: int, m: int) -> None:
+    """F = Bf: (D-2)/(4N+D-2); D = N = 4 with Bf = 2F takes 14."""
+    found = run("bitpipe", stages, m, (1, 0.5, 0.5), backward=1)
+    assert found.bubble.bubble == pytest.approx((stages - 2) / (4 * m + stages - 2))
+    assert max(peaks(found)) == stages
+    assert found.messages == 2 * m * 2 * (stages - 1)
+    assert run("bitpipe", 4, 4).bubble.makespan == 14
+
+
+@pytest.mark.parametrize("times", TIMES)
+@pytest.mark.parametrize(("p", "m", "k"), [(2, 4, 2), (4, 8, 2), (4, 4, 4), (3, 5, 3), (8, 16, 2)])
+def test_slices_divide_bubble_and_activations(p: int, m: int, k: int, times: tuple[float, float, float]) -> None:
+    """(p-1)(F+Bf)/k and (p-r-1+k)/k; TeraPipe holds the whole batch."""
+    found, whole = run("seq1f1b", p, m, times, slices=k), run("terapipe", p, m, times, slices=k)
+    assert idle(found) == pytest.approx((p - 1) * sum(times) / k)
+    assert found.bubble.bubble == pytest.approx((p - 1) / (m * k + p - 1))
+    assert peaks(found) == pytest.approx([(p - r - 1 + k) / k for r in range(p)])
+    assert idle(whole) == pytest.approx((p - 1) * sum(times) / k)
+    assert peaks(whole) == pytest.approx([m] * p)
+    assert found.messages == whole.messages == 2 * m * k * (p - 1)
+
+
+@pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 8), (6, 12), (8, 24)])
+def test_bpipe(p: int, m: int) -> None:
+    """The time of 1F1B with at most ceil((p+2)/2) microbatches on any rank."""
+    found = run("bpipe", p, m)
+    assert found.bubble.makespan == run("1f1b", p, m).bubble.makespan
+    assert max(peaks(found)) <= -(-(p + 2) // 2)
