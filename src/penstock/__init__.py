@@ -47,8 +47,8 @@ if TYPE_CHECKING:
     from penstock.models.gpt import language_loss as language_loss
     from penstock.runtime.blocks import LazyBlock as LazyBlock
     from penstock.runtime.evaluation import Evaluating as Evaluating
-    from penstock.runtime.executor import Report as Report
     from penstock.runtime.pipeline import Pipeline as Pipeline
+    from penstock.runtime.reporting import Report as Report
     from penstock.runtime.snapshot import Saving as Saving
     from penstock.runtime.snapshot import Snapshot as Snapshot
     from penstock.schedule.build import make_schedule as make_schedule
@@ -86,7 +86,7 @@ _HOMES = {
     "StageCost": "simulate.costs",
     # run
     "Pipeline": "runtime.pipeline",
-    "Report": "runtime.executor",
+    "Report": "runtime.reporting",
     "Evaluating": "runtime.evaluation",
     "Saving": "runtime.snapshot",
     "Snapshot": "runtime.snapshot",

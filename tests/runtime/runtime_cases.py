@@ -20,6 +20,7 @@ from penstock.runtime.precision import Precision, low_precision
 from penstock.runtime.recompute import Recompute
 from penstock.runtime.reduction import Reduce
 from penstock.schedule.build import make_schedule
+from penstock.schedule.ir import Op, Schedule, passes
 from penstock.train.reference import Reference, Scaling, train_reference
 from penstock.weights.decision import Decision, LossScale
 
@@ -28,7 +29,7 @@ SPIKE = VOCABULARY  # a target that no model can mean
 FLUSH = ("sequential", "gpipe", "1f1b", "eager")
 METHODS = (*FLUSH, "2bw", "stash")
 ONE_OF_EACH = ("1f1b", "2bw", "stash")  # version rules
-BALANCE = {1: (6,), 2: (3, 3), 3: (2, 1, 3), 4: (1, 2, 1, 2)}  # of models of six blocks
+BALANCE = {1: (6,), 2: (3, 3), 3: (2, 1, 3), 4: (1, 2, 1, 2), 6: (1,) * 6, 8: (1,) * 8}  # per number of cuts
 
 Named = list[tuple[str, nn.Parameter]]
 
@@ -136,8 +137,14 @@ def restless() -> dict[str, Any]:
     }
 
 
+def long() -> dict[str, Any]:
+    """Eight blocks."""
+    *begin, (last, head) = mixed().items()
+    return dict(begin) | {"third": Residual(), "fourth": Residual(), last: head}
+
+
 MODELS: dict[str, Callable[[], dict[str, Any]]] = {
-    "mixed": mixed, "matrices": matrices, "gpt": gpt, "half": half, "restless": restless, "faint": faint
+    "mixed": mixed, "matrices": matrices, "gpt": gpt, "half": half, "restless": restless, "faint": faint, "long": long
 }  # fmt: skip
 
 TIED = {
@@ -196,6 +203,7 @@ class Case:
         width: parallel pipelines; then reports, which are of one of them, are not compared.
         device: on which models and data are.
         reduce: how they add their gradients.
+        options: of the order, as pairs of name and value.
     """
 
     method: str
@@ -217,6 +225,11 @@ class Case:
     width: int = 1
     device: str = "cpu"
     reduce: Reduce = "ordered"
+    options: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def schedule(self) -> Schedule:
+        return make_schedule(self.method, self.depth, self.m, options=dict(self.options))
 
     @property
     def divisor(self) -> float | None:
@@ -224,7 +237,7 @@ class Case:
 
     @property
     def decides(self) -> bool:
-        return self.clip is not None or self.scaling is not None or self.width > 1
+        return self.clip is not None or self.scaling is not None or self.width > 1 or self.schedule.replicas > 1
 
 
 @dataclass
@@ -278,8 +291,13 @@ class Recording:
 
 def merged(parts: Iterable[Sequence[Mapping[str, Tensor]]]) -> list[dict[str, Tensor]]:
     """The n-th updates of all optimizers together; those that train nothing have none."""
-    filled = [part for part in parts if part]
-    return [{name: g for part in updates for name, g in part.items()} for updates in zip(*filled, strict=True)]
+    filled, result = [part for part in parts if part], []
+    for updates in zip(*filled, strict=True):
+        result.append(dict(updates[0]))
+        for part in updates[1:]:
+            for name, g in part.items():  # all copies of a stage are handed the same
+                assert torch.equal(result[-1].setdefault(name, g), g), name
+    return result
 
 
 def make_blocks(model: str, seed: int = 5, device: str = "cpu") -> dict[str, Any]:
@@ -312,7 +330,7 @@ def make_batches(case: Case) -> list[list[tuple[Tensor, Tensor]]]:
 def make_pipeline(case: Case, group: dist.ProcessGroup | None = None, **changes: Any) -> Pipeline:
     arguments: dict[str, Any] = {
         "blocks": None if "blocks" in changes else make_blocks(case.model, device=case.device),
-        "schedule": make_schedule(case.method, case.depth, case.m),
+        "schedule": case.schedule,
         "loss": LOSSES[case.loss],
         "optimizer": OPTIMIZERS[case.optimizer],
         "rate": warm_up if case.rate else None,
@@ -325,7 +343,7 @@ def make_pipeline(case: Case, group: dist.ProcessGroup | None = None, **changes:
         "reduce": case.reduce,
         "precision": case.precision,
         "tied": TIED[case.model] if case.tied else None,
-        "balance": BALANCE[case.depth],
+        "balance": BALANCE[case.schedule.cuts],
         "group": group,
         "timeout": 20.0,
     }
@@ -340,7 +358,7 @@ def train(group: dist.ProcessGroup | None, case: Case, **changes: Any) -> Outcom
     batches = make_batches(case)
     for first, end in pairwise((0, *accumulate(case.spans))):
         for r in pipeline.run(batches[first:end]):
-            if case.width == 1:
+            if case.width * case.schedule.replicas == 1:
                 outcome.reports.append((r.batch, r.loss, r.weight))
             add_decisions(outcome, case, r.decided)
     add_decisions(outcome, case, pipeline.decided())
@@ -375,10 +393,11 @@ def train_on_ranks(pool: Any, case: Case) -> Outcome:
 
 
 def together(outcomes: Sequence[Outcome]) -> Outcome:
-    """The outcome of all ranks; the last one reports, the others only know which batches there were."""
-    for other in outcomes[:-1]:
-        assert [(batch, None, None) for batch, _, _ in outcomes[-1].reports] == other.reports
-    result = Outcome(reports=outcomes[-1].reports, gradients=merged([o.gradients for o in outcomes]))
+    """The outcome of all ranks; one reports losses, the others only know which batches there were."""
+    (told,) = [o.reports for o in outcomes if o.reports and o.reports[0][2] is not None] or [[]]
+    for other in outcomes:
+        assert other.reports in (told, [(batch, None, None) for batch, _, _ in told])
+    result = Outcome(reports=told, gradients=merged([o.gradients for o in outcomes]))
     result.decided = outcomes[0].decided
     assert all(repr(o.decided) == repr(result.decided) for o in outcomes)  # repr, because NaN differs from itself
     for outcome in outcomes:
@@ -398,17 +417,17 @@ def cut(blocks: Mapping[str, Any], balance: Sequence[int]) -> list[dict[str, Any
 def expected(case: Case, batches: int | None = None) -> Outcome:
     """The outcome that the reference says, of the first so many batches."""
     result = train_reference(
-        cut(make_blocks(case.model, device=case.device), BALANCE[case.depth]),
+        cut(make_blocks(case.model, device=case.device), BALANCE[case.schedule.cuts]),
         LOSSES[case.loss],
         make_batches(case)[:batches],
         method=case.method,
+        parts=parts_of(case),
         optimizer=OPTIMIZERS[case.optimizer],
         divisor=case.divisor if case.precision == "fp32" else 8.0,  # the nearest power of two
         drains=list(accumulate(case.spans)),
         clip=case.clip,
         scaling=case.scaling,
         seed=case.seed,
-        width=case.width,
         precision=low_precision(case.precision),
         tied=TIED[case.model] if case.tied and case.depth > 1 else {},
         **({"rate": warm_up} if case.rate else {}),
@@ -418,9 +437,20 @@ def expected(case: Case, batches: int | None = None) -> Outcome:
         skipped = [not gradients for gradients in result.gradients]
         figures = (range(len(skipped)), result.losses, result.norms, result.scales, skipped)
         outcome.decided = list(zip(*figures, strict=True))
-    if case.width > 1:
+    if case.width * case.schedule.replicas > 1:
         outcome.reports = []
     return outcome
+
+
+def parts_of(case: Case) -> list[list[int]]:
+    """The microbatches whose gradients are summed apart before they are added: of each pipeline and direction."""
+    parts: dict[int, list[int]] = {}
+    for program in case.schedule.programs:
+        for action in program.period:
+            for p in passes(action):
+                if p.op is Op.F and p.node.cut == 0:
+                    parts.setdefault(p.node.replica, []).append(p.unit.first)
+    return [[w * case.m + k for k in sorted(parts[r])] for w in range(case.width) for r in sorted(parts)]
 
 
 def reference_of(case: Case, make: Callable[[], dict[str, Any]], balance: tuple[int, ...]) -> Reference:

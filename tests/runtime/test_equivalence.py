@@ -2,6 +2,7 @@
 
 import pytest
 from runtime_cases import METHODS, Case, assert_same, expected, together, train, train_on_ranks
+from test_orders_at_work import ORDERS
 
 from least import least
 from penstock.schedule.methods import METHODS as METHOD_TABLE
@@ -45,5 +46,7 @@ def test_on_ranks_that_are_not_the_first(pool: Pool, members: tuple[int, ...]) -
     assert_same(together(pool.submit(train, case, ranks=members)), expected(case))
 
 
-def test_every_method_that_runs_has_a_reference_and_is_compared_here() -> None:
-    assert {row.name for row in METHOD_TABLE.values() if row.runs} == set(REFERENCES) == {*METHODS, EAGER}
+def test_every_method_that_runs_has_a_reference_and_is_compared_somewhere() -> None:
+    """The orders of the literature in test_orders_at_work.py, slices of sequences in test_slices.py."""
+    runs = {row.name for row in METHOD_TABLE.values() if row.runs}
+    assert runs == set(REFERENCES) == {*METHODS, EAGER, *ORDERS, "seq1f1b", "terapipe"}

@@ -259,7 +259,7 @@ def test_autograd_stands_behind_the_handles(method: str, monkeypatch: pytest.Mon
 
         def rewriting(*args: Any) -> Any:
             result = forward(*args)
-            handle = node.flights[args[0].k].handle
+            handle = node.flights[args[0].key].handle
             assert handle is not None
             handle.buffer.rewrite()
             return result

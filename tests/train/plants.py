@@ -48,8 +48,8 @@ def newest_in_recompute(patch: Patch) -> None:
     """Forwards are run again on the newest weights."""
     real = NodeRuntime.recompute
 
-    def recompute(self: NodeRuntime, k: int, version: int) -> None:
-        real(self, k, version if self.store is None else self.store.newest)
+    def recompute(self: NodeRuntime, key: tuple[int, int], version: int) -> None:
+        real(self, key, version if self.store is None else self.store.newest)
 
     patch.setattr(NodeRuntime, "recompute", recompute)
 
@@ -59,7 +59,9 @@ def another_rule(name: str) -> Any:
 
     def plant(patch: Patch) -> None:
         real = prepare.prove
-        patch.setattr(prepare, "prove", lambda _, stages, microbatches: real(name, stages, microbatches))
+        patch.setattr(
+            prepare, "prove", lambda _, stages, microbatches, **more: real(name, stages, microbatches, **more)
+        )
 
     return plant
 
@@ -80,12 +82,12 @@ def dropped_microbatch(patch: Patch) -> None:
     """The gradient of microbatch 1 is not added on stage 0."""
     real = NodeRuntime.backward
 
-    def backward(self: NodeRuntime, k: int, batch: int, gradients: Any) -> Any:
-        if k != 1 or self.node.cut != 0:
-            return real(self, k, batch, gradients)
+    def backward(self: NodeRuntime, key: tuple[int, int], batch: int, gradients: Any) -> Any:
+        if key != (1, 0) or self.node.cut != 0:
+            return real(self, key, batch, gradients)
         assert self.store is not None
         before = {name: view.clone() for name, view in self.store.gradients[batch].views.items()}
-        result = real(self, k, batch, gradients)
+        result = real(self, key, batch, gradients)
         for name, view in self.store.gradients[batch].views.items():
             view.copy_(before[name])
         return result

@@ -69,8 +69,14 @@ PRESETS: Mapping[str, GPTConfig] = MappingProxyType(
 """Shapes by name; the four large ones are those of PipeDream-2BW's evaluation (arXiv 2006.09503)."""
 
 
+KeysValues = tuple[Tensor, Tensor]
+"""Of the tokens so far, each (B, H, L, K)."""
+
+
 class Embedding(nn.Module):
     """Tokens to vectors: (B, L) -> (B, L, D)."""
+
+    tokenwise = True
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -105,24 +111,37 @@ class Layer(nn.Module):
 
     def forward(self, x_BLD: Tensor) -> Tensor:
         """Attention and MLP, each on a normed copy and added back."""
-        x_BLD = x_BLD + self.attend(self.attention_norm(x_BLD))
-        mlp_BLD: Tensor = self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x_BLD))))
-        return x_BLD + mlp_BLD
+        return self.forward_slice(x_BLD, None)[0]
 
-    def attend(self, x_BLD: Tensor) -> Tensor:
-        """Causal self-attention with rotary positions."""
+    def forward_slice(self, x_BLD: Tensor, carry: KeysValues | None) -> tuple[Tensor, KeysValues]:
+        """The same on a slice of the sequence; keys and values of the slices before are carried along."""
+        y_BLD, carry = self.attend(self.attention_norm(x_BLD), carry)
+        x_BLD = x_BLD + y_BLD
+        mlp_BLD: Tensor = self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x_BLD))))
+        return x_BLD + mlp_BLD, carry
+
+    def attend(self, x_BLD: Tensor, carry: KeysValues | None) -> tuple[Tensor, KeysValues]:
+        """Causal self-attention with rotary positions, also on what is carried; P tokens came before."""
         b, length, d = x_BLD.shape
+        before = 0 if carry is None else carry[0].shape[2]
         qkv = self.query_key_value(x_BLD).view(b, length, 3, self.heads, d // self.heads)
         q_BHLK, k_BHLK, v_BHLK = qkv.permute(2, 0, 3, 1, 4)
-        cos, sin = (self.get_buffer(name)[:length].to(x_BLD.dtype) for name in ("cos", "sin"))
+        cos, sin = (self.get_buffer(name)[before : before + length].to(x_BLD.dtype) for name in ("cos", "sin"))
         q_BHLK, k_BHLK = rotate(q_BHLK, cos, sin), rotate(k_BHLK, cos, sin)
-        y_BHLK = F.scaled_dot_product_attention(q_BHLK, k_BHLK, v_BHLK, is_causal=True)
+        if carry is None:
+            y_BHLK = F.scaled_dot_product_attention(q_BHLK, k_BHLK, v_BHLK, is_causal=True)
+        else:
+            k_BHLK, v_BHLK = (torch.cat(pair, dim=2) for pair in zip(carry, (k_BHLK, v_BHLK), strict=True))  # P + L
+            mask_LM = torch.ones(length, before + length, dtype=torch.bool, device=x_BLD.device).tril(before)
+            y_BHLK = F.scaled_dot_product_attention(q_BHLK, k_BHLK, v_BHLK, attn_mask=mask_LM)
         out: Tensor = self.attention_out(y_BHLK.transpose(1, 2).reshape(b, length, d))
-        return out
+        return out, (k_BHLK, v_BHLK)
 
 
 class Head(nn.Module):
     """Vectors to logits: (B, L, D) -> (B, L, V)."""
+
+    tokenwise = True
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from penstock.errors import ConfigError
+from penstock.schedule.ir import Node
 
 Blocks = Mapping[str, Any] | Sequence[Any]
 """Modules, plain functions or `LazyBlock`s, by name or in a row (then their names are "0", "1", ...)."""
@@ -100,6 +102,25 @@ def cut_blocks(blocks: Mapping[str, Any], cuts: int, balance: Sequence[int] | No
         )
     ends = list(accumulate(balance))
     return [names[end - size : end] for size, end in zip(balance, ends, strict=True)]
+
+
+def deal(
+    blocks: Mapping[str, Any], parts: Sequence[Sequence[str]], nodes: Iterable[tuple[int, Node]]
+) -> dict[tuple[int, Node], dict[str, Any]]:
+    """The blocks of every node in this process: those given for the first that holds a cut, copies for the others.
+
+    Args:
+        blocks: the model.
+        parts: names of the blocks of each cut.
+        nodes: of this process, each with its pipeline.
+    """
+    dealt: dict[tuple[int, Node], dict[str, Any]] = {}
+    held: set[int] = set()
+    for replica, node in nodes:
+        own = {name: blocks[name] for name in parts[node.cut]}
+        dealt[replica, node] = copy.deepcopy(own) if node.cut in held else own
+        held.add(node.cut)
+    return dealt
 
 
 def _best_balance(costs: list[float], cuts: int) -> list[int]:

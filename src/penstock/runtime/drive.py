@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 
 from penstock.errors import TransportError
-from penstock.runtime.executor import Report
+from penstock.runtime.reporting import Report
 from penstock.runtime.waiting import Wait
 
 Run = Iterator[Wait | Report]

@@ -8,58 +8,35 @@ whatever the proof would have refused.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from penstock.errors import DataError
-from penstock.runtime.decisions import Evaluated
-from penstock.runtime.graphs import Loss, Microbatch
+from penstock.runtime.graphs import Microbatch
+from penstock.runtime.joints import Gradients, Joints
 from penstock.runtime.keeping import Keeping
 from penstock.runtime.links import Links
 from penstock.runtime.mailbox import Mailbox
 from penstock.runtime.node import NodeRuntime
-from penstock.runtime.parcel import Header, Parcel, detached
+from penstock.runtime.parcel import Header
 from penstock.runtime.precision import cast
 from penstock.runtime.randomness import Draw
 from penstock.runtime.reduction import Holder
+from penstock.runtime.reporting import Report, Reporting
 from penstock.runtime.snapshot import Saving
 from penstock.runtime.source import Sample, Source
 from penstock.runtime.updates import Updates
 from penstock.runtime.waiting import Wait
 from penstock.runtime.worker import Worker
-from penstock.schedule.ir import Action, Kind, Node, Op, Payload, existing
+from penstock.schedule.flights import Piece
+from penstock.schedule.ir import Action, Kind, Node, Op, existing, format_unit, passes
 from penstock.schedule.lowered import Instruction, Lowered, Message
 from penstock.schedule.nodespec import NodeSpec
 from penstock.schedule.nodestate import NodeState
 from penstock.timeline import Interval, Waiting
-from penstock.weights.decision import Decision
 
 NO_GRADIENTS: tuple[bool, ...] = ()
 NO_SAMPLE = Sample(None, None, 0)
-
-
-@dataclass(frozen=True)
-class Report:
-    """What became of one batch.
-
-    Attributes:
-        batch: its number since the start of training.
-        loss: the weighted mean over this pipeline's part of the batch; None on ranks without the last stage, and where
-            the weight is zero.
-        weight: the sum of the loss weights; None on ranks without the last stage.
-        seconds: when it was known, since the pipeline was made.
-        decided: the updates that were made or skipped on this rank since the last report; they lag behind the losses.
-        evaluated: the evaluations that have become known since, on ranks that know (all, where stages decide together,
-            else that of the last stage).
-    """
-
-    batch: int
-    loss: float | None
-    weight: float | None
-    seconds: float
-    decided: tuple[Decision, ...] = ()
-    evaluated: tuple[Evaluated, ...] = ()
 
 
 class Executor:
@@ -85,15 +62,16 @@ class Executor:
         self.replica, self.rank = worker.seat
         self.recorder, self.decisions = worker.recorder, worker.decisions
         self.mailbox = Mailbox(self.rank, lowered, links.transport, self.recorder)
+        self.joints = Joints(lowered.schedule, self.mailbox)
         self.updates = Updates(self.replica, holders, links.reducer, links.council, self.decisions, self.recorder)
-        self.m, self._held = lowered.schedule.microbatches, worker.snapshots
+        self.m, self._held, self._slicing = lowered.schedule.microbatches, worker.snapshots, worker.slicing
+        forwards = sum(p.op is Op.F for i in lowered.programs[self.rank].period for p in passes(i.action))
+        steps = sum(spec.share > 0 for spec in specs.values())
+        decides = any(spec.decides for spec in specs.values())
+        self.reporting = Reporting(forwards, steps, decides, self.decisions, self.recorder)
         self._books: dict[Node, NodeState] = {}
-        self._forwards: dict[int, int] = {}
-        self._losses: dict[int, list[Loss]] = {}
-        self._weights: dict[int, float] = {}  # N of each batch, once known here
-        self._sums: dict[int, Loss] = {}  # of each batch that stages have not decided on
         self._admitted: dict[int, int] = {}
-        self._report: Report | None = None
+        self._begun: dict[Node, int] = {}  # the batch that each node is at
         self._start = 0
         self._more = True
         self._at_border: Callable[[int], Iterator[Wait]] | None = None
@@ -114,7 +92,7 @@ class Executor:
         """Run one span of at least one batch, from an empty pipeline to an empty pipeline.
 
         Args:
-            source: the data; the first stage asks it whether batches follow.
+            source: the data; where data enters it is asked whether batches follow.
             start: number of the span's first batch since the start of training.
             older: 0, or -1 where batch 0 of the span reads the version before the newest.
             at_border: what to do before the first forward of a batch, given its number since the start of training.
@@ -122,6 +100,7 @@ class Executor:
         """
         self._start, self._at_border = start, at_border
         self._keeping = self._keep(saving)
+        self._begun.clear()
         self._books = {node: NodeState(replace(spec, older=older)) for node, spec in self.specs.items()}
         program, t = self.lowered.programs[self.rank], 0
         for instruction in program.period:
@@ -138,50 +117,60 @@ class Executor:
             books.drain(t)
         for instruction in program.epilogue:
             yield from self._instruct(instruction, t, source)
-        yield from self._pending_report()
+        yield from self.reporting.pending()
         yield from self.mailbox.flush()
 
     def _keep(self, saving: Saving | None) -> Keeping:
-        return Keeping(saving, self._start, self.replica, self.decisions, self.recorder, self._held)
+        return Keeping(saving, self._start, self.decisions, self.recorder, self._held)
 
     def _instruct(self, instruction: Instruction, t: int, source: Source) -> Iterator[Wait | Report]:
-        action, route, needs, _ = instruction
-        if existing(action, t, self.m) is None:
+        given, route, needs, _ = instruction
+        action = existing(given, t, self.m)
+        if action is None:
             return
-        first = action.unit.first + t * (1 if action.unit.kind is Kind.BATCH else self.m)
-        if action.op is not Op.SEND:
-            yield from self._pending_report()
-        if action.op is Op.F and not action.unit.first:
-            yield from self._begin(action.node, self._start + t)
+        first = self._first(action, t)
+        if action.op is Op.SEND:
+            yield from self.mailbox.send(Message(route, first))
+            return
+        yield from self.reporting.pending()
         if action.op is Op.RECV:
             self.mailbox.receive(Message(route, first))
-        elif action.op is Op.SEND:
-            yield from self.mailbox.send(Message(route, first))
-        else:
-            parcels: list[Parcel] = []
-            for message in needs:
-                wanted = Message(message.route, message.first + t * self.m)
+            return
+        for part in passes(action):
+            if part.op is Op.F:
+                yield from self._begin(part.node, self._start + self._first(part, t) // self.m)
+        for message in needs:
+            wanted = Message(message.route, message.first + t * self.m)
+            if wanted.first >= 0:  # of a fused action a part may not exist yet
                 what = f"{self._name(action.node)}, {action.op}{first}"
-                batch = self._start + wanted.first // self.m
-                parcels.append((yield from self.mailbox.collect(wanted, batch, what)))
-            if action.op is Op.STEP:
-                yield from self.updates.wait(action.node, self._start + first, f"STEP{first}")
-            self._act(action, t, first, parcels, source)
-            if action.op is Op.F:
-                self._note_forward(action, first)
+                yield from self.mailbox.collect(wanted, self._start + wanted.first // self.m, what)
+        if action.op is Op.STEP:
+            yield from self.updates.wait(action.node, self._start + first, f"STEP{first}")
+        for part in passes(action):
+            self._act(part, t, source)
+
+    def _first(self, action: Action, t: int) -> int:
+        """The first microbatch (or the batch) of an action, counted through the span."""
+        return action.unit.first + t * (1 if action.unit.kind is Kind.BATCH else self.m)
 
     def _begin(self, node: Node, batch: int) -> Iterator[Wait]:
-        """What comes before the first forward of a batch on a node."""
+        """What comes before the first forward of a batch on a node, and on the rank."""
+        if self._begun.get(node, -1) >= batch:
+            return
+        first = batch > max(self._begun.values(), default=-1)
+        self._begun[node] = batch
         self._keeping.before_forward(self.nodes[node], batch)
-        if self._at_border is not None:
+        if first and self._at_border is not None:
             yield from self._at_border(batch)
 
     # --- actions ----------------------------------------------------------------------------------------------------
 
-    def _act(self, action: Action, t: int, first: int, parcels: list[Parcel], source: Source) -> None:
+    def _act(self, action: Action, t: int, source: Source) -> None:
         """Run one action that is not a message, in the books and in fact."""
-        node, books = self.nodes[action.node], self._books[action.node]
-        start, label = self.recorder.now(), f"{action.op}{'e' if action.unit.kind is Kind.EVAL else ''}{first}"
+        node, books, first = self.nodes[action.node], self._books[action.node], self._first(action, t)
+        key = first, action.unit.slice[0] if action.unit.slice else 0
+        unit = str(first) if action.unit.kind is Kind.BATCH else format_unit(action.unit._replace(first=first))
+        start, label = self.recorder.now(), f"{action.op}{unit}"
         self.recorder.doing = f"{self._name(action.node)}, {label}"
         try:
             books.apply(action, t, self._admitted)
@@ -189,19 +178,25 @@ class Executor:
                 case Op.F:
                     sample, more = self._read(node, first, source)
                     start = self.recorder.now()
-                    self._forward(node, action, t, first, parcels, sample, more)
-                case Op.B:
-                    self._backward(node, first, parcels)
+                    self._forward(node, action, t, sample, more)
+                case Op.B | Op.I:
+                    self._backward(node, key, node.backward if action.op is Op.B else node.backward_for_inputs)
+                case Op.W:
+                    node.backward_for_weights(key, self._start + first // self.m)
                 case Op.R:
-                    node.recompute(first, self._version(action, t, books))
+                    node.recompute(key, self._version(action, t, books))
+                case Op.OFFLOAD | Op.FETCH:
+                    nbytes = node.park(key, away=action.op is Op.OFFLOAD)
+                    self.recorder.change("parked activations", nbytes if action.op is Op.OFFLOAD else -nbytes)
                 case Op.REDUCE:
                     self.updates.reduce(node, self._start + first)
                 case Op.TIE:
                     self.updates.tie(node, self._start + first)
                 case Op.DECIDE:
-                    self.updates.hand_in(node, self._start + first, self._sums.pop(self._start + first, None))
+                    loss = self.reporting.sum(self._start + first) if self._is_last(node) else None
+                    self.updates.hand_in(node, self._start + first, loss)
                 case Op.STEP:
-                    weight = self._weights.pop(self._start + first)
+                    weight = self.reporting.weight_for_update(self._start + first)
                     decision = self.updates.step(node, self._start + first, weight, books.rotated)
                     source.stopped |= decision.stop
                     self._keeping.after_step(node, self._start + first + 1)
@@ -222,6 +217,10 @@ class Executor:
         place = (cut, replica, batch, version, "", -1 if action.unit.kind is Kind.BATCH else first)
         self.recorder.add(Interval(rank, "compute", start, end, what, label, *place, self.recorder.span))
 
+    def _is_last(self, node: NodeRuntime) -> bool:
+        """Whether reports are of its loss."""
+        return node.node.cut == self.lowered.schedule.cuts - 1
+
     def _name(self, node: Node) -> str:
         """Rank (counted through all pipelines) and stage, for messages."""
         return f"rank {self.recorder.rank}, stage {node.name}"
@@ -234,81 +233,59 @@ class Executor:
 
     def _read(self, node: NodeRuntime, k: int, source: Source) -> tuple[Sample, bool]:
         """Take a microbatch where data enters, and whether another batch follows; that is no work."""
-        first = node.node.cut == 0
-        if not first and not node.has_loss:
+        enters = self.joints.enters(node.node)
+        if not enters and not node.has_loss:
             return NO_SAMPLE, False
         start = self.recorder.now()
-        sample, more = source.sample(self.replica, k), first and source.follows(k // self.m + 1)
+        sample, more = source.sample(self.replica, k), enters and source.follows(k // self.m + 1)
         rank, end, label = self.recorder.rank, self.recorder.now(), f"read sample {k}"
         self.recorder.add(Interval(rank, "compute", start, end, Waiting.DATA, label, node.node.cut, cause="the data"))
         return sample, more
 
-    def _forward(
-        self, node: NodeRuntime, action: Action, t: int, k: int, parcels: list[Parcel], sample: Sample, more: bool
-    ) -> None:
-        batch, cut = self._start + k // self.m, node.node.cut
-        if cut == 0:
-            value, wants = cast(sample.input, node.stage.precision), NO_GRADIENTS
-            header = Header(batch, k, more, sample.checksum)
+    def _forward(self, node: NodeRuntime, action: Action, t: int, sample: Sample, more: bool) -> None:
+        k, piece = self._first(action, t), action.unit.slice
+        batch, number = self._start + k // self.m, piece[0] if piece else 0
+        if piece is not None:
+            own, target = (self._slicing.part(tree, piece) for tree in (sample.input, sample.target))
+            sample = Sample(own, target, sample.checksum)
+        if self.joints.enters(node.node):
+            value, wants = cast(self.joints.own_input(node.node, sample.input), node.stage.precision), NO_GRADIENTS
+            header = Header(batch, k, more, sample.checksum, piece=number)
         else:
-            header, value, wants = parcels[0].header, parcels[0].tree, parcels[0].wants_gradient
+            header, value, wants = self.joints.inputs(node.node, (k, number))
             if node.has_loss and header.checksum != sample.checksum:
                 raise DataError(
                     f"microbatch {k} (batch {batch}) is not the same on the first and the last stage; every rank must "
                     "see the same samples in the same order"
                 )
-        self._more = header.more
+        if batch >= max(self._begun.values()):  # an earlier batch may still go through later chunks
+            self._more = header.more
         if action.unit.kind is Kind.EVAL:
             output, loss = node.evaluate(Microbatch(k, Draw(-1, k), sample.target), value)
+        elif not self.specs[node.node].share:
+            draw = Draw(batch, self.replica * self.m + k % self.m, number)
+            output, loss = node.pass_on(Microbatch(k, draw, piece=piece), value)
         else:
             scale = self.decisions.scale(batch) if node.has_loss else 1.0
-            microbatch = Microbatch(k, Draw(batch, self.replica * self.m + k % self.m), sample.target, scale)
+            draw = Draw(batch, self.replica * self.m + k % self.m, number)
+            microbatch = Microbatch(k, draw, sample.target, scale, piece)
             output, loss = node.forward(microbatch, value, wants, self._version(action, t, self._books[action.node]))
-        if loss is not None:
-            self._losses.setdefault(batch, []).append(loss)
-        else:
-            tree, asks = detached(output)
-            self.mailbox.put(Payload.ACTIVATION, node.node, Parcel(header, tree, asks))
+        if loss is not None and self._is_last(node):
+            self.reporting.add(batch, loss)
+        if node.stage.hands_on:
+            self.joints.hand_on(node.node, header, output)
+        self.reporting.forward_done(batch, action.unit.kind is Kind.EVAL)
 
-    def _backward(self, node: NodeRuntime, k: int, parcels: list[Parcel]) -> None:
-        batch = self._start + k // self.m
-        if parcels and not math.isnan(parcels[0].header.weight):
-            self._weights[batch] = parcels[0].header.weight
-        gradients = node.backward(k, batch, parcels[0].tree if parcels else None)
-        if node.node.cut > 0:
-            # The weight of a batch is known to the last stage before its last backward, so it rides on gradients.
-            header = Header(batch, k, self._more, weight=self._weights.get(batch, math.nan))
-            self.mailbox.put(Payload.GRADIENT, node.node, Parcel(header, gradients))
-
-    def _note_forward(self, action: Action, k: int) -> None:
-        """Make the report of a batch once its last forward on this rank is done."""
-        batch = self._start + k // self.m
-        self._forwards[batch] = self._forwards.get(batch, 0) + action.unit.count
-        if self._forwards[batch] < self.m * len(self.nodes):
-            return
-        del self._forwards[batch]
-        losses, loss, weight = self._losses.pop(batch, None), None, None
-        if losses is not None:
-            total, weight = sum(item.total for item in losses), sum(item.weight for item in losses)
-            loss = total / weight if weight else None
-        if action.unit.kind is Kind.EVAL:
-            self._report = Report(batch, loss, weight, self.recorder.now())
-            return
-        if weight is not None:
-            self._weights[batch] = weight
-            if self.specs[action.node].decides:
-                self._sums[batch] = Loss(total, weight)
-        news, evaluated = self.decisions.news(), self.decisions.evaluated()
-        self._report = Report(batch, loss, weight, self.recorder.now(), news, evaluated)
-
-    def _pending_report(self) -> Iterator[Report]:
-        """Hand the report out only when what the forward made is on its way: the caller may take any time with it."""
-        if self._report is not None:
-            report, self._report = self._report, None
-            start = self.recorder.now()
-            yield report
-            rank, end, label = self.recorder.rank, self.recorder.now(), f"report of batch {report.batch}"
-            self.recorder.add(Interval(rank, "compute", start, end, Waiting.CALLER, label, cause="the caller"))
+    def _backward(
+        self, node: NodeRuntime, key: Piece, run: Callable[[Piece, int, Gradients | None], Gradients]
+    ) -> None:
+        batch = self._start + key[0] // self.m
+        weight, gradients = self.joints.gradients(node.node, key)
+        self.reporting.hear(batch, weight)
+        found = run(key, batch, gradients)
+        # The weight of a batch is known to the last stage before its last backward, so it rides on gradients.
+        header = Header(batch, key[0], self._more, weight=self.reporting.weight(batch), piece=key[1])
+        self.joints.hand_back(node.node, header, found)
 
     # --- bytes ------------------------------------------------------------------------------------------------------
 

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from penstock.errors import ConfigError
 from penstock.runtime.parcel import detached
+from penstock.runtime.parking import Parking
 from penstock.runtime.randomness import Draw
 from penstock.runtime.recompute import Keeper, Kept
 from penstock.runtime.saved import SavedBytes, signature
+from penstock.runtime.slicing import storages
+from penstock.runtime.split import Splitting
 from penstock.runtime.stage import Graph, Stage, edges_of, open_inputs, trained_leaves
+from penstock.schedule.flights import Piece
 from penstock.weights.buffers import Handle
 
 
@@ -34,16 +40,23 @@ class Microbatch(NamedTuple):
         draw: what its random numbers depend on.
         target: what the loss compares with, on the last stage.
         scale: S, which its backward multiplies the loss by.
+        piece: (j, k) for slice j of k; None for all of it.
     """
 
     k: int
     draw: Draw
     target: Any = None
     scale: float = 1.0
+    piece: tuple[int, int] | None = None
+
+    @property
+    def key(self) -> Piece:
+        """What tells it from others."""
+        return self.k, self.piece[0] if self.piece else 0
 
 
 class Result(NamedTuple):
-    """What some blocks have made."""
+    """What some blocks have made; the output of a slice is a pair, with what is carried on."""
 
     graph: Graph
     output: Any
@@ -58,6 +71,8 @@ class Graphs:
         storages: addresses of the memory of its weights.
         divisor: c; backward runs on the loss sum divided by it.
         parts: names of the blocks that are recomputed together; empty where graphs are kept from forward to backward.
+        splits: backwards come in two halves (`penstock.runtime.split`).
+        parks: what graphs keep may be moved away for a while (`penstock.runtime.parking`).
         hold: told how many bytes of activations begin to live, or (negative) cease to.
     """
 
@@ -67,15 +82,19 @@ class Graphs:
         storages: Collection[int],
         divisor: float,
         parts: Sequence[Sequence[str]],
+        splits: bool,
+        parks: bool,
         hold: Callable[[int], None],
     ) -> None:
         self.hold = hold
         self._stage, self._divisor, self._parts = stage, divisor, parts
+        self._splits, self._parks = splits, parks
         self._trained = bool(storages)
         self._keeper = Keeper(stage.blocks, stage.where)
         # Memory that lives anyway, to tell it from activations.
         self._known = {*storages, *(t.untyped_storage().data_ptr() for t in stage.fixed)}
-        self._saved: dict[tuple[object, ...], int] = {}  # bytes that graphs hold, by blocks and shapes
+        # Bytes that graphs hold, and those of them that the second half of a backward needs, by blocks and shapes.
+        self._saved: dict[tuple[object, ...], tuple[int, int]] = {}
 
     def make(
         self, microbatch: Microbatch, value: Any, wants: tuple[bool, ...], handle: Handle | None
@@ -125,19 +144,25 @@ class Graphs:
         self, names: Sequence[str], microbatch: Microbatch, value: Any, wants: tuple[bool, ...], handle: Handle | None
     ) -> Result:
         """Run a part of the stage and keep its graph."""
+        carried = storages((value[1], ())) if microbatch.piece else set()  # they count where they were made
         value, opened, leaves = open_inputs(value, wants)
         key = (tuple(names), signature((value, microbatch.target)))
-        counter = None if key in self._saved else SavedBytes(self._known)
-        if counter is None:
+        parking = Parking(self._known | carried) if self._parks else None
+        counter = parking if parking is not None or key in self._saved else SavedBytes(self._known | carried)
+        splitting = None
+        if self._splits and handle is not None:
+            splitting = Splitting(handle.buffer.leaves.values(), counter)
+        with counter or nullcontext(), splitting or nullcontext():
             output, total, loss = self._compute(names, microbatch, value)
-        else:
-            with counter:
-                output, total, loss = self._compute(names, microbatch, value)
+        ends = output if total is None else (total, output[1]) if microbatch.piece else total
+        if counter is not None:
             counter.add(opened.values())
-            self._saved[key] = counter.total
-            self._check_owned(output if total is None else total, handle, opened)
-        edges = edges_of(output if total is None else total)
-        if total is not None and edges == [None] and (opened or self._trained):
+            counter.add(pytree.tree_leaves(output[1]) if microbatch.piece else ())
+            self._saved[key] = counter.total, counter.late
+            gates = [] if splitting is None else [splitting.gate]
+            self._check_owned(ends, handle, [*opened.values(), *gates])
+        edges = edges_of(ends)
+        if total is not None and edges[0] is None and (opened or self._trained):
             raise ConfigError(
                 f"{self._stage.where}: the loss has no graph, so nothing would be learnt; it was detached, or made "
                 "under torch.no_grad()"
@@ -145,14 +170,23 @@ class Graphs:
         seed = None
         if total is not None:
             seed = torch.ones_like(total.detach()) / self._divisor * microbatch.scale
-        self.hold(self._saved[key])
-        return Result(Graph(opened, leaves, edges, seed, self._saved[key]), output, loss)
+        nbytes, late_nbytes = self._saved[key]
+        self.hold(nbytes)
+        late = None if splitting is None else splitting.late
+        if parking is not None:
+            parking.stay(opened.values())
+        return Result(Graph(opened, leaves, edges, seed, nbytes, late, late_nbytes, parking), output, loss)
 
     def _compute(
         self, names: Sequence[str], microbatch: Microbatch, value: Any
     ) -> tuple[Any, Tensor | None, Loss | None]:
+        """The output, and on the last stage the loss; with slices the output is a pair, with what is carried on."""
         try:
-            output = self._stage.run(names, value, microbatch.draw)
+            if microbatch.piece:
+                x, carry = value
+                output: Any = self._stage.run_slice(names, x, carry, microbatch.draw)
+            else:
+                output = self._stage.run(names, value, microbatch.draw)
         except RuntimeError as error:
             if "a leaf Variable that requires grad" in str(error):
                 raise ConfigError(
@@ -162,14 +196,16 @@ class Graphs:
             raise
         if not self._stage.has_loss or names[-1] != self._stage.last:
             return output, None, None
-        total, weight = self._stage.evaluate_loss(output, microbatch.target, microbatch.draw)
+        result = output[0] if microbatch.piece else output
+        total, weight = self._stage.evaluate_loss(result, microbatch.target, microbatch.draw)
         if total.dtype in (torch.bfloat16, torch.float16):
             total = total.float()  # S / c may be out of its range on the way
-        return None, total, Loss(float(total.detach()), weight)
+        kept = result if self._stage.hands_on else None
+        return (kept, output[1]) if microbatch.piece else kept, total, Loss(float(total.detach()), weight)
 
-    def _check_owned(self, result: Any, handle: Handle | None, opened: dict[int, Tensor]) -> None:
+    def _check_owned(self, result: Any, handle: Handle | None, opened: Collection[Tensor]) -> None:
         """Make sure that whatever would gather a gradient is stepped by somebody."""
-        known = {id(t) for t in (*opened.values(), *(handle.buffer.leaves.values() if handle is not None else ()))}
+        known = {id(t) for t in (*opened, *(handle.buffer.leaves.values() if handle is not None else ()))}
         foreign = next((t for t in trained_leaves(result) if id(t) not in known), None)
         if foreign is not None:
             raise ConfigError(

@@ -23,7 +23,6 @@ class Keeping:
     Args:
         saving: which, and where they go; none if None.
         start: the first batch of the span.
-        replica: the rank's pipeline.
         decisions: as the rank knows them.
         recorder: told how many bytes they hold.
         held: those that somebody may still have, those of earlier spans included.
@@ -33,12 +32,11 @@ class Keeping:
         self,
         saving: Saving | None,
         start: int,
-        replica: int,
         decisions: Decisions,
         recorder: Recorder,
         held: list[ref[Snapshot]],
     ) -> None:
-        self._saving, self._start, self._replica = saving, start, replica
+        self._saving, self._start = saving, start
         self._decisions, self._recorder = decisions, recorder
         self._taken: dict[Node, int] = {}  # the last batch before which one was taken
         self._fixed: dict[Node, Mapping[str, Tensor]] = {}  # of the next one
@@ -59,7 +57,7 @@ class Keeping:
         fixed = self._fixed.pop(node.node, None)
         self._taken[node.node] = batch
         if self._saving.make_room(batch):
-            snapshot = take(node, batch, self._replica, self._decisions, fixed)
+            snapshot = take(node, batch, self._decisions, fixed)
             self._held.append(ref(snapshot))
             self.record()  # before anybody clears it
             self._saving.sink(snapshot)

@@ -1,9 +1,9 @@
-"""The messages of one rank: what is posted, what is on its way out, what waits to be sent."""
+"""The messages of one rank: what is posted, what is on its way out, what waits to be sent or used."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from penstock.errors import TransportError
@@ -11,6 +11,7 @@ from penstock.runtime.parcel import Parcel
 from penstock.runtime.recorder import Recorder
 from penstock.runtime.transport import Ticket, Transport
 from penstock.runtime.waiting import Wait, wait_for
+from penstock.schedule.flights import Piece
 from penstock.schedule.ir import Node, Payload
 from penstock.schedule.lowered import LaneKey, Lowered, Message
 from penstock.timeline import Interval, Waiting
@@ -41,15 +42,15 @@ class Mailbox:
         self._lanes = [route.lane for route in lowered.routes]
         self._posted: dict[Message, Ticket] = {}
         self._sending: dict[LaneKey, deque[_Sending]] = {}
-        self._outbox: dict[tuple[Payload, Node, int], Parcel] = {}
+        self._desk: dict[tuple[Payload, Node, Node, Piece], Parcel] = {}
 
     def receive(self, message: Message) -> None:
         """Post a RECV."""
         ticket = self._posted[message] = self._transport.receive(self._lanes[message.route])
         self._recorder.change("messages", ticket.nbytes)
 
-    def collect(self, message: Message, batch: int, what: str) -> Generator[Wait, None, Parcel]:
-        """Wait for a message and take it.
+    def collect(self, message: Message, batch: int, what: str) -> Iterator[Wait]:
+        """Wait for a message and lay it ready.
 
         Args:
             message: posted before.
@@ -68,16 +69,27 @@ class Mailbox:
         self._recorder.change("messages", -ticket.nbytes)
         if parcel.on_use is not None:
             parcel.on_use()
-        if (parcel.header.batch, parcel.header.first) != (batch, message.first):
+        header, piece = parcel.header, route.slice[0] if route.slice else 0
+        if (header.batch, header.first, header.piece) != (batch, message.first, piece):
             raise TransportError(
-                f"{what}: expected the {route.payload} of microbatch {message.first} (batch {batch}) from rank "
-                f"{route.source.rank}, got that of microbatch {parcel.header.first} (batch {parcel.header.batch})"
+                f"{what}: expected the {route.payload} of microbatch {_named(message.first, piece)} (batch {batch}) "
+                f"from rank {route.source.rank}, got that of microbatch {_named(header.first, header.piece)} (batch "
+                f"{header.batch})"
             )
-        return parcel
+        self._desk[route.payload, route.source, route.target, (message.first, piece)] = parcel
 
-    def put(self, payload: Payload, node: Node, parcel: Parcel) -> None:
-        """Lay ready what a SEND will take."""
-        self._outbox[payload, node, parcel.header.first] = parcel
+    def put(self, payload: Payload, source: Node, target: Node, parcel: Parcel) -> None:
+        """Lay ready what a SEND will take, or another stage of this rank."""
+        self._desk[payload, source, target, (parcel.header.first, parcel.header.piece)] = parcel
+        if source.rank == target.rank:
+            self._recorder.change("messages", parcel.nbytes)
+
+    def take(self, payload: Payload, source: Node, target: Node, key: Piece) -> Parcel:
+        """Take what has been collected, or put by another stage of this rank."""
+        parcel = self._desk.pop((payload, source, target, key))
+        if source.rank == target.rank:
+            self._recorder.change("messages", -parcel.nbytes)
+        return parcel
 
     def send(self, message: Message) -> Iterator[Wait]:
         """Post a SEND; waits while too many are outstanding on its lane."""
@@ -85,7 +97,8 @@ class Mailbox:
         queue = self._sending.setdefault(route.lane, deque())
         while queue and (queue[0].ticket.done or len(queue) >= self._lowered.window):
             yield from self._complete(route.lane, queue)
-        parcel = self._outbox.pop((route.payload, route.source, message.first))
+        key = message.first, route.slice[0] if route.slice else 0
+        parcel = self._desk.pop((route.payload, route.source, route.target, key))
         nbytes = parcel.nbytes
         recorder, label, start = self._recorder, f"{route.payload} {message.first}", self._recorder.now()
         recorder.change("messages", nbytes)
@@ -115,3 +128,7 @@ class Mailbox:
     def _peer(self, rank: int) -> int:
         """The number of a rank of this pipeline among those of all pipelines, as the recorder counts them."""
         return self._recorder.rank - self._rank + rank
+
+
+def _named(first: int, piece: int) -> str:
+    return f"{first}, slice {piece}" if piece else str(first)

@@ -11,10 +11,15 @@ import torch
 from torch import Tensor
 
 from penstock.runtime.graphs import Graphs, Loss, Microbatch
+from penstock.runtime.parcel import detached
 from penstock.runtime.precision import cast
 from penstock.runtime.recompute import Kept
+from penstock.runtime.saved import storage_bytes
+from penstock.runtime.slicing import NOTHING, Carry, with_carry
+from penstock.runtime.split import Late
 from penstock.runtime.stage import Graph, Stage, run_backward
 from penstock.runtime.ties import Tie
+from penstock.schedule.flights import Piece
 from penstock.schedule.ir import Node
 from penstock.weights.buffers import Buffer, Handle
 from penstock.weights.store import VersionStore
@@ -31,11 +36,19 @@ class Flight:
         microbatch: which.
         handle: the weights that its forward read; None where nothing is trained.
         work: what its backward goes through, first things first: a graph, or what graphs are made of again.
+        late: what the second half of its backward goes through, once the first is done.
+        late_nbytes: that it keeps alive.
+        carried: leaves of its input that a slice before has made, the last ones.
+        carries: leaves of its output that go on to the next slice, the last ones.
     """
 
     microbatch: Microbatch
     handle: Handle | None
     work: Sequence[Graph | Kept]
+    carried: int = 0
+    carries: int = 0
+    late: list[Late] = field(default_factory=list)
+    late_nbytes: int = 0
 
 
 @dataclass
@@ -47,8 +60,12 @@ class NodeRuntime:
         graphs: of its forwards.
         ties: parameters that other stages share.
         average: exponential moving average of the weights; None where none is kept.
+        place: of the nodes that hold the same weights, in this pipeline and in parallel ones, the first (0), the
+            second, and so on.
         decay: of it: A(t+1) = decay A(t) + (1 - decay) W(t+1) at every update that is made; A(0) = W(0).
-        flights: microbatches between forward and backward, by their number in the span.
+        flights: microbatches (or slices of them) between forward and backward, by their number in the span.
+        carry: what the last slice of a microbatch hands on to the next one.
+        carry_gradients: the gradients that come back for it.
         averaged: what evaluations read instead of the newest weights, while they do.
         evaluated: the version that they read instead.
     """
@@ -61,7 +78,10 @@ class NodeRuntime:
     ties: Sequence[Tie]
     average: Buffer | None
     decay: float
-    flights: dict[int, Flight] = field(default_factory=dict)
+    place: int = 0
+    flights: dict[Piece, Flight] = field(default_factory=dict)
+    carry: dict[int, Carry] = field(default_factory=dict)
+    carry_gradients: dict[int, list[Tensor | None]] = field(default_factory=dict)
     averaged: Mapping[str, Tensor] | None = None
     evaluated: int | None = None
 
@@ -86,11 +106,21 @@ class NodeRuntime:
         Returns:
             The output (still in its graph), or None and the loss on the last stage.
         """
-        handle = self._claim(version)
+        handle, carried = self._claim(version), NOTHING
+        if microbatch.piece:
+            carried = self.carry.pop(microbatch.k, NOTHING)
+            value, wants = with_carry(value, wants, carried)
         with self.stage.randomness.apart():
             work, result = self.graphs.make(microbatch, value, wants, handle)
-        self.flights[microbatch.k] = Flight(microbatch, handle, work)
-        return result.output, result.loss
+        flight = self.flights[microbatch.key] = Flight(microbatch, handle, work, len(carried[1]))
+        if not microbatch.piece:
+            return result.output, result.loss
+        output, made = result.output
+        carry = detached(made)
+        flight.carries = len(carry[1])
+        if microbatch.piece[0] + 1 < microbatch.piece[1]:
+            self.carry[microbatch.k] = carry
+        return output, result.loss
 
     @torch.no_grad()
     def evaluate(self, microbatch: Microbatch, value: Any) -> tuple[Any, Loss | None]:
@@ -102,36 +132,55 @@ class NodeRuntime:
         with self.stage.evaluating(), self.stage.randomness.apart():
             return self.graphs.evaluate(microbatch, value)
 
-    def recompute(self, k: int, version: int | None) -> None:
+    @torch.no_grad()
+    def pass_on(self, microbatch: Microbatch, value: Any) -> tuple[Any, Loss | None]:
+        """Run blocks that are not trained, and keep nothing."""
+        self._claim(None)
+        with self.stage.randomness.apart():
+            return self.graphs.evaluate(microbatch, value)
+
+    def recompute(self, key: Piece, version: int | None) -> None:
         """Make the graph of a microbatch again, on the weights that the schedule names."""
-        flight = self.flights[k]
+        flight = self.flights[key]
         (kept,) = flight.work
         assert isinstance(kept, Kept)
         if flight.handle is not None and version == flight.handle.version:
-            flight.handle.check(f"the recomputed forward of microbatch {k} on {self.stage.where}")
+            flight.handle.check(f"the recomputed forward of microbatch {key[0]} on {self.stage.where}")
         handle = self._claim(version)
         with self.stage.randomness.apart():
             graph = self.graphs.remake(kept, flight.microbatch, handle)
-        self.flights[k] = Flight(flight.microbatch, handle, [graph])
+        flight.handle, flight.work = handle, [graph]
 
-    def backward(self, k: int, batch: int, gradients: list[Tensor | None] | None) -> list[Tensor | None]:
+    def park(self, key: Piece, away: bool) -> int:
+        """Move what a microbatch's graphs keep to the host's memory, or back; returns how many bytes."""
+        host, nbytes = torch.device("cpu"), 0
+        for piece in self.flights[key].work:
+            if isinstance(piece, Graph) and piece.parking is not None:
+                nbytes += piece.parking.move(host if away else None)
+        self.graphs.hold(-nbytes if away else nbytes)
+        return nbytes
+
+    def backward(self, key: Piece, batch: int, gradients: list[Tensor | None] | None) -> list[Tensor | None]:
         """Backward of a microbatch; weight gradients are added to the gradient of `batch`.
 
         Args:
-            k: the microbatch, counted through the span.
+            key: the microbatch, counted through the span, and its slice.
             batch: its batch, counted from the start of training.
             gradients: of the output's leaves; None on the last stage.
 
         Returns:
             The gradients of the input's leaves, None where none is wanted.
         """
-        flight = self.flights.pop(k)
-        if flight.handle is not None and self.store is not None:
-            flight.handle.check(f"the backward of microbatch {k} on {self.stage.where}")
-            self.store.accumulate(flight.handle, batch)
-            self.stage.bind(flight.handle.buffer.leaves)  # blocks may run their forward again (torch's checkpoint)
+        found = self.backward_for_inputs(key, batch, gradients)
+        self.backward_for_weights(key, batch)
+        return found
+
+    def backward_for_inputs(self, key: Piece, batch: int, gradients: list[Tensor | None] | None) -> list[Tensor | None]:
+        """The first half of `backward`; where graphs are not made for two, all of it."""
+        flight = self._claim_for_backward(key, batch)
+        returned = self.carry_gradients.pop(key[0], [None] * flight.carries)
         work = list(flight.work)
-        del flight.work
+        flight.work = ()
         while work:
             piece = work.pop()
             graph = piece
@@ -139,10 +188,36 @@ class NodeRuntime:
                 with self.stage.randomness.apart():
                     graph = self.graphs.remake(piece, flight.microbatch, flight.handle)
             assert isinstance(graph, Graph)
-            gradients = run_backward(graph, [graph.seed] if gradients is None else gradients)
+            gradients = run_backward(graph, [*([graph.seed] if gradients is None else gradients), *returned])
+            returned = []
+            if graph.late is not None:
+                flight.late.append(graph.late)
+                flight.late_nbytes += graph.late_nbytes
             self.graphs.hold(-graph.nbytes)
         assert gradients is not None
-        return gradients
+        if flight.late:
+            flight.late_nbytes += storage_bytes([g for late in flight.late for g in late.gradients], ())
+            self.graphs.hold(flight.late_nbytes)
+        if key[1]:
+            self.carry_gradients[key[0]] = gradients[len(gradients) - flight.carried :]
+        return gradients[: len(gradients) - flight.carried]
+
+    def backward_for_weights(self, key: Piece, batch: int) -> None:
+        """The second half, which needs nothing of others."""
+        flight = self._claim_for_backward(key, batch)
+        for late in flight.late:
+            assert flight.handle is not None
+            late.run(list(flight.handle.buffer.leaves.values()))
+        self.graphs.hold(-flight.late_nbytes)
+        del self.flights[key]
+
+    def _claim_for_backward(self, key: Piece, batch: int) -> Flight:
+        flight = self.flights[key]
+        if flight.handle is not None and self.store is not None:
+            flight.handle.check(f"the backward of microbatch {key[0]} on {self.stage.where}")
+            self.store.accumulate(flight.handle, batch)
+            self.stage.bind(flight.handle.buffer.leaves)  # blocks may run their forward again (torch's checkpoint)
+        return flight
 
     # --- updates ----------------------------------------------------------------------------------------------------
 

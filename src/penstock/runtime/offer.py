@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from penstock.errors import CapabilityError
-from penstock.schedule.ir import Kind, Op, Schedule, chain, passes, straight
+from penstock.schedule.ir import Kind, Op, Schedule, passes
 
-_OPS = frozenset({Op.F, Op.R, Op.B, Op.REDUCE, Op.TIE, Op.DECIDE, Op.STEP})
+_OPS = frozenset({Op.F, Op.R, Op.B, Op.I, Op.W, Op.FUSED, Op.OFFLOAD, Op.FETCH, Op.REDUCE, Op.TIE, Op.DECIDE, Op.STEP})
 _RULES = frozenset({"flush", "double-buffer", "stash"})
 
 
@@ -20,11 +20,9 @@ def check_offered(schedule: Schedule) -> None:
     missing = sorted(op.value for op in {a.op for a in (*whole, *actions)} - _OPS)
     if missing:
         raise CapabilityError(f"{schedule.name}: the runtime does not offer {', '.join(missing)} yet")
-    if any(a.unit.slice is not None or a.unit.count > 1 or a.unit.kind is Kind.EVAL for a in actions):
-        raise CapabilityError(f"{schedule.name}: the runtime offers passes of one whole training microbatch so far")
+    if any(a.unit.count > 1 or a.unit.kind is Kind.EVAL for a in actions):
+        raise CapabilityError(f"{schedule.name}: the runtime offers passes of one training microbatch so far")
     if any(p.op is Op.F and p.unit.first < 0 for program in schedule.programs for p in program.period):
         raise CapabilityError(f"{schedule.name}: the runtime offers periods that begin the forwards of their own batch")
-    if schedule.nodes != straight(schedule.ranks) or schedule.edges != chain(schedule.cuts) or schedule.frozen:
-        raise CapabilityError(f"{schedule.name}: the runtime offers chains with one trained cut per rank so far")
     if schedule.rule not in _RULES:
         raise CapabilityError(f"{schedule.name}: the runtime does not offer version rule {schedule.rule!r} yet")

@@ -38,6 +38,7 @@ class Header(NamedTuple):
         more: whether another batch follows this one.
         checksum: of the samples, from the first stage to the last.
         weight: the loss weight of the whole batch, once the last stage knows it; NaN before.
+        piece: the slice of the sequence.
     """
 
     batch: int
@@ -45,6 +46,7 @@ class Header(NamedTuple):
     more: bool
     checksum: int = 0
     weight: float = math.nan
+    piece: int = 0
 
 
 @dataclass
@@ -90,7 +92,8 @@ class Codec:
         offsets, size = _place(tensors, HEADER_BYTES + len(changed))
         block = torch.empty(size, dtype=torch.uint8)
         h = parcel.header
-        raw = _HEADER.pack(size, len(changed), h.batch, h.first, int(h.more), h.checksum, 0, h.weight)
+        flags = int(h.more) | h.piece << 1
+        raw = _HEADER.pack(size, len(changed), h.batch, h.first, flags, h.checksum, 0, h.weight)
         block[: HEADER_BYTES + len(changed)] = torch.frombuffer(bytearray(raw + changed), dtype=torch.uint8)
         for tensor, offset in zip(tensors, offsets, strict=True):
             if tensor.numel():
@@ -105,7 +108,7 @@ class Codec:
             block: as `encode` made it.
             fetch: gets the next tensor, where tensors are not inline; else they are views of the block.
         """
-        size, meta_bytes, batch, first, more, checksum, _, weight = _HEADER.unpack_from(
+        size, meta_bytes, batch, first, flags, checksum, _, weight = _HEADER.unpack_from(
             bytes(block[:HEADER_BYTES].numpy())
         )
         if meta_bytes:
@@ -115,7 +118,7 @@ class Codec:
         spec, kinds, wants = self._received
         fetch = fetch or _views(block, HEADER_BYTES + meta_bytes, size, self.where)
         leaves = [fetch(getattr(torch, kind[1]), kind[2]) if kind[0] == "tensor" else kind[1] for kind in kinds]
-        header = Header(batch, first, bool(more), checksum, weight)
+        header = Header(batch, first, bool(flags & 1), checksum, weight, flags >> 1)
         return Parcel(header, pytree.tree_unflatten(leaves, spec), wants)
 
 

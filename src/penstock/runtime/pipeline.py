@@ -6,7 +6,6 @@ numbers, bit for bit.
 
 from __future__ import annotations
 
-import copy
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,12 +16,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.errors import CapabilityError, ConfigError
-from penstock.runtime.blocks import Blocks, cut_blocks, named_blocks
+from penstock.runtime.blocks import Blocks, cut_blocks, deal, named_blocks
 from penstock.runtime.clock import common_origin
 from penstock.runtime.collective import gather_json
 from penstock.runtime.decisions import Evaluated
 from penstock.runtime.evaluation import Evaluating, check_every
-from penstock.runtime.executor import Report
+from penstock.runtime.joints import needs_decisions
 from penstock.runtime.links import holders_of
 from penstock.runtime.mesh import from_mesh, groups_of_holders
 from penstock.runtime.nccl import LaneGroups, lane_groups
@@ -32,7 +31,9 @@ from penstock.runtime.precision import Precision, low_precision
 from penstock.runtime.recompute import Recompute
 from penstock.runtime.recorder import Recorder, merge_recordings
 from penstock.runtime.reduction import Reduce, is_fast
+from penstock.runtime.reporting import Report
 from penstock.runtime.sharing import check_equal, equalise
+from penstock.runtime.slicing import EQUAL_SLICES, Slicing
 from penstock.runtime.snapshot import Saved, Saving, Snapshot, check_names, restore
 from penstock.runtime.source import Batches
 from penstock.runtime.spans import Spans
@@ -57,7 +58,9 @@ class Pipeline:
         blocks: the model as a list (or dict) of modules or functions, each taking what the one before returned; a
             `LazyBlock` is made only where it is needed.
         schedule: what `make_schedule`, `prove` or `check` returned.
-        loss: (output, target) -> (sum, weight), or a scalar; used on the last stage.
+        loss: (output, target) -> (sum, weight), or a scalar; used on the last stage, and on others to which no gradient
+            comes back. All sums are added, divided by the weight of the last stage's. A dict gives each its own, by
+            the number of its cut. Reports are of the last stage's.
         optimizer: named parameters -> optimizer, called once per stage. A parameter that a batch does not use counts as
             one with a gradient of zero (plain torch would skip it), so momentum and weight decay act on it.
         rate: update ordinal -> factor on the optimizer's learning rates.
@@ -88,6 +91,7 @@ class Pipeline:
         tied: name of a parameter -> that of the one it is the same as, such as {"head.weight": "embedding.weight"},
             where blocks are made lazily; modules that hold one parameter are seen to do so. Stages that share one hold
             a copy each, which stay equal, and it counts once in the norm; its optimizer must treat all copies alike.
+        slicing: how sequences are cut where a method takes slices of them (`penstock.runtime.slicing`).
         balance: blocks per stage; balanced by cost if None.
         group: a process group with one process per rank, the ranks of a pipeline next to each other; None to run all
             ranks in this process. Pipelines whose runs overlap in time need a group each, or they take each other's
@@ -110,7 +114,7 @@ class Pipeline:
         blocks: Blocks,
         schedule: Schedule | Proof,
         *,
-        loss: LossFunction,
+        loss: LossFunction | Mapping[int, LossFunction],
         optimizer: OptimizerFactory,
         rate: Callable[[int], float] | None = None,
         divisor: float | None = None,
@@ -123,6 +127,7 @@ class Pipeline:
         precision: Precision = "fp32",
         average: float | None = None,
         tied: Mapping[str, str] | None = None,
+        slicing: Slicing = EQUAL_SLICES,
         balance: Sequence[int] | None = None,
         group: dist.ProcessGroup | None = None,
         mesh: DeviceMesh | None = None,
@@ -140,7 +145,7 @@ class Pipeline:
         ties, inside = find_ties(named, self.parts, tied or {})
         self.proof = extend(
             schedule,
-            decides=policy.decides or width != 1,
+            decides=policy.decides or width != 1 or needs_decisions(plain),
             reduces=width != 1,
             recomputes=recompute == "stage",
             tied={cut for tie in ties for cut in tie.cuts},
@@ -151,15 +156,24 @@ class Pipeline:
         holders = holders_of(self.schedule, width).values()
         holder_groups = groups_of_holders(self.team, holders, mesh, timeout) if fast else {}
         about = width * self.schedule.microbatches if divisor is None else divisor
-        recipe = Recipe(loss, optimizer, rate, _constant(about, low), policy, recompute, seed, low, average)
+        recipe = Recipe(loss, optimizer, rate, _constant(about, low), policy, recompute, seed, low, average, slicing)
         origin = time.perf_counter() if group is None else common_origin(self.team.control)
-        models = {r: named if r == self.team.replicas[0] else copy.deepcopy(named) for r in self.team.replicas}
+        held = {seat: self.schedule.on_rank(seat.rank) for seat in self.team.seats}
+        dealt = deal(named, self.parts, [(seat.replica, node) for seat, nodes in held.items() for node in nodes])
         self._workers = [
-            Worker(seat, self.proof, models[seat.replica], self.parts, ties, inside, recipe, Recorder(row, origin))
+            Worker(
+                seat,
+                self.proof,
+                {node: dealt[seat.replica, node] for node in held[seat]},
+                ties,
+                inside,
+                recipe,
+                Recorder(row, origin),
+            )
             for seat, row in zip(self.team.seats, self.team.workers, strict=True)
         ]
-        equalise(ties, self.team, self._workers)
-        check_equal(self.team, self._workers)
+        equalise(ties, self.schedule, self.team, self._workers)
+        check_equal(self.schedule, self.team, self._workers)
         evaluation = prove_evaluation(self.schedule)
         groups = self._make_lane_groups({Channel.TRAINING: self.proof, Channel.EVALUATION: evaluation}, bool(ties))
         self._spans = Spans(self.team, self._workers, self.proof, evaluation, groups, holder_groups, timeout)
@@ -258,7 +272,7 @@ class Pipeline:
         try:
             for worker in self._workers:
                 for node in worker.nodes.values():
-                    restore(node, saved, worker.seat.replica, older)
+                    restore(node, saved, older)
                 worker.decisions.load(int(saved.facts["batch"]), saved.facts["decisions"])
         except BaseException as error:
             self._spans.break_off(error)  # half of it may have been loaded

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,12 +19,20 @@ class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
 
     Args:
         known: addresses of storages that live anyway: weights, buffers.
+        pack, unpack: what the graph keeps instead of a tensor, and the tensor again; the tensor itself if None.
     """
 
-    def __init__(self, known: set[int]) -> None:
+    def __init__(
+        self,
+        known: set[int],
+        pack: Callable[[Tensor], Any] | None = None,
+        unpack: Callable[[Any], Tensor] = lambda saved: saved,
+    ) -> None:
         self._known = known
         self._seen: dict[int, int] = {}
-        super().__init__(self._pack, lambda saved: saved)
+        self._late: dict[int, int] = {}
+        self._apart = False
+        super().__init__(pack or self._pack, unpack)
 
     def _pack(self, tensor: Tensor) -> Tensor:
         self.add([tensor])
@@ -34,12 +44,26 @@ class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
             if isinstance(tensor, Tensor):
                 storage = tensor.untyped_storage()
                 if storage.data_ptr() not in self._known:
-                    self._seen[storage.data_ptr()] = storage.nbytes()
+                    (self._late if self._apart else self._seen)[storage.data_ptr()] = storage.nbytes()
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """What is saved meanwhile lives longer (`penstock.runtime.split`)."""
+        self._apart = True
+        try:
+            yield
+        finally:
+            self._apart = False
 
     @property
     def total(self) -> int:
         """Bytes so far."""
-        return sum(self._seen.values())
+        return sum((self._seen | self._late).values())
+
+    @property
+    def late(self) -> int:
+        """Those of them that live longer than the rest."""
+        return sum(self._late.values())
 
 
 def storage_bytes(tensors: Iterable[object], known: Collection[int]) -> int:

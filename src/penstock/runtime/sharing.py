@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import product
 from typing import Any
 
 import torch
@@ -12,15 +13,17 @@ from torch import Tensor
 from penstock.errors import ConfigError
 from penstock.runtime.collective import gather_json
 from penstock.runtime.node import NodeRuntime
+from penstock.runtime.reduction import Holder
 from penstock.runtime.source import checksum
-from penstock.runtime.team import Seat, Team
+from penstock.runtime.team import Team
 from penstock.runtime.ties import Tie
 from penstock.runtime.worker import Worker
+from penstock.schedule.ir import Schedule
 
 _TAG = 7  # on the pipelines' group; lanes use others
 
 
-def equalise(ties: Sequence[Tie], team: Team, workers: Sequence[Worker]) -> None:
+def equalise(ties: Sequence[Tie], schedule: Schedule, team: Team, workers: Sequence[Worker]) -> None:
     """Give the copies of shared parameters the value that the first stage has; all processes call this together.
 
     Raises:
@@ -28,8 +31,8 @@ def equalise(ties: Sequence[Tie], team: Team, workers: Sequence[Worker]) -> None
         TransportError: a peer is dead.
     """
     for tie in ties:
-        here = {(w.seat.replica, n.cut): w.nodes[n] for w in workers for n in w.nodes if n.cut in tie.cuts}
-        found: list[tuple[int, Any]] = [(cut, _shapes(tie, cut, node)) for (_, cut), node in here.items()]
+        here = {Holder(w.seat.replica, n): w.nodes[n] for w in workers for n in w.nodes if n.cut in tie.cuts}
+        found: list[tuple[int, Any]] = [(h.node.cut, _shapes(tie, h.node.cut, node)) for h, node in here.items()]
         if team.group is not None:
             parts = gather_json(found, "comparing shared parameters", team.control)
             found = [(cut, shapes) for part in parts for cut, shapes in part]
@@ -42,23 +45,24 @@ def equalise(ties: Sequence[Tie], team: Team, workers: Sequence[Worker]) -> None
                     f"{found[0][1]}; what is one parameter has one shape"
                 )
         first, *others = tie.cuts
-        for replica in team.replicas:
-            owner = here.get((replica, first))
-            for cut in others:
-                other = here.get((replica, cut))
-                _copy(tie, (owner, first), (other, cut), replica, team)
-                if other is not None and other.store is not None:
-                    other.store.refresh()
+        for replica, place, cut in product(team.replicas, range(schedule.replicas), others):
+            if (first, place) not in schedule.node_at:
+                continue
+            source, target = (Holder(replica, schedule.node_at[c, place]) for c in (first, cut))
+            _copy(tie, source, target, here, team)
+            other = here.get(target)
+            if other is not None and other.store is not None:
+                other.store.refresh()
 
 
-def check_equal(team: Team, workers: Sequence[Worker]) -> None:
-    """Make sure that parallel pipelines in different processes begin with the same weights and buffers.
+def check_equal(schedule: Schedule, team: Team, workers: Sequence[Worker]) -> None:
+    """Make sure that stages in different processes that hold one cut begin with the same weights and buffers.
 
     Raises:
         ConfigError: they do not.
         TransportError: a peer is dead.
     """
-    if team.width == 1 or team.group is None:
+    if team.width * schedule.replicas == 1 or team.group is None:
         return
     mine = [(n.cut, checksum(sorted(r.stage.state().items()), None)) for w in workers for n, r in w.nodes.items()]
     found = gather_json(mine, "comparing parallel pipelines", team.control)
@@ -91,20 +95,19 @@ def _values(tie: Tie, cut: int, node: NodeRuntime) -> list[Tensor]:
     return [views[name] for name in names]
 
 
-def _copy(
-    tie: Tie, source: tuple[NodeRuntime | None, int], target: tuple[NodeRuntime | None, int], replica: int, team: Team
-) -> None:
+def _copy(tie: Tie, source: Holder, target: Holder, here: Mapping[Holder, NodeRuntime], team: Team) -> None:
     """Copy the values of the first stage to another one, in this process or between two."""
-    (owner, first), (other, cut) = source, target
+    owner, other = here.get(source), here.get(target)
+    first, cut = source.node.cut, target.node.cut
     with torch.no_grad():
         if owner is not None and other is not None:
             for mine, theirs in zip(_values(tie, first, owner), _values(tie, cut, other), strict=True):
                 theirs.copy_(mine)
         elif owner is not None:
             for mine in _values(tie, first, owner):
-                dist.send(mine.cpu(), group=team.control, tag=_TAG, group_dst=team.worker(Seat(replica, cut)))
+                dist.send(mine.cpu(), group=team.control, tag=_TAG, group_dst=team.process(target))
         elif other is not None:
             for theirs in _values(tie, cut, other):
                 received = torch.empty(theirs.shape, dtype=theirs.dtype)
-                dist.recv(received, group=team.control, tag=_TAG, group_src=team.worker(Seat(replica, first)))
+                dist.recv(received, group=team.control, tag=_TAG, group_src=team.process(source))
                 theirs.copy_(received)

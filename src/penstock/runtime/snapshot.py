@@ -6,7 +6,8 @@ batch B that are under way are done again later. Module buffers are those from b
 batch B. Random numbers depend on the batch alone, so no generator has a state worth keeping.
 
 Names in a snapshot: `weights/NAME` (newest, in full precision), `older/NAME` (the version before), `average/NAME`,
-`fixed/NAME` (frozen parameters and persistent buffers; `fixed.1/NAME` for the buffers of pipeline 1, and so on) and
+`fixed/NAME` (frozen parameters and persistent buffers; `fixed.1/NAME` for the second stage that holds them, in another
+pipeline or in another direction of the same one, and so on) and
 `optimizer/KIND/NAME`, where NAME is that of a parameter, the same at every depth.
 """
 
@@ -31,7 +32,7 @@ class Snapshot:
 
     Attributes:
         batch: as many batches have been trained on.
-        replica, cut: whose.
+        place, cut: whose: of the stages that hold the cut the first (0), the second (1), ...
         tensors: copies, by name.
         values: plain values that an optimizer remembers, by name.
         facts: what is the same on all stages.
@@ -39,7 +40,7 @@ class Snapshot:
     """
 
     batch: int
-    replica: int
+    place: int
     cut: int
     tensors: dict[str, Tensor]
     values: dict[str, Any]
@@ -95,24 +96,21 @@ class Saved(Protocol):
         ...
 
 
-def take(
-    node: NodeRuntime, batch: int, replica: int, decisions: Decisions, fixed: Mapping[str, Tensor] | None = None
-) -> Snapshot:
+def take(node: NodeRuntime, batch: int, decisions: Decisions, fixed: Mapping[str, Tensor] | None = None) -> Snapshot:
     """A snapshot of a stage, between an update and the next pass.
 
     Args:
-        node: the stage.
+        node: the stage; all that hold its cut have the same but for their buffers, so only the first keeps the rest.
         batch: the newest version.
-        replica: its pipeline; all have the same but for their buffers, so only the first one keeps the rest.
         decisions: as its rank knows them.
         fixed: copies of what is not trained from before the first forward of `batch`; None if that has not run.
     """
     if fixed is None:
         fixed = copies_of_fixed(node)
     facts: dict[str, Any] = {"batch": batch, "decisions": decisions.state()}
-    if replica:
-        tensors = {f"fixed.{replica}/{name}": tensor for name, tensor in fixed.items()}
-        return Snapshot(batch, replica, node.node.cut, tensors, {}, facts, _copied(tensors))
+    if node.place:
+        tensors = {f"fixed.{node.place}/{name}": tensor for name, tensor in fixed.items()}
+        return Snapshot(batch, node.place, node.node.cut, tensors, {}, facts, _copied(tensors))
     tensors = {f"fixed/{name}": tensor for name, tensor in fixed.items()}
     values: dict[str, Any] = {}
     if node.store is not None and node.updater is not None:
@@ -126,7 +124,7 @@ def take(
             tensors |= {f"average/{name}": view.clone() for name, view in node.average.views.items()}
         values |= {f"stepped/{name}": node.updater.name for name in node.updater.parameters}
         facts |= {"updates": node.updater.updates}
-    return Snapshot(batch, replica, node.node.cut, tensors, values, facts, _copied(tensors))
+    return Snapshot(batch, 0, node.node.cut, tensors, values, facts, _copied(tensors))
 
 
 def _copied(tensors: Mapping[str, Tensor]) -> torch.cuda.Event | None:
@@ -140,13 +138,12 @@ def copies_of_fixed(node: NodeRuntime) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in node.stage.unversioned().items()}
 
 
-def restore(node: NodeRuntime, saved: Saved, replica: int, older: bool) -> None:
+def restore(node: NodeRuntime, saved: Saved, older: bool) -> None:
     """Bring a stage to where a snapshot was taken.
 
     Args:
         node: the stage, with nothing in flight.
         saved: the snapshots of all stages.
-        replica: its pipeline.
         older: passes will read the version before the newest.
 
     Raises:
@@ -154,7 +151,7 @@ def restore(node: NodeRuntime, saved: Saved, replica: int, older: bool) -> None:
     """
     reader, batch = _Reader(node, saved), int(saved.facts["batch"])
     reader.check()
-    own = f"fixed.{replica}/"
+    own = f"fixed.{node.place}/"
     for name, tensor in node.stage.unversioned().items():
         kind = own if f"{own}{name}" in saved.names else "fixed/"
         tensor.copy_(reader.read(kind, name, tensor))

@@ -39,17 +39,22 @@ class Source:
             on.
         microbatches: m.
         width: w, the number of parallel pipelines.
-        readers: how many times each microbatch is read in this process (2 if it holds the first and the last stage and
-            they are different).
+        reads: how many times this process reads each microbatch of a pipeline's batch; each once if None.
         replicas: how many of the pipelines read here.
     """
 
     def __init__(
-        self, batches: Batches, microbatches: int, width: int = 1, readers: int = 1, replicas: int = 1
+        self,
+        batches: Batches,
+        microbatches: int,
+        width: int = 1,
+        reads: Sequence[int] | None = None,
+        replicas: int = 1,
     ) -> None:
         self._batches: Iterator[Sequence[tuple[Any, Any]]] = iter(batches)
-        self._m, self._width, self._readers = microbatches, width, readers
-        self._reads = replicas * microbatches * readers  # of a batch
+        self._m, self._width = microbatches, width
+        self._readers = [1] * microbatches if reads is None else reads
+        self._reads = replicas * sum(self._readers)  # of a batch
         self._held: dict[int, Sequence[tuple[Any, Any]]] = {}
         self._left: dict[int, int] = {}  # reads that a held batch has before it
         self._samples: dict[tuple[int, int], tuple[Sample, int]] = {}
@@ -112,7 +117,7 @@ class Source:
                 raise DataError(
                     f"the data ends after {self._fetched} batches, but the first stage has sent batch {batch}"
                 )
-            sample, left = _sample(self._held[batch][replica * self._m + k], microbatch), self._readers
+            sample, left = _sample(self._held[batch][replica * self._m + k], microbatch), self._readers[k]
         if left > 1:
             self._samples[replica, microbatch] = sample, left - 1
         self._left[batch] -= 1

@@ -19,10 +19,12 @@ from penstock.runtime.collective import gather_json
 from penstock.runtime.decisions import Evaluated
 from penstock.runtime.drive import Run, drive_all, drive_one
 from penstock.runtime.evaluation import Evaluating, Evaluator
-from penstock.runtime.executor import Executor, Report
+from penstock.runtime.executor import Executor
+from penstock.runtime.joints import reads_of
 from penstock.runtime.links import holders_of, link
 from penstock.runtime.mesh import Groups
 from penstock.runtime.nccl import LaneGroups
+from penstock.runtime.reporting import Report
 from penstock.runtime.snapshot import Saving, Snapshot, take
 from penstock.runtime.source import Batches, Source
 from penstock.runtime.team import Team
@@ -30,6 +32,7 @@ from penstock.runtime.transport import Channel
 from penstock.runtime.worker import Worker
 from penstock.schedule.border import border_fault
 from penstock.schedule.check import Proof
+from penstock.schedule.ir import Schedule
 from penstock.schedule.nodespec import node_specs
 from penstock.schedule.versions import RULES
 
@@ -73,6 +76,7 @@ class Spans:
         self._running = self._abandoned = False
         self._source: Source | None = None
         self._last = self.schedule.node_at[self.schedule.cuts - 1, 0].rank
+        self._entrances = {n.rank for n in self.schedule.nodes if not self.schedule.predecessors[n.cut]}
         self.reporting = workers[self._last if team.group is None else 0]
 
     # --- training ---------------------------------------------------------------------------------------------------
@@ -102,7 +106,7 @@ class Spans:
     def _train_once(
         self, batches: Batches, save: Saving | None, evaluate: Evaluating | None, stopped: bool = False
     ) -> Iterator[Report]:
-        source = self._open(batches)
+        source = self._open(batches, self.schedule)
         source.stopped = stopped
         if not self._begin(source):
             return
@@ -116,14 +120,15 @@ class Spans:
         yield from self._span(self._drive(runs, 1), source, [*executors, *evaluators], training=True)
 
     def _evaluators(self, evaluate: Evaluating) -> list[Evaluator]:
-        schedule = self.schedule
-        opened = partial(Source, microbatches=schedule.microbatches, width=self._team.width)
+        schedule = self._forward_only.schedule
         executors, delay = self._executors(self._forward_only, Channel.EVALUATION), self._bases - 1
         lacks = self.batches if delay and not self.keeps_older else None
-        return [
-            Evaluator(worker, executor, evaluate, opened, delay, lacks)
-            for worker, executor in zip(self._workers, executors, strict=True)
-        ]
+        found = []
+        for worker, executor in zip(self._workers, executors, strict=True):
+            reads = reads_of(schedule, {worker.seat.rank})
+            opened = partial(Source, microbatches=schedule.microbatches, width=self._team.width, reads=reads)
+            found.append(Evaluator(worker, executor, evaluate, opened, delay, lacks))
+        return found
 
     def _span(
         self, reports: Iterator[Report], source: Source, parties: Sequence[Executor | Evaluator], training: bool
@@ -169,7 +174,8 @@ class Spans:
         source = source or self._source
         for worker in self._workers:
             worker.decisions.stopping = True
-        if source is not None and (self._team.group is None or self._team.width == 1):
+        alone = self._team.width == 1 and len(self._entrances) == 1  # who asks the data is the only one to do so
+        if source is not None and (self._team.group is None or alone):
             source.stopped = True
 
     def break_off(self, error: BaseException) -> None:
@@ -186,7 +192,7 @@ class Spans:
         """The loss sum on batches with the newest weights (or their average), and its weight, on all ranks."""
         if averaged and any(n.store is not None and n.average is None for w in self._workers for n in w.nodes.values()):
             raise ConfigError("there are no averaged weights; give the pipeline a decay, such as average=0.999")
-        source, found = self._open(batches), []
+        source, found = self._open(batches, self._forward_only.schedule), []
         if self._begin(source):
             executors = self._executors(self._forward_only)
             reports = self._drive([e.run(source, self.batches, 0) for e in executors], self._team.width)
@@ -208,7 +214,7 @@ class Spans:
         for worker in self._workers:
             for node in worker.nodes.values():
                 node.refresh()
-                found.append(take(node, self.batches, worker.seat.replica, worker.decisions))
+                found.append(take(node, self.batches, worker.decisions))
         return found
 
     # --- the beginning of a span ------------------------------------------------------------------------------------
@@ -220,12 +226,10 @@ class Spans:
         if self._running:
             raise PenstockError("a run or an evaluation of this pipeline is under way; end it first")
 
-    def _open(self, batches: Batches) -> Source:
+    def _open(self, batches: Batches, schedule: Schedule) -> Source:
         self.check_idle()
-        team = self._team
-        edges = {n.cut for w in self._workers if w.seat.replica == team.replicas[0] for n in w.nodes}
-        edges &= {0, self.schedule.cuts - 1}
-        return Source(batches, self.schedule.microbatches, team.width, len(edges), len(team.replicas))
+        reads = reads_of(schedule, {seat.rank for seat in self._team.seats})
+        return Source(batches, schedule.microbatches, self._team.width, reads, len(self._team.replicas))
 
     def _begin(self, source: Source) -> bool:
         """Make everything ready for a span; whether there is a first batch, which all ranks agree on."""

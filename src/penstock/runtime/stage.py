@@ -18,7 +18,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from penstock.errors import CapabilityError, ConfigError
+from penstock.runtime.parking import Parking
 from penstock.runtime.randomness import Draw, Randomness
+from penstock.runtime.split import Late
 
 _TRAINABLE = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 LossFunction = Callable[[Any, Any], Any]
@@ -35,6 +37,9 @@ class Graph:
         outputs: where gradients enter the graph: the outputs, without keeping their memory, or the loss.
         seed: the gradient of the loss, on the last stage.
         nbytes: bytes that it keeps alive.
+        late: where its backward comes in two halves, what the second half works on.
+        late_nbytes: those of the bytes that live until then.
+        parking: moves what it keeps away and back.
     """
 
     inputs: dict[int, Tensor]
@@ -42,6 +47,9 @@ class Graph:
     outputs: list[GradientEdge | None]
     seed: Tensor | None
     nbytes: int
+    late: Late | None = None
+    late_nbytes: int = 0
+    parking: Parking | None = None
 
 
 class Stage:
@@ -53,6 +61,7 @@ class Stage:
         where: for messages, such as "stage 0 on rank 0".
         seed: of the random numbers that blocks draw.
         precision: what passes compute in; None for that of the parameters.
+        hands_on: other stages take its output, also where it has a loss.
     """
 
     def __init__(
@@ -62,10 +71,11 @@ class Stage:
         where: str,
         seed: int,
         precision: torch.dtype | None = None,
+        hands_on: bool = False,
     ) -> None:
         self.blocks = dict(blocks)
         self.last = list(self.blocks)[-1]
-        self.loss = loss
+        self.loss, self.hands_on = loss, hands_on
         self.where = where
         self._places: dict[str, list[tuple[nn.Module, str]]] = {}
         self._originals: dict[str, nn.Parameter] = {}
@@ -172,6 +182,18 @@ class Stage:
             self.randomness.begin(name, draw)
             value = self.blocks[name](value)
         return value
+
+    def run_slice(self, names: Sequence[str], value: Any, carry: Mapping[str, Any], draw: Draw) -> tuple[Any, Any]:
+        """The same on a slice of a sequence; also returns what is carried on to the next one, by block."""
+        made: dict[str, Any] = {}
+        for name in names:
+            self.randomness.begin(name, draw)
+            block = self.blocks[name]
+            if hasattr(block, "forward_slice"):
+                value, made[name] = block.forward_slice(value, carry.get(name))
+            else:
+                value = block(value)
+        return value, made
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:

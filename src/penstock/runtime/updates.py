@@ -60,7 +60,8 @@ class Updates:
         me, sums = Holder(self._replica, node.node), self._sums.setdefault((node.node, batch), [])
         after = sums[0][1] if sums else None
         for tie in node.ties:
-            holders = [h for cut in tie.cuts for h in self._holders[cut] if h.replica == self._replica]
+            all_holders = [h for cut in tie.cuts for h in self._holders[cut]]
+            holders = [h for h in all_holders if (h.replica, h.node.replica) == (me.replica, me.node.replica)]
             tensors = node.gradients_of(batch, tie.names_at(node.node.cut))
             sums.append((Op.TIE, self._reducer.reduce(tuple(holders), me, batch, tensors, after)))
 

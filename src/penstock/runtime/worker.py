@@ -15,15 +15,17 @@ from penstock.errors import ConfigError
 from penstock.runtime.blocks import LazyBlock
 from penstock.runtime.decisions import Decisions
 from penstock.runtime.graphs import Graphs
+from penstock.runtime.joints import ways_of
 from penstock.runtime.node import NodeRuntime
 from penstock.runtime.recompute import Recompute, parts_to_recompute
 from penstock.runtime.recorder import Recorder
+from penstock.runtime.slicing import Slicing, check_blocks
 from penstock.runtime.snapshot import Snapshot
 from penstock.runtime.stage import LossFunction, Stage
 from penstock.runtime.team import Seat
 from penstock.runtime.ties import Tie, share_inside
 from penstock.schedule.check import Proof
-from penstock.schedule.ir import Node
+from penstock.schedule.ir import Node, Op, passes
 from penstock.schedule.versions import RULES
 from penstock.weights.buffers import Buffer
 from penstock.weights.decision import Policy
@@ -36,7 +38,7 @@ from penstock.weights.update import OptimizerFactory, Updater
 class Recipe:
     """How a model is trained, the same on every rank (see `penstock.runtime.pipeline.Pipeline`)."""
 
-    loss: LossFunction
+    loss: LossFunction | Mapping[int, LossFunction]
     optimizer: OptimizerFactory
     rate: Callable[[int], float] | None
     divisor: float
@@ -45,6 +47,7 @@ class Recipe:
     seed: int
     precision: torch.dtype | None
     average: float | None
+    slicing: Slicing
 
     def __post_init__(self) -> None:
         """Make sure that the average can be kept."""
@@ -58,8 +61,7 @@ class Worker:
     Args:
         seat: which.
         proof: of the schedule.
-        blocks: the model, by name; those of this rank are made here.
-        parts: names of the blocks of each cut.
+        blocks: those of each of its nodes, by name; lazy ones are made here.
         ties: what stages share.
         inside: what blocks of one stage share (name of a parameter -> name of the one that it is the same as).
         recipe: how it is trained.
@@ -70,19 +72,18 @@ class Worker:
         self,
         seat: Seat,
         proof: Proof,
-        blocks: Mapping[str, Any],
-        parts: Sequence[Sequence[str]],
+        blocks: Mapping[Node, Mapping[str, Any]],
         ties: Sequence[Tie],
         inside: Mapping[str, str],
         recipe: Recipe,
         recorder: Recorder,
     ) -> None:
-        self.seat, self.recorder = seat, recorder
+        self.seat, self.recorder, self.slicing = seat, recorder, recipe.slicing
         self.snapshots: list[ref[Snapshot]] = []  # that somebody may still have
         self._proof, self._recipe, self._ties, self._inside = proof, recipe, ties, inside
         self.decisions = Decisions(recipe.policy, recipe.divisor, RULES[proof.schedule.rule].bases - 1)
         self.nodes = {
-            node: self._make_node(node, {name: _made(blocks[name]) for name in parts[node.cut]})
+            node: self._make_node(node, {name: _made(block) for name, block in blocks[node].items()})
             for node in proof.schedule.on_rank(seat.rank)
         }
         fixed = sum(tensor.nbytes for node in self.nodes.values() for tensor in node.stage.fixed)
@@ -92,8 +93,18 @@ class Worker:
         recipe, schedule = self._recipe, self._proof.schedule
         share_inside(blocks, self._inside)
         where = f"stage {node.name} on rank {node.rank}"
-        has_loss = node.cut == schedule.cuts - 1
-        stage = Stage(blocks, recipe.loss if has_loss else None, where, recipe.seed, recipe.precision)
+        ways = ways_of(schedule, node)
+        if schedule.slices > 1:
+            check_blocks(blocks, where)
+            if recipe.recompute == "block":
+                raise ConfigError("recompute='block' does not go with slices of sequences; take 'stage' or 'none'")
+        loss = self._loss_of(node) if ways.has_loss else None
+        stage = Stage(blocks, loss, where, recipe.seed, recipe.precision, bool(ways.outputs))
+        if stage.trained and node.cut in schedule.frozen:
+            raise ConfigError(
+                f"{where} is frozen in the schedule, but {next(iter(stage.trained))} wants gradients; set "
+                "requires_grad=False on its parameters"
+            )
         store: VersionStore | None = None
         updater, facts, low = None, self._proof.nodes[node], recipe.precision
         if stage.trained:
@@ -111,10 +122,23 @@ class Worker:
             average = Buffer(store.layout, f"average of {where}")
             average.load(store.master.views)
         decay = recipe.average or 0.0
-        graphs = Graphs(stage, set() if store is None else store.storages, recipe.divisor, parts, hold)
-        runtime = NodeRuntime(node, stage, store, updater, graphs, ties, average, decay)
+        ops = {p.op for a in schedule.programs[node.rank].period for p in passes(a) if p.node == node}
+        storages = set() if store is None else store.storages
+        graphs = Graphs(stage, storages, recipe.divisor, parts, Op.W in ops, Op.OFFLOAD in ops, hold)
+        place = self.seat.replica * schedule.replicas + node.replica
+        runtime = NodeRuntime(node, stage, store, updater, graphs, ties, average, decay, place)
         runtime.restore()  # from here on the modules' parameters live in the store's memory, not beside it
         return runtime
+
+    def _loss_of(self, node: Node) -> LossFunction:
+        given = self._recipe.loss
+        if not isinstance(given, Mapping):
+            return given
+        if node.cut not in given:
+            raise ConfigError(
+                f"loss: stage {node.cut} has a loss of its own, but the dict has one only for {list(given)}"
+            )
+        return given[node.cut]
 
     @property
     def has_loss(self) -> bool:

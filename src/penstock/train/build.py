@@ -6,6 +6,7 @@ import torch.distributed as dist
 
 from penstock.models.gpt import TIED_EMBEDDINGS, gpt_blocks, language_loss
 from penstock.runtime.pipeline import Pipeline
+from penstock.runtime.slicing import Slicing, equal_time_lengths
 from penstock.train.optimizers import optimizer_factory
 from penstock.train.prepare import Prepared
 from penstock.train.rate import rate_schedule
@@ -38,6 +39,7 @@ def make_pipeline(
         width=config.width,
         reduce=config.reduce,
         tied=TIED_EMBEDDINGS if config.model.tied else None,
+        slicing=Slicing(lengths=equal_time_lengths(1 / (12 * prepared.model.width))),
         balance=config.balance,
         group=group,
         timeout=config.timeout,

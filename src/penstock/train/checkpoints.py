@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from penstock.errors import CheckpointError, ConfigError
 from penstock.runtime.collective import gather_json
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.snapshot import Saving, Snapshot
+from penstock.schedule.ir import Node
 from penstock.train.checkpoint import Checkpoint, checkpoints, clear_parts, open_newest, set_aside
 from penstock.train.writing import LocalWall, StoreWall, Wall, Writer
 
@@ -72,13 +73,17 @@ class Checkpoints:
 
     def _make_writer(self) -> Writer:
         """One that knows nothing of what others have posted before; all ranks make it together."""
-        team, cuts = self._team, range(self._pipeline.schedule.cuts)
-        own = [(node.cut, replica) for replica in team.replicas for node in sorted(set(self._pipeline.nodes))]
+        team, schedule = self._team, self._pipeline.schedule
+
+        def places(replica: int, nodes: Iterable[Node]) -> list[tuple[int, int]]:
+            return [(node.cut, replica * schedule.replicas + node.replica) for node in sorted(nodes)]
+
+        own = [place for replica in team.replicas for place in places(replica, self._pipeline.nodes)]
         wall: Wall = LocalWall()
         if team.group is not None:
             name = self._gather(uuid.uuid4().hex, "preparing for checkpoints")[0]
             wall = StoreWall(self._store or _get_default_store(), name)
-        parts = [(cut, replica) for replica in range(team.width) for cut in cuts]
+        parts = [place for replica in range(team.width) for place in places(replica, schedule.nodes)]
         return Writer(self._folder, parts, own, self._keep, self._extra, wall, *self._limits, self._tell)
 
     def every(self, batches: int) -> Saving:

@@ -18,7 +18,7 @@ from penstock.idle import split_time
 from penstock.runtime.collective import gather_json
 from penstock.runtime.decisions import Evaluated
 from penstock.runtime.evaluation import Evaluating
-from penstock.runtime.executor import Report
+from penstock.runtime.reporting import Report
 from penstock.runtime.source import Batches
 from penstock.timeline import Timeline
 from penstock.train.board import Board, BubbleMeter
@@ -73,7 +73,8 @@ class _Loop:
         config = self.config = prepared.config
         self.prepared, self.folder, self.observer, self.request = prepared, folder, observer, request
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
-        self.reports = self.rank == config.stages - 1  # the last stage of the first pipeline
+        schedule = prepared.proof.schedule
+        self.reports = self.rank == schedule.node_at[schedule.cuts - 1, 0].rank  # in the first pipeline
         self.microbatches = prepared.microbatches
         self.board = Board(store, self.rank, self.ranks)
         self.tokens_per_batch = prepared.tokens_per_batch

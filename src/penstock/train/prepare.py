@@ -63,10 +63,10 @@ def prepare(config: TrainConfig) -> Prepared:
         raise ConfigError(
             f"method {row.name!r} can be proven, drawn and simulated, but not run yet; methods that run: {offered}"
         )
-    proof = prove(row.name, config.stages, config.microbatches)
+    proof = prove(row.name, config.stages, config.microbatches, options=config.options)
     corpus = load_corpus(config.data, partial(is_of_a_run, Path(config.out)))
     model = model_shape(config, corpus)
-    cut_blocks(gpt_blocks(model, config.seed), config.stages, config.balance)
+    cut_blocks(gpt_blocks(model, config.seed), proof.schedule.cuts, config.balance)
     windows = Windows(corpus, model.context, config.held_out, config.seed)
     if corpus.text and config.sample_length and not config.prompt:
         raise ConfigError("prompt must not be empty while sample_length is not 0")

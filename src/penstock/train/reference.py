@@ -5,8 +5,10 @@ W(t) are the weights after t batches (version t), f_t is the mean loss of batch 
 which has one state whatever the method; s of d is the stage, counted from 0.
 
     flush   W(t+1) = opt(W(t), grad f_t(W(t)))
-            sequential, gpipe, 1f1b, eager: GPipe (Huang et al., arXiv 1811.06965); PipeDream-Flush (Narayanan et al.,
-            arXiv 2006.09503, sec. 3.2); DAPPLE (Fan et al., arXiv 2007.01045). The order changes no number.
+            GPipe (Huang et al., arXiv 1811.06965); PipeDream-Flush (Narayanan et al., arXiv 2006.09503, sec. 3.2);
+            DAPPLE (Fan et al., arXiv 2007.01045); and all that only run the same passes in another order, on more cuts
+            or in two directions (`parts`). The order changes no number. Slices of sequences come to the same sums in
+            parts, which changes the last bits.
     2bw     W(t+1) = opt(W(t), grad f_t(W(max(t-1, 0))))
             2bw, 2bw-eager: PipeDream-2BW (arXiv 2006.09503, sec. 3.1 and 3.3): a delay of one on every stage, whatever
             the order.
@@ -51,7 +53,11 @@ Block = Callable[[Any], Any]
 Loss = Callable[[Any, Any], "Tensor | tuple[Tensor, float | Tensor]"]
 Factory = Callable[[list[tuple[str, nn.Parameter]]], Optimizer]
 
-FLUSH = ("sequential", "gpipe", "1f1b", "eager")
+FLUSH = (
+    "sequential", "gpipe", "1f1b", "eager", "interleaved", "breadth-first", "zb-h1", "zb-h2", "zb-interleaved",
+    "zb-auto", "zb-v", "v-half", "v-min", "hanayo", "chimera", "dualpipe", "dualpipe-v", "bitpipe", "bpipe", "seq1f1b",
+    "terapipe",
+)  # fmt: skip
 DOUBLE_BUFFER = ("2bw", "2bw-eager")
 METHODS = (*FLUSH, *DOUBLE_BUFFER, "stash")
 
@@ -191,7 +197,7 @@ def train_reference(
     clip: float | None = None,
     scaling: Scaling | None = None,
     seed: int | None = None,
-    width: int = 1,
+    parts: Sequence[Sequence[int]] | None = None,
     tied: Mapping[str, str] = MappingProxyType({}),
     precision: torch.dtype | None = None,
 ) -> Reference:
@@ -210,7 +216,8 @@ def train_reference(
         clip: the largest norm of a gradient.
         scaling: of the loss.
         seed: of the random numbers of blocks; torch's generator goes on by itself if None.
-        width: parallel pipelines; each sums the gradients of its part of a batch, the first part the first.
+        parts: the microbatches of each of parallel pipelines (or of the directions of one); each sums its gradients in
+            the order given, and the sums are added in theirs. One with all of them if None.
         precision: what passes compute in: weights are cast to it, updates are made in their own precision.
         tied: name of a parameter -> name of the one, on a stage before, that it is the same as.
 
@@ -224,7 +231,7 @@ def train_reference(
     _equal_copies(nodes, tied)
     for node in nodes:
         node.cast_frozen(precision)
-    run = _Run(nodes, loss, method, rate, divisor, drains, clip, _Scale(scaling), seed, width, tied, precision)
+    run = _Run(nodes, loss, method, rate, divisor, drains, clip, _Scale(scaling), seed, parts, tied, precision)
     for t, batch in enumerate(batches):
         run.train(t, batch)
     return _with_end(run.result, nodes)
@@ -243,7 +250,7 @@ class _Run:
     clip: float | None
     scale: _Scale
     seed: int | None
-    width: int
+    parts: Sequence[Sequence[int]] | None
     tied: Mapping[str, str]
     precision: torch.dtype | None
     result: Reference = field(default_factory=Reference)
@@ -264,7 +271,7 @@ class _Run:
         for node in self.nodes:
             node.add_parts()
         _tie_gradients(self.nodes, self.tied)
-        votes = self.scale.scaling is not None or self.width > 1
+        votes = self.scale.scaling is not None or (self.parts is not None and len(self.parts) > 1)
         factor, norm = _factor(self.nodes, c, weight, s, self.clip, votes, self.tied)
         self.scale.votes.append(not factor if weight else None)
         result = self.result
@@ -277,13 +284,13 @@ class _Run:
 
     def accumulate(self, t: int, batch: Sequence[tuple[Any, Any]], c: float, s: float) -> tuple[float, float]:
         """The gradients of batch t, times s / c; returns the sum of its losses and of their weights."""
-        m, results = self.size // self.width, []
-        for k, sample in enumerate(batch):
-            reads = [_version(self.method, t, k % m, m, i, len(self.nodes), self.first) for i in range(len(self.nodes))]
-            draw = partial(_draw, self.seed, t, k)
-            results.append(_microbatch(self.nodes, sample, reads, draw, self.loss, c, s, self.precision))
-            if k % m == m - 1:
-                _end_part(self.nodes)
+        results, d = [], len(self.nodes)
+        for part in self.parts or [range(self.size)]:
+            for place, k in enumerate(part):
+                reads = [_version(self.method, t, place, len(part), i, d, self.first) for i in range(d)]
+                draw = partial(_draw, self.seed, t, k)
+                results.append(_microbatch(self.nodes, batch[k], reads, draw, self.loss, c, s, self.precision))
+            _end_part(self.nodes)
         total, weight = (sum(numbers) for numbers in zip(*results, strict=True))
         return total, weight
 

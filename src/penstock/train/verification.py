@@ -62,9 +62,11 @@ class Verification:
         if wrong := self._first(plain):
             return f"pipeline and reference agree on {method}, but plain torch does not: {wrong}"
         also = f", and plain torch's to {max(d.tolerance for d in plain.values()):g}" if plain else ""
+        apart = max(row.reference.tolerance for row in self.rows)
+        to = f" to {apart:g}" if apart else ""
         odd = sum(row.reference.odd for row in self.rows)
         but = f"; but {odd} of them hold NaN, which shows nothing: let training be stable" if odd else ""
-        return f"the pipeline trains what {method} says: every number equals the reference's{also}{but}"
+        return f"the pipeline trains what {method} says: every number equals the reference's{to}{also}{but}"
 
     def _first(self, differences: Mapping[str, Difference]) -> str | None:
         """What goes wrong first, causes first."""

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from penstock.models.gpt import TIED_EMBEDDINGS, gpt_blocks, language_loss
 from penstock.runtime.blocks import cut_blocks
 from penstock.runtime.precision import low_precision
+from penstock.schedule.ir import Op, Schedule, passes
 from penstock.schedule.methods import find_method
 from penstock.train.build import make_pipeline
 from penstock.train.compare import Comparisons, Record, Value
@@ -57,7 +58,8 @@ def verify(config: TrainConfig, count: int) -> Verification:
     with _threads(config), torch.random.fork_rng(devices=[]):
         reference, watch = _run_reference(prepared, count)
         updated = [t for t, gradients in enumerate(reference.gradients) if gradients]
-        others = [(_record(reference, updated, watch, config.decides), 0.0)]
+        sliced = prepared.proof.schedule.slices > 1  # sums over slices round otherwise than those over whole sequences
+        others = [(_record(reference, updated, watch, config.decides), TOLERANCE if sliced else 0.0)]
         if left_out is None:
             others.append((_run_plain(prepared, count, reference.versions), TOLERANCE))
         comparisons = Comparisons(others, config.width)
@@ -88,6 +90,7 @@ class _Trial:
     def __init__(self, prepared: Prepared, count: int, updated: list[int], comparisons: Comparisons) -> None:
         self._prepared, self._config, self._count = prepared, prepared.config, count
         self._updated, self._see = updated, comparisons.see
+        self._whole = self._config.width * prepared.proof.schedule.replicas == 1  # else reports are of a part
 
     def run(self) -> Exception | None:
         """Train; returns what was raised on the way."""
@@ -95,7 +98,7 @@ class _Trial:
         pipeline = make_pipeline(self._prepared, optimizer=watch)
         try:
             for report in pipeline.run(_data(self._prepared, self._count)):
-                if self._config.width == 1:
+                if self._whole:
                     self._loss(report.batch, report.loss, report.weight)
                 self._decisions(report.decided)
             self._decisions(pipeline.decided())
@@ -119,7 +122,7 @@ class _Trial:
 
     def _decisions(self, decided: Iterable[Decision]) -> None:
         for d in decided:
-            if self._config.width > 1:  # reports are of one pipeline's part
+            if not self._whole:
                 self._loss(d.batch, d.loss, d.weight)
             if self._config.decides:
                 for name, value in (("norm", d.norm), ("loss scale", d.scale), ("skipped", float(d.skipped))):
@@ -135,7 +138,7 @@ def _run_reference(prepared: Prepared, count: int) -> tuple[Reference, Watch]:
     watch, divisor = Watch(optimizer_factory(config.optimizer)), float(prepared.tokens_per_batch)
     if config.precision != "fp32":
         divisor = 2.0 ** round(math.log2(divisor))
-    parts = cut_blocks(gpt_blocks(prepared.model, config.seed), config.stages, config.balance)
+    parts = cut_blocks(gpt_blocks(prepared.model, config.seed), prepared.proof.schedule.cuts, config.balance)
     blocks = _blocks(prepared, one_object=config.stages == 1)
     result = train_reference(
         [{name: blocks[name] for name in part} for part in parts],
@@ -148,11 +151,23 @@ def _run_reference(prepared: Prepared, count: int) -> tuple[Reference, Watch]:
         clip=config.clip,
         scaling=Scaling(*astuple(LossScale())) if config.precision == "fp16" else None,
         seed=config.seed,
-        width=config.width,
+        parts=_parts(prepared.proof.schedule, config.width),
         tied=TIED_EMBEDDINGS if config.model.tied and config.stages > 1 else {},
         precision=low_precision(config.precision),
     )
     return result, watch
+
+
+def _parts(schedule: Schedule, width: int) -> list[list[int]]:
+    """The microbatches whose gradients are summed by themselves: of every pipeline, and of every direction of one."""
+    parts: list[list[int]] = [[] for _ in range(schedule.replicas)]
+    for program in schedule.programs:
+        for action in program.period:
+            for p in passes(action):
+                if p.op is Op.F and p.node.cut == 0:
+                    parts[p.node.replica] += p.unit.microbatches
+    m = schedule.microbatches
+    return [[w * m + k for k in sorted({k % m for k in part})] for w in range(width) for part in parts]
 
 
 def _record(result: Reference, updated: list[int], watch: Watch, decides: bool) -> Record:

@@ -1,0 +1,86 @@
+"""Activations that are parked: what a graph keeps, moved to the host's memory for a while (OFFLOAD) and back (FETCH).
+
+BPipe parks activations with another rank; here they go to the memory of the rank's own host, which every machine has.
+On the CPU they are there already: they only change their name in the account of memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from penstock.runtime.saved import SavedBytes
+
+
+@dataclass
+class _Place:
+    """The storage of some tensors that a graph keeps."""
+
+    storage: torch.UntypedStorage
+    device: torch.device
+
+
+@dataclass
+class _Spot:
+    """A tensor that a graph keeps: where it lies, and how."""
+
+    place: _Place
+    dtype: torch.dtype
+    offset: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    def tensor(self) -> Tensor:
+        """It, wherever its storage is now."""
+        storage = self.place.storage
+        empty = torch.empty(0, dtype=self.dtype, device=storage.device)
+        return empty.set_(storage, self.offset, self.shape, self.stride)
+
+
+class Parking(SavedBytes):
+    """Records what a graph keeps while a forward runs, so that it can be moved.
+
+    Args:
+        known: addresses of memory that lives anyway, such as weights; it stays where it is.
+    """
+
+    def __init__(self, known: set[int]) -> None:
+        self._places: dict[int, _Place] = {}
+        self._stay: set[int] = set()
+        super().__init__(known, self._spot, _found)
+
+    def stay(self, tensors: Iterable[Tensor]) -> None:
+        """These are kept by others, too, and cannot be moved."""
+        for tensor in tensors:
+            self._stay.add(tensor.untyped_storage().data_ptr())
+
+    def move(self, device: torch.device | None) -> int:
+        """Move everything to a device, or back to where it was; returns how many bytes."""
+        nbytes = 0
+        for address, place in self._places.items():
+            if address not in self._stay:
+                place.storage = _copied(place.storage, device or place.device)
+                nbytes += place.storage.nbytes()
+        return nbytes
+
+    def _spot(self, tensor: Tensor) -> Tensor | _Spot:
+        self.add([tensor])
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() in self._known:
+            return tensor.detach()
+        place = self._places.setdefault(storage.data_ptr(), _Place(storage, tensor.device))
+        return _Spot(place, tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride())
+
+
+def _found(kept: Tensor | _Spot) -> Tensor:
+    return kept.tensor() if isinstance(kept, _Spot) else kept
+
+
+def _copied(storage: torch.UntypedStorage, device: torch.device) -> torch.UntypedStorage:
+    if storage.device == device:
+        return storage
+    bytes_ = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    return bytes_.to(device).untyped_storage()

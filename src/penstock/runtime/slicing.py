@@ -1,0 +1,130 @@
+"""Slices of sequences: how they are cut, and blocks that hand something on from one slice to the next.
+
+A block that looks at other tokens of a sequence has a method `forward_slice(x, carry) -> (y, carry)`: x is its input
+for one slice, carry what it returned for the slice before (None for the first), such as keys and values, in any nesting
+of dicts, lists and tuples. The gradient of what is carried comes back the same way. Other blocks must say that they
+look at each token alone: `tokenwise = True`; of torch's own modules that is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from penstock.errors import ConfigError, DataError
+
+_TOKENWISE = (
+    nn.Linear, nn.Embedding, nn.Dropout, nn.Identity, nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.LeakyReLU,
+    nn.ELU, nn.Softplus,
+)  # fmt: skip
+Lengths = Callable[[int, int], Sequence[int]]
+"""(length of a sequence, number of slices) -> length of each slice."""
+
+
+def equal_lengths(length: int, slices: int) -> list[int]:
+    """As equal as can be, longer ones first."""
+    return [length // slices + (j < length % slices) for j in range(slices)]
+
+
+def equal_time_lengths(quadratic: float) -> Lengths:
+    """Slices that take equal time under causal attention (Seq1F1B, arXiv 2406.03488: computation-wise partition).
+
+    Args:
+        quadratic: q, where the first n tokens of a sequence cost n + q n^2 in any unit; 1 / (12 d) for a transformer of
+            width d whose layers have 12 d^2 weights.
+    """
+
+    def lengths(length: int, slices: int) -> list[int]:
+        def cost(n: int) -> float:
+            return n + quadratic * n * n
+
+        borders = [0]
+        for j in range(1, slices):
+            wanted, last = cost(length) * j / slices, length - (slices - j)
+            reachable = range(borders[-1] + 1, last + 1)
+            borders.append(min(reachable, key=lambda n: abs(cost(n) - wanted)))
+        return [end - begin for begin, end in zip(borders, [*borders[1:], length], strict=True)]
+
+    return lengths
+
+
+@dataclass(frozen=True)
+class Slicing:
+    """How the sequences of a microbatch are cut.
+
+    Attributes:
+        dimension: of the sequence, in every tensor of inputs and targets that has so many.
+        lengths: of the slices.
+    """
+
+    dimension: int = 1
+    lengths: Lengths = equal_lengths
+
+    def part(self, tree: Any, piece: tuple[int, int]) -> Any:
+        """Slice j of k of every tensor.
+
+        Raises:
+            DataError: a sequence is shorter than the number of slices.
+        """
+        number, slices = piece
+
+        def cut(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor) or leaf.dim() <= self.dimension:
+                return leaf
+            length = leaf.shape[self.dimension]
+            lengths = list(self.lengths(length, slices)) if length >= slices else []
+            if len(lengths) != slices or sum(lengths) != length or min(lengths) < 1:
+                raise DataError(f"a sequence of {length} cannot be cut into {slices} slices of lengths {lengths}")
+            return leaf.narrow(self.dimension, [0, *accumulate(lengths)][number], lengths[number])
+
+        return pytree.tree_map(cut, tree)
+
+
+EQUAL_SLICES = Slicing()
+
+
+def check_blocks(blocks: Mapping[str, Any], where: str) -> None:
+    """Make sure that every block says how it works on slices.
+
+    Raises:
+        ConfigError: one does not.
+    """
+    for name, block in blocks.items():
+        if not hasattr(block, "forward_slice") and not _is_tokenwise(block):
+            raise ConfigError(
+                f"{where}: block {name!r} does not say how it works on a slice of a sequence. If it looks at other "
+                "tokens, give it forward_slice(x, carry) -> (y, carry); if not, set tokenwise = True on it"
+            )
+
+
+def _is_tokenwise(block: Any) -> bool:
+    said = getattr(block, "tokenwise", None)
+    if said is not None:
+        return bool(said)
+    if isinstance(block, nn.Sequential | nn.ModuleList):
+        return all(map(_is_tokenwise, block))
+    if isinstance(block, nn.LayerNorm | nn.RMSNorm):
+        return len(block.normalized_shape) == 1
+    return isinstance(block, _TOKENWISE)
+
+
+Carry = tuple[Any, tuple[bool, ...]]
+"""A tree, cut off from its graph, and which of its leaves want a gradient."""
+NOTHING: Carry = ({}, ())
+
+
+def with_carry(value: Any, wants: Sequence[bool], carry: Carry) -> tuple[Any, tuple[bool, ...]]:
+    """The input of a slice together with what is carried."""
+    missing = len(pytree.tree_leaves(value)) - len(wants)  # the model's own input wants none
+    return (value, carry[0]), (*wants, *[False] * missing, *carry[1])
+
+
+def storages(carry: Carry) -> set[int]:
+    """Addresses of its tensors."""
+    return {t.untyped_storage().data_ptr() for t in pytree.tree_leaves(carry[0]) if isinstance(t, torch.Tensor)}

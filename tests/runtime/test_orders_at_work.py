@@ -1,0 +1,51 @@
+"""Every order of the literature trains a model to the same bits as plain gradient accumulation does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from runtime_cases import Case, assert_same, expected, train, train_on_ranks
+
+from pool import Pool
+
+ORDERS = (
+    "interleaved", "breadth-first", "zb-h1", "zb-h2", "zb-interleaved", "zb-auto", "zb-v", "v-half", "v-min", "hanayo",
+    "chimera", "dualpipe", "dualpipe-v", "bitpipe", "bpipe",
+)  # fmt: skip
+SHAPES = {
+    "chimera": [(2, 2), (2, 5), (4, 6)],
+    "dualpipe": [(2, 4), (2, 6), (4, 8)],
+    "dualpipe-v": [(1, 2), (2, 5), (3, 6)],
+    "bitpipe": [(2, 4), (4, 8)],
+}
+LOOPED = ("interleaved", "breadth-first", "zb-interleaved")
+GRID = [(name, p, m) for name in ORDERS for p, m in SHAPES.get(name, [(1, 2), (2, 1), (2, 5), (3, 4)])]
+ON_RANKS = [(name, 2, SHAPES.get(name, [(2, 4), (2, 4)])[1 if name == "dualpipe-v" else 0][1]) for name in ORDERS]
+ON_RANKS += [(name, 4, 8) for name in ("interleaved", "zb-h1", "zb-v", "chimera", "dualpipe", "bitpipe")]
+
+
+def case_of(name: str, p: int, m: int) -> Case:
+    """A case whose model has as many blocks as the order has cuts."""
+    case = Case(name, p, m, spans=(3, 2), skips=(3,))
+    return replace(case, model="long") if case.schedule.cuts == 8 else case
+
+
+@pytest.mark.parametrize(("name", "p", "m"), GRID)
+def test_in_one_process(name: str, p: int, m: int, device: str) -> None:
+    case = replace(case_of(name, p, m), device=device)
+    assert_same(train(None, case), expected(case))
+
+
+@pytest.mark.parametrize(("name", "p", "m"), ON_RANKS)
+def test_on_ranks(pool: Pool, name: str, p: int, m: int) -> None:
+    case = replace(case_of(name, p, m), clip=0.6)
+    assert_same(train_on_ranks(pool, case), expected(case))
+
+
+@pytest.mark.parametrize("name", LOOPED)
+@pytest.mark.parametrize(("p", "m", "chunks"), [(1, 3, 4), (2, 4, 3), (2, 3, 4)])
+def test_any_number_of_chunks(name: str, p: int, m: int, chunks: int) -> None:
+    case = Case(name, p, m, options=(("chunks", chunks),), spans=(4,))
+    case = replace(case, model="long") if case.schedule.cuts == 8 else case
+    assert_same(train(None, case), expected(case))

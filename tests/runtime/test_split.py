@@ -1,0 +1,261 @@
+"""A backward in two halves: the bits of a whole one, and what lives between the halves."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from live_storage import LiveStorage
+from runtime_cases import OPTIMIZERS, Residual
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from penstock.runtime.executor import Executor
+from penstock.runtime.pipeline import Pipeline
+from penstock.runtime.split import Splitting
+from penstock.schedule.build import make_schedule
+
+WIDTH, TOKENS, SAMPLES = 8, 5, 3
+
+
+class Plain(nn.Module):
+    """Any function of x and the parameters of a module."""
+
+    def __init__(self, run: Callable[[nn.Module, Tensor], Tensor], **parts: Any) -> None:
+        super().__init__()
+        self.run = run
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(self, x)
+
+
+def weight(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.randn(*shape))
+
+
+class Scaled(torch.autograd.Function):
+    """x w, with a backward of the user's."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return x * w
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        x, w = ctx.saved_tensors
+        return gradient * w, (gradient * x).sum((0, 1))
+
+
+def attention(self: Any, x: Tensor) -> Tensor:
+    y: Tensor = self.attention(x, x, x, need_weights=False)[0]
+    return x + y
+
+
+def twice(self: Any, x: Tensor) -> Tensor:
+    y: Tensor = self.map(torch.tanh(self.map(x)))
+    return y
+
+
+def convolved(self: Any, x: Tensor) -> Tensor:
+    y: Tensor = self.norm(self.map(x.transpose(1, 2)))
+    return F.relu_(y).transpose(1, 2)
+
+
+def added_in_place(self: Any, x: Tensor) -> Tensor:
+    y = self.map(x)
+    y += self.shift
+    return torch.tanh(y)
+
+
+MODULES: dict[str, Callable[[], nn.Module]] = {
+    "residual": Residual,
+    "rms norm": lambda: Plain(lambda s, x: x + torch.tanh(s.map(s.norm(x))), norm=nn.RMSNorm(8), map=nn.Linear(8, 8)),
+    "in-place activation": lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True)),
+    "convolution": lambda: Plain(convolved, map=nn.Conv1d(WIDTH, WIDTH, 3), norm=nn.GroupNorm(2, WIDTH)),
+    "one weight twice": lambda: Plain(twice, map=nn.Linear(WIDTH, WIDTH)),
+    "attention": lambda: Plain(attention, attention=nn.MultiheadAttention(WIDTH, 2, batch_first=True)),
+    "recurrent": lambda: Plain(lambda s, x: s.cell(x)[0], cell=nn.LSTM(WIDTH, WIDTH, batch_first=True)),
+    "made of weights": lambda: Plain(lambda s, x: F.linear(x, s.w * s.g / s.w.norm()), w=weight(4, 8), g=weight(4, 1)),
+    "a table by position": lambda: Plain(lambda s, x: torch.tanh(x + s.w[: x.shape[1]]), w=weight(9, WIDTH)),
+    "an embedding by position": lambda: Plain(lambda s, x: x + s.t(torch.arange(TOKENS)), t=nn.Embedding(9, WIDTH)),
+    "einsum": lambda: Plain(lambda s, x: torch.einsum("btc,cd->btd", x, s.w), w=weight(WIDTH, 4)),
+    "chunks": lambda: Plain(lambda s, x: (lambda a, b: a * b.tanh())(*torch.chunk(x @ s.w, 2, -1)), w=weight(8, 8)),
+    "two outputs": lambda: Plain(lambda s, x: torch.std_mean(x * s.w, 2)[0] + torch.max(x * s.w, 2)[0], w=weight(8)),
+    "weights alone in the sum": lambda: Plain(lambda s, x: s.map(x) + s.map.weight.square().sum(), map=nn.Linear(8, 8)),
+    "frozen bias": lambda: Plain(lambda s, x: s.map(x) + s.b, map=nn.Linear(8, 8), b=weight(8).requires_grad_(False)),
+    "batch statistics": lambda: Plain(lambda s, x: s.norm(x.flatten(0, 1)), norm=nn.BatchNorm1d(WIDTH)),
+}  # fmt: skip
+AT_ONCE: dict[str, tuple[Callable[[], nn.Module], set[str]]] = {
+    "added in place": (lambda: Plain(added_in_place, map=nn.Linear(8, 8), shift=weight(8)), {"shift"}),
+    "a Function": (lambda: Plain(lambda s, x: Scaled.apply(s.map(x), s.w), map=nn.Linear(8, 8), w=weight(8)), {"w"}),
+}
+"""With the parameters whose gradients are not put off."""
+
+
+def gradients_of(module: nn.Module, x: Tensor, halves: bool, at_once: set[str]) -> dict[str, Tensor]:
+    """Of the input and all parameters, from a backward in one or in two halves."""
+    torch.manual_seed(3)
+    x = x.detach().requires_grad_()
+    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    if halves:
+        with Splitting(trained.values()) as splitting:
+            y = module(x)
+    else:
+        y = module(x)
+    torch.autograd.backward(y, torch.randn(y.shape, generator=torch.Generator().manual_seed(4)))
+    if halves:
+        assert {name for name, p in trained.items() if p.grad is not None} == at_once
+        splitting.late.run(list(trained.values()))
+    assert x.grad is not None
+    found = {"x": x.grad, "y": y.detach()} | {name: p.grad for name, p in trained.items() if p.grad is not None}
+    assert found.keys() == {"x", "y", *trained}
+    for parameter in module.parameters():
+        parameter.grad = None
+    return found
+
+
+@pytest.mark.parametrize("name", [*MODULES, *AT_ONCE])
+def test_the_bits_of_a_whole_backward(name: str) -> None:
+    torch.manual_seed(2)
+    make, at_once = AT_ONCE[name] if name in AT_ONCE else (MODULES[name], set())
+    module, x = make(), torch.randn(SAMPLES, TOKENS, WIDTH)
+    whole, halves = gradients_of(module, x, False, set()), gradients_of(module, x, True, at_once)
+    for key, value in whole.items():
+        assert torch.equal(halves[key], value), key
+
+
+def test_a_table_of_tokens_puts_everything_off() -> None:
+    """Where tokens come in nothing wants a gradient, but what follows is cut off all the same."""
+    torch.manual_seed(2)
+    module = nn.Sequential(nn.Embedding(9, WIDTH), Residual())
+    tokens, trained = torch.randint(9, (SAMPLES, TOKENS)), list(module.parameters())
+    module(tokens).sum().backward()
+    wanted = [p.grad for p in trained]
+    for p in trained:
+        p.grad = None
+    with Splitting(trained) as splitting:
+        y = module(tokens)
+    y.sum().backward()
+    assert all(p.grad is None for p in trained)
+    splitting.late.run(trained)
+    for p, gradient in zip(trained, wanted, strict=True):
+        assert p.grad is not None
+        assert gradient is not None
+        assert torch.equal(p.grad, gradient)
+
+
+def test_what_lives_between_the_halves() -> None:
+    """Of linear, gelu, linear: the inputs of both linear maps and two gradients, but not what gelu keeps."""
+    torch.manual_seed(2)
+    module = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+    trained, row = list(module.parameters()), 32 * 4
+    gc.collect()
+    gc.disable()
+    try:
+        with LiveStorage() as tracker:
+            x = torch.randn(32, 64).requires_grad_()
+            with Splitting(trained) as splitting:
+                y = module(x)
+            kept = (64 + 256 + 256) * row  # x, what gelu reads, what it makes; y is only handed on
+            assert tracker.live - kept - y.nbytes <= 8
+            gradient = torch.randn(32, 64)
+            edge = torch.autograd.graph.get_gradient_edge(y)
+            del y
+            torch.autograd.backward([edge], [gradient])
+            del edge, gradient
+            late = (64 + 256) * row + (256 + 64) * row  # inputs, and the gradients of outputs
+            assert x.grad is not None
+            assert tracker.live - late - x.grad.nbytes <= 8
+            splitting.late.run(trained)
+            weights = sum(p.grad.nbytes for p in trained if p.grad is not None)
+            assert tracker.live - x.nbytes - x.grad.nbytes - weights <= 8
+    finally:
+        gc.enable()
+
+
+def squares(output: Tensor, target: Tensor) -> Tensor:
+    return ((output - target) ** 2).sum()
+
+
+SPLIT = [("zb-h1", 1, 3), ("1f1b", 1, 3), ("zb-v", 1, 4), ("dualpipe-v", 1, 4), ("zb-v", 2, 5)]
+
+
+@pytest.mark.parametrize(("method", "p", "m"), SPLIT)
+@pytest.mark.parametrize("recompute", ["none", "stage"])
+def test_the_account_of_activations_is_what_lives(
+    method: str, p: int, m: int, recompute: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After every pass: what operations have made and is alive is what the pipeline says, but for a few scalars.
+
+    Where stages meet it may say more: what a stage hands on is counted there, too, when its own graph keeps it as well.
+    """
+    width, schedule = 32, make_schedule(method, p, m)
+    torch.manual_seed(2)
+    layers = [nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, width), nn.Tanh()) for _ in range(8)]
+    balance = [9 - (schedule.cuts - 1), *[1] * (schedule.cuts - 1)]
+    data = [[(torch.randn(64, width), torch.randn(64, width)) for _ in range(m)] for _ in range(4)]
+    pipeline = Pipeline(
+        [lambda x: x * 1.0, *layers],
+        schedule,
+        loss=squares,
+        optimizer=OPTIMIZERS["sgd"],
+        balance=balance,
+        recompute=recompute,
+    )
+    for _ in pipeline.run(data[:2]):
+        pass
+    gaps: list[int] = []
+    gc.collect()
+    gc.disable()
+    try:
+        with LiveStorage() as tracker:
+            real = Executor._act
+
+            def act(self: Executor, *arguments: Any) -> None:
+                real(self, *arguments)
+                kinds = ("activations", "messages", "parked activations")
+                said = sum(live.get(kind, 0) for live in pipeline.live_bytes().values() for kind in kinds)
+                gaps.append(tracker.live - said)
+
+            monkeypatch.setattr(Executor, "_act", act)
+            for _ in pipeline.run(data[2:]):
+                pass
+    finally:
+        gc.enable()
+    row = 64 * width * 4
+    assert len(gaps) > 4 * m
+    assert max(gaps) < row  # less than one activation
+    if schedule.cuts == 1:
+        assert min(gaps) > -row
+    assert all(live["activations"] == live.get("messages", 0) == 0 for live in pipeline.live_bytes().values())
+
+
+def test_torch_s_checkpoint_inside_a_block() -> None:
+    """It runs its forward again in the first half, and finds the operations cut off in the same way."""
+    torch.manual_seed(2)
+    inner = Residual()
+    module = Plain(lambda s, x: checkpoint(s.inner, x, use_reentrant=False), inner=inner)
+    x = torch.randn(SAMPLES, TOKENS, WIDTH)
+    whole, halves = gradients_of(module, x, False, set()), gradients_of(module, x, True, set())
+    for key, value in whole.items():
+        assert torch.equal(halves[key], value), key
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiled_block() -> None:
+    """What is compiled would be traced past the cuts; it runs as it is."""
+    torch.manual_seed(2)
+    plain, x = Residual(), torch.randn(SAMPLES, TOKENS, WIDTH)
+    whole = gradients_of(plain, x, False, set())
+    compiled = torch.compile(plain, backend="aot_eager")
+    assert isinstance(compiled, nn.Module)
+    halves = gradients_of(compiled, x, True, set())
+    for key, value in whole.items():
+        assert torch.equal(halves[key if key in ("x", "y") else f"_orig_mod.{key}"], value), key
