@@ -12,7 +12,15 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleZBVZeroBubble
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleDualPipeV,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
 from torch.nn import functional as F
 
 from penstock import GPTConfig, Pipeline, gpt_blocks, prove
@@ -79,13 +87,14 @@ class PenstockArm:
 
     def __init__(self, method: str, microbatches: int, data: Data, clip: float | None = None) -> None:
         self.microbatches, self.data = microbatches, data
+        proof = prove(method, STAGES, microbatches)
         self.pipeline = Pipeline(
-            stage_modules(STAGES),
-            prove(method, STAGES, microbatches),
+            stage_modules(proof.schedule.cuts),
+            proof,
             loss=mean_loss,
             optimizer=make_optimizer,
             clip=clip,
-            balance=[1] * STAGES,
+            balance=[1] * proof.schedule.cuts,
             group=dist.new_group(),  # of its own: a stream that is halted may have messages under way
         )
 
@@ -121,22 +130,37 @@ class PenstockStream(PenstockArm):
             pass
 
 
+WHOLE, LOOPED, FOLDED = (
+    lambda rank: [rank],
+    lambda rank: [rank, rank + STAGES],
+    lambda rank: [rank, 2 * STAGES - 1 - rank],
+)
+"""The cuts of a rank."""
+
+TORCH: dict[str, tuple[Any, Callable[[int], list[int]]]] = {
+    "gpipe": (ScheduleGPipe, WHOLE),
+    "1f1b": (Schedule1F1B, WHOLE),
+    "interleaved": (ScheduleInterleaved1F1B, LOOPED),
+    "zb-interleaved": (ScheduleInterleavedZeroBubble, LOOPED),
+    "zbv": (ScheduleZBVZeroBubble, FOLDED),
+    "dualpipev": (ScheduleDualPipeV, FOLDED),
+}
+"""Its schedules, and where they place the cuts."""
+
+
 class TorchArm:
     """A schedule of `torch.distributed.pipelining`."""
 
     def __init__(self, name: str, microbatches: int, data: Data) -> None:
         self.microbatches, self.data, self.rank = microbatches, data, dist.get_rank()
-        held = {"zbv": [self.rank, 3 - self.rank]}.get(name, [self.rank])
-        cuts = 2 * STAGES if name == "zbv" else STAGES
+        kind, place = TORCH[name]
+        held = place(self.rank)
+        cuts = STAGES * len(held)
         modules = stage_modules(cuts)
         self.modules = [modules[cut] for cut in held]
         stages = [PipelineStage(modules[cut], cut, cuts, torch.device("cpu")) for cut in held]
         arguments: dict[str, Any] = {"n_microbatches": microbatches, "loss_fn": mean_loss}
-        if name == "zbv":
-            self.schedule: Any = ScheduleZBVZeroBubble(stages, **arguments)
-        else:
-            kind = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[name]
-            self.schedule = kind(stages[0], **arguments)
+        self.schedule: Any = kind(stages if len(held) > 1 else stages[0], **arguments)
         self.takes_target = cuts - 1 in held
         self.optimizer = make_optimizer([p for module in self.modules for p in module.parameters()])
 

@@ -1,0 +1,90 @@
+"""Orders against torch.distributed.pipelining's own, on two ranks of one thread each.
+
+    python -m benchmarks.orders
+
+Rounds and ratios as in `benchmarks.throughput`. Beside the ratio of each pair it says how close each comes to what its
+order allows: its throughput over that of the ceiling, divided by 1 - bubble of the simulated order (F = 1, B = 2).
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks.arms import STAGES, CeilingArm, Data, Maker, PenstockArm, TorchArm
+from benchmarks.throughput import RESULTS, collect, measure, summarise
+from penstock import prove
+from penstock.simulate.costs import Costs
+from penstock.simulate.simulate import simulate_schedule
+
+PAIRS = {
+    "interleaved": "interleaved",
+    "zb-interleaved": "zb-interleaved",
+    "zb-v": "zbv",
+    "dualpipe-v": "dualpipev",
+    "zb-h1": "1f1b",  # torch has no H1 on whole stages; its 1F1B is what H1 takes the place of
+}
+"""Our method -> torch's schedule."""
+
+
+def _penstock(method: str, m: int, data: Data) -> PenstockArm:
+    return PenstockArm(method, m, data)
+
+
+def _torch(name: str, m: int, data: Data) -> TorchArm:
+    return TorchArm(name, m, data)
+
+
+MAKERS: dict[str, Maker] = {
+    "ceiling": CeilingArm,
+    **{f"penstock {method}": partial(_penstock, method) for method in PAIRS},
+    **{f"torch {name}": partial(_torch, name) for name in PAIRS.values()},
+}
+
+
+def allowed(method: str, m: int) -> float:
+    """1 - bubble."""
+    proof = prove(method, STAGES, m)
+    return 1.0 - simulate_schedule(proof, Costs.uniform(proof.schedule)).bubble.bubble
+
+
+def print_summary(rows: list[dict[str, Any]]) -> None:
+    """Ratios of pairs, and to what the orders allow, as Markdown."""
+    names = [name for name in MAKERS if name in rows[0]["seconds"]]
+    ceilings = summarise(rows, "ceiling")
+    print("| m | order | penstock / torch | penstock of allowed | torch of allowed |")
+    print("|---|---|---|---|---|")
+    for m in ceilings:
+        for method, name in PAIRS.items():
+            if f"penstock {method}" not in names:
+                continue
+            here = [row["seconds"] for row in rows if row["m"] == m]
+            ratios = sorted(s[f"torch {name}"] / s[f"penstock {method}"] for s in here)
+            edge = 1 if len(ratios) > 2 else 0
+            pair = f"{statistics.median(ratios):.3f} ({ratios[edge]:.3f}, {ratios[-1 - edge]:.3f})"
+            limits = allowed(method, m), allowed("1f1b" if name == "1f1b" else method, m)
+            ours, theirs = (
+                ceilings[m][arm][0] / limit
+                for arm, limit in zip((f"penstock {method}", f"torch {name}"), limits, strict=True)
+            )
+            print(f"| {m} | {method} | {pair} | {ours:.3f} | {theirs:.3f} |")
+
+
+def main() -> None:
+    """Run the benchmark."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--count", type=int, default=64, help="microbatches per arm and round")
+    parser.add_argument("--slice", type=int, default=16, help="microbatches that an arm runs at a time")
+    parser.add_argument("--microbatches", type=int, nargs="+", default=[8], help="values of m")
+    parser.add_argument("--arms", nargs="+", default=list(MAKERS), choices=list(MAKERS))
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the raw data")
+    arguments = parser.parse_args()
+    print_summary(collect("orders", partial(measure, makers=MAKERS), arguments))
+
+
+if __name__ == "__main__":
+    main()
