@@ -77,11 +77,12 @@ def _order_options(changes: list[str] | None) -> dict[str, int]:
     options: dict[str, int] = {}
     for change in changes or ():
         name, _, value = change.partition("=")
-        if not value.lstrip("-").isdigit():
+        try:
+            options[name.strip()] = int(value)
+        except ValueError:
             raise ConfigError(
                 f"--set takes an option of the order and a whole number, such as chunks=4; got {change!r}"
-            )
-        options[name.strip()] = int(value)
+            ) from None
     return options
 
 

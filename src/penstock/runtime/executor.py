@@ -117,6 +117,9 @@ class Executor:
             books.drain(t)
         for instruction in program.epilogue:
             yield from self._instruct(instruction, t, source)
+        for node, spec in self.specs.items():
+            if not spec.share:
+                self._keeping.untrained(self.nodes[node], self._start + t)
         yield from self.reporting.pending()
         yield from self.mailbox.flush()
 
@@ -159,7 +162,10 @@ class Executor:
             return
         first = batch > max(self._begun.values(), default=-1)
         self._begun[node] = batch
-        self._keeping.before_forward(self.nodes[node], batch)
+        if self.specs[node].share:
+            self._keeping.before_forward(self.nodes[node], batch)
+        else:
+            self._keeping.untrained(self.nodes[node], batch)
         if first and self._at_border is not None:
             yield from self._at_border(batch)
 
@@ -264,7 +270,7 @@ class Executor:
             output, loss = node.evaluate(Microbatch(k, Draw(-1, k), sample.target), value)
         elif not self.specs[node.node].share:
             draw = Draw(batch, self.replica * self.m + k % self.m, number)
-            output, loss = node.pass_on(Microbatch(k, draw, piece=piece), value)
+            output, loss = node.pass_on(Microbatch(k, draw, sample.target), value)
         else:
             scale = self.decisions.scale(batch) if node.has_loss else 1.0
             draw = Draw(batch, self.replica * self.m + k % self.m, number)

@@ -154,6 +154,8 @@ class Graphs:
             splitting = Splitting(handle.buffer.leaves.values(), counter)
         with counter or nullcontext(), splitting or nullcontext():
             output, total, loss = self._compute(names, microbatch, value)
+        if splitting is not None:
+            splitting.forget()
         ends = output if total is None else (total, output[1]) if microbatch.piece else total
         if counter is not None:
             counter.add(opened.values())
@@ -180,7 +182,7 @@ class Graphs:
     def _compute(
         self, names: Sequence[str], microbatch: Microbatch, value: Any
     ) -> tuple[Any, Tensor | None, Loss | None]:
-        """The output, and on the last stage the loss; with slices the output is a pair, with what is carried on."""
+        """The output, and where there is one the loss; with slices the output is a pair, with what is carried on."""
         try:
             if microbatch.piece:
                 x, carry = value
@@ -197,7 +199,7 @@ class Graphs:
         if not self._stage.has_loss or names[-1] != self._stage.last:
             return output, None, None
         result = output[0] if microbatch.piece else output
-        total, weight = self._stage.evaluate_loss(result, microbatch.target, microbatch.draw)
+        total, weight = self._stage.evaluate_loss(result, microbatch.target, microbatch.draw, bool(microbatch.piece))
         if total.dtype in (torch.bfloat16, torch.float16):
             total = total.float()  # S / c may be out of its range on the way
         kept = result if self._stage.hands_on else None

@@ -8,7 +8,7 @@ over in its memory.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -96,6 +96,9 @@ class Joints:
 
     def __init__(self, schedule: Schedule, mailbox: Mailbox) -> None:
         self._mailbox, self._entrances = mailbox, entrances(schedule)
+        self._trains = any(
+            p.op in (Op.B, Op.I) for program in schedule.programs for a in program.period for p in passes(a)
+        )
         self._ways = {node: ways_of(schedule, node) for node in schedule.nodes}
         self._sizes: dict[tuple[Node, Piece], list[int]] = {}  # leaves of each of several inputs, for the gradients
 
@@ -129,8 +132,28 @@ class Joints:
         ]
         if len(parcels) == 1:
             return parcels[0].header, parcels[0].tree, wants[0]
-        self._sizes[node, key] = [len(here) for here in wants]
+        self._compare(node, [parcel.header for parcel in parcels])
+        if self._trains and any(ways.returns):
+            self._sizes[node, key] = [len(here) for here in wants]
         return parcels[0].header, tuple(parcel.tree for parcel in parcels), tuple(w for here in wants for w in here)
+
+    def _compare(self, node: Node, headers: Sequence[Header]) -> None:
+        """What comes from several entrances must come of the same sample.
+
+        Raises:
+            DataError: it does not.
+        """
+        first = headers[0]
+        for header, source in zip(headers, self._ways[node].inputs, strict=True):
+            if (header.checksum, header.more) != (first.checksum, first.more):
+                what = (
+                    "is not the same sample" if header.checksum != first.checksum else "is the last on one of them only"
+                )
+                raise DataError(
+                    f"microbatch {first.first} (batch {first.batch}), as it comes to stage {node.name} from stages "
+                    f"{self._ways[node].inputs[0].name} and {source.name}, {what}; every rank must see the same "
+                    "samples in the same order, and equally many"
+                )
 
     def hand_on(self, node: Node, header: Header, output: Any) -> None:
         """Lay ready what a forward has made."""

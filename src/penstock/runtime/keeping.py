@@ -50,6 +50,13 @@ class Keeping:
         if late and self._saving.make_room(batch):
             self._fixed[node.node] = copies_of_fixed(node)
 
+    def untrained(self, node: NodeRuntime, batch: int) -> None:
+        """Before the first forward of a batch on a stage that nothing is trained on, and at the end of the span."""
+        if self._saving is None or batch == self._start or not self._saving.wants(batch):
+            return
+        if self._saving.make_room(batch):
+            self._hand_over(take(node, batch, None))
+
     def after_step(self, node: NodeRuntime, batch: int) -> None:
         """After the update that bears version `batch`: a snapshot, if it is time and there is room."""
         if self._saving is None or not self._saving.wants(batch):
@@ -57,10 +64,13 @@ class Keeping:
         fixed = self._fixed.pop(node.node, None)
         self._taken[node.node] = batch
         if self._saving.make_room(batch):
-            snapshot = take(node, batch, self._decisions, fixed)
-            self._held.append(ref(snapshot))
-            self.record()  # before anybody clears it
-            self._saving.sink(snapshot)
+            self._hand_over(take(node, batch, self._decisions, fixed))
+
+    def _hand_over(self, snapshot: Snapshot) -> None:
+        assert self._saving is not None
+        self._held.append(ref(snapshot))
+        self.record()  # before anybody clears it
+        self._saving.sink(snapshot)
 
     def record(self) -> None:
         """Take down the bytes of snapshots that are still held, by their writer for example."""

@@ -87,7 +87,7 @@ class NodeRuntime:
 
     @property
     def has_loss(self) -> bool:
-        """Whether this is the last stage."""
+        """Whether it has a loss: the last stage, and others to which no gradient comes back."""
         return self.stage.has_loss
 
     # --- passes -----------------------------------------------------------------------------------------------------

@@ -24,5 +24,7 @@ def check_offered(schedule: Schedule) -> None:
         raise CapabilityError(f"{schedule.name}: the runtime offers passes of one training microbatch so far")
     if any(p.op is Op.F and p.unit.first < 0 for program in schedule.programs for p in program.period):
         raise CapabilityError(f"{schedule.name}: the runtime offers periods that begin the forwards of their own batch")
+    if schedule.frozen and schedule.slices > 1:
+        raise CapabilityError(f"{schedule.name}: the runtime offers slices of sequences where all stages are trained")
     if schedule.rule not in _RULES:
         raise CapabilityError(f"{schedule.name}: the runtime does not offer version rule {schedule.rule!r} yet")

@@ -289,11 +289,12 @@ class Pipeline:
     def state_dict(self, *, averaged: bool = False) -> dict[str, Tensor]:
         """Parameters and buffers of the stages in this process, newest version or averaged, by canonical name.
 
-        They share the pipeline's memory, in which the next updates write other versions and gradients: clone what is
+        Of two directions the buffers are those of the first, where both are here, as evaluations read them. The tensors
+        share the pipeline's memory, in which the next updates write other versions and gradients: clone what is
         to outlive the next batch.
         """
         state: dict[str, Tensor] = {}
-        for node in self.nodes.values():
+        for node in sorted(self.nodes.values(), key=lambda node: -node.place):
             state.update(node.stage.state())
             if node.store is not None:  # in the middle of a run another version may be bound
                 state.update(node.store.newest_tensors())

@@ -96,18 +96,20 @@ class Saved(Protocol):
         ...
 
 
-def take(node: NodeRuntime, batch: int, decisions: Decisions, fixed: Mapping[str, Tensor] | None = None) -> Snapshot:
+def take(
+    node: NodeRuntime, batch: int, decisions: Decisions | None, fixed: Mapping[str, Tensor] | None = None
+) -> Snapshot:
     """A snapshot of a stage, between an update and the next pass.
 
     Args:
         node: the stage; all that hold its cut have the same but for their buffers, so only the first keeps the rest.
         batch: the newest version.
-        decisions: as its rank knows them.
+        decisions: as its rank knows them; None if it may know nothing, because nothing is trained there.
         fixed: copies of what is not trained from before the first forward of `batch`; None if that has not run.
     """
     if fixed is None:
         fixed = copies_of_fixed(node)
-    facts: dict[str, Any] = {"batch": batch, "decisions": decisions.state()}
+    facts: dict[str, Any] = {"batch": batch} if decisions is None else {"batch": batch, "decisions": decisions.state()}
     if node.place:
         tensors = {f"fixed.{node.place}/{name}": tensor for name, tensor in fixed.items()}
         return Snapshot(batch, node.place, node.node.cut, tensors, {}, facts, _copied(tensors))

@@ -73,14 +73,19 @@ class Splitting(TorchFunctionMode):
         self._counter = counter
         self.gate = torch.zeros((), requires_grad=True)
         # torch.compile would trace what happens here, and lose it; so what is compiled runs as if it were not.
-        compiles = "torch._dynamo" in sys.modules
-        self._run = torch.compiler.disable(self._handle) if compiles else self._handle  # type: ignore[no-untyped-call]
+        self._compiles = "torch._dynamo" in sys.modules
+
+    def forget(self) -> None:
+        """The forward is over: let go of the weights, of which some may have been made in it."""
+        self._weights, self._counter = {}, None
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Run an operation, or cut it off."""
-        return self._run(func, args, kwargs or {})
+        if self._compiles:
+            return torch.compiler.disable(self._handle)(func, args, kwargs or {})  # type: ignore[no-untyped-call]
+        return self._handle(func, args, kwargs or {})
 
     def _handle(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         tensors: list[Tensor] = []
@@ -115,7 +120,8 @@ class Splitting(TorchFunctionMode):
         if func in _KEEPING:  # leaves, which live as long as the small graph: their memory does so anyway
             opened = inner = [tensor.detach().requires_grad_() for tensor in outer]
         else:
-            opened = _Open.apply(self.gate, *outer) if outer else ()  # type: ignore[no-untyped-call]
+            cut = [tensor.detach() for tensor in outer]  # or the way back would lead on into the outer graph
+            opened = _Open.apply(self.gate, *cut) if outer else ()  # type: ignore[no-untyped-call]
             inner = [get_gradient_edge(tensor) for tensor in opened]
         inside = dict(zip(distinct, opened, strict=True))
         args = [_replaced(value, inside) for value in args]

@@ -209,14 +209,15 @@ class Stage:
 
     @property
     def has_loss(self) -> bool:
-        """Whether this is the last stage."""
+        """Whether it has a loss: the last stage, and others to which no gradient comes back."""
         return self.loss is not None
 
-    def evaluate_loss(self, output: Any, target: Any, draw: Draw) -> tuple[Tensor, float]:
+    def evaluate_loss(self, output: Any, target: Any, draw: Draw, sliced: bool = False) -> tuple[Tensor, float]:
         """The loss sum and its weight.
 
         Raises:
-            ConfigError: the loss function returned something else.
+            ConfigError: the loss function returned something else, or of a slice no weight, so that nobody knows what
+                part of the whole it is.
         """
         assert self.loss is not None
         self.randomness.begin("loss", draw)
@@ -224,6 +225,11 @@ class Stage:
         if isinstance(result, tuple) and len(result) == 2:
             total, weight = result
             weight = float(weight)
+        elif sliced:
+            raise ConfigError(
+                f"{self.where}: with slices of sequences the loss must return (sum, weight), such as the sum over the "
+                "tokens and their number; it returned a scalar"
+            )
         else:
             total, weight = result, 1.0
         if not isinstance(total, Tensor) or total.numel() != 1:

@@ -142,8 +142,8 @@ class Worker:
 
     @property
     def has_loss(self) -> bool:
-        """Whether the last stage is here."""
-        return any(node.has_loss for node in self.nodes.values())
+        """Whether the last stage is here, whose loss is reported."""
+        return any(node.cut == self._proof.schedule.cuts - 1 for node in self.nodes)
 
     @contextmanager
     def evaluating(self, averaged: bool = False, version: int | None = None) -> Iterator[None]:

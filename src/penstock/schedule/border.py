@@ -9,8 +9,9 @@ flush), all nodes have then the same newest version.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
-from penstock.schedule.ir import Kind, Op
+from penstock.schedule.ir import Action, Kind, Op, passes
 from penstock.schedule.lowered import LaneKey, Lowered
 from penstock.schedule.versions import RULES, Placing
 
@@ -24,6 +25,9 @@ def border_fault(lowered: Lowered) -> str | None:
     if RULES[schedule.rule].step not in (Placing.END, Placing.LATE):
         return f"with rule {schedule.rule!r} stages have different newest versions where a batch begins"
     borders = [_border(lowered, rank) for rank in range(schedule.ranks)]
+    for rank, plain in enumerate(schedule.programs):
+        if RULES[schedule.rule].step is Placing.LATE and _updates_behind(plain.period):
+            return f"rank {rank} has nodes that are updated only after another one of its nodes has begun the batch"
     sent: dict[tuple[int, int], int] = {}  # route and microbatch, in the sender's period -> position
     for program in lowered.programs:
         for position, (action, route, _, _) in enumerate(program.period):
@@ -48,6 +52,12 @@ def border_fault(lowered: Lowered) -> str | None:
                 crossing[lowered.routes[route].lane] += int(inside)
     full = next((lane for lane, count in crossing.items() if count > lowered.window), None)
     return None if full is None else f"{crossing[full]} messages are under way on {full} where a batch begins"
+
+
+def _updates_behind(period: Sequence[Action]) -> bool:
+    """Whether an update stands behind the first forward of the period's own batch."""
+    places = [i for i, a in enumerate(period) if any(p.op is Op.F and p.unit.first >= 0 for p in passes(a))]
+    return any(a.op is Op.STEP for a in period[places[0] :]) if places else False
 
 
 def _border(lowered: Lowered, rank: int) -> int:

@@ -11,7 +11,7 @@ from penstock.schedule.batchwise import with_decisions, with_reductions, with_ti
 from penstock.schedule.check import Proof, check
 from penstock.schedule.ir import Action, Op, Schedule, straight
 from penstock.schedule.methods import compatible, find_method
-from penstock.schedule.order import NO_OPTIONS, Options, Order, OrderFunction, check_options, make_order
+from penstock.schedule.order import NO_OPTIONS, Options, Order, OrderFunction, check_options, make_order, options_of
 from penstock.schedule.orders import ORDERS
 from penstock.schedule.orders.forward_only import forward_through
 from penstock.schedule.recompute import with_recompute
@@ -193,10 +193,12 @@ def call_order(function: OrderFunction, stages: int, microbatches: int, options:
         ScheduleError: the function returned something that is not an order.
     """
     name = getattr(function, "__name__", "order")
-    for what, value in (("stages", stages), ("microbatches", microbatches), *options.items()):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(f"{name}: {what} must be a whole number of at least 1, got {value!r}")
     check_options(function, options)
+    defaults = options_of(function)
+    for what, value in (("stages", stages), ("microbatches", microbatches), *options.items()):
+        least = 0 if defaults.get(what) == 0 else 1
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ConfigError(f"{name}: {what} must be a whole number of at least {least}, got {value!r}")
     result = function(stages, microbatches, **options)
     if isinstance(result, Order):
         return result

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import sys
 import traceback
 from pathlib import Path
 
@@ -19,8 +20,8 @@ def prove_file(path: Path, stages: int, microbatches: int, options: Options = NO
     """The proof of the schedule in a file.
 
     Args:
-        path: `*.py` with a function (stages, microbatches, options) that returns an order: the one that is called
-            `order`, or the only one. `*.csv` as `torch.distributed.pipelining` writes it. Else our text form.
+        path: `*.py` with a function (stages, microbatches, *, options) that returns an order: what is called `order`,
+            or the only function. `*.csv` as `torch.distributed.pipelining` writes it. Else our text form.
         stages, microbatches, options: for a function; the other forms hold a finished schedule.
 
     Raises:
@@ -48,20 +49,24 @@ def load_function(path: Path) -> OrderFunction:
     Raises:
         ConfigError: the file cannot be run, or it is not clear which of its functions is meant.
     """
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    spec = importlib.util.spec_from_file_location(f"penstock order in {path.stem}", path)
     if spec is None or spec.loader is None or not path.is_file():
         raise ConfigError(f"there is no Python file {str(path)!r}")
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(_told(path, error)) from error
+    finally:
+        del sys.modules[spec.name]
     own = {
         name: value
         for name, value in vars(module).items()
         if inspect.isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_")
     }
-    found = own.get("order") or (next(iter(own.values())) if len(own) == 1 else None)
+    named = vars(module).get("order")
+    found = named if callable(named) else (next(iter(own.values())) if len(own) == 1 else None)
     if found is None:
         raise ConfigError(
             f"{path} must hold one function (stages, microbatches) that returns an order, or call it `order`; it holds "
@@ -70,7 +75,7 @@ def load_function(path: Path) -> OrderFunction:
     return found
 
 
-def _told(path: Path, error: Exception) -> str:
+def _told(path: Path, error: BaseException) -> str:
     """What went wrong in a user's file, and in which line."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
     where = f", line {lines[-1]}" if lines else ""

@@ -33,7 +33,10 @@ def _save(pipeline: Pipeline, prepared: Prepared, run: Path, folder: Path, avera
     failure = None
     try:
         if rank < stages:  # the other pipelines hold the same
-            files = save_stage(folder, pipeline.batches, rank, stages, pipeline.state_dict(averaged=averaged))
+            state = pipeline.state_dict(averaged=averaged)
+            blocks = [f"{block}." for node in pipeline.nodes if not node.replica for block in pipeline.parts[node.cut]]
+            own = {name: tensor for name, tensor in state.items() if name.startswith(tuple(blocks))}  # of one direction
+            files = save_stage(folder, pipeline.batches, rank, stages, own)
     except (OSError, SafetensorError) as error:
         failure = str(error)
     parts = gather_json([files, failure], "saving the weights", None)

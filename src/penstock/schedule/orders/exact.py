@@ -59,7 +59,7 @@ class _Program:
         self._number: dict[object, int] = {p: i for i, p in enumerate(self._passes)}
         self._number["span"] = len(self._number)
         self._rows: list[tuple[dict[int, float], float]] = []
-        self._long = (microbatches + 2 * ranks) * (sum(times.values()) + 2 * hop)  # longer than any sensible order
+        self._long = microbatches * ranks * (sum(times.values()) + 2 * hop)  # one pass after the other
 
     def sequence(self) -> None:
         """What must come after what."""

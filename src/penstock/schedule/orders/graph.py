@@ -35,13 +35,22 @@ def over(edges: Sequence[Edge | tuple[int, int]], frozen: Collection[int] = ()) 
         """1F1B on the graph.
 
         Raises:
-            ScheduleError: an edge runs backwards or beyond the last stage.
+            ScheduleError: an edge runs backwards or beyond the last stage, or a gradient would have to pass a frozen
+                stage.
         """
         wrong = next((e for e in joined if not 0 <= e.source < e.target < stages), None)
         if wrong is not None:
             raise ScheduleError(
                 f"edge {wrong.source}>{wrong.target} of a graph of {stages} stages: edges run from a lower number to a "
                 "higher one"
+            )
+
+        barred = next((e for e in joined if e.target in frozen and e.source not in frozen and e.backward), None)
+        if barred is not None:
+            raise ScheduleError(
+                f"no gradient passes stage {barred.target}, which is frozen, so stage {barred.source} before it cannot "
+                f"learn from it: freeze that, too, or make it an edge without backward, ({barred.source}, "
+                f"{barred.target}, False), and give it a loss"
             )
 
         @cache

@@ -23,6 +23,7 @@ import math
 from dataclasses import dataclass, field
 from itertools import product
 
+from penstock.errors import ScheduleError
 from penstock.schedule.ir import Action, Op, straight
 from penstock.schedule.order import Order, make_order, pass_of
 
@@ -74,7 +75,12 @@ def zb_auto(
         forward, input, weight: time of F, I and W, in any unit.
         hop: time of a message.
         held: how much of a microbatch's activations is left between I and W, in percent.
+
+    Raises:
+        ScheduleError: `held` is no percentage.
     """
+    if held > 100:
+        raise ScheduleError(f"zb-auto: held is a percentage of a microbatch's activations, got {held}")
     times = {Op.F: forward, Op.I: input, Op.W: weight}
     task = _Task(stages, microbatches, times, hop, 100 * (limit or 2 * stages), held)
     tried = [_search(task, *choices) for choices in product((False, True), repeat=3)]
