@@ -204,6 +204,7 @@ class Case:
         device: on which models and data are.
         reduce: how they add their gradients.
         options: of the order, as pairs of name and value.
+        rule: another one than the method's.
     """
 
     method: str
@@ -226,10 +227,11 @@ class Case:
     device: str = "cpu"
     reduce: Reduce = "ordered"
     options: tuple[tuple[str, int], ...] = ()
+    rule: str | None = None
 
     @property
     def schedule(self) -> Schedule:
-        return make_schedule(self.method, self.depth, self.m, options=dict(self.options))
+        return make_schedule(self.method, self.depth, self.m, options=dict(self.options), rule=self.rule)
 
     @property
     def divisor(self) -> float | None:

@@ -51,6 +51,8 @@ class Decisions:
         self._last: Decision | None = None
         self._decided = -1  # the last batch
         self._news: list[Decision] = []
+        self._guessed: dict[int, float] = {}  # factors
+        self._rejected = False  # the last decision was not what had been guessed
         self._noted: dict[int, Evaluated] = {}  # of this pipeline, until the decision on the batch tells the others
         self._evaluated: list[Evaluated] = []
         self.told: list[Evaluated] = []
@@ -96,6 +98,27 @@ class Decisions:
             self.scaler.learn(self._last)
             self._news.append(self._last)
         return self._last
+
+    def guess(self, batch: int, weight: float) -> float:
+        """The factor of an update that waits for no other stage: as if nothing were clipped and everything finite.
+
+        Args:
+            batch: its number since the start of training.
+            weight: N of the whole batch.
+        """
+        alone = Share(weight=weight, scale=self.scaler.scale)
+        factor = self._guessed[batch] = decide(batch, alone, self._divisor, None).factor
+        return factor
+
+    def rejects(self, batch: int, total: Share) -> bool:
+        """Whether what was guessed for a batch is not what all have decided; `guess` has been asked before."""
+        decision = self.settle(batch, math.nan, total)
+        if batch in self._guessed:  # a rank that holds several nodes asks more than once
+            wrong = decision.factor != self._guessed.pop(batch)
+            self._rejected = wrong or self.scaler.scale != self.scaler.before
+            if self._rejected:
+                self._scales.pop(batch + 1, None)  # forwards that have begun run again, under the scale of now
+        return self._rejected
 
     def state(self) -> dict[str, Any]:
         """What the decisions made so far have left behind, the same on all ranks."""

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from typing import Any, NamedTuple
 
 from penstock.errors import DataError
-from penstock.runtime.graphs import Microbatch
+from penstock.runtime.graphs import Loss, Microbatch
 from penstock.runtime.joints import Gradients, Joints
 from penstock.runtime.keeping import Keeping
 from penstock.runtime.links import Links
@@ -29,11 +30,22 @@ from penstock.runtime.updates import Updates
 from penstock.runtime.waiting import Wait
 from penstock.runtime.worker import Worker
 from penstock.schedule.flights import Piece
-from penstock.schedule.ir import Action, Kind, Node, Op, existing, format_unit, passes
+from penstock.schedule.ir import Action, Kind, Node, Op, Payload, existing, format_unit, passes
 from penstock.schedule.lowered import Instruction, Lowered, Message
 from penstock.schedule.nodespec import NodeSpec
 from penstock.schedule.nodestate import NodeState
+from penstock.schedule.versions import RULES
 from penstock.timeline import Interval, Waiting
+
+
+class Draft(NamedTuple):
+    """What a forward has worked on that reads a version not decided on yet."""
+
+    header: Header
+    value: Any
+    wants: tuple[bool, ...]
+    target: Any
+
 
 NO_GRADIENTS: tuple[bool, ...] = ()
 NO_SAMPLE = Sample(None, None, 0)
@@ -63,17 +75,23 @@ class Executor:
         self.recorder, self.decisions = worker.recorder, worker.decisions
         self.mailbox = Mailbox(self.rank, lowered, links.transport, self.recorder)
         self.joints = Joints(lowered.schedule, self.mailbox)
-        self.updates = Updates(self.replica, holders, links.reducer, links.council, self.decisions, self.recorder)
+        provisional = RULES[lowered.schedule.rule].provisional
+        self.updates = Updates(
+            self.replica, holders, links.reducer, links.council, self.decisions, self.recorder, provisional
+        )
         self.m, self._held, self._slicing = lowered.schedule.microbatches, worker.snapshots, worker.slicing
         forwards = sum(p.op is Op.F for i in lowered.programs[self.rank].period for p in passes(i.action))
         steps = sum(spec.share > 0 for spec in specs.values())
         decides = any(spec.decides for spec in specs.values())
-        self.reporting = Reporting(forwards, steps, decides, self.decisions, self.recorder)
+        waits = decides and not provisional
+        self.reporting = Reporting(forwards, steps, decides, waits, self.decisions, self.recorder)
         self._books: dict[Node, NodeState] = {}
         self._admitted: dict[int, int] = {}
         self._begun: dict[Node, int] = {}  # the batch that each node is at
+        self._drafts: dict[tuple[Node, Piece], Draft] = {}
         self._start = 0
         self._more = True
+        self._rejected = False  # the version that the last VALIDATE has decided on
         self._at_border: Callable[[int], Iterator[Wait]] | None = None
         self._keeping = self._keep(None)
 
@@ -101,13 +119,19 @@ class Executor:
         self._start, self._at_border = start, at_border
         self._keeping = self._keep(saving)
         self._begun.clear()
+        self._drafts.clear()
         self._books = {node: NodeState(replace(spec, older=older)) for node, spec in self.specs.items()}
         program, t = self.lowered.programs[self.rank], 0
         for instruction in program.period:
             if instruction.ahead:  # what the period before the first one would have posted
                 yield from self._instruct(instruction, -1, source)
         while True:
-            for instruction in program.period:
+            self._rejected = False
+            for place, instruction in enumerate(program.rejected or program.period):
+                if place >= len(program.period) and not self._rejected:
+                    break
+                if not self._rejected:
+                    instruction = program.period[place]
                 if not instruction.ahead or self._more:  # the first forward of the batch tells whether more follow
                     yield from self._instruct(instruction, t, source)
             t += 1
@@ -147,8 +171,8 @@ class Executor:
             if wanted.first >= 0:  # of a fused action a part may not exist yet
                 what = f"{self._name(action.node)}, {action.op}{first}"
                 yield from self.mailbox.collect(wanted, self._start + wanted.first // self.m, what)
-        if action.op is Op.STEP:
-            yield from self.updates.wait(action.node, self._start + first, f"STEP{first}")
+        if action.op in (Op.STEP, Op.VALIDATE):
+            yield from self.updates.wait(action.node, self._start + first, action.op, f"{action.op}{first}")
         for part in passes(action):
             self._act(part, t, source)
 
@@ -174,54 +198,77 @@ class Executor:
     def _act(self, action: Action, t: int, source: Source) -> None:
         """Run one action that is not a message, in the books and in fact."""
         node, books, first = self.nodes[action.node], self._books[action.node], self._first(action, t)
-        key = first, action.unit.slice[0] if action.unit.slice else 0
-        unit = str(first) if action.unit.kind is Kind.BATCH else format_unit(action.unit._replace(first=first))
-        start, label = self.recorder.now(), f"{action.op}{unit}"
-        self.recorder.doing = f"{self._name(action.node)}, {label}"
+        whole = action.unit.kind is Kind.BATCH
+        label = f"{action.op}{first if whole else format_unit(action.unit._replace(first=first))}"
+        start, self.recorder.doing = self.recorder.now(), f"{self._name(action.node)}, {label}"
+        batch = self._start + (first if whole else first // self.m)
         try:
+            if action.op is Op.VALIDATE:
+                self._rejected = books.rejecting = self.updates.rejects(action.node, batch)
             books.apply(action, t, self._admitted)
-            match action.op:
-                case Op.F:
-                    sample, more = self._read(node, first, source)
-                    start = self.recorder.now()
-                    self._forward(node, action, t, sample, more)
-                case Op.B | Op.I:
-                    self._backward(node, key, node.backward if action.op is Op.B else node.backward_for_inputs)
-                case Op.W:
-                    node.backward_for_weights(key, self._start + first // self.m)
-                case Op.R:
-                    node.recompute(key, self._version(action, t, books))
-                case Op.OFFLOAD | Op.FETCH:
-                    nbytes = node.park(key, away=action.op is Op.OFFLOAD)
-                    self.recorder.change("parked activations", nbytes if action.op is Op.OFFLOAD else -nbytes)
-                case Op.REDUCE:
-                    self.updates.reduce(node, self._start + first)
-                case Op.TIE:
-                    self.updates.tie(node, self._start + first)
-                case Op.DECIDE:
-                    loss = self.reporting.sum(self._start + first) if self._is_last(node) else None
-                    self.updates.hand_in(node, self._start + first, loss)
-                case Op.STEP:
-                    weight = self.reporting.weight_for_update(self._start + first)
-                    decision = self.updates.step(node, self._start + first, weight, books.rotated)
-                    source.stopped |= decision.stop
-                    self._keeping.after_step(node, self._start + first + 1)
-                case _:
-                    raise AssertionError(f"the runtime does not offer {action.op}")
+            if action.op is Op.F:
+                sample, more = self._read(node, first, source)
+                start = self.recorder.now()
+                self._forward(node, action, t, sample, more)
+            elif whole:
+                self._manage(node, action.op, batch, source)
+            else:
+                self._pass(node, action, t)
         except Exception as error:
             error.add_note(f"raised by {label} of {node.stage.where}")
             raise
         if node.store is not None and books.spec.share:
             node.store.retain(v + self._start for v in books.versions)
         self._hold_bytes(action.op)
-        batch = self._start + (first if action.unit.kind is Kind.BATCH else first // self.m)
         if action.unit.kind is Kind.EVAL:
             batch = -1  # evaluation is no batch of the training
-        version = batch + 1 if action.op is Op.STEP else self._version(action, t, books)
+        version = batch + 1 if action.op in (Op.STEP, Op.VALIDATE) else self._version(action, t, books)
         cut, replica, _ = action.node
         end, rank, what = self.recorder.now(), self.recorder.rank, action.op.value
-        place = (cut, replica, batch, version, "", -1 if action.unit.kind is Kind.BATCH else first)
+        place = (cut, replica, batch, version, "", -1 if whole else first)
         self.recorder.add(Interval(rank, "compute", start, end, what, label, *place, self.recorder.span))
+
+    def _pass(self, node: NodeRuntime, action: Action, t: int) -> None:
+        """Whatever works on microbatches, but for forwards."""
+        first = self._first(action, t)
+        key = first, action.unit.slice[0] if action.unit.slice else 0
+        match action.op:
+            case Op.B | Op.I:
+                self._backward(node, key, node.backward if action.op is Op.B else node.backward_for_inputs)
+            case Op.W:
+                node.backward_for_weights(key, self._start + first // self.m)
+            case Op.R:
+                node.recompute(key, self._version(action, t, self._books[action.node]))
+            case Op.REDO:
+                self._redo(node, action, t)
+            case Op.OFFLOAD | Op.FETCH:
+                nbytes = node.park(key, away=action.op is Op.OFFLOAD)
+                self.recorder.change("parked activations", nbytes if action.op is Op.OFFLOAD else -nbytes)
+            case _:
+                raise AssertionError(f"the runtime does not offer {action.op}")
+
+    def _manage(self, node: NodeRuntime, op: Op, batch: int, source: Source) -> None:
+        """Whatever works on a whole batch, counted from the start of training."""
+        match op:
+            case Op.REDUCE:
+                self.updates.reduce(node, batch)
+            case Op.TIE:
+                self.updates.tie(node, batch)
+            case Op.DECIDE:
+                self.updates.hand_in(node, batch, self.reporting.sum(batch) if self._is_last(node) else None)
+            case Op.STEP if self.updates.provisional:
+                self.updates.try_step(node, batch, self.reporting.weight_for_update(batch))
+            case Op.STEP:
+                weight = self.reporting.weight_for_update(batch)
+                decision = self.updates.step(node, batch, weight, self._books[node.node].rotated)
+                source.stopped |= decision.stop
+                self._keeping.after_step(node, batch + 1)
+            case Op.VALIDATE:
+                source.stopped |= self.updates.validate(node, batch).stop
+                if not self._rejected:
+                    self._drafts.clear()
+            case _:
+                raise AssertionError(f"the runtime does not offer {op}")
 
     def _is_last(self, node: NodeRuntime) -> bool:
         """Whether reports are of its loss."""
@@ -266,21 +313,43 @@ class Executor:
                 )
         if batch >= max(self._begun.values()):  # an earlier batch may still go through later chunks
             self._more = header.more
+        if self._books[node.node].provisional:
+            node.draft()
+            self._drafts[node.node, (k, number)] = Draft(header, value, wants, sample.target)
         if action.unit.kind is Kind.EVAL:
             output, loss = node.evaluate(Microbatch(k, Draw(-1, k), sample.target), value)
         elif not self.specs[node.node].share:
             draw = Draw(batch, self.replica * self.m + k % self.m, number)
             output, loss = node.pass_on(Microbatch(k, draw, sample.target), value)
         else:
-            scale = self.decisions.scale(batch) if node.has_loss else 1.0
-            draw = Draw(batch, self.replica * self.m + k % self.m, number)
-            microbatch = Microbatch(k, draw, sample.target, scale, piece)
-            output, loss = node.forward(microbatch, value, wants, self._version(action, t, self._books[action.node]))
+            output, loss = self._train(node, action, t, value, wants, sample.target)
         if loss is not None and self._is_last(node):
-            self.reporting.add(batch, loss)
+            self.reporting.add(batch, (k, number), loss)
         if node.stage.hands_on:
-            self.joints.hand_on(node.node, header, output)
+            self.joints.hand_on(node.node, header, output, Payload.ACTIVATION)
         self.reporting.forward_done(batch, action.unit.kind is Kind.EVAL)
+
+    def _train(
+        self, node: NodeRuntime, action: Action, t: int, value: Any, wants: tuple[bool, ...], target: Any
+    ) -> tuple[Any, Loss | None]:
+        """A forward that a backward follows."""
+        k, piece = self._first(action, t), action.unit.slice
+        batch = self._start + k // self.m
+        scale = self.decisions.scale(batch) if node.has_loss else 1.0
+        draw = Draw(batch, self.replica * self.m + k % self.m, piece[0] if piece else 0)
+        microbatch = Microbatch(k, draw, target, scale, piece)
+        return node.forward(microbatch, value, wants, self._version(action, t, self._books[action.node]))
+
+    def _redo(self, node: NodeRuntime, action: Action, t: int) -> None:
+        """A forward again, on the version that is decided on now, and on what forwards before it have made again."""
+        key = self._first(action, t), 0
+        header, value, wants, target = self._drafts.pop((node.node, key))
+        value = self.joints.repaired(node.node, key, value)
+        output, loss = self._train(node, action, t, value, wants, target)
+        if loss is not None and self._is_last(node):
+            self.reporting.add(header.batch, key, loss)
+        if node.stage.hands_on:
+            self.joints.hand_on(node.node, header, output, Payload.REPAIR)
 
     def _backward(
         self, node: NodeRuntime, key: Piece, run: Callable[[Piece, int, Gradients | None], Gradients]
@@ -302,7 +371,7 @@ class Executor:
         for node in self.nodes.values():
             for role, nbytes in node.bytes_by_role().items():
                 totals[role] = totals.get(role, 0) + nbytes
-            if op is Op.STEP and node.updater is not None:
+            if op in (Op.STEP, Op.VALIDATE) and node.updater is not None:
                 totals["optimizer"] = totals.get("optimizer", 0) + node.updater.nbytes
         for role, nbytes in totals.items():
             self.recorder.hold(role, nbytes)

@@ -15,7 +15,7 @@ from penstock.errors import ConfigError
 from penstock.runtime.parcel import detached
 from penstock.runtime.parking import Parking
 from penstock.runtime.randomness import Draw
-from penstock.runtime.recompute import Keeper, Kept
+from penstock.runtime.recompute import BufferPlace, Keeper, Kept
 from penstock.runtime.saved import SavedBytes, signature
 from penstock.runtime.slicing import storages
 from penstock.runtime.split import Splitting
@@ -111,6 +111,16 @@ class Graphs:
             graph = self._build(kept.names, microbatch, kept.value, kept.wants, handle).graph
         self.hold(-kept.nbytes)
         return graph
+
+    def drop(self, work: Sequence[Graph | Kept]) -> None:
+        """What was made for a backward is of no use."""
+        for piece in work:
+            self.hold(-piece.nbytes)
+
+    @property
+    def buffers(self) -> dict[BufferPlace, Tensor]:
+        """Those of the modules."""
+        return self._keeper.buffers(tuple(self._stage.blocks))
 
     def evaluate(self, microbatch: Microbatch, value: Any) -> tuple[Any, Loss | None]:
         """Run the blocks and keep nothing."""

@@ -125,7 +125,7 @@ class Joints:
     def inputs(self, node: Node, key: Piece) -> tuple[Header, Any, tuple[bool, ...]]:
         """What a forward works on, which of its leaves want a gradient, and what came with it."""
         ways = self._ways[node]
-        parcels = [self._mailbox.take(Payload.ACTIVATION, source, node, key) for source in ways.inputs]
+        parcels = [self._newest(source, node, key) for source in ways.inputs]
         wants = [
             parcel.wants_gradient if returns else (False,) * len(parcel.wants_gradient)
             for parcel, returns in zip(parcels, ways.returns, strict=True)
@@ -136,6 +136,28 @@ class Joints:
         if self._trains and any(ways.returns):
             self._sizes[node, key] = [len(here) for here in wants]
         return parcels[0].header, tuple(parcel.tree for parcel in parcels), tuple(w for here in wants for w in here)
+
+    def _newest(self, source: Node, node: Node, key: Piece) -> Parcel:
+        """What a stage has made; where it has done so twice, because a version was rejected, the second."""
+        parcel = self._mailbox.take(Payload.ACTIVATION, source, node, key)
+        return self._repair(source, node, key) or parcel
+
+    def _repair(self, source: Node, node: Node, key: Piece) -> Parcel | None:
+        if not self._mailbox.has(Payload.REPAIR, source, node, key):
+            return None
+        return self._mailbox.take(Payload.REPAIR, source, node, key)
+
+    def repaired(self, node: Node, key: Piece, value: Any) -> Any:
+        """What a forward has worked on, with what has been made again since."""
+        sources = self._ways[node].inputs
+        repairs = [self._repair(source, node, key) for source in sources]
+        if len(sources) == 1:
+            return value if repairs[0] is None else repairs[0].tree
+        return (
+            tuple(old if new is None else new.tree for old, new in zip(value, repairs, strict=True))
+            if sources
+            else value
+        )
 
     def _compare(self, node: Node, headers: Sequence[Header]) -> None:
         """What comes from several entrances must come of the same sample.
@@ -155,11 +177,11 @@ class Joints:
                     "samples in the same order, and equally many"
                 )
 
-    def hand_on(self, node: Node, header: Header, output: Any) -> None:
-        """Lay ready what a forward has made."""
+    def hand_on(self, node: Node, header: Header, output: Any, payload: Payload) -> None:
+        """Lay ready what a forward has made, for the first time or (REPAIR) again."""
         tree, asks = detached(output)
         for target in self._ways[node].outputs:
-            self._mailbox.put(Payload.ACTIVATION, node, target, Parcel(header, tree, asks))
+            self._mailbox.put(payload, node, target, Parcel(header, tree, asks))
 
     def gradients(self, node: Node, key: Piece) -> tuple[float, Gradients | None]:
         """The loss weight of the batch, as far as it came along, and the gradients of a forward's output.

@@ -84,6 +84,10 @@ class Mailbox:
         if source.rank == target.rank:
             self._recorder.change("messages", parcel.nbytes)
 
+    def has(self, payload: Payload, source: Node, target: Node, key: Piece) -> bool:
+        """Whether there is something to take."""
+        return (payload, source, target, key) in self._desk
+
     def take(self, payload: Payload, source: Node, target: Node, key: Piece) -> Parcel:
         """Take what has been collected, or put by another stage of this rank."""
         parcel = self._desk.pop((payload, source, target, key))

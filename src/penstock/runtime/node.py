@@ -13,7 +13,7 @@ from torch import Tensor
 from penstock.runtime.graphs import Graphs, Loss, Microbatch
 from penstock.runtime.parcel import detached
 from penstock.runtime.precision import cast
-from penstock.runtime.recompute import Kept
+from penstock.runtime.recompute import BufferPlace, Kept
 from penstock.runtime.saved import storage_bytes
 from penstock.runtime.slicing import NOTHING, Carry, with_carry
 from penstock.runtime.split import Late
@@ -22,6 +22,8 @@ from penstock.runtime.ties import Tie
 from penstock.schedule.flights import Piece
 from penstock.schedule.ir import Node
 from penstock.weights.buffers import Buffer, Handle
+from penstock.weights.decision import Decision
+from penstock.weights.provisional import Provisional
 from penstock.weights.store import VersionStore
 from penstock.weights.update import Updater
 
@@ -34,7 +36,8 @@ class Flight:
 
     Attributes:
         microbatch: which.
-        handle: the weights that its forward read; None where nothing is trained.
+        version: that its forward read.
+        handle: its weights; None where nothing is trained.
         work: what its backward goes through, first things first: a graph, or what graphs are made of again.
         late: what the second half of its backward goes through, once the first is done.
         late_nbytes: that it keeps alive.
@@ -43,6 +46,7 @@ class Flight:
     """
 
     microbatch: Microbatch
+    version: int | None
     handle: Handle | None
     work: Sequence[Graph | Kept]
     carried: int = 0
@@ -68,6 +72,9 @@ class NodeRuntime:
         carry_gradients: the gradients that come back for it.
         averaged: what evaluations read instead of the newest weights, while they do.
         evaluated: the version that they read instead.
+        apart: where updates are provisional, copies are kept to undo them.
+        provisional: the update that is not decided on yet.
+        buffers: those of the modules as they were before the first forward that reads its version.
     """
 
     node: Node
@@ -84,6 +91,9 @@ class NodeRuntime:
     carry_gradients: dict[int, list[Tensor | None]] = field(default_factory=dict)
     averaged: Mapping[str, Tensor] | None = None
     evaluated: int | None = None
+    apart: bool = True
+    provisional: Provisional | None = None
+    buffers: Mapping[BufferPlace, Tensor] | None = None
 
     @property
     def has_loss(self) -> bool:
@@ -112,7 +122,7 @@ class NodeRuntime:
             value, wants = with_carry(value, wants, carried)
         with self.stage.randomness.apart():
             work, result = self.graphs.make(microbatch, value, wants, handle)
-        flight = self.flights[microbatch.key] = Flight(microbatch, handle, work, len(carried[1]))
+        flight = self.flights[microbatch.key] = Flight(microbatch, version, handle, work, len(carried[1]))
         if not microbatch.piece:
             return result.output, result.loss
         output, made = result.output
@@ -253,6 +263,44 @@ class NodeRuntime:
         if self.average is not None and factor:
             self.average.approach(self.store.master, 1.0 - self.decay)
 
+    def try_step(self, batch: int, factor: float) -> None:
+        """Bear version batch + 1 as `step` does, but so that it can be done again."""
+        self.buffers = None
+        if self.store is None or self.updater is None:
+            return
+        torch.clear_autocast_cache()
+        self.provisional = Provisional(self.store, self.updater, batch, self.apart)
+        self.provisional.make(factor)
+
+    def draft(self) -> None:
+        """Before a forward that reads a version not decided on yet: keep what else it changes."""
+        if self.buffers is None:
+            self.buffers = {place: tensor.clone() for place, tensor in self.graphs.buffers.items()}
+
+    def settle_step(self, batch: int, decision: Decision, rejected: bool) -> None:
+        """The update of a batch is decided on; if it is rejected, it is made again, and what has read it is dropped."""
+        if rejected:
+            self._drop_drafts(batch + 1)
+        self.buffers = None
+        if self.store is None or self.provisional is None:
+            return
+        if rejected:
+            torch.clear_autocast_cache()
+            self.provisional.again(decision.factor)
+        self.provisional.settle()
+        self.provisional = None
+        if self.average is not None and decision.factor:
+            self.average.approach(self.store.master, 1.0 - self.decay)
+
+    def _drop_drafts(self, version: int) -> None:
+        """Forget the forwards that have read a version, and what they have changed in buffers."""
+        for key in [key for key, flight in self.flights.items() if flight.version == version]:
+            self.graphs.drop(self.flights.pop(key).work)
+        present = self.graphs.buffers
+        with torch.no_grad():
+            for place, tensor in (self.buffers or {}).items():
+                present[place].copy_(tensor)
+
     def average_leaves(self) -> dict[str, Tensor] | None:
         """The averaged weights as passes read them; None where none are kept."""
         if self.average is None:
@@ -262,7 +310,11 @@ class NodeRuntime:
     def bytes_by_role(self) -> dict[str, int]:
         """Bytes of everything parameter-sized but the optimizer."""
         roles = {} if self.store is None else self.store.bytes_by_role()
-        return roles if self.average is None else {**roles, "averaged weights": self.average.nbytes}
+        if self.average is not None:
+            roles["averaged weights"] = self.average.nbytes
+        if self.provisional is not None:
+            roles["optimizer before"] = self.provisional.nbytes
+        return roles
 
     def refresh(self) -> None:
         """Take over what has been written into the modules' parameters between two runs."""

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 from penstock.errors import CapabilityError
+from penstock.runtime.joints import needs_decisions
 from penstock.schedule.ir import Kind, Op, Schedule, passes
+from penstock.schedule.versions import RULES
 
-_OPS = frozenset({Op.F, Op.R, Op.B, Op.I, Op.W, Op.FUSED, Op.OFFLOAD, Op.FETCH, Op.REDUCE, Op.TIE, Op.DECIDE, Op.STEP})
-_RULES = frozenset({"flush", "double-buffer", "stash"})
+_OPS = frozenset({Op.F, Op.R, Op.B, Op.I, Op.W, Op.FUSED, Op.OFFLOAD, Op.FETCH}) | {
+    Op.REDUCE,
+    Op.TIE,
+    Op.DECIDE,
+    Op.STEP,
+    Op.VALIDATE,
+}
+_RULES = frozenset({"flush", "double-buffer", "stash", "provisional", "provisional-in-place"})
 
 
 def check_offered(schedule: Schedule) -> None:
@@ -28,3 +36,25 @@ def check_offered(schedule: Schedule) -> None:
         raise CapabilityError(f"{schedule.name}: the runtime offers slices of sequences where all stages are trained")
     if schedule.rule not in _RULES:
         raise CapabilityError(f"{schedule.name}: the runtime does not offer version rule {schedule.rule!r} yet")
+    if RULES[schedule.rule].provisional:
+        _check_provisional(schedule)
+
+
+def _check_provisional(schedule: Schedule) -> None:
+    """What an update needs that does not wait for the others, and what can be done again."""
+    if needs_decisions(schedule):
+        raise CapabilityError(
+            f"{schedule.name}: an update before the decision of all stages needs the loss weight of the batch, which "
+            "does not reach every stage here"
+        )
+    if schedule.frozen or any(a.op is Op.OFFLOAD for program in schedule.programs for a in program.period):
+        raise CapabilityError(
+            f"{schedule.name}: the runtime offers updates before the decision of all stages where all stages are "
+            "trained and no activations are moved away"
+        )
+    for rank, (period, _) in enumerate(schedule.programs):
+        last = max(i for i, a in enumerate(period) if a.op is Op.VALIDATE)
+        if not any(p.op is Op.F for a in period[last:] for p in passes(a)):
+            raise CapabilityError(
+                f"{schedule.name}: rank {rank} runs all forwards before VALIDATE; the last one must come after it"
+            )

@@ -145,7 +145,7 @@ class Pipeline:
         ties, inside = find_ties(named, self.parts, tied or {})
         self.proof = extend(
             schedule,
-            decides=policy.decides or width != 1 or needs_decisions(plain),
+            decides=policy.decides or width != 1 or needs_decisions(plain) or RULES[plain.rule].provisional,
             reduces=width != 1,
             recomputes=recompute == "stage",
             tied={cut for tie in ties for cut in tie.cuts},

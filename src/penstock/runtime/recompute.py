@@ -66,7 +66,7 @@ class Keeper:
             value, wants: their input.
             known: addresses of memory that lives anyway.
         """
-        leaves, places = pytree.tree_leaves(value), self._buffers(names)
+        leaves, places = pytree.tree_leaves(value), self.buffers(names)
         restless = self._restless.get(tuple(names), places.keys())
         buffers = {place: tensor.clone() for place, tensor in places.items() if place in restless}
         states = {place: _state(tensor) for place, tensor in places.items()}
@@ -85,7 +85,7 @@ class Keeper:
             )
         changed = {
             place
-            for place, tensor in self._buffers(kept.names).items()
+            for place, tensor in self.buffers(kept.names).items()
             if kept.states[place] != _state(tensor)
             # Batch norm updates its statistics without a word to autograd, so values are compared, too.
             or (place in kept.buffers and not torch.equal(kept.buffers[place], tensor))
@@ -123,7 +123,8 @@ class Keeper:
             for (module, key), buffer in present.items():
                 module._buffers[key] = buffer
 
-    def _buffers(self, names: Sequence[str]) -> dict[BufferPlace, Tensor]:
+    def buffers(self, names: Sequence[str]) -> dict[BufferPlace, Tensor]:
+        """Those of the modules among some blocks."""
         blocks = [self._blocks[name] for name in names]
         modules = [module for block in blocks if isinstance(block, nn.Module) for module in block.modules()]
         return {(m, key): tensor for m in modules for key, tensor in m._buffers.items() if tensor is not None}

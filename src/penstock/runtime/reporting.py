@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from penstock.runtime.decisions import Decisions, Evaluated
 from penstock.runtime.graphs import Loss
 from penstock.runtime.recorder import Recorder
+from penstock.schedule.flights import Piece
 from penstock.timeline import Interval, Waiting
 from penstock.weights.decision import Decision
 
@@ -43,22 +44,25 @@ class Reporting:
         forwards: of a batch on this rank.
         steps: nodes of this rank that are updated.
         decides: stages decide together.
+        waits: updates wait for their decision.
         decisions: this rank's part in them.
         recorder: takes down when reports are handed out.
     """
 
-    def __init__(self, forwards: int, steps: int, decides: bool, decisions: Decisions, recorder: Recorder) -> None:
-        self._wanted, self._steps, self._decides = forwards, steps, decides
+    def __init__(
+        self, forwards: int, steps: int, decides: bool, waits: bool, decisions: Decisions, recorder: Recorder
+    ) -> None:
+        self._wanted, self._steps, self._decides, self._waits = forwards, steps, decides, waits
         self._decisions, self._recorder = decisions, recorder
         self._forwards: dict[int, int] = {}  # done, of each batch
-        self._losses: dict[int, list[Loss]] = {}
+        self._losses: dict[int, dict[Piece, Loss]] = {}
         self._weights: dict[int, tuple[float, int]] = {}  # N of each batch, once known here, and the updates before it
         self._sums: dict[int, Loss] = {}  # of each batch that stages have not decided on
         self._report: Report | None = None
 
-    def add(self, batch: int, loss: Loss) -> None:
-        """The loss of a microbatch."""
-        self._losses.setdefault(batch, []).append(loss)
+    def add(self, batch: int, key: Piece, loss: Loss) -> None:
+        """The loss of a microbatch (or slice); the last one counts."""
+        self._losses.setdefault(batch, {})[key] = loss
 
     def hear(self, batch: int, weight: float) -> None:
         """The loss weight of a whole batch is known: it rides on gradients."""
@@ -72,7 +76,7 @@ class Reporting:
     def weight_for_update(self, batch: int) -> float:
         """The same for an update, of which there is one per node; the last one forgets it."""
         weight, left = self._weights.pop(batch, (math.nan, 0))
-        assert self._decides or not math.isnan(weight), f"the weight of batch {batch} is not known"
+        assert self._waits or not math.isnan(weight), f"the weight of batch {batch} is not known"
         if left > 1:
             self._weights[batch] = weight, left - 1
         return weight
@@ -89,14 +93,14 @@ class Reporting:
         del self._forwards[batch]
         losses, loss, weight, total = self._losses.pop(batch, None), None, None, 0.0
         if losses is not None:
-            total, weight = sum(item.total for item in losses), sum(item.weight for item in losses)
+            total, weight = (sum(part) for part in zip(*((i.total, i.weight) for i in losses.values()), strict=True))
             loss = total / weight if weight else None
         if evaluation:
             self._report = Report(batch, loss, weight, self._recorder.now())
             return
         if weight is not None and self._decides:
             self._sums[batch] = Loss(total, weight)
-        elif weight is not None:
+        if weight is not None and not self._waits:
             self.hear(batch, weight)
         news, evaluated = self._decisions.news(), self._decisions.evaluated()
         self._report = Report(batch, loss, weight, self._recorder.now(), news, evaluated)

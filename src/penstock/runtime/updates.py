@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 
 from penstock.runtime.council import CONTROL_LANE, Council
@@ -33,6 +34,7 @@ class Updates:
         council: adds what stages know.
         decisions: this rank's part in them.
         recorder: takes down what happens.
+        provisional: updates do not wait for decisions.
     """
 
     def __init__(
@@ -43,7 +45,10 @@ class Updates:
         council: Council,
         decisions: Decisions,
         recorder: Recorder,
+        provisional: bool,
     ) -> None:
+        self.provisional = provisional
+        self._pipelines = len({holder.replica for holder in holders[0]})
         self._replica, self._holders = replica, holders
         self._reducer, self._council, self._decisions, self._recorder = reducer, council, decisions, recorder
         self._sums: dict[tuple[Node, int], list[tuple[Op, Ticket]]] = {}
@@ -92,11 +97,11 @@ class Updates:
 
         after_all(before, act)
 
-    def wait(self, node: Node, batch: int, step: str) -> Iterator[Wait]:
-        """Wait for what the update of a batch needs of others."""
-        what, place = f"rank {self._recorder.rank}, stage {node.name}, {step}", (node.cut, node.replica, batch)
-        tickets = list(self._sums.get((node, batch), ()))
-        if (node, batch) in self._votes:
+    def wait(self, node: Node, batch: int, action: Op, label: str) -> Iterator[Wait]:
+        """Wait for what the update of a batch (STEP), or the decision on it (VALIDATE), needs of others."""
+        what, place = f"rank {self._recorder.rank}, stage {node.name}, {label}", (node.cut, node.replica, batch)
+        tickets = list(self._sums.get((node, batch), ())) if action is Op.STEP else []
+        if (node, batch) in self._votes and (action is Op.VALIDATE or not self.provisional):
             tickets.append((Op.DECIDE, self._votes[node, batch]))
         for op, ticket in tickets:
             cause = f"{_OTHERS[op]} batch {batch}"
@@ -118,4 +123,26 @@ class Updates:
         vote = self._votes.pop((node.node, batch), None)
         decision = self._decisions.settle(batch, weight, vote.result if vote is not None else None)
         node.step(batch, decision.factor, keeps_old)
+        return decision
+
+    def try_step(self, node: NodeRuntime, batch: int, weight: float) -> None:
+        """Make the update of a batch without knowing the others' gradients, once `wait` is over.
+
+        Args:
+            node: whose.
+            batch: which.
+            weight: N of this pipeline's part; the other pipelines' parts are taken to be the same.
+        """
+        self._sums.pop((node.node, batch), None)
+        node.try_step(batch, self._decisions.guess(batch, weight * self._pipelines))
+
+    def rejects(self, node: Node, batch: int) -> bool:
+        """Whether the update of a batch was not what all have decided, once `wait` is over."""
+        return self._decisions.rejects(batch, self._votes[node, batch].result)
+
+    def validate(self, node: NodeRuntime, batch: int) -> Decision:
+        """Make the update of a batch again if it has to be."""
+        rejected, vote = self.rejects(node.node, batch), self._votes.pop((node.node, batch))
+        decision = self._decisions.settle(batch, math.nan, vote.result)
+        node.settle_step(batch, decision, rejected)
         return decision

@@ -26,7 +26,7 @@ from penstock.runtime.team import Seat
 from penstock.runtime.ties import Tie, share_inside
 from penstock.schedule.check import Proof
 from penstock.schedule.ir import Node, Op, passes
-from penstock.schedule.versions import RULES
+from penstock.schedule.versions import RULES, Update
 from penstock.weights.buffers import Buffer
 from penstock.weights.decision import Policy
 from penstock.weights.mixed import MixedStore
@@ -106,14 +106,17 @@ class Worker:
                 "requires_grad=False on its parameters"
             )
         store: VersionStore | None = None
-        updater, facts, low = None, self._proof.nodes[node], recipe.precision
+        updater, facts, low, rule = None, self._proof.nodes[node], recipe.precision, RULES[schedule.rule]
+        apart = rule.update is Update.APART
         if stage.trained:
             if low is None:
                 store = VersionStore(stage.trained, facts.buffers, where)
             else:
-                store = MixedStore(stage.trained, facts.versions, facts.gradients, low, where)
-            rotates = low is None and facts.versions > 1
+                store = MixedStore(stage.trained, facts.versions, facts.gradients, low, where, apart)
+            rotates = apart or (low is None and facts.versions > 1)
             updater = Updater(recipe.optimizer, store.layout, store.master, rotates, recipe.rate)
+            if rule.provisional and not apart:
+                updater.check_undoable()
         parts = parts_to_recompute(list(blocks), recipe.recompute, node.cut in schedule.recomputed)
         hold = partial(self.recorder.change, "activations")
         ties = [tie for tie in self._ties if node.cut in tie.cuts]
@@ -126,7 +129,7 @@ class Worker:
         storages = set() if store is None else store.storages
         graphs = Graphs(stage, storages, recipe.divisor, parts, Op.W in ops, Op.OFFLOAD in ops, hold)
         place = self.seat.replica * schedule.replicas + node.replica
-        runtime = NodeRuntime(node, stage, store, updater, graphs, ties, average, decay, place)
+        runtime = NodeRuntime(node, stage, store, updater, graphs, ties, average, decay, place, apart=apart)
         runtime.restore()  # from here on the modules' parameters live in the store's memory, not beside it
         return runtime
 

@@ -24,6 +24,8 @@ def border_fault(lowered: Lowered) -> str | None:
     schedule, m = lowered.schedule, lowered.schedule.microbatches
     if RULES[schedule.rule].step not in (Placing.END, Placing.LATE):
         return f"with rule {schedule.rule!r} stages have different newest versions where a batch begins"
+    if RULES[schedule.rule].provisional:
+        return f"with rule {schedule.rule!r} the newest versions are not decided on yet where a batch begins"
     borders = [_border(lowered, rank) for rank in range(schedule.ranks)]
     for rank, plain in enumerate(schedule.programs):
         if RULES[schedule.rule].step is Placing.LATE and _updates_behind(plain.period):

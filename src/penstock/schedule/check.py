@@ -9,6 +9,9 @@ All ranks run the same period again, so once a state repeats, everything after i
 exists and nothing is read that lies before the span: the first periods are not the same yet.) From every border up
 to there a twin drains the pipeline and must end clean: that covers spans of every length. Messages and versions are
 played apart, because the books of a node depend on the order of its rank's program alone.
+
+Where versions are provisional, both outcomes of a VALIDATE are played. They leave the same messages under way, so that
+what holds for each of them holds for any mixture.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from penstock.schedule.lowered import LOOKAHEAD, Lowered
 from penstock.schedule.machine import Machine
 from penstock.schedule.nodespec import node_specs
 from penstock.schedule.nodestate import Delay, NodeState
+from penstock.schedule.rejection import redone
 from penstock.schedule.versions import RULES
 
 _LIMIT = 8
@@ -101,6 +105,10 @@ def check(schedule: Schedule, lookahead: int = LOOKAHEAD, window: int | None = N
         other = _Books(schedule, older=-1)  # a span that continues an earlier one
         other.prove()
         books.absorb(other)
+    if RULES[schedule.rule].provisional:
+        other = _Books(schedule, older=0, rejecting=True)
+        other.prove()
+        books.absorb(other)
     facts = {
         node: NodeFacts(s.peak_versions, s.copies.peak, s.peak_gradients, s.peak_buffers, s.delay or Delay(0.0, 0.0))
         for node, s in books.states.items()
@@ -132,22 +140,42 @@ def _prove_progress(lowered: Lowered) -> None:
         twin.play_epilogue(t + 1)
         if not any(program.epilogue for program in lowered.programs):
             return  # no message crosses a border, and RECVs that are posted early only help
+        other = machine.copy() if any(program.rejected for program in lowered.programs) else None
         machine.play_period(t, more=True)
         state = machine.state(t + 1)
+        if other is not None:
+            _prove_rejection(other, t, state)
         if state == before and t >= transient:
             return
         before = state
     raise ScheduleError(f"{lowered.schedule.name}: after {t + 1} batches the messages under way still change")
 
 
-class _Books:
-    """The books of every node, and the activations on every rank."""
+def _prove_rejection(machine: Machine, t: int, accepted: object) -> None:
+    """Nobody waits for ever where a version is rejected either, and what follows is the same: so in any mixture."""
+    twin = machine.copy()
+    twin.play_period(t, more=False, rejected=True)
+    twin.play_epilogue(t + 1)
+    machine.play_period(t, more=True, rejected=True)
+    if machine.state(t + 1) != accepted:
+        name = machine.lowered.schedule.name
+        raise ScheduleError(f"{name}: after a rejected version other messages are under way than after an accepted one")
 
-    def __init__(self, schedule: Schedule, older: int) -> None:
-        self.schedule = schedule
+
+class _Books:
+    """The books of every node, and the activations on every rank.
+
+    Args:
+        schedule: whose.
+        older: the version that stands for everything before the span.
+        rejecting: every provisional version is rejected.
+    """
+
+    def __init__(self, schedule: Schedule, older: int, rejecting: bool = False) -> None:
+        self.schedule = schedule = redone(schedule)[0] if rejecting else schedule
         self.programs = [Program(*(tuple(map(_always, part)) for part in p)) for p in schedule.programs]
         specs = node_specs(schedule, older)
-        self.states = {spec.node: NodeState(spec) for spec in specs}
+        self.states = {spec.node: NodeState(spec, rejecting=rejecting) for spec in specs}
         self.activations = Activations(schedule)
         # A node's books depend on its own passes only, and on the versions that microbatches were admitted with: so
         # the nodes are played one after the other, those that admit first.
@@ -181,7 +209,7 @@ class _Books:
         for node in self.order:
             state = self.states[node]
             for begins, action in self.passes[node][epilogue]:
-                if t >= begins:
+                if t >= begins and (t or action.op is not Op.REDO):  # nothing is decided on in the first period
                     state.apply(action, t, self.admitted)
                     if self.admitted and action.op is Op.F:
                         self._forget(range(action.unit.first + t * m, action.unit.first + t * m + action.unit.count))
@@ -222,6 +250,7 @@ class _Books:
             left = {
                 "microbatches in flight": sorted({k for k, _ in state.flights}),
                 "provisional versions": sorted(state.provisional),
+                "forwards that read a rejected version": sorted({k for k, _ in state.flights.void}),
                 "gradients of batches": sorted(state.gradients),
                 "derived copies": sorted(state.copies),
                 "gathered weights of version": [] if state.gathered is None else [state.gathered],

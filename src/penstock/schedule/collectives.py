@@ -1,8 +1,8 @@
 """Collectives on the machine model: they begin when all members have issued them, block nobody, and keep one order.
 
 All ranks of a group have one first-in first-out lane per operation (one communicator). Those of a batch on a node come
-one after the other (`batchwise.COLLECTIVES`), and its STEP waits for them; a pass waits for what was gathered on its
-node.
+one after the other (`batchwise.COLLECTIVES`), and its STEP waits for them (for the decision its VALIDATE, where it has
+one); a pass waits for what was gathered on its node.
 """
 
 from __future__ import annotations
@@ -60,6 +60,9 @@ class Collectives:
         self._holders = {node: tuple(n for n in nodes if n.cut == node.cut) for node in nodes}
         actions = [a for program in lowered.schedule.programs for a in program.period]
         self._joint = {op: tuple(sorted({a.node for a in actions if a.op is op})) for op in (Op.TIE, Op.DECIDE)}
+        self._waiting: dict[Op, tuple[Op, ...]] = {Op.STEP: COLLECTIVES}
+        if any(a.op is Op.VALIDATE for a in actions):
+            self._waiting = {Op.STEP: COLLECTIVES[:-1], Op.VALIDATE: COLLECTIVES[-1:]}
         self._duration = duration
         self._lanes: dict[tuple[Op, tuple[int, ...]], _GroupLane] = {}
         self._issued: dict[Collective, dict[Node, float]] = {}  # by some of the group
@@ -114,15 +117,15 @@ class Collectives:
         return [(op, node, start, end) for node in group]
 
     def joined(self, action: Action, batch: int) -> bool:
-        """Whether every rank has joined the collectives that a STEP waits for."""
-        if action.op is not Op.STEP:
-            return True
-        return all(self._awaited.get((op, action.node, batch), 0.0) is not None for op in COLLECTIVES)
+        """Whether every rank has joined the collectives that a STEP or VALIDATE waits for."""
+        waiting = self._waiting.get(action.op, ())
+        return all(self._awaited.get((op, action.node, batch), 0.0) is not None for op in waiting)
 
     def done(self, action: Action, batch: int) -> float:
         """When the collectives that an action waits for are done."""
-        if action.op is Op.STEP:
-            return max(self._awaited.pop((op, action.node, batch), None) or 0.0 for op in COLLECTIVES)
+        if action.op in self._waiting:
+            waiting = self._waiting[action.op]
+            return max(self._awaited.pop((op, action.node, batch), None) or 0.0 for op in waiting)
         return max(self._ready.get(p.node, 0.0) for p in action.parts or (action,))
 
     def state(self, batches: int) -> object:

@@ -121,8 +121,8 @@ def _check_unit(schedule: Schedule, action: Action, begun: int) -> None:
     """A unit lies within one batch that has begun (relative to the action's own: before `begun`)."""
     op, unit, m = action.op, action.unit, schedule.microbatches
     where = f"{schedule.name}: {action} on rank {action.node.rank}"
-    if op in (Op.SEND, Op.RECV, Op.FUSED):
-        raise ScheduleError(f"{where}: {op} is not written in a schedule; messages are added when it is lowered")
+    if op in (Op.SEND, Op.RECV, Op.REDO, Op.FUSED):
+        raise ScheduleError(f"{where}: {op} is not written in a schedule; it is added when that is lowered")
     if (unit.kind is Kind.BATCH) is (op in PASSES or op in (Op.PREDICT, Op.OFFLOAD, Op.FETCH)):
         raise ScheduleError(f"{where}: {op} works on {'microbatches' if unit.kind is Kind.BATCH else 'batches'}")
     if unit.every != 1 and (op is not Op.AVERAGE or unit.every < 1):

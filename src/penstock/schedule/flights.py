@@ -31,6 +31,7 @@ class Flights:
     """The microbatches in flight on a node, in the order of their forwards."""
 
     held: dict[Piece, Flight] = field(default_factory=dict)
+    void: set[Piece] = field(default_factory=set)  # their forwards have read a version that was rejected
 
     def __iter__(self) -> Iterator[Piece]:
         return iter(self.held)
@@ -45,16 +46,31 @@ class Flights:
         """A forward that reads these versions."""
         self.held[key] = Flight(versions, derive)
 
+    def reject(self, version: int) -> None:
+        """A VALIDATE: what has read this version is void."""
+        self.void |= {key for key, flight in self.held.items() if version in flight.versions}
+
+    def redo(self, key: Piece) -> None:
+        """A REDO."""
+        if key not in self.void:
+            raise BooksError("repeats a forward that has read no rejected version")
+        self.void.discard(key)
+
+    def _usable(self, key: Piece) -> Flight:
+        if key in self.void:
+            raise BooksError("needs a forward that has read a rejected version and has not been repeated")
+        return self[key]
+
     def recompute(self, key: Piece) -> None:
         """An R."""
-        flight = self[key]
+        flight = self._usable(key)
         if flight.recomputed or flight.offloaded:
             raise BooksError("has been recomputed already, or its input is offloaded")
         self.held[key] = flight._replace(recomputed=True)
 
     def backward(self, key: Piece, op: Op, recomputes: bool) -> Flight | None:
         """A B, I or W; the flight if it ends here."""
-        flight = self[key]
+        flight = self._usable(key)
         if flight.offloaded or (recomputes and not flight.recomputed):
             raise BooksError("needs activations that are offloaded or not recomputed yet")
         if flight.input_done != (op is Op.W):
@@ -87,8 +103,8 @@ class Flights:
         return sorted(
             (mb - k, piece, tuple(v - t for v in f.versions), f.derive and (f.derive.label, f.derive.first - k), f[2:])
             for (mb, piece), f in self.held.items()
-        )
+        )  # nothing is void at a border
 
     def copy(self) -> Flights:
         """An independent twin."""
-        return Flights(dict(self.held))
+        return Flights(dict(self.held), set(self.void))

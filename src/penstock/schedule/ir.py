@@ -33,6 +33,7 @@ class Op(StrEnum):
     I = "I"  # noqa: E741 - backward for the inputs only (the zero-bubble papers' B)
     W = "W"  # backward for the weights only
     R = "R"  # recompute of a forward
+    REDO = "REDO"  # a forward again, because the version it read was rejected; added when a schedule is lowered
     STEP = "STEP"  # optimizer update: bears version batch+1
     PREDICT = "PREDICT"  # bears a derived copy of the weights (prediction, correction, blend)
     VALIDATE = "VALIDATE"  # the global decision on a provisional version
@@ -63,6 +64,7 @@ class Payload(StrEnum):
     ACTIVATION = "activation"
     GRADIENT = "gradient"
     RECOMPUTE = "recompute"
+    REPAIR = "repair"  # an activation again, after a rejected version
 
 
 class Node(NamedTuple):

@@ -16,9 +16,10 @@ from typing import NamedTuple
 
 from penstock.errors import ScheduleError
 from penstock.schedule.collection import no_collection
-from penstock.schedule.ir import Action, Node, Op, Schedule, Unit, passes
+from penstock.schedule.ir import Action, Node, Op, Payload, Schedule, Unit, passes
 from penstock.schedule.lowered import LOOKAHEAD, Instruction, LaneKey, Lowered, LoweredProgram, Message, Route
 from penstock.schedule.ops import OPS, PASSES, PAYLOAD_OF_FACT, Fact, Lane, gives
+from penstock.schedule.rejection import Draft, redone
 
 
 class _Source(NamedTuple):
@@ -64,10 +65,11 @@ def lower(schedule: Schedule, lookahead: int = LOOKAHEAD, window: int | None = N
         ScheduleError: a pass needs something that no pass of this or an earlier period gives, or messages on one lane
             are consumed in an order that needs more than `window` buffers.
     """
-    window = schedule.window if window is None else window
+    window, given = schedule.window if window is None else window, schedule
+    schedule, drafts = redone(given)
     plans = [(_Plan(), _Plan()) for _ in schedule.programs]
     uses: dict[tuple[LaneKey, int], dict[tuple[int, int], _Use]] = {}
-    incoming = _Incoming(schedule)
+    incoming = _Incoming(schedule, drafts)
     for rank, program in enumerate(schedule.programs):
         for part in (0, 1):
             for position, action in enumerate(program[part]):
@@ -89,13 +91,24 @@ def lower(schedule: Schedule, lookahead: int = LOOKAHEAD, window: int | None = N
                         lane[order, route] = _Use(order, route, lag, position, unit)
                     _plan_send(plans[source.rank][source.part], incoming.routes[route], route, source)
     for (lane_key, part), lane in sorted(uses.items(), key=lambda item: item[0]):
-        place = _Placing(schedule, incoming.routes, lookahead, window, lane_key)
+        ahead = 0 if lane_key.payload is Payload.REPAIR else lookahead  # not before it is known that there are any
+        place = _Placing(schedule, incoming.routes, ahead, window, lane_key)
         place.receives(sorted(lane.values()), plans[lane_key.target][part], part)
-    programs = tuple(
-        LoweredProgram(*(_merge(program[part], plan[part]) for part in (0, 1)))
-        for program, plan in zip(schedule.programs, plans, strict=True)
+    programs = []
+    for program, plan in zip(schedule.programs, plans, strict=True):
+        period, epilogue = (_merge(program[part], plan[part]) for part in (0, 1))
+        accepted = _without_repairs(period, incoming.routes) if drafts else period
+        programs.append(LoweredProgram(accepted, epilogue, period if drafts else ()))
+    return Lowered(given, tuple(incoming.routes), tuple(programs), window)
+
+
+def _without_repairs(period: tuple[Instruction, ...], routes: list[Route]) -> tuple[Instruction, ...]:
+    """A period in which no version is rejected."""
+    return tuple(
+        i._replace(needs=tuple(need for need in i.needs if routes[need.route].payload is not Payload.REPAIR))
+        for i in period
+        if not i.repairs
     )
-    return Lowered(schedule, tuple(incoming.routes), programs, window)
 
 
 class _Incoming:
@@ -105,8 +118,9 @@ class _Incoming:
     microbatches counted from the pass's first one, and facts are plain tuples.
     """
 
-    def __init__(self, schedule: Schedule) -> None:
+    def __init__(self, schedule: Schedule, drafts: frozenset[Draft]) -> None:
         self.schedule, self.m = schedule, schedule.microbatches
+        self._drafts = frozenset((node.cut, node.replica, k) for node, k in drafts)
         self.routes: list[Route] = []
         self.lanes: list[LaneKey] = []
         self._route_index: dict[tuple[object, ...], int] = {}
@@ -143,9 +157,8 @@ class _Incoming:
         """The messages an action needs: route, source, and how many periods earlier the source stands."""
         own = set(gives(action)) if action.parts else ()
         for p in passes(action):
-            first = p.unit.first
-            for what, cut, replica, offset, piece in self._relative(p)[0]:
-                fact = (what, cut, replica, offset + first, piece)
+            for fact in self._needs(p):
+                what = fact[0]
                 if fact in own:
                     continue
                 source, lag = self._find(fact, p, part)
@@ -153,6 +166,17 @@ class _Incoming:
                     yield self._route(what, source.action, p.node), source, lag
                 elif not lag and source.part == part and source.position >= position:
                     raise self._error(fact, p, "stands later on the same rank")
+
+    def _needs(self, action: Action) -> Iterator[tuple[str, int, int, int, int]]:
+        """The facts that a pass needs, counted as it is."""
+        first, drafts = action.unit.first, self._drafts
+        for what, cut, replica, offset, piece in self._relative(action)[0]:
+            microbatch = offset + first
+            drafted = bool(drafts) and (cut, replica, microbatch % self.m) in drafts
+            if what != "A" or drafted:
+                yield what, cut, replica, microbatch, piece
+            if drafted and action.op is Op.F and (action.node.cut, action.node.replica, first % self.m) not in drafts:
+                yield "A", cut, replica, microbatch, piece  # no draft of its own, so it waits for what is right
 
     def _route(self, what: str, giver: Action, target: Node) -> int:
         key = (what, giver.node, target, giver.unit.count, giver.unit.slice)
@@ -178,7 +202,7 @@ class _Incoming:
 
     def _error(self, fact: tuple[str, int, int, int, int], action: Action, why: str) -> ScheduleError:
         what, cut, replica, microbatch, _ = fact
-        name = {"F": "forward", "G": "backward", "R": "recompute"}[what]
+        name = {"F": "forward", "A": "repeated forward", "G": "backward", "R": "recompute"}[what]
         where = f"{cut}.{replica}" if replica else str(cut)
         return ScheduleError(
             f"{self.schedule.name}: {action} on rank {action.node.rank} needs the {name} of microbatch {microbatch} on "
@@ -231,9 +255,16 @@ class _Placing:
             self._add(plan, use, counted[place], ahead)
 
     def _counted(self, part: int) -> list[int]:
-        """Where the actions stand that count for the lookahead: collectives do not, because they take no time."""
-        program = self.schedule.programs[self.lane.target]
-        return [i for i, a in enumerate(program[part]) if a.parts or OPS[a.op].lane is not Lane.COLLECTIVE]
+        """Where the actions stand that count for the lookahead.
+
+        Collectives do not, because they take no time, nor for other messages what follows a rejection, which is rare.
+        """
+        program, repairs = self.schedule.programs[self.lane.target], self.lane.payload is Payload.REPAIR
+        return [
+            i
+            for i, a in enumerate(program[part])
+            if a.parts or (OPS[a.op].lane is not Lane.COLLECTIVE and (repairs or a.op is not Op.REDO))
+        ]
 
     def _posts(self, positions: list[int]) -> list[int]:
         """Where each RECV is posted, given where the messages of a lane, in the order sent, are consumed."""

@@ -6,6 +6,9 @@ posted directly after its producer and completes when the peer has posted the ma
 first-out lane, on which at most `window` messages are outstanding: posted sends that have not completed, and
 received messages that have not been consumed.
 
+Where a version may be rejected, the period is there twice: with what follows a rejection
+(`penstock.schedule.rejection`), and without.
+
 The period is lowered once. A RECV whose consumer stands at the start of the next period is posted in the tail of this
 one and marked `ahead`; it vanishes when the pipeline drains instead. It is never posted before the first message of
 this period has been consumed, because that message carries the decision to continue.
@@ -17,7 +20,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from penstock.schedule.ir import WINDOW, Action, Node, Payload, Schedule
+from penstock.schedule.ir import WINDOW, Action, Node, Op, Payload, Schedule
 
 LOOKAHEAD = 2
 
@@ -71,12 +74,23 @@ class Instruction(NamedTuple):
     needs: tuple[Message, ...] = ()
     ahead: bool = False
 
+    @property
+    def repairs(self) -> bool:
+        """Whether it exists only where a version has been rejected."""
+        return self.action.op is Op.REDO or self.action.payload is Payload.REPAIR
+
 
 class LoweredProgram(NamedTuple):
-    """One rank's instructions: the period and the epilogue."""
+    """One rank's instructions.
+
+    Attributes:
+        period, epilogue: as in the schedule.
+        rejected: the period where VALIDATE rejects a version; the same up to VALIDATE. Empty where there is none.
+    """
 
     period: tuple[Instruction, ...]
     epilogue: tuple[Instruction, ...]
+    rejected: tuple[Instruction, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,8 @@ class Machine:
         self._m = lowered.schedule.microbatches
         lane_index = {lane: i for i, lane in enumerate(lowered.lanes)}
         self._lane_of_route = [lane_index[route.lane] for route in lowered.routes]
-        # Per rank: what is posted before the first period, a period that another one follows, the last, the epilogue.
+        # Per rank: what is posted before the first period, a period that another one follows, the last, the epilogue;
+        # and the periods in which a version is rejected.
         self._codes = [self._variants(program) for program in lowered.programs]
         self._collects = any(is_collective(i.action) for program in lowered.programs for i in program.period)
         self._duration = duration
@@ -87,11 +88,18 @@ class Machine:
         self._collectives = Collectives(lowered, duration)
 
     def _variants(self, program: LoweredProgram) -> tuple[Sequence[Instruction], ...]:
-        period: Sequence[Instruction] = program.period
-        epilogue: Sequence[Instruction] = program.epilogue
+        parts: list[Sequence[Instruction]] = list(program)
         if self._proves:  # passes that wait for nobody take no part
-            period, epilogue = ([i for i in part if _interacts(i)] for part in program)
-        return [i for i in period if i.ahead], period, [i for i in period if not i.ahead], epilogue
+            parts = [[i for i in part if _interacts(i)] for part in program]
+        period, epilogue, rejected = parts
+        return (
+            [i for i in period if i.ahead],
+            period,
+            _last(period),
+            epilogue,
+            rejected or period,
+            _last(rejected or period),
+        )
 
     # --- playing ----------------------------------------------------------------------------------------------------
 
@@ -105,12 +113,17 @@ class Machine:
             self.play_period(t, t + 1 < batches)
         self.play_epilogue(batches)
 
-    def play_period(self, t: int, more: bool) -> None:
-        """Play the period of batch t on every rank; `more` tells whether the span continues after it.
+    def play_period(self, t: int, more: bool, rejected: bool = False) -> None:
+        """Play the period of batch t on every rank.
+
+        Args:
+            t: the batch.
+            more: whether the span continues after it.
+            rejected: whether the version that its VALIDATEs decide on is rejected.
 
         A rank that has to wait for something of the next period keeps the rest of this one.
         """
-        which = 0 if t < 0 else 1 if more else 2
+        which = 0 if t < 0 else (1 if more else 2) + 3 * (rejected and t > 0)
         if more or t >= 0:
             self._run([codes[which] for codes in self._codes], t)
 
@@ -303,6 +316,11 @@ class Machine:
             name = format_unit(unit._replace(first=missing[0].first, count=route.count, slice=route.slice))
             return Blocked(rank, absolute, f"the {route.payload} of microbatch {name} from rank {route.source.rank}")
         return Blocked(rank, absolute, "a reduction or decision that other ranks have not joined")
+
+
+def _last(period: Sequence[Instruction]) -> list[Instruction]:
+    """A period that no other one follows."""
+    return [i for i in period if not i.ahead]
 
 
 def _interacts(instruction: Instruction) -> bool:

@@ -108,6 +108,14 @@ _TABLE = (
     Method("zb-h1", "zero bubble H1", "arXiv 2401.10241 sec. 2", "zb-h1", "flush", aliases=("zero-bubble",), runs=True),
     Method("zb-h2", "zero bubble H2, without post-validation", "arXiv 2401.10241 sec. 2", "zb-h2", "flush", runs=True),
     Method(
+        "zb-h2-post",
+        "zero bubble H2 with post-validation",
+        "arXiv 2401.10241 sec. 2 and 4",
+        "zb-h2",
+        "provisional",
+        runs=True,
+    ),
+    Method(
         "zb-interleaved", "zero bubble H1 on several chunks", "arXiv 2401.10241", "zb-interleaved", "flush", runs=True
     ),
     Method(
@@ -117,6 +125,14 @@ _TABLE = (
         "zb-auto",
         "flush",
         aliases=("zb-2p",),
+        runs=True,
+    ),
+    Method(
+        "zb-auto-post",
+        "zero bubble for given times and memory, ZB-1p and ZB-2p, with post-validation",
+        "arXiv 2401.10241 sec. 3.1 and 4",
+        "zb-auto",
+        "provisional",
         runs=True,
     ),
     Method("zb-v", "zero bubble on a V", "arXiv 2401.10241 sec. 6", "zb-v", "flush", aliases=("zbv",), runs=True),

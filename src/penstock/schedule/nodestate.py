@@ -44,6 +44,7 @@ class NodeState:
         draining: the number of batches of the span, once its last period is over.
         newest_read: whether a pass has read the newest version.
         rotated: whether the last update was written over its gradient instead of over the version it started from.
+        rejecting: the next VALIDATE rejects its version.
     """
 
     spec: NodeSpec
@@ -58,6 +59,7 @@ class NodeState:
     newest_read: bool = False
     rotated: bool = False
     draining: int | None = None
+    rejecting: bool = False
     peak_versions: int = 0
     peak_gradients: int = 0
     peak_buffers: int = 0
@@ -120,6 +122,8 @@ class NodeState:
                 if not self.spec.share:
                     return  # evaluation or frozen weights: one version for ever, and nothing left behind
                 self._pass(action, t, admitted)
+            elif op is Op.REDO:
+                self.flights.redo((action.unit.first + t * self.spec.microbatches, 0))
             else:
                 self._manage(action, t)
         except BooksError as error:
@@ -228,7 +232,9 @@ class NodeState:
             if batch + 1 not in self.provisional:
                 raise BooksError(f"version {batch + 1} is not provisional")
             self.provisional.discard(batch + 1)
-            del self.gradients[batch]  # kept until here, for an update that may have to be done again
+            if self.rejecting:
+                self.flights.reject(batch + 1)
+            del self.gradients[batch]
         elif op is Op.PREDICT:
             self._predict(action, t)
         elif op is Op.AVERAGE:
@@ -276,7 +282,7 @@ class NodeState:
         if rule.update is Update.IN_PLACE or free:
             self.versions.discard(batch)
         self.rotated = rule.update is Update.ROTATE or (rule.update is Update.COPY_ON_WRITE and not free)
-        if rule.update is not Update.APART:
+        if not rule.provisional:  # else it stays, for an update that may have to be done again
             del self.gradients[batch]
         self.newest = batch + 1
         self.newest_read = False

@@ -1,8 +1,9 @@
 """The registry of operations: on which lane each runs, what it needs and gives, how it changes activation memory.
 
 Dependencies are expressed in *facts*. A fact says that something exists at a cut for one microbatch (and slice):
-its forward output ("F"), the gradient of its input ("G"), or its recomputed activations ("R"). Whoever lowers,
-checks or simulates a schedule asks the registry; nobody else knows what an operation depends on.
+its forward output ("F"), the same again after a rejected version ("A"), the gradient of its input ("G"), or its
+recomputed activations ("R"). Whoever lowers, checks or simulates a schedule asks the registry; nobody else knows what
+an operation depends on.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Fact(NamedTuple):
 
 
 PAYLOAD_OF_FACT: Mapping[str, Payload] = MappingProxyType(
-    {"F": Payload.ACTIVATION, "G": Payload.GRADIENT, "R": Payload.RECOMPUTE}
+    {"F": Payload.ACTIVATION, "A": Payload.REPAIR, "G": Payload.GRADIENT, "R": Payload.RECOMPUTE}
 )
 
 
@@ -71,6 +72,13 @@ def _forward_needs(action: Action, schedule: Schedule) -> Iterator[Fact]:
             yield fact._replace(cut=edge.source)
         if fact.slice:  # sequence slices: keys and values of the slice before
             yield fact._replace(slice=fact.slice - 1)
+
+
+def _redo_needs(action: Action, schedule: Schedule) -> Iterator[Fact]:
+    """What the forwards before have made again; the rest of its input is what it was."""
+    for fact in _facts("A", action):
+        for edge in schedule.predecessors[fact.cut]:
+            yield fact._replace(cut=edge.source)
 
 
 def _backward_needs(action: Action, schedule: Schedule) -> Iterator[Fact]:
@@ -128,6 +136,7 @@ OPS: Mapping[Op, OpSpec] = MappingProxyType(
         Op.I: OpSpec(Lane.COMPUTE, lambda a: _facts("G", a), _backward_needs, lambda _a, _s, w, h: (0, h - w)),
         Op.W: OpSpec(Lane.COMPUTE, _none, lambda a, _s: _facts("G", a), lambda _a, _s, _w, h: (0, -h)),
         Op.R: OpSpec(Lane.COMPUTE, lambda a: _facts("R", a), _recompute_needs, lambda _a, _s, w, _h: (w, 0)),
+        Op.REDO: OpSpec(Lane.COMPUTE, lambda a: _facts("A", a), _redo_needs, lambda _a, _s, _w, _h: (0, 0)),
         Op.STEP: _plain(Lane.COMPUTE),
         Op.PREDICT: _plain(Lane.COMPUTE),
         Op.VALIDATE: _plain(Lane.COMPUTE),
@@ -144,7 +153,7 @@ OPS: Mapping[Op, OpSpec] = MappingProxyType(
     }
 )
 
-PASSES: frozenset[Op] = frozenset({Op.F, Op.B, Op.I, Op.W, Op.R})
+PASSES: frozenset[Op] = frozenset({Op.F, Op.B, Op.I, Op.W, Op.R, Op.REDO})
 """Operations on microbatches that read weights."""
 
 

@@ -18,6 +18,7 @@ from penstock.schedule.collection import no_collection
 from penstock.schedule.ir import Action, Node, Op, Program, Schedule, WeightRef, passes
 from penstock.schedule.ops import PASSES
 from penstock.schedule.order import Order
+from penstock.schedule.rejection import with_validations
 
 
 class Source(StrEnum):
@@ -156,6 +157,16 @@ _RULES = (
         provisional=True,
     ),
     VersionRule(
+        "provisional-in-place",
+        "as provisional, but a rejected update is undone by arithmetic, without copies (2401.10241, app. on rollback)",
+        forward=Source.BATCH,
+        backward=Source.FORWARD,
+        step=Placing.END,
+        update=Update.IN_PLACE,
+        buffers=2,
+        provisional=True,
+    ),
+    VersionRule(
         "frozen",
         "nothing is updated: evaluation",
         forward=Source.NEWEST,
@@ -210,7 +221,8 @@ def _insert_steps(program: Program, nodes: list[Node], rule: VersionRule, m: int
             program = Program((*period[:first], steps[2], *period[first:]), (steps[2], *epilogue, steps[1]))
         else:
             program = after_backwards(program, node, Op.STEP, m)
-    return program
+    trained = [node for node in nodes if is_trained(program, node)]
+    return with_validations(program, trained) if rule.provisional and trained else program
 
 
 # --- which version each pass reads ----------------------------------------------------------------------------------

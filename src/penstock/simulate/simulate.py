@@ -102,7 +102,7 @@ def count_messages(lowered: Lowered, batches: int) -> tuple[int, float]:
     """Activation and gradient sends of a span, and what they carry: a slice is a part of a microbatch."""
     m, count, volume = lowered.schedule.microbatches, 0, Fraction(0)
     for program in lowered.programs:
-        for part, instructions in enumerate(program):
+        for part, instructions in enumerate(program[:2]):
             for action in (i.action for i in instructions):
                 if action.op is Op.SEND and action.payload in (Payload.ACTIVATION, Payload.GRADIENT):
                     begun = since(action.unit, m)

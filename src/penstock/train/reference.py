@@ -54,9 +54,9 @@ Loss = Callable[[Any, Any], "Tensor | tuple[Tensor, float | Tensor]"]
 Factory = Callable[[list[tuple[str, nn.Parameter]]], Optimizer]
 
 FLUSH = (
-    "sequential", "gpipe", "1f1b", "eager", "interleaved", "breadth-first", "zb-h1", "zb-h2", "zb-interleaved",
-    "zb-auto", "zb-v", "v-half", "v-min", "hanayo", "chimera", "dualpipe", "dualpipe-v", "bitpipe", "bpipe", "seq1f1b",
-    "terapipe",
+    "sequential", "gpipe", "1f1b", "eager", "interleaved", "breadth-first", "zb-h1", "zb-h2", "zb-h2-post",
+    "zb-interleaved", "zb-auto", "zb-auto-post", "zb-v", "v-half", "v-min", "hanayo", "chimera", "dualpipe",
+    "dualpipe-v", "bitpipe", "bpipe", "seq1f1b", "terapipe",
 )  # fmt: skip
 DOUBLE_BUFFER = ("2bw", "2bw-eager")
 METHODS = (*FLUSH, *DOUBLE_BUFFER, "stash")

@@ -27,10 +27,17 @@ class MixedStore(VersionStore):
         gradients: the same of gradients.
         precision: of what passes read; parameters that are not float32 stay as they are.
         where: for messages.
+        apart: updates may have to be made again, so that there is a second master copy to step into.
     """
 
     def __init__(
-        self, parameters: Mapping[str, Tensor], versions: int, gradients: int, precision: torch.dtype, where: str
+        self,
+        parameters: Mapping[str, Tensor],
+        versions: int,
+        gradients: int,
+        precision: torch.dtype,
+        where: str,
+        apart: bool = False,
     ) -> None:
         low = {
             name: p.detach().to(precision if p.dtype == torch.float32 else p.dtype) for name, p in parameters.items()
@@ -39,8 +46,10 @@ class MixedStore(VersionStore):
         self.low_layout, self.layout = self.layout, Layout(parameters)
         self._master = Buffer(self.layout, f"master of {where}")
         self._master.load(parameters)
+        self._spare = Buffer(self.layout, f"second master of {where}") if apart else None
         self._free_gradients = [Buffer(self.layout, f"gradient {i} of {where}") for i in range(gradients)]
-        self.storages |= set().union(self._master.storages, *(b.storages for b in self._free_gradients))
+        spare = set() if self._spare is None else self._spare.storages
+        self.storages |= spare.union(self._master.storages, *(b.storages for b in self._free_gradients))
 
     @property
     def master(self) -> Buffer:
@@ -66,12 +75,29 @@ class MixedStore(VersionStore):
         buffer.load(self._master.views)
         self.versions[batch + 1] = buffer
 
+    def succeed(self, batch: int, apart: bool) -> tuple[Buffer, Buffer]:
+        """Make room for version batch+1; the optimizer steps from one master copy to the other, or in place."""
+        super().succeed(batch, apart)
+        old = self._master
+        if apart:
+            assert self._spare is not None
+            self._master, self._spare = self._spare, self._master
+        return old, self._master
+
+    def publish(self, version: int) -> None:
+        """Cast the master copy."""
+        self.versions[version].load(self._master.views)
+
+    def release_gradient(self, batch: int) -> None:
+        """The gradient of `batch` is needed no more."""
+        self._free_gradients.append(self._finish(batch))
+
     def bytes_by_role(self) -> dict[str, int]:
         """Bytes of weights, master copy, gradients and idle buffers."""
         low, full = self.low_layout.nbytes, self.layout.nbytes
         return {
             "weights": low * len(self.versions),
-            "master weights": full,
+            "master weights": full * (1 if self._spare is None else 2),
             "gradients": full * len(self.gradients),
             "idle buffers": low * len(self._free) + full * len(self._free_gradients),
         }

@@ -109,6 +109,27 @@ class VersionStore:
         self._free.append(gradient)
         return buffer, gradient
 
+    def succeed(self, batch: int, apart: bool) -> tuple[Buffer, Buffer]:
+        """Make room for version batch+1, while the gradient of `batch` stays.
+
+        Args:
+            batch: the newest version.
+            apart: version `batch` stays, too.
+
+        Returns:
+            The buffers that the optimizer steps from and to.
+        """
+        old = self.versions[batch] if apart else self.versions.pop(batch)
+        new = self.versions[batch + 1] = self._take(f"version {batch + 1}") if apart else old
+        return old, new
+
+    def publish(self, version: int) -> None:
+        """The optimizer has made a version: let passes read it."""
+
+    def release_gradient(self, batch: int) -> None:
+        """The gradient of `batch` is needed no more."""
+        self._free.append(self._finish(batch))
+
     def retain(self, alive: Iterable[int]) -> None:
         """Free the buffers of all versions but those alive."""
         for version in self.versions.keys() - set(alive):

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from penstock.errors import CapabilityError
 from penstock.weights.buffers import Buffer, Layout
+from penstock.weights.undo import check_undoable, undo_step
 
 _CHUNK = 1 << 20  # elements of the scratch, at least: a call of an optimizer costs 0.3 ms, however little it steps
 OptimizerFactory = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
@@ -141,19 +142,45 @@ class Updater:
         self._point(self.parameters, weights, gradient.views)
         self._step()
 
-    def rotate(self, old: Buffer, new: Buffer, factor: float) -> None:
-        """Step from `old` into `new`, which holds the gradient on entry and version t+1 on return."""
+    def check_undoable(self) -> None:
+        """Make sure that steps can be undone in place.
+
+        Raises:
+            CapabilityError: they cannot; the message says which can.
+        """
+        if self.optimizer is not None:
+            check_undoable(self.optimizer)
+
+    def undo(self, weights: Buffer, gradient: Buffer) -> None:
+        """Take the last step back, which was in place, up to roundings."""
+        assert self.optimizer is not None
+        weights.rewrite()
+        self._point(self.parameters, weights, gradient.views)
+        gradients = {p: gradient.views[name] for name, p in self.parameters.items()}
+        undo_step(self.optimizer, gradients, first=self.updates == 1)
+        self.optimizer.zero_grad(set_to_none=True)
+        self.updates -= 1
+
+    def rotate(self, old: Buffer, new: Buffer, factor: float, gradient: Buffer | None = None) -> None:
+        """Step from `old` into `new`, which on return holds version t+1.
+
+        Args:
+            old: version t.
+            new: holds the gradient on entry, unless that is given.
+            factor: what the gradient is multiplied by.
+            gradient: stays as it is.
+        """
+        source = (gradient or new).views
         new.rewrite()
         self._schedule_rate()
         with torch.no_grad():
             for gradients in self._chunks:
-                for name, gradient in gradients.items():
-                    view = new.views[name]
+                for name, scaled in gradients.items():
                     if factor == 1.0:
-                        gradient.copy_(view)
+                        scaled.copy_(source[name])
                     else:
-                        torch.mul(view, factor, out=gradient)
-                    view.copy_(old.views[name])
+                        torch.mul(source[name], factor, out=scaled)
+                    new.views[name].copy_(old.views[name])
                 self._point(gradients, new, gradients)
                 self._optimizer_step()
         self.updates += 1

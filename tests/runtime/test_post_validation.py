@@ -1,0 +1,285 @@
+"""Updates before the decision of all stages: whatever is decided, the numbers are those of updates after it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import accumulate, pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from runtime_cases import (
+    OPTIMIZERS,
+    Case,
+    Outcome,
+    add_decisions,
+    add_state,
+    assert_equal_tensors,
+    assert_same,
+    expected,
+    make_batches,
+    make_pipeline,
+    together,
+)  # fmt: skip
+
+from penstock.errors import CapabilityError
+from penstock.runtime.evaluation import Evaluating
+from penstock.runtime.snapshot import Saving
+from penstock.schedule.ir import Op, Schedule
+from penstock.train.reference import Scaling
+from penstock.weights.undo import undo_step
+from pool import Pool
+
+SPIKES: dict[str, Any] = {"scaling": Scaling(4.0, 2.0, 0.5, 2), "loss": "spiky", "spikes": (1, 4)}
+SPANS = (4, 3)
+LAST = (3, 6)  # the last batches of the spans: nothing has read the versions that they bear
+EVENTS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {  # with the batches whose update is made again
+    "nothing": ({}, ()),
+    "clipped": ({"clip": 0.5}, (0, 1, 2, 4, 5, 6)),
+    "never clipped": ({"clip": 1e9}, ()),
+    # Two batches that overflow; after the third batch in a row that does not the scale grows (batch 3 counts for none).
+    "overflow": (SPIKES, (1, 4, 6)),
+}
+GRID = [
+    (name, rule, p, m)
+    for name, rule in (("zb-h2-post", None), ("zb-auto-post", None), ("1f1b", "provisional"), ("zb-v", "provisional"))
+    for p, m in ((1, 2), (2, 1), (2, 4), (3, 5))
+]
+
+
+def train(group: dist.ProcessGroup | None, case: Case, **changes: Any) -> tuple[Outcome, int]:
+    """Run a case; also how many forwards have been run again in this process."""
+    pipeline = make_pipeline(case, group, optimizer=OPTIMIZERS[case.optimizer], **changes)
+    outcome, batches = Outcome(), make_batches(case)
+    for first, end in pairwise((0, *accumulate(case.spans))):
+        for r in pipeline.run(batches[first:end]):
+            if case.width * case.schedule.replicas == 1:
+                outcome.reports.append((r.batch, r.loss, r.weight))
+            add_decisions(outcome, case, r.decided)
+    add_decisions(outcome, case, pipeline.decided())
+    outcome.weights = {name: w.clone() for name, w in pipeline.state_dict().items()}
+    for optimizer in pipeline.optimizers().values():
+        add_state(outcome, optimizer.state_dict())
+    mine = {recorder.rank for recorder in (worker.recorder for worker in pipeline._workers)}
+    return outcome, sum(i.what == "REDO" and i.rank in mine for i in pipeline.timeline().intervals)
+
+
+def wanted(case: Case) -> Outcome:
+    return replace(expected(case), gradients=[])
+
+
+def drafts(schedule: Schedule) -> int:
+    """Forwards of a batch that stand before VALIDATE on their rank."""
+    return sum(
+        action.op is Op.F and any(later.op is Op.VALIDATE for later in period[place:])
+        for period, _ in schedule.programs
+        for place, action in enumerate(period)
+    )
+
+
+@pytest.mark.parametrize("event", EVENTS)
+@pytest.mark.parametrize(("name", "rule", "p", "m"), GRID)
+def test_in_one_process(name: str, rule: str | None, p: int, m: int, event: str, device: str) -> None:
+    changes, rejected = EVENTS[event]
+    case = Case(name, p, m, rule=rule, spans=SPANS, device=device, **changes)
+    found, redone = train(None, case)
+    assert_same(found, wanted(case))
+    assert redone == drafts(case.schedule) * len(set(rejected) - set(LAST))
+
+
+@pytest.mark.parametrize("event", ["never clipped", "clipped", "overflow"])
+@pytest.mark.parametrize(("name", "p", "m"), [("zb-h2-post", 2, 4), ("zb-h2-post", 4, 8), ("zb-auto-post", 2, 3)])
+def test_on_ranks(pool: Pool, name: str, p: int, m: int, event: str) -> None:
+    changes, rejected = EVENTS[event]
+    case = Case(name, p, m, spans=SPANS, **changes)
+    parts = pool.submit(train, case, ranks=p)
+    assert_same(together([outcome for outcome, _ in parts]), wanted(case))
+    assert sum(redone for _, redone in parts) == drafts(case.schedule) * len(set(rejected) - set(LAST))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model": "restless", "seed": 3},
+        {"model": "restless", "recompute": "block"},
+        {"model": "restless", "recompute": "stage"},
+        {"precision": "bf16"},
+        {"precision": "fp16", **SPIKES},
+        {"tied": True},
+        {"width": 2},
+        {"optimizer": "sgd"},
+        {"optimizer": "muon", "model": "matrices", "clip": 0.005},
+        {"model": "gpt"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("event", ["clipped", "never clipped"])
+def test_whatever_else_a_run_does(changes: dict[str, Any], event: str) -> None:
+    given = EVENTS[event][0] | (changes if event == "clipped" else {k: v for k, v in changes.items() if k != "clip"})
+    case = Case("zb-h2-post", 3, 5, spans=SPANS, **given)
+    found, redone = train(None, case)
+    assert_same(found, wanted(case))
+    assert (redone > 0) is (event == "clipped" or "spikes" in changes or "width" in changes)
+
+
+@pytest.mark.parametrize("changes", [{"model": "restless"}, {"tied": True}, {"precision": "bf16"}], ids=str)
+def test_whatever_else_a_run_does_on_ranks(pool: Pool, changes: dict[str, Any]) -> None:
+    case = Case("zb-h2-post", 2, 4, spans=SPANS, clip=0.5, **changes)
+    assert_same(together([outcome for outcome, _ in pool.submit(train, case, ranks=2)]), wanted(case))
+
+
+def test_the_losses_of_repeated_forwards_count() -> None:
+    """All forwards of the last stage but one are drafts in GPipe, so a report made of drafts would be wrong."""
+    case = Case("gpipe", 2, 4, rule="provisional", spans=(3,), clip=0.1)
+    found, redone = train(None, case)
+    assert redone == 2 * 2 * 3
+    assert found.reports == expected(case).reports
+
+
+# --- what a run does beside -----------------------------------------------------------------------------------------
+
+
+def test_evaluations_and_snapshots_drain_the_pipeline_and_change_nothing() -> None:
+    case = Case("zb-h2-post", 2, 4, spans=(6,), clip=0.5)
+    held_out = make_batches(replace(case, spans=(2,)))
+    pipeline, saved = make_pipeline(case), []
+    save = Saving(2, lambda snapshot: saved.append((snapshot.batch, snapshot.cut, snapshot.tensors)))
+    reports = list(pipeline.run(make_batches(case), save=save, evaluate=Evaluating(3, lambda: held_out)))
+    assert [r.batch for r in reports] == list(range(6))
+    plain = make_pipeline(replace(case, method="zb-h2"))
+    again: list[tuple[int, int, dict[str, torch.Tensor]]] = []
+    save = Saving(2, lambda snapshot: again.append((snapshot.batch, snapshot.cut, snapshot.tensors)))
+    others = list(plain.run(make_batches(case), save=save, evaluate=Evaluating(3, lambda: held_out)))
+    evaluated = [(e.version, e.total, e.weight) for r in reports for e in r.evaluated] + list(pipeline.evaluated())
+    wanted_evaluations = [(e.version, e.total, e.weight) for r in others for e in r.evaluated]
+    assert wanted_evaluations == evaluated[:1]
+    assert [version for version, *_ in evaluated] == [3, 6]  # drained, it also sees the last version
+    assert sorted(key[:2] for key in saved) == sorted(key[:2] for key in again)
+    assert {batch for batch, *_ in saved} == {2, 4, 6}
+    by_place = {(batch, c): tensors for batch, c, tensors in again}
+    for batch, c, tensors in saved:
+        assert_equal_tensors(tensors, by_place[batch, c], f"snapshot of stage {c} before batch {batch}")
+
+
+def test_a_loop_that_is_left_early_is_drained() -> None:
+    case = Case("zb-h2-post", 3, 5, spans=(6,), clip=0.5)
+    pipeline = make_pipeline(case)
+    for report in pipeline.run(make_batches(case)):
+        if report.batch == 2:
+            break
+    done = pipeline.batches
+    assert 3 <= done <= 5
+    reference = expected(case, done)
+    assert_equal_tensors(pipeline.state_dict(), reference.weights, "weights")
+
+
+def test_averaged_weights_follow_what_was_decided() -> None:
+    case = Case("zb-h2-post", 2, 4, spans=(4,), clip=0.5)
+    averages = []
+    for method in ("zb-h2-post", "zb-h2"):
+        pipeline = make_pipeline(replace(case, method=method), average=0.5)
+        list(pipeline.run(make_batches(case)))
+        averages.append(pipeline.state_dict(averaged=True))
+    assert_equal_tensors(averages[0], averages[1], "averaged weights")
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_what_it_takes(precision: Any) -> None:
+    """Apart: two versions, a gradient, and the optimizer's state twice; in place: one of each."""
+    case = Case("zb-h2", 2, 4, spans=(4,), clip=0.5, precision=precision)
+    peaks = {}
+    for rule in ("provisional", "provisional-in-place", "flush"):
+        pipeline = make_pipeline(replace(case, rule=rule))
+        list(pipeline.run(make_batches(case)))
+        peaks[rule] = pipeline.peak_bytes()[1]
+    size = peaks["flush"]["gradients"]
+    full, low = (size, size // 2) if precision == "bf16" else (0, size)
+    assert peaks["provisional"]["gradients"] == peaks["provisional-in-place"]["gradients"] == size
+    assert peaks["provisional"]["weights"] == 2 * peaks["flush"]["weights"]
+    assert peaks["provisional-in-place"]["weights"] == peaks["flush"]["weights"] >= low
+    assert peaks["provisional"].get("master weights", 0) == 2 * full
+    assert 1.5 * size <= peaks["provisional"]["optimizer before"] <= 2 * size  # buffers are padded, moments are not
+    assert not peaks["provisional-in-place"].get("optimizer before", 0)
+    activations = {rule: peak["activations"] for rule, peak in peaks.items()}
+    assert len(set(activations.values())) == 1
+
+
+def test_no_activations_are_left_behind() -> None:
+    case = Case("zb-h2-post", 3, 5, spans=SPANS, clip=0.5, model="restless", recompute="block")
+    pipeline = make_pipeline(case)
+    list(pipeline.run(make_batches(case)))
+    assert all(live["activations"] == 0 and live.get("messages", 0) == 0 for live in pipeline.live_bytes().values())
+
+
+# --- undone in place ------------------------------------------------------------------------------------------------
+
+UNDOABLE: dict[str, Any] = {
+    "adamw": lambda named: torch.optim.AdamW(named, lr=0.01, weight_decay=0.1),
+    "adam": lambda named: torch.optim.Adam(named, lr=0.01, weight_decay=0.1, maximize=True),
+    "no moments": lambda named: torch.optim.AdamW(named, lr=0.01, betas=(0.0, 0.9)),
+    "sgd": lambda named: torch.optim.SGD(named, lr=0.1, weight_decay=0.1),
+    "momentum": lambda named: torch.optim.SGD(named, lr=0.1, momentum=0.9, dampening=0.1, weight_decay=0.1),
+    "nesterov": lambda named: torch.optim.SGD(named, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
+}
+STEP_TOLERANCE = 1e-6  # of one step undone, of the largest element; that of docs/orders.md
+RUN_TOLERANCE = 2e-5  # of twelve, and of what training makes of them
+
+
+@pytest.mark.parametrize("steps", [1, 4])
+@pytest.mark.parametrize("name", UNDOABLE)
+def test_a_step_is_taken_back(name: str, steps: int) -> None:
+    torch.manual_seed(1)
+    parameter = torch.nn.Parameter(torch.randn(1000))
+    optimizer = UNDOABLE[name]([("weight", parameter)])
+    for _ in range(steps):
+        before = parameter.detach().clone(), {k: v.clone() for k, v in optimizer.state[parameter].items()}
+        parameter.grad = torch.randn(1000)
+        optimizer.step()
+    undo_step(optimizer, {parameter: parameter.grad}, first=steps == 1)
+    assert parameter.grad is not None
+    _assert_near(parameter.detach(), before[0], STEP_TOLERANCE)
+    state = {k: v for k, v in optimizer.state[parameter].items() if (name, k) != ("no moments", "exp_avg")}
+    assert state.keys() == before[1].keys() - ({"exp_avg"} if name == "no moments" else set())
+    for key, value in state.items():
+        _assert_near(value, before[1][key], STEP_TOLERANCE)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", UNDOABLE)
+@pytest.mark.parametrize("event", ["clipped", "never clipped", "overflow"])
+def test_updates_undone_in_place_are_off_by_roundings(name: str, event: str, precision: Any) -> None:
+    case = Case("zb-h2", 3, 5, spans=SPANS, precision=precision, **EVENTS[event][0])
+    found = []
+    for rule in ("provisional", "provisional-in-place"):
+        pipeline = make_pipeline(replace(case, rule=rule), optimizer=UNDOABLE[name])
+        for batch in make_batches(case):
+            list(pipeline.run([batch, batch]))
+        states = [o.state_dict()["state"] for o in pipeline.optimizers().values()]
+        kept = {f"{i} {k} {n}": v for i, s in enumerate(states) for k, here in s.items() for n, v in here.items()}
+        found.append({**pipeline.state_dict(), **kept})
+    exact, inexact = found
+    assert exact.keys() == inexact.keys()
+    for key, value in exact.items():
+        _assert_near(inexact[key], value, RUN_TOLERANCE if event != "never clipped" else 0.0)
+
+
+def _assert_near(found: torch.Tensor, wanted: torch.Tensor, tolerance: float) -> None:
+    assert float((found - wanted).abs().max()) <= tolerance * max(float(wanted.abs().max()), 1e-30)
+
+
+# --- refusals -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "rule", "changes", "message"),
+    [
+        ("zb-h2", "provisional-in-place", {"optimizer": "nadam"}, "steps of NAdam cannot be undone in place"),
+        ("chimera", "provisional", {}, "needs the loss weight of the batch, which does not reach every stage"),
+        ("bpipe", "provisional", {}, "no activations are moved away"),
+    ],
+)
+def test_refused_before_anything_runs(name: str, rule: str, changes: dict[str, Any], message: str) -> None:
+    case = Case(name, 4 if name == "bpipe" else 2, 4, rule=rule, **changes)
+    with pytest.raises(CapabilityError, match=message):
+        make_pipeline(case)
