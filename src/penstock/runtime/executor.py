@@ -25,6 +25,7 @@ from penstock.runtime.reduction import Holder
 from penstock.runtime.reporting import Report, Reporting
 from penstock.runtime.snapshot import Saving
 from penstock.runtime.source import Sample, Source
+from penstock.runtime.tying import Tying
 from penstock.runtime.updates import Updates
 from penstock.runtime.waiting import Wait
 from penstock.runtime.worker import Worker
@@ -63,7 +64,10 @@ class Executor:
         self.recorder, self.decisions = worker.recorder, worker.decisions
         self.mailbox = Mailbox(self.rank, lowered, links.transport, self.recorder)
         self.joints = Joints(lowered.schedule, self.mailbox)
-        self.updates = Updates(self.replica, holders, links.reducer, links.council, self.decisions, self.recorder)
+        tying = Tying(self.replica, holders, links.ties, sum(bool(node.ties) for node in self.nodes.values()))
+        self.updates = Updates(
+            self.replica, holders, links.reducer, tying, links.council, self.decisions, self.recorder
+        )
         self.m, self._held, self._slicing = lowered.schedule.microbatches, worker.snapshots, worker.slicing
         forwards = sum(p.op is Op.F for i in lowered.programs[self.rank].period for p in passes(i.action))
         steps = sum(spec.share > 0 for spec in specs.values())
