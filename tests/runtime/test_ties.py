@@ -69,7 +69,7 @@ def test_without_clipping_and_with_parallel_pipelines(pool: Pool, method: str) -
 @pytest.mark.parametrize(
     ("method", "depth", "width", "options"),
     [
-        ("chimera", 2, 1, ()), ("chimera", 2, 2, ()), ("chimera", 4, 1, ()),
+        ("chimera", 2, 1, ()), ("chimera", 2, 2, ()), ("chimera", 4, 1, ()), ("chimera", 4, 1, (("pairs", 2),)),
         ("dualpipe", 4, 1, ()), ("zb-v", 2, 1, ()), ("bitpipe", 2, 1, ()), ("interleaved", 2, 2, ()),
     ],
 )  # fmt: skip
