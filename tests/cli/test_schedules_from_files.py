@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,106 @@ def test_our_text_and_torch_s_csv(monkeypatch: Any, capsys: Any, tmp_path: Path)
         assert "|F0a⁰|F1a⁰|" in out
     code, out, _ = run(monkeypatch, capsys, "show", "--file", tmp_path / "mine.txt")
     assert str(schedule) in out
+
+
+CLASSES = """
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+
+
+@dataclass
+class Rank:
+    number: int
+    passes: list[str] = field(default_factory=list)
+
+
+def _ahead(stages: int, microbatches: int, *, more: int = 0) -> list[list[str]]:
+    ranks = [Rank(number) for number in range(stages)]
+    for rank in ranks:
+        ahead = min(stages - 1 - rank.number + more, microbatches)
+        rank.passes += [f"F{k}" for k in range(ahead)]
+        for k in range(microbatches):
+            rank.passes += [f"F{ahead + k}", f"B{k}"] if ahead + k < microbatches else [f"B{k}"]
+    return [rank.passes for rank in ranks]
+
+
+order = partial(_ahead, more=1)
+"""
+
+
+def test_classes_and_a_partial_function(monkeypatch: Any, capsys: Any, tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(CLASSES)
+    asked = ("show", "--file", path, "--stages", 2, "--microbatches", 3)
+    for change, wanted in (((), "F0^t F1^t B0^t F2^t B1^t B2^t"), (("--set", "more=2"), "F0^t F1^t F2^t B0^t B1^t")):
+        code, out, said = run(monkeypatch, capsys, *asked, *change)
+        assert (code, said) == (0, "")
+        assert f"rank 1: {wanted}" in out
+    code, _, said = run(monkeypatch, capsys, *asked, "--set", "less=2")
+    assert code == 2
+    assert "has no option 'less'; it has more" in said
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("import sys\nsys.exit(0)\ndef order(stages, microbatches):\n    return []\n", 2),
+        ("def order(stages, microbatches):\n    raise SystemExit(0)\n", 2),
+    ],
+)
+def test_a_file_that_exits_is_an_error(monkeypatch: Any, capsys: Any, tmp_path: Path, text: str, line: int) -> None:
+    """Its own exit code, 0 say, is not that of the command; also where the path is relative."""
+    (tmp_path / "mine.py").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    for path in (tmp_path / "mine.py", "mine.py"):
+        code, out, said = run(monkeypatch, capsys, "show", "--file", path, "--stages", 2, "--microbatches", 2)
+        assert (code, out) == (2, "")
+        assert f"mine.py, line {line}: SystemExit: 0" in said
+
+
+BAD = [
+    ("limit=²", "a whole number, such as chunks=4; got 'limit=²'", "options.limit: input should be a valid integer"),
+    (
+        "limit=--5",
+        "a whole number, such as chunks=4; got 'limit=--5'",
+        "options.limit: input should be a valid integer",
+    ),
+    ("limit=", "a whole number, such as chunks=4; got 'limit='", "options.limit: input should be a valid integer"),
+    ("limit", "a whole number, such as chunks=4; got 'limit'", "options.limit"),
+    ("limit=-5", *["zb_auto: limit must be a whole number of at least 1, got -5"] * 2),
+    ("limit=0", *["zb_auto: limit must be a whole number of at least 1, got 0"] * 2),
+    ("hop=-1", *["zb_auto: hop must be a whole number of at least 0, got -1"] * 2),
+    ("held=250", *["zb-auto: held is a percentage of a microbatch's activations, got 250"] * 2),
+]
+
+
+@pytest.mark.parametrize(("change", "shown", "trained"), BAD)
+def test_options_that_are_no_numbers_or_impossible(
+    monkeypatch: Any, capsys: Any, tmp_path: Path, change: str, shown: str, trained: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for telling, asked in (
+        (shown, ("show", "zb-auto", "--set", change)),
+        (shown, ("simulate", "zb-auto", "--set", change)),
+        (trained, ("train", "--set", "method=zb-auto", "--set", f"options.{change}")),
+    ):
+        code, out, said = run(monkeypatch, capsys, *asked)
+        assert (code, out) == (2, "")
+        assert telling in said
+        assert "Traceback" not in said
+    assert not (tmp_path / "runs").exists()
+
+
+def test_zero_where_zero_is_the_default(monkeypatch: Any, capsys: Any) -> None:
+    asked = ("simulate", "zb-auto", "--stages", 2, "--microbatches", 4, "--json")
+    spans = []
+    for change in ((), ("--set", "hop=0"), ("--set", "hop=0", "--set", "held=100")):
+        code, out, said = run(monkeypatch, capsys, *asked, *change)
+        assert (code, said) == (0, "")
+        spans.append(json.loads(out)["rank_span"])
+    assert spans == [12] * 3
 
 
 WRONG = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from runtime_cases import Case, assert_same, expected, train, train_on_ranks
@@ -23,6 +24,7 @@ LOOPED = ("interleaved", "breadth-first", "zb-interleaved")
 GRID = [(name, p, m) for name in ORDERS for p, m in SHAPES.get(name, [(1, 2), (2, 1), (2, 5), (3, 4)])]
 ON_RANKS = [(name, 2, SHAPES.get(name, [(2, 4), (2, 4)])[1 if name == "dualpipe-v" else 0][1]) for name in ORDERS]
 ON_RANKS += [(name, 4, 8) for name in ("interleaved", "zb-h1", "zb-v", "chimera", "dualpipe", "bitpipe")]
+PAIRS = (("pairs", 2),)
 
 
 def case_of(name: str, p: int, m: int) -> Case:
@@ -49,3 +51,17 @@ def test_any_number_of_chunks(name: str, p: int, m: int, chunks: int) -> None:
     case = Case(name, p, m, options=(("chunks", chunks),), spans=(4,))
     case = replace(case, model="long") if case.schedule.cuts == 8 else case
     assert_same(train(None, case), expected(case))
+
+
+@pytest.mark.parametrize("m", [4, 8, 11])
+def test_four_pipelines_of_chimera(m: int, device: str) -> None:
+    """Two pairs: every rank holds four stages, every stage is held four times."""
+    case = Case("chimera", 4, m, options=PAIRS, spans=(3, 2), skips=(3,), device=device)
+    assert {len(case.schedule.on_rank(rank)) for rank in range(4)} == {case.schedule.replicas} == {4}
+    assert_same(train(None, case), expected(case))
+
+
+@pytest.mark.parametrize("changes", [{"clip": 0.6}, {"recompute": "stage", "precision": "bf16"}])
+def test_four_pipelines_of_chimera_on_ranks(pool: Pool, changes: dict[str, Any]) -> None:
+    case = replace(Case("chimera", 4, 8, options=PAIRS, spans=(3, 2)), **changes)
+    assert_same(train_on_ranks(pool, case), expected(case))

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from kept import Kept
 from runtime_cases import Case, assert_same, expected, make_batches, make_pipeline, token_loss, train
 from test_graphs import SHAPES, Join, data, layer, sgd, squares
-from test_orders_at_work import case_of
+from test_orders_at_work import PAIRS, case_of
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
@@ -28,13 +28,16 @@ from penstock.schedule.ir import Edge
 from penstock.schedule.orders.graph import over
 from pool import Pool
 
-SEVERAL = [("interleaved", 2, 4), ("zb-v", 2, 4), ("chimera", 2, 4), ("dualpipe", 2, 4), ("zb-h1", 3, 4)]
+SEVERAL = [
+    ("interleaved", 2, 4, ()), ("zb-v", 2, 4, ()), ("chimera", 2, 4, ()), ("chimera", 4, 4, PAIRS),
+    ("dualpipe", 2, 4, ()), ("zb-h1", 3, 4, ()),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "p", "m"), SEVERAL)
-def test_snapshots_and_evaluations_change_nothing(name: str, p: int, m: int) -> None:
+@pytest.mark.parametrize(("name", "p", "m", "options"), SEVERAL)
+def test_snapshots_and_evaluations_change_nothing(name: str, p: int, m: int, options: Any) -> None:
     """And what is saved on the way is where another run goes on, bit for bit, at another depth and method, too."""
-    case = replace(case_of(name, p, m), spans=(5,), model="restless", seed=4)
+    case = replace(case_of(name, p, m), spans=(5,), model="restless", seed=4, options=options)
     batches, saved = make_batches(case), list[Snapshot]()
     pipeline = make_pipeline(case)
     evaluate = Evaluating(2, lambda: batches[:1])

@@ -66,6 +66,43 @@ def test_without_clipping_and_with_parallel_pipelines(pool: Pool, method: str) -
     assert_same(found, expected(wide))
 
 
+@pytest.mark.parametrize(
+    ("method", "depth", "width", "options"),
+    [
+        ("chimera", 2, 1, ()), ("chimera", 2, 2, ()), ("chimera", 4, 1, ()), ("chimera", 4, 1, (("pairs", 2),)),
+        ("dualpipe", 4, 1, ()), ("zb-v", 2, 1, ()), ("bitpipe", 2, 1, ()), ("interleaved", 2, 2, ()),
+    ],
+)  # fmt: skip
+def test_ranks_that_hold_several_stages(pool: Pool, method: str, depth: int, width: int, options: Any) -> None:
+    """Of two directions, each comes to its ties in another order on another rank; on a V both ends are on one rank."""
+    case = Case(method, depth, 2 * depth, tied=True, clip=0.3, spans=(2, 2), skips=(), width=width, options=options)
+    assert_same(train_on_ranks(pool, case), expected(case))
+
+
+@pytest.mark.parametrize("width", [1, 2])
+def test_several_ties_that_ranks_come_to_in_another_order(pool: Pool, width: int) -> None:
+    """Rank 0 holds cuts 0 and 3 of a V, rank 1 cuts 1 and 2; 0 is tied to 2, and 1 to 3."""
+    case = Case("zb-v", 2, 4, clip=0.3, width=width, spans=(3,))
+    here = square_weights(None, case)
+    for there in pool.submit(square_weights, case, ranks=2 * width):
+        assert all(torch.equal(here[name], w) for name, w in there.items())
+    assert torch.equal(here["c.weight"], here["a.weight"])
+    assert torch.equal(here["d.weight"], here["b.weight"])
+    assert not torch.equal(here["a.weight"], here["b.weight"])
+
+
+def square_weights(group: dist.ProcessGroup | None, case: Case) -> dict[str, torch.Tensor]:
+    """Of a model of four squares between a table and a head."""
+    torch.manual_seed(3)
+    blocks: dict[str, Any] = {"table": nn.Embedding(VOCABULARY, WIDTH)}
+    blocks |= {name: nn.Linear(WIDTH, WIDTH, bias=False) for name in "abcd"}
+    blocks["head"] = nn.Linear(WIDTH, VOCABULARY)
+    tied = {"c.weight": "a.weight", "d.weight": "b.weight"}
+    pipeline = make_pipeline(case, group, blocks=blocks, tied=tied, balance=(2, 1, 1, 2))
+    list(pipeline.run(make_batches(case)))
+    return {name: w.clone() for name, w in pipeline.state_dict().items()}
+
+
 def shared() -> dict[str, Any]:
     """Blocks in which two modules hold one parameter object."""
     blocks = make_blocks("mixed")

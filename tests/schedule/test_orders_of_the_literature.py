@@ -87,6 +87,27 @@ def test_two_directions_and_pairs(name: str, legal: list[tuple[int, int]]) -> No
         same_counts(prove(ORDERS[name], p, m).schedule, m)
 
 
+@pytest.mark.parametrize(
+    ("stages", "pairs", "legal"), [(4, 2, [4, 5, 8]), (8, 2, [4, 7, 8, 16, 19]), (8, 4, [8, 11]), (12, 3, [6, 12])]
+)
+def test_several_pairs_of_chimera(stages: int, pairs: int, legal: list[int]) -> None:
+    """Pair j is the first one turned on by j D/f ranks; microbatches are dealt evenly; a rank holds 2f cuts."""
+    for m in legal:
+        schedule = prove("chimera", stages, m, options={"pairs": pairs}).schedule
+        same_counts(schedule, m)
+        turns = [j * stages // pairs for j in range(pairs)]
+        down = [[(turn + cut) % stages for cut in range(stages)] for turn in turns]
+        up = [[(turn + cut) % stages for cut in reversed(range(stages))] for turn in turns]
+        places = [[schedule.node_at[cut, way].rank for cut in range(stages)] for way in range(2 * pairs)]
+        assert sorted(places) == sorted(down + up)
+        for rank, program in enumerate(schedule.programs):
+            held = schedule.on_rank(rank)
+            assert len({node.cut for node in held}) == len(held) == 2 * pairs
+            forwards = [sum(a.op is Op.F and a.node == node for a in program.period) for node in held]
+            assert max(forwards) - min(forwards) <= 1
+            assert sum(forwards) == m
+
+
 @pytest.mark.parametrize("name", ["interleaved", "breadth-first", "zb-interleaved"])
 def test_chunks_and_groups(name: str) -> None:
     for chunks in (1, 3, 4):
@@ -99,7 +120,10 @@ def test_chunks_and_groups(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "p", "m", "options", "message"),
     [
-        ("chimera", 3, 3, {}, "chimera takes an even number of stages, got 3"),
+        ("chimera", 3, 3, {}, "chimera takes a multiple of 2 stages .two per pair of pipelines., got 3"),
+        ("chimera", 6, 6, {"pairs": 2}, "chimera takes a multiple of 4 stages .two per pair of pipelines., got 6"),
+        ("chimera", 8, 3, {"pairs": 2}, "cannot run with the given microbatches, but with 4 "),
+        ("chimera", 4, 4, {"pairs": 0}, "chimera: pairs must be a whole number of at least 1, got 0"),
         ("dualpipe", 4, 6, {}, "of at least twice as many; got 4 and 6"),
         ("dualpipe", 4, 9, {}, "of at least twice as many; got 4 and 9"),
         ("dualpipe-v", 4, 7, {}, "at least twice as many microbatches as stages; got 7 for 4"),

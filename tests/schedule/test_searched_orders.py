@@ -77,6 +77,18 @@ def test_the_optimum_of_the_hand_calculation() -> None:
     assert found_by(zb_exact, 1, 3).bubble.rank_span == 9
 
 
+def test_one_microbatch_at_a_time() -> None:
+    """A rank holds one, so each goes there and back before the next one: 3F + 3I + W on rank 0, five times."""
+    best, found = found_by(zb_exact, 3, 5, limit=1), found_by(zb_auto, 3, 5, limit=1)
+    assert best.bubble.rank_span == found.bubble.rank_span == 5 * 7
+    assert best.activations == found.activations == (1, 1, 1)
+
+
+def test_no_more_than_all_activations_can_be_left() -> None:
+    with pytest.raises(ScheduleError, match="zb-exact: held is a percentage of a microbatch's activations, got 101"):
+        zb_exact(2, 2, held=101)
+
+
 def test_too_little_time_is_said() -> None:
     with pytest.raises(ScheduleError, match=r"no best order of 6 ranks and 12 microbatches was found in 1 seconds"):
         zb_exact(6, 12, limit=4, forward=3, input=5, weight=2, hop=1, seconds=1)

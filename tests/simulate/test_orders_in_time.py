@@ -113,13 +113,25 @@ def test_unequal_passes_cost_v_min_more_with_every_microbatch() -> None:
     assert least[0] < least[1] < least[2]
 
 
-@pytest.mark.parametrize(("stages", "m"), [(2, 4), (4, 4), (4, 8), (4, 16), (6, 6), (8, 16)])
-def test_chimera(stages: int, m: int) -> None:
-    """F = Bf: (D-2)/(2N+D-2); Bf = 2F: 3N + (D-2)(N/D+1); between D/2+1 and D activations."""
-    equal, longer = run("chimera", stages, m, (1, 0.5, 0.5)), run("chimera", stages, m)
-    assert equal.bubble.bubble == pytest.approx((stages - 2) / (2 * m + stages - 2))
-    assert longer.bubble.makespan == 3 * m + (stages - 2) * (m / stages + 1)
-    assert (min(peaks(equal)), max(peaks(equal))) == (stages / 2 + 1, stages)
+@pytest.mark.parametrize(
+    ("stages", "m", "pairs"),
+    [
+        (2, 4, 1), (4, 4, 1), (4, 8, 1), (4, 16, 1), (6, 6, 1), (8, 16, 1), (4, 8, 2), (8, 8, 2), (8, 24, 2),
+        (12, 12, 2), (12, 24, 3), (8, 16, 4),
+    ],
+)  # fmt: skip
+def test_chimera(stages: int, m: int, pairs: int) -> None:
+    """F = Bf: D/f-2 idle slots, (D-2f)/(2fN+D-2f); Bf = 2F: (D-2f)/(3fN/2+D-2f) for N = D, and a further D/f-2 for each
+    further unit, which makes 3N + (D/f-2)(N/D+1); between D-D/(2f)+1 and D activations."""
+    slots = stages / pairs - 2
+    equal, longer = (run("chimera", stages, m, times, pairs=pairs) for times in ((1, 0.5, 0.5), (1, 1, 1)))
+    assert idle(equal) == slots
+    assert equal.bubble.bubble == pytest.approx((stages - 2 * pairs) / (2 * pairs * m + stages - 2 * pairs))
+    assert longer.bubble.makespan == 3 * m + slots * (m / stages + 1)
+    if m == stages:
+        ratio = (stages - 2 * pairs) / (3 * pairs * m / 2 + stages - 2 * pairs)
+        assert longer.bubble.bubble == pytest.approx(ratio)
+    assert (min(peaks(equal)), max(peaks(equal))) == (stages - stages / (2 * pairs) + 1, stages)
     assert equal.messages == 2 * m * (stages - 1)
 
 

@@ -26,6 +26,7 @@ from penstock.runtime.reduction import Holder
 from penstock.runtime.reporting import Report, Reporting
 from penstock.runtime.snapshot import Saving
 from penstock.runtime.source import Sample, Source
+from penstock.runtime.tying import Tying
 from penstock.runtime.updates import Updates
 from penstock.runtime.waiting import Wait
 from penstock.runtime.worker import Worker
@@ -76,8 +77,9 @@ class Executor:
         self.mailbox = Mailbox(self.rank, lowered, links.transport, self.recorder)
         self.joints = Joints(lowered.schedule, self.mailbox)
         provisional = RULES[lowered.schedule.rule].provisional
+        tying = Tying(self.replica, holders, links.ties, sum(bool(node.ties) for node in self.nodes.values()))
         self.updates = Updates(
-            self.replica, holders, links.reducer, links.council, self.decisions, self.recorder, provisional
+            self.replica, holders, links.reducer, tying, links.council, self.decisions, self.recorder, provisional
         )
         self.m, self._held, self._slicing = lowered.schedule.microbatches, worker.snapshots, worker.slicing
         forwards = sum(p.op is Op.F for i in lowered.programs[self.rank].period for p in passes(i.action))

@@ -19,6 +19,8 @@ from penstock.schedule.ir import Schedule
 from penstock.schedule.lowered import Lowered
 from penstock.schedule.nodespec import NodeSpec
 
+_TIES = 10  # tag of messages, on the pipelines' group; other lanes use others
+
 
 class Links(NamedTuple):
     """Those of one rank.
@@ -26,17 +28,20 @@ class Links(NamedTuple):
     Attributes:
         transport: moves messages along the pipeline.
         reducer: adds gradients over those that hold the same weights.
+        ties: adds those of parameters that stages share.
         council: where all stages meet that decide together.
     """
 
     transport: Transport
     reducer: Reducer
+    ties: Reducer
     council: Council
 
     def close(self) -> None:
         """Stop whatever runs in the background."""
         self.transport.close()
         self.reducer.close()
+        self.ties.close()
         self.council.close()
 
 
@@ -80,11 +85,12 @@ def link(
     else:
         transport = GlooTransport(seat.rank, lowered.lanes, lowered.window, team.control, first, channel)
     reducer = GlooReducer(team.process, team.control, holder_groups)
-    return {seat: Links(transport, reducer, GlooCouncil(deciding, team.process, team.control))}
+    ties = GlooReducer(team.process, team.control, {}, tag=_TIES)  # by themselves, as they keep another order
+    return {seat: Links(transport, reducer, ties, GlooCouncil(deciding, team.process, team.control))}
 
 
 def _link_here(team: Team, deciding: Sequence[Holder]) -> Mapping[Seat, Links]:
     """Links between seats that are all in this process."""
     council, reducer = LocalCouncil(deciding), LocalReducer()
     transports = {replica: LocalTransport() for replica in team.replicas}
-    return {seat: Links(transports[seat.replica], reducer, council) for seat in team.seats}
+    return {seat: Links(transports[seat.replica], reducer, reducer, council) for seat in team.seats}

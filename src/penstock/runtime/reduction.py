@@ -12,6 +12,7 @@ memory worth mentioning; two numbers have the same sum in either order.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import torch
@@ -54,9 +55,7 @@ Members = tuple[Holder, ...]
 class Reducer(Protocol):
     """Adds up tensors of several holders, in place."""
 
-    def reduce(
-        self, members: Members, me: Holder, batch: int, tensors: Sequence[Tensor], after: Ticket | None = None
-    ) -> Ticket:
+    def reduce(self, members: Members, me: Holder, batch: int, tensors: Sequence[Tensor]) -> Ticket:
         """Join a sum; the ticket is done when the tensors hold it.
 
         Args:
@@ -64,7 +63,6 @@ class Reducer(Protocol):
             me: who joins.
             batch: to which it belongs; members join batch by batch.
             tensors: of the same shapes at all members.
-            after: an earlier sum of (some of) the same tensors, that must be done before.
         """
         ...
 
@@ -79,26 +77,16 @@ class LocalReducer:
     def __init__(self) -> None:
         self._open: dict[tuple[Members, int], dict[Holder, tuple[Sequence[Tensor], Ticket]]] = {}
 
-    def reduce(
-        self, members: Members, me: Holder, batch: int, tensors: Sequence[Tensor], after: Ticket | None = None
-    ) -> Ticket:
+    def reduce(self, members: Members, me: Holder, batch: int, tensors: Sequence[Tensor]) -> Ticket:
         """Join a sum; the last member to do so adds."""
         ticket = Ticket(f"{_LANE} (batch {batch})")
-
-        def join() -> None:
-            here = self._open.setdefault((members, batch), {})
-            here[me] = tensors, ticket
-            if len(here) < len(members):
-                return
+        here = self._open.setdefault((members, batch), {})
+        here[me] = tensors, ticket
+        if len(here) == len(members):
             del self._open[members, batch]
             _add([here[member][0] for member in members])
             for _, waiting in here.values():
                 waiting.complete()
-
-        if after is None:
-            join()
-        else:
-            after.then(join)
         return ticket
 
     def close(self) -> None:
@@ -106,12 +94,13 @@ class LocalReducer:
 
 
 class GlooReducer:
-    """One process's part, with a thread that adds.
+    """One process's part, with a thread that adds: all processes must join the sums that they share in one order.
 
     Args:
         process: group rank of a holder's process.
         group: with gloo on the CPU; None for the default group.
         fast: groups that add the fast way, by the ranks of their members; whatever has none is added in order.
+        tag: of its messages.
     """
 
     def __init__(
@@ -119,59 +108,67 @@ class GlooReducer:
         process: Callable[[Holder], int],
         group: dist.ProcessGroup | None,
         fast: Mapping[frozenset[int], dist.ProcessGroup],
+        tag: int = _TAG,
     ) -> None:
-        self._process, self._group, self._fast = process, group, fast
+        self._process, self._group, self._fast, self._tag = process, group, fast, tag
+        self._open: dict[tuple[Members, int], dict[int, tuple[Sequence[Tensor], Ticket]]] = {}
         self._background = Background(_LANE)
 
-    def reduce(
-        self, members: Members, me: Holder, batch: int, tensors: Sequence[Tensor], after: Ticket | None = None
-    ) -> Ticket:
-        """Join a sum; what it comes after is done by then, because one thread does all of them in their order."""
-        ranks, place = [self._process(m) for m in members], members.index(me)
-        fast = self._fast.get(frozenset(ranks))
+    def reduce(self, members: Members, me: Holder, batch: int, tensors: Sequence[Tensor]) -> Ticket:
+        """Join a sum; it begins when all members in this process have."""
+        ranks, own = [self._process(m) for m in members], self._process(me)
         ticket = Ticket(f"{_LANE} of ranks {', '.join(map(str, ranks))} (batch {batch})")
-
-        @torch.no_grad()
-        def add() -> None:
-            if after is not None:
-                after.check("adding gradients")
-            for tensor in tensors:
-                if fast is not None:
-                    dist.all_reduce(tensor, group=fast)
-                    continue
-                for piece in torch.split(tensor.reshape(-1), _PIECE):
-                    self._add(piece, ranks, place)
-
-        self._background.later([ticket], add)
+        here = self._open.setdefault((members, batch), {})
+        here[members.index(me)] = tensors, ticket
+        if len(here) == ranks.count(own):
+            del self._open[members, batch]
+            given = {place: here[place][0] for place in sorted(here)}
+            self._background.later([waiting for _, waiting in here.values()], partial(self._sum, ranks, own, given))
         return ticket
 
     def close(self) -> None:
         """Let the thread end once all it was given is done."""
         self._background.close()
 
-    def _add(self, piece: Tensor, ranks: list[int], place: int) -> None:
-        """Replace a piece by its sum over all members."""
-        parts = list(piece.tensor_split(len(ranks)))
-        mine = parts[place]
-        shares = [mine if i == place else torch.empty_like(mine) for i in range(len(ranks))]
-        arriving = [self._receive(shares[i], r) for i, r in enumerate(ranks) if i != place]
-        leaving = [self._send(parts[i], r) for i, r in enumerate(ranks) if i != place]
+    @torch.no_grad()
+    def _sum(self, ranks: list[int], own: int, given: Mapping[int, Sequence[Tensor]]) -> None:
+        """Replace what the members here have given, by their places, by the sums over all members."""
+        fast = self._fast.get(frozenset(ranks)) if len(set(ranks)) == len(ranks) else None
+        for tensors in zip(*given.values(), strict=True):
+            if fast is not None:
+                dist.all_reduce(tensors[0], group=fast)
+                continue
+            for pieces in zip(*(torch.split(tensor.reshape(-1), _PIECE) for tensor in tensors), strict=True):
+                self._add(dict(zip(given, pieces, strict=True)), ranks, own)
+
+    def _add(self, pieces: Mapping[int, Tensor], ranks: list[int], own: int) -> None:
+        """Replace the pieces of the members here, by their places, by the sum over all members."""
+        adders = list(dict.fromkeys(ranks))  # each process adds a part
+        parts = {place: piece.tensor_split(len(adders)) for place, piece in pieces.items()}
+        first, mine = next(iter(parts.values())), adders.index(own)
+        others = [(i, rank) for i, rank in enumerate(adders) if rank != own]
+        shares = [parts[i][mine] if i in parts else torch.empty_like(first[mine]) for i in range(len(ranks))]
+        arriving = [self._receive(shares[i], rank) for i, rank in enumerate(ranks) if i not in parts]
+        leaving = [self._send(part[i], rank) for i, rank in others for part in parts.values()]
         _finish(arriving)
         total = shares[0]
         for share in shares[1:]:
             total.add_(share)
-        mine.copy_(total)
+        first[mine].copy_(total)
         _finish(leaving)
-        arriving = [self._receive(parts[i], r) for i, r in enumerate(ranks) if i != place]
-        leaving = [self._send(mine, r) for i, r in enumerate(ranks) if i != place]
+        arriving = [self._receive(first[i], rank) for i, rank in others]
+        leaving = [self._send(first[mine], rank) for _, rank in others]
         _finish(arriving)
         _finish(leaving)
+        whole, *copies = pieces.values()
+        for copy in copies:
+            copy.copy_(whole)
 
     def _send(self, tensor: Tensor, rank: int) -> Any:
-        return dist.isend(tensor, group=self._group, tag=_TAG, group_dst=rank) if tensor.numel() else None
+        return dist.isend(tensor, group=self._group, tag=self._tag, group_dst=rank) if tensor.numel() else None
 
     def _receive(self, tensor: Tensor, rank: int) -> Any:
-        return dist.irecv(tensor, group=self._group, tag=_TAG, group_src=rank) if tensor.numel() else None
+        return dist.irecv(tensor, group=self._group, tag=self._tag, group_src=rank) if tensor.numel() else None
 
 
 def _add(tensors: Sequence[Sequence[Tensor]]) -> None:

@@ -12,6 +12,7 @@ from penstock.runtime.node import NodeRuntime
 from penstock.runtime.recorder import Recorder
 from penstock.runtime.reduction import Holder, Reducer
 from penstock.runtime.transport import Ticket, after_all
+from penstock.runtime.tying import Tying
 from penstock.runtime.waiting import Wait, wait_for
 from penstock.schedule.ir import Node, Op
 from penstock.timeline import Interval, Waiting
@@ -31,6 +32,7 @@ class Updates:
         replica: which of the parallel pipelines.
         holders: of each cut, all nodes of all parallel pipelines that hold it.
         reducer: adds gradients.
+        tying: adds those of parameters that stages share.
         council: adds what stages know.
         decisions: this rank's part in them.
         recorder: takes down what happens.
@@ -42,6 +44,7 @@ class Updates:
         replica: int,
         holders: Mapping[int, tuple[Holder, ...]],
         reducer: Reducer,
+        tying: Tying,
         council: Council,
         decisions: Decisions,
         recorder: Recorder,
@@ -50,7 +53,8 @@ class Updates:
         self.provisional = provisional
         self._pipelines = len({holder.replica for holder in holders[0]})
         self._replica, self._holders = replica, holders
-        self._reducer, self._council, self._decisions, self._recorder = reducer, council, decisions, recorder
+        self._reducer, self._tying, self._council = reducer, tying, council
+        self._decisions, self._recorder = decisions, recorder
         self._sums: dict[tuple[Node, int], list[tuple[Op, Ticket]]] = {}
         self._votes: dict[tuple[Node, int], Ticket] = {}
 
@@ -62,13 +66,8 @@ class Updates:
 
     def tie(self, node: NodeRuntime, batch: int) -> None:
         """Begin to add the gradients of parameters that this stage shares with others."""
-        me, sums = Holder(self._replica, node.node), self._sums.setdefault((node.node, batch), [])
-        after = sums[0][1] if sums else None
-        for tie in node.ties:
-            all_holders = [h for cut in tie.cuts for h in self._holders[cut]]
-            holders = [h for h in all_holders if (h.replica, h.node.replica) == (me.replica, me.node.replica)]
-            tensors = node.gradients_of(batch, tie.names_at(node.node.cut))
-            sums.append((Op.TIE, self._reducer.reduce(tuple(holders), me, batch, tensors, after)))
+        sums = self._sums.setdefault((node.node, batch), [])
+        sums.append((Op.TIE, self._tying.join(node, batch, [ticket for _, ticket in sums])))
 
     def hand_in(self, node: NodeRuntime, batch: int, loss: Loss | None) -> None:
         """Hand in what a node knows of a batch, as soon as its gradient is that of all that hold its weights.

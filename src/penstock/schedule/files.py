@@ -34,7 +34,7 @@ def prove_file(path: Path, stages: int, microbatches: int, options: Options = NO
             return prove(function, stages, microbatches, options=options)
         except PenstockError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise ConfigError(_told(path, error)) from error
     try:
         text = path.read_text()
@@ -77,6 +77,7 @@ def load_function(path: Path) -> OrderFunction:
 
 def _told(path: Path, error: BaseException) -> str:
     """What went wrong in a user's file, and in which line."""
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if Path(frame.filename).absolute() == path.absolute()]
     where = f", line {lines[-1]}" if lines else ""
     return f"{path}{where}: {type(error).__name__}: {error}"

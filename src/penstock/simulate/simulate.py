@@ -131,12 +131,15 @@ class _Recorder:
 
 
 def marks_of(schedule: Schedule) -> dict[Node, str]:
-    """What tells the nodes of a rank apart in drawings: a, b, ... for its chunks, > and < for two directions."""
+    """What tells the nodes of a rank apart in drawings: a, b, ... for its chunks, > and < for two directions.
+
+    Where there are several pipelines in each direction, even replicas go down; microbatches tell them apart.
+    """
     marks = {}
     for node in schedule.nodes:
         chunks = [other for other in schedule.on_rank(node.rank) if other.replica == node.replica]
         chunk = ascii_lowercase[chunks.index(node) % 26] if len(chunks) > 1 else ""
-        marks[node] = chunk + ("><"[node.replica] if schedule.replicas == 2 else "")
+        marks[node] = chunk + ("" if schedule.replicas % 2 else "><"[node.replica % 2])
     return marks
 
 

@@ -1,15 +1,18 @@
 """Chimera (Li and Hoefler, arXiv 2107.06925): f pipelines down and f up over the same ranks, each with a copy of the
 model.
 
-Down, cut c lies on rank c, up on rank p - 1 - c (with f pairs, each pair turned on by p / f ranks). Each pipeline takes
-p / (2f) microbatches of a unit of p. With f = 1 and F = B the passes of microbatch i of a unit stand in the slots
+Down, cut c lies on rank c, up on rank D - 1 - c; each further pair is turned on by D / f ranks. So a rank holds 2f
+different cuts. A unit of D microbatches is dealt to the 2f pipelines, D / (2f) to each. With F = B the passes of
+microbatch i of a pipeline, at cut c, stand in the slots
 
-    down, rank r: F at 2i + r, B at 2i + 2p - 1 - r        up, rank r: F at 2i + p - 1 - r, B at 2i + p + r
+    F at 2i + c        B at 2i + 2D - 1 - c
 
-which never coincide; units follow each other, 2p slots apart. Where backwards take longer, gaps in the middle of a unit
-stay open. Gradients of the copies of a cut are added before its update.
+which never coincide on a rank, whatever f is: the passes of the pairs follow each other, D / f slots apart, and those
+down and up take turns. Units follow each other, 2D slots apart, so D / f - 2 slots are idle, whatever m is.
+Where backwards take longer, gaps in the middle of a unit stay open. Gradients of the copies of a cut are added before
+its update.
 
-p=4, m=4 (> is down, < up):
+D=4, f=1, m=4 (> is down, < up):
     r0: F0> F1> F2< B2< F3< B3< B0> B1>
     r1: F0> F2< F1> F3< B2< B0> B3< B1>
 """
@@ -21,22 +24,31 @@ from penstock.schedule.ir import Node, Op
 from penstock.schedule.order import Order, make_order, pass_of
 
 
-def chimera(stages: int, microbatches: int) -> Order:
-    """Chimera with one pipeline down and one up.
+def chimera(stages: int, microbatches: int, *, pairs: int = 1) -> Order:
+    """Chimera with pipelines down (even replicas of the cuts) and up (odd ones).
+
+    Args:
+        stages: D.
+        microbatches: m.
+        pairs: f, pipelines in each direction; a rank holds 2f cuts.
 
     Raises:
-        ScheduleError: an odd number of stages.
+        ScheduleError: 2f does not divide D.
     """
-    if stages % 2:
-        raise ScheduleError(f"chimera takes an even number of stages, got {stages}")
+    ways = 2 * pairs
+    if stages % ways:
+        raise ScheduleError(f"chimera takes a multiple of {ways} stages (two per pair of pipelines), got {stages}")
     nodes = tuple(
-        Node(cut, replica, stages - 1 - cut if replica else cut) for replica in (0, 1) for cut in range(stages)
+        Node(cut, way, (way // 2 * stages // pairs + (stages - 1 - cut if way % 2 else cut)) % stages)
+        for way in range(ways)
+        for cut in range(stages)
     )
-    half = stages // 2
     slots: list[list[tuple[int, Op, int, Node]]] = [[] for _ in range(stages)]
     for k in range(microbatches):
         unit, place = divmod(k, stages)
-        way, i = divmod(place, half)
+        size = min(stages, microbatches - unit * stages)  # of the last unit what is left is dealt evenly, too
+        way = place * ways // size
+        i = place + -way * size // ways
         for node in nodes[way * stages : (way + 1) * stages]:
             begin = 2 * stages * unit + 2 * i + node.cut
             slots[node.rank].append((begin, Op.F, k, node))

@@ -13,6 +13,7 @@ from itertools import pairwise, product
 from penstock.errors import CapabilityError, ScheduleError
 from penstock.schedule.ir import Op, straight
 from penstock.schedule.order import Order, make_order, pass_of
+from penstock.schedule.orders.searched import check_percentage
 
 _OPS = (Op.F, Op.I, Op.W)
 _Pass = tuple[int, Op, int]
@@ -38,8 +39,9 @@ def zb_exact(
 
     Raises:
         CapabilityError: scipy is not installed.
-        ScheduleError: no order was proven to be the best in that time.
+        ScheduleError: no order was proven to be the best in that time; `held` is no percentage.
     """
+    check_percentage("zb-exact", held)
     times = dict(zip(_OPS, (forward, input, weight), strict=True))
     program = _Program(stages, microbatches, times, hop)
     program.sequence()

@@ -79,13 +79,22 @@ def zb_auto(
     Raises:
         ScheduleError: `held` is no percentage.
     """
-    if held > 100:
-        raise ScheduleError(f"zb-auto: held is a percentage of a microbatch's activations, got {held}")
+    check_percentage("zb-auto", held)
     times = {Op.F: forward, Op.I: input, Op.W: weight}
     task = _Task(stages, microbatches, times, hop, 100 * (limit or 2 * stages), held)
     tried = [_search(task, *choices) for choices in product((False, True), repeat=3)]
     best = min(tried, key=lambda ranks: max(r.free - r.ends[Op.F][0] for r in ranks))
     return make_order([rank.found for rank in best])
+
+
+def check_percentage(order: str, held: int) -> None:
+    """Refuse to hold more between I and W than before.
+
+    Raises:
+        ScheduleError: `held` is no percentage.
+    """
+    if held > 100:
+        raise ScheduleError(f"{order}: held is a percentage of a microbatch's activations, got {held}")
 
 
 def _search(task: _Task, eager: bool, far: bool, thrifty: bool) -> list[_Rank]:
