@@ -52,3 +52,26 @@ def test_a_flushed_batch_waits_for_its_decision(depth, batches):
     latency = 0.25
     plain, deciding = (makespan("1f1b", depth, depth + 1, latency, decides, batches) for decides in (False, True))
     assert deciding == pytest.approx(plain + batches * 2 * latency)
+
+
+@pytest.mark.parametrize("method", ["zb-h2", "zb-auto"])
+@pytest.mark.parametrize(("depth", "m"), [(2, 6), (4, 12), (8, 24)])
+def test_post_validation_takes_the_last_bubble_of_zero_bubble(method, depth, m):
+    """Every rank begins and ends a batch at another time, so a batch that waits for a decision loses p - 1 slots."""
+    assert steady(method, depth, m, 0.0, True) == pytest.approx((depth - 1) / (3 * m + depth - 1))
+    assert steady(f"{method}-post", depth, m, 0.0, True) == pytest.approx(0.0, abs=1e-12)
+
+
+@pytest.mark.parametrize(("depth", "m"), [(2, 6), (4, 12), (8, 24)])
+def test_a_rejected_version_costs_the_forwards_that_have_read_it(depth, m):
+    """The first rank repeats 2 p - 1 forwards, and everybody else waits for that or does the same.
+
+    It gains p - 1 slots otherwise: where about half of all batches are clipped, or more, zb-h2 without it is faster.
+    """
+    proof = prove("zb-h2-post", depth, m, decides=True)
+    costs = Costs.uniform(proof.schedule)
+    accepted, rejected = (simulate_schedule(proof, costs, 6, batches) for batches in ((), (1, 3)))
+    assert rejected.bubble.makespan - accepted.bubble.makespan == pytest.approx(2 * (2 * depth - 1))
+    redone = [i for i in rejected.timeline.intervals if i.what == "REDO"]
+    assert len(redone) == 2 * sum(2 * (depth - rank) - 1 for rank in range(depth))
+    assert {i.batch for i in redone} == {2, 4}

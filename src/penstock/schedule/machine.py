@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -103,14 +103,18 @@ class Machine:
 
     # --- playing ----------------------------------------------------------------------------------------------------
 
-    def play(self, batches: int) -> None:
+    def play(self, batches: int, rejected: Collection[int] = ()) -> None:
         """Play a whole span.
+
+        Args:
+            batches: its length.
+            rejected: batches whose update is made again.
 
         Raises:
             ScheduleError: some ranks wait for ever.
         """
         for t in range(-1, batches):
-            self.play_period(t, t + 1 < batches)
+            self.play_period(t, t + 1 < batches, t - 1 in rejected)
         self.play_epilogue(batches)
 
     def play_period(self, t: int, more: bool, rejected: bool = False) -> None:

@@ -16,7 +16,7 @@ class StageCost:
     """Times of one microbatch on one cut.
 
     Attributes:
-        forward: F (and R).
+        forward: F (and R, REDO).
         backward_input: I.
         backward_weight: W; a full backward B takes `backward_input + backward_weight`.
         step: an optimizer update.
@@ -86,7 +86,7 @@ class Costs:
         cost, unit = self.stages[action.node.cut], action.unit
         amount = unit.count / (unit.slice[1] if unit.slice else 1)
         match action.op:
-            case Op.F | Op.R:
+            case Op.F | Op.R | Op.REDO:
                 return cost.forward * amount
             case Op.B:
                 return (cost.backward_input + cost.backward_weight) * amount

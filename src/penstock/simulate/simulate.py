@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from string import ascii_lowercase
@@ -55,13 +55,16 @@ class Simulation:
         }
 
 
-def simulate_schedule(schedule: Schedule | Proof, costs: Costs, batches: int = 1) -> Simulation:
+def simulate_schedule(
+    schedule: Schedule | Proof, costs: Costs, batches: int = 1, rejected: Collection[int] = ()
+) -> Simulation:
     """Predict a span of `batches` batches.
 
     Args:
         schedule: a schedule (it is checked first) or its proof.
         costs: times of every cut.
         batches: length of the span; the pipeline starts empty and is drained.
+        rejected: batches whose update is made again, where updates come before the decision of all stages.
 
     Raises:
         ScheduleError: the schedule is not legal.
@@ -72,7 +75,7 @@ def simulate_schedule(schedule: Schedule | Proof, costs: Costs, batches: int = 1
         raise ConfigError(f"batches must be at least 1, got {batches}")
     if len(costs.stages) != proof.schedule.cuts:
         raise ConfigError(f"the costs describe {len(costs.stages)} stages, the schedule has {proof.schedule.cuts}")
-    timeline, activations = play(proof.lowered, costs, batches)
+    timeline, activations = play(proof.lowered, costs, batches, rejected)
     return Simulation(
         timeline,
         timeline.bubble(),
@@ -83,11 +86,13 @@ def simulate_schedule(schedule: Schedule | Proof, costs: Costs, batches: int = 1
 
 
 @no_collection
-def play(lowered: Lowered, costs: Costs, batches: int) -> tuple[Timeline, tuple[float, ...]]:
+def play(
+    lowered: Lowered, costs: Costs, batches: int, rejected: Collection[int] = ()
+) -> tuple[Timeline, tuple[float, ...]]:
     """The timeline of a span and the peak activations per rank, without checking the schedule."""
     recorder = _Recorder(lowered.schedule, Fraction(costs.left).limit_denominator(1000))
     machine = Machine(lowered, costs.duration, costs.latency, recorder.observe)
-    machine.play(batches)
+    machine.play(batches, rejected)
     return recorder.timeline, tuple(map(float, recorder.activations.peaks()))
 
 
