@@ -31,7 +31,7 @@ TINY = (
     "rate.warm_up=2", "optimizer.lr=0.01", "clip=0.5", "threads=1",
 )  # fmt: skip
 RUNNING = [name for name, row in METHODS.items() if row.runs]
-FLUSH = [name for name in RUNNING if METHODS[name].rule == "flush"]
+FLUSH = [name for name in RUNNING if METHODS[name].rule in ("flush", "provisional")]
 PASSES = ["losses", "decisions", "gradients", "weights"]
 
 
@@ -102,6 +102,9 @@ def test_every_method_passes(text: str, method: str) -> None:
         ("1f1b", ["clip=null"]),
         ("2bw", ["clip=null", "width=3", "balance=[1,3]"]),
         ("1f1b", ["stages=4", "optimizer.name=sgd"]),
+        ("zb-h2-post", ["clip=1e9"]),
+        ("zb-h2-post", ["precision=fp16", "width=2", "stages=3"]),
+        ("zb-h2-post", ["undo=in-place"]),
         (
             "2bw",
             ["model.tied=true", "width=2", "recompute=stage", "precision=fp16", "stages=3", "optimizer.name=nadam"],

@@ -106,6 +106,10 @@ class TrainConfig(_Strict):
     recompute: Literal["none", "block", "stage"] = Field(
         default="none", description="forwards to run again instead of keeping what their backward needs"
     )
+    undo: Literal["copies", "in-place"] = Field(
+        default="copies",
+        description="how methods with post-validation take an update back: exactly, from copies, or off by roundings",
+    )
     balance: list[int] | None = Field(default=None, description="blocks per stage; balanced by cost if not set")
     seed: int = Field(default=0, ge=0, le=2**63 - 1, description="of initialisation, sample order and dropout")
     data: str | None = Field(
@@ -243,7 +247,7 @@ def _section_keys(section: str) -> str:
 
 _TEXT_KEYS = frozenset(
     {
-        "method", "data", "prompt", "out", "reduce", "precision", "recompute", "model.preset", "optimizer.name",
+        "method", "data", "prompt", "out", "reduce", "precision", "recompute", "undo", "model.preset", "optimizer.name",
         "rate.decay",
     }
 )  # fmt: skip

@@ -16,6 +16,7 @@ from penstock.runtime.blocks import cut_blocks
 from penstock.schedule.build import prove
 from penstock.schedule.check import Proof
 from penstock.schedule.methods import METHODS, find_method
+from penstock.schedule.versions import RULES
 from penstock.train.config import TrainConfig
 from penstock.train.corpus import Corpus, load_corpus
 from penstock.train.data import Windows
@@ -63,7 +64,11 @@ def prepare(config: TrainConfig) -> Prepared:
         raise ConfigError(
             f"method {row.name!r} can be proven, drawn and simulated, but not run yet; methods that run: {offered}"
         )
-    proof = prove(row.name, config.stages, config.microbatches, options=config.options)
+    in_place = config.undo == "in-place"
+    if in_place and not RULES[row.rule].provisional:
+        raise ConfigError(f"undo=in-place: method {row.name!r} never takes an update back; leave undo out")
+    rule = "provisional-in-place" if in_place else None
+    proof = prove(row.name, config.stages, config.microbatches, options=config.options, rule=rule)
     corpus = load_corpus(config.data, partial(is_of_a_run, Path(config.out)))
     model = model_shape(config, corpus)
     cut_blocks(gpt_blocks(model, config.seed), proof.schedule.cuts, config.balance)

@@ -26,6 +26,7 @@ from penstock.runtime.blocks import cut_blocks
 from penstock.runtime.precision import low_precision
 from penstock.schedule.ir import Op, Schedule, passes
 from penstock.schedule.methods import find_method
+from penstock.schedule.versions import RULES, Source
 from penstock.train.build import make_pipeline
 from penstock.train.compare import Comparisons, Record, Value
 from penstock.train.config import TrainConfig
@@ -58,8 +59,9 @@ def verify(config: TrainConfig, count: int) -> Verification:
     with _threads(config), torch.random.fork_rng(devices=[]):
         reference, watch = _run_reference(prepared, count)
         updated = [t for t, gradients in enumerate(reference.gradients) if gradients]
-        sliced = prepared.proof.schedule.slices > 1  # sums over slices round otherwise than those over whole sequences
-        others = [(_record(reference, updated, watch, config.decides), TOLERANCE if sliced else 0.0)]
+        # Sums over slices round otherwise than those over whole sequences; so does what is undone in place.
+        rounds = prepared.proof.schedule.slices > 1 or config.undo == "in-place"
+        others = [(_record(reference, updated, watch, config.decides), TOLERANCE if rounds else 0.0)]
         if left_out is None:
             others.append((_run_plain(prepared, count, reference.versions), TOLERANCE))
         comparisons = Comparisons(others, config.width)
@@ -72,7 +74,7 @@ def verify(config: TrainConfig, count: int) -> Verification:
 def _no_plain(config: TrainConfig) -> str | None:
     """Why plain torch trains something else."""
     method = find_method(config.method)
-    if method.rule != "flush":
+    if RULES[method.rule].forward is not Source.BATCH:
         return f"{method.name} reads delayed weights"
     return None if config.precision == "fp32" else f"it is compared in fp32 only, not in {config.precision}"
 
@@ -94,7 +96,8 @@ class _Trial:
 
     def run(self) -> Exception | None:
         """Train; returns what was raised on the way."""
-        watch = Watch(optimizer_factory(self._config.optimizer), self._update)
+        provisional = RULES[self._prepared.proof.schedule.rule].provisional
+        watch = Watch(optimizer_factory(self._config.optimizer), self._update, waits=provisional)
         pipeline = make_pipeline(self._prepared, optimizer=watch)
         try:
             for report in pipeline.run(_data(self._prepared, self._count)):

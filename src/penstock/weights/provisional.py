@@ -44,7 +44,7 @@ class Provisional:
     def again(self, factor: float) -> None:
         """The second attempt, with what all have decided."""
         if self._apart:
-            self._updater.load(*self._before)
+            self._updater.go_back(*self._before)
         elif self._tried:
             self._updater.undo(self._new, self._gradient)
         self._attempt(factor)

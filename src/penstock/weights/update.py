@@ -30,7 +30,8 @@ class Updater:
     """Steps the parameters of one stage.
 
     Args:
-        factory: builds the optimizer.
+        factory: builds the optimizer; if it has a method `undone`, that is told of optimizers whose last step was taken
+            back.
         layout: the parameters of the stage.
         first: the buffer of version 0.
         rotates: whether updates are written over the gradient.
@@ -54,6 +55,7 @@ class Updater:
             parameter.data = first.views[name]
         self.optimizer = factory(list(self.parameters.items())) if self.parameters else None
         self.updates = 0
+        self._told: Callable[[torch.optim.Optimizer], None] | None = getattr(factory, "undone", None)
         self._rate = rate
         self._scratch: dict[torch.dtype, Tensor] = {}
         self._chunks: list[dict[str, Tensor]] = []
@@ -160,6 +162,17 @@ class Updater:
         undo_step(self.optimizer, gradients, first=self.updates == 1)
         self.optimizer.zero_grad(set_to_none=True)
         self.updates -= 1
+        self._tell()
+
+    def go_back(self, updates: int, state: Mapping[tuple[str, str], Any]) -> None:
+        """Forget the last step, if there was one, of what is remembered: `state` is from before it."""
+        if self.updates != updates:
+            self.load(updates, state)
+            self._tell()
+
+    def _tell(self) -> None:
+        if self._told is not None and self.optimizer is not None:
+            self._told(self.optimizer)
 
     def rotate(self, old: Buffer, new: Buffer, factor: float, gradient: Buffer | None = None) -> None:
         """Step from `old` into `new`, which on return holds version t+1.
