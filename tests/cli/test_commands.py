@@ -32,6 +32,9 @@ def test_methods_as_json(monkeypatch, capsys):
     assert rows["2bw"]["bubble"] == 0
     assert rows["stash"]["delay"] == pytest.approx([3 / 8, 2 / 8, 1 / 8, 0])
     assert not rows["newest"]["runs"]
+    two_copies = {name for name, row in rows.items() if row["weight_copies"] == [2, 2, 2, 2]}
+    assert two_copies == {"2bw", "2bw-eager", "vertical-sync", "chimera", "dualpipe", "bitpipe"}
+    assert all(row["weight_copies"] == [1, 1, 1, 1] for name, row in rows.items() if name not in {*two_copies, "stash"})
 
 
 def test_methods_as_a_table_names_what_is_illegal(monkeypatch, capsys):
@@ -83,6 +86,18 @@ def test_simulate_as_json_has_the_documented_keys(monkeypatch, capsys):
         "bubble": pytest.approx(3 / 11), "bubble_of_ideal": 3 / 8, "rank_span_bubble": pytest.approx(3 / 11),
         "peak_activations": [4, 3, 2, 1], "live_versions": [1, 1, 1, 1], "messages": 48, "volume": 48.0,
     }  # fmt: skip
+
+
+def test_every_output_means_the_same_by_bubble(monkeypatch, capsys):
+    """Idle / total: 3/11 at 4 stages and 8 microbatches, not 3/8 of the work."""
+    _, shown, _ = run(monkeypatch, capsys, "show", "1f1b", "--stages", 4, "--microbatches", 8)
+    _, table, _ = run(monkeypatch, capsys, "simulate", "1f1b", "--stages", 4, "--microbatches", 8)
+    _, methods, _ = run(monkeypatch, capsys, "methods", "--stages", 4, "--microbatches", 8)
+    assert "bubble 0.2727" in shown
+    rows = [line.split() for line in (table + methods).splitlines()]
+    assert ["bubble", "0.2727"] in [row[:2] for row in rows]
+    assert [row[-1] for row in rows if row[:2] == ["all", "ranks"]] == ["27.3"]
+    assert [row[-1] for row in rows if row[:1] == ["1f1b"]] == ["0.273"]
 
 
 def test_simulate_several_batches_with_costs_of_their_own(monkeypatch, capsys, tmp_path):
@@ -137,6 +152,7 @@ def test_every_configuration_key_can_be_listed(monkeypatch, capsys):
         (["train", "--set", "method=vertical-sync"], "can be proven, drawn and simulated, but not run yet"),
         (["train", "--set", "method=newest"], "can be proven, drawn and simulated, but not run yet"),
         (["train", "--set", "stages=6"], "2bw with 6 stages needs at least 5 microbatches"),
+        (["train", "--set", "method=dualpipe", "--set", "microbatches=2"], "at least twice as many; got 2 and 2"),
         (["train", "--set", "stages=7", "--set", "method=1f1b"], "cannot be cut into 7 stages"),
         (["train", "--set", "balance=[6]"], "must hold 2 positive numbers that add up to the model's 6 blocks"),
         (["train", "--set", "model.heads=5"], "must be a multiple of twice model.heads"),

@@ -6,8 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from runtime_cases import Case, assert_same, expected, train, train_on_ranks
+from runtime_cases import Case, assert_same, expected, make_batches, make_pipeline, train, train_on_ranks
 
+from penstock.schedule.ir import passes
 from pool import Pool
 
 ORDERS = (
@@ -43,6 +44,21 @@ def test_in_one_process(name: str, p: int, m: int, device: str) -> None:
 def test_on_ranks(pool: Pool, name: str, p: int, m: int) -> None:
     case = replace(case_of(name, p, m), clip=0.6)
     assert_same(train_on_ranks(pool, case), expected(case))
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_what_was_run_is_the_table(name: str) -> None:
+    """Pass by pass, on every rank, from batch to batch; a fused pair is run as its parts."""
+    case = replace(case_of(name, 2, 4), spans=(2,), skips=())
+    pipeline = make_pipeline(case)
+    for _ in pipeline.run(make_batches(case)):
+        pass
+    timeline, kinds = pipeline.timeline(), ("F", "B", "I", "W")
+    for rank in range(2):
+        work = sorted(timeline.work(rank), key=lambda i: i.start)
+        table = [part for action in case.schedule.actions(rank, 2) for part in passes(action) if part.op in kinds]
+        wanted = [(part.op, part.node.cut, part.node.replica, part.unit.first) for part in table]
+        assert [(i.what, i.cut, i.replica, i.microbatch) for i in work if i.what in kinds] == wanted
 
 
 @pytest.mark.parametrize("name", LOOPED)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from penstock.schedule.build import make_schedule
+from penstock.schedule.build import make_schedule, prove
 from penstock.schedule.lower import lower
 from penstock.simulate.costs import Costs, StageCost
 from penstock.simulate.simulate import simulate_schedule, steady_bubble
@@ -35,6 +35,16 @@ def test_flushed_methods(method, p, m, times):
     assert result.bubble.bubble_of_ideal == pytest.approx((p - 1) / m)
     assert result.bubble.rank_span == (m + p - 1) * (f + b)  # rank 0 begins first and ends last
     assert result.messages == 2 * m * (p - 1)
+
+
+@deep
+@sweep
+@timed
+def test_gpipe_takes_as_long_when_its_last_microbatch_comes_back_first(p, m, times):
+    def reversed_gpipe(stages, microbatches):
+        return [[f"F{k}" for k in range(microbatches)] + [f"B{k}" for k in reversed(range(microbatches))]] * stages
+
+    assert run(prove(reversed_gpipe, p, m).schedule, times).bubble.makespan == (m + p - 1) * sum(times)
 
 
 @flushed
@@ -137,7 +147,7 @@ def test_the_slowest_stage_sets_the_pace(method, slow):
 @pytest.mark.parametrize("c", [0.25, 0.5])
 def test_latency_law(p, c):
     """Plain 1F1B pays 2c for about every microbatch; GPipe and eager 1F1B pay it once per hop."""
-    for m in (max(1, p - 1), p, p + 1, 2 * p + 1, 3 * p):
+    for m in (max(1, p - 1), p, p + 1, 2 * p + 1, 3 * p, 5 * p):
         ideal = 3 * (m + p - 1)
         law = ideal + 2 * c * ((p - 1) + (m - 1) * (p - 1) // p)
         assert run(make_schedule("1f1b", p, m), (1, 1, 1), latency=c).bubble.makespan == law

@@ -6,6 +6,8 @@ that were confirmed by other simulators, or stated in a paper or in its code.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from penstock.schedule.build import prove
@@ -18,10 +20,18 @@ MEASURED = (18.522, 18.086, 9.337)  # of a model of 1.5 B parameters (arXiv 2401
 
 
 def run(
-    name: str, p: int, m: int, times: tuple[float, float, float] = (1, 1, 1), latency: float = 0.0, **options: int
+    name: str,
+    p: int,
+    m: int,
+    times: tuple[float, float, float] = (1, 1, 1),
+    latency: float = 0.0,
+    left: float = 1.0,
+    fused: float = 1.0,
+    **options: int,
 ) -> Simulation:
     proof = prove(ORDERS[name], p, m, options=options)
-    return simulate_schedule(proof, Costs.uniform(proof.schedule, *times, latency=latency), 1)
+    costs = Costs.uniform(proof.schedule, *times, latency=latency)
+    return simulate_schedule(proof, replace(costs, left=left, fused=fused), 1)
 
 
 def idle(found: Simulation) -> float:
@@ -43,6 +53,13 @@ def test_chunks_divide_the_bubble(p: int, m: int, v: int, times: tuple[float, fl
         assert idle(found) == pytest.approx((p - 1) * sum(times) / v)
         assert found.bubble.bubble == pytest.approx((p - 1) / (m * v + p - 1))
         assert found.messages == 2 * m * (p * v - 1)
+
+
+@pytest.mark.parametrize(("p", "m", "v"), [(4, 1, 2), (4, 2, 2), (4, 3, 3), (3, 2, 4)])
+def test_with_fewer_microbatches_than_ranks_every_chunk_but_one_waits(p: int, m: int, v: int) -> None:
+    """For as long as the p - m microbatches would take that are not there."""
+    for name in ("interleaved", "breadth-first"):
+        assert idle(run(name, p, m, chunks=v)) == pytest.approx((p - 1) * 3 / v + (v - 1) * (p - m) * 3 / v)
 
 
 def test_activations_of_chunks() -> None:
@@ -79,6 +96,33 @@ def test_published_rates_of_zero_bubble() -> None:
     assert round(run("zb-h2", 8, 24, MEASURED, 0.601).bubble.rank_span_bubble, 4) == 0.1083
 
 
+def test_interleaved_on_the_same_model() -> None:
+    """What Megatron's rule takes with three chunks; the table, which counts it in another way, prints 0.1055."""
+    assert round(run("interleaved", 8, 24, MEASURED, 0.601, chunks=3).bubble.rank_span_bubble, 4) == 0.1090
+
+
+@pytest.mark.parametrize("left", [0.25, 0.375, 1.0])
+@pytest.mark.parametrize("p", [2, 4, 8])
+def test_activations_of_zero_bubble(p: int, left: float) -> None:
+    """With M_W = left * M_B after I: H1 (p-r) M_B + r M_W, H2 (2p-2r-1) M_B + 2r M_W (arXiv 2401.10241)."""
+    h1, h2 = (peaks(run(name, p, 3 * p, left=left)) for name in ("zb-h1", "zb-h2"))
+    assert h1 == [p - r + r * left for r in range(p)]
+    assert h2 == [2 * p - 2 * r - 1 + 2 * r * left for r in range(p)]
+
+
+@pytest.mark.parametrize("times", [(1, 1, 1), (3, 4, 2), (10, 12, 7)])
+@pytest.mark.parametrize(("p", "m"), [(2, 1), (2, 2), (4, 1), (4, 3), (4, 4), (8, 8)])
+def test_zero_bubble_with_no_more_microbatches_than_ranks(p: int, m: int, times: tuple[int, int, int]) -> None:
+    """(m+p-1)(F+I) + W instead of (m+p-1)(F+I+W) (arXiv 2401.10241, app. H)."""
+    forward, inputs, weights = times
+    wanted = (m + p - 1) * (forward + inputs) + weights
+    assert run("1f1b", p, m, times).bubble.makespan == (m + p - 1) * sum(times)
+    assert run("zb-h1", p, m, times).bubble.makespan == wanted
+    assert run("zb-h2", p, m, times).bubble.rank_span == wanted
+    found = run("zb-auto", p, m, times, forward=forward, input=inputs, weight=weights)
+    assert found.bubble.rank_span == wanted
+
+
 @pytest.mark.parametrize("p", [2, 3, 4, 6, 8])
 def test_zb_v(p: int) -> None:
     """No bubble within a rank, (p-1)F/2 in all, p activations on every rank, twice the messages of 1F1B."""
@@ -89,7 +133,15 @@ def test_zb_v(p: int) -> None:
         assert found.bubble.bubble == pytest.approx((p - 1) / (6 * m + p - 1))
         assert peaks(found) == [p] * p
         assert found.messages == 2 * m * 2 * (p - 1)
-    assert idle(run("zb-v", p, p)) <= p - 1
+
+
+@pytest.mark.parametrize("p", [2, 3, 4, 8])
+def test_zb_v_below_2p_microbatches(p: int) -> None:
+    """As in torch's table, a rank waits for F for each of the 2p - 1 that fill it and are not there."""
+    for m in range(p, 2 * p):
+        found = run("zb-v", p, m)
+        assert found.bubble.rank_span - found.bubble.ideal == 2 * p - 1 - m
+        assert idle(found) == max((p - 1) / 2, 2 * p - 1 - m)
 
 
 @pytest.mark.parametrize("p", [3, 4, 5, 6, 8, 9, 12, 16])
@@ -106,9 +158,11 @@ def test_v_half_and_v_min(p: int) -> None:
 
 
 def test_unequal_passes_cost_v_min_more_with_every_microbatch() -> None:
-    """And V-Half a constant."""
+    """And V-Half and ZB-V a constant."""
     times = (10.0, 11.0, 8.0)
-    half, least = ([idle(run(name, 8, m, times)) for m in (24, 48, 96)] for name in ("v-half", "v-min"))
+    names = ("zb-v", "v-half", "v-min")
+    whole, half, least = ([idle(run(name, 8, m, times)) for m in (24, 48, 96)] for name in names)
+    assert whole[0] == pytest.approx(whole[2])
     assert half[1] == pytest.approx(half[2])
     assert least[0] < least[1] < least[2]
 
@@ -135,6 +189,13 @@ def test_chimera(stages: int, m: int, pairs: int) -> None:
     assert equal.messages == 2 * m * (stages - 1)
 
 
+@pytest.mark.parametrize(("stages", "units", "better"), [(4, 3, True), (4, 4, False), (8, 2, True), (8, 3, False)])
+def test_chimera_loses_to_1f1b_when_units_follow_each_other(stages: int, units: int, better: bool) -> None:
+    """Bf = 2F, units of D microbatches: once (D-2)(N/D+1) is more than 3(D-1)."""
+    chimera, plain = (run(name, stages, units * stages).bubble.makespan for name in ("chimera", "1f1b"))
+    assert (chimera < plain) is better
+
+
 @pytest.mark.parametrize(("p", "waves"), [(2, 1), (4, 1), (4, 2), (3, 1), (8, 2)])
 def test_hanayo(p: int, waves: int) -> None:
     """F = Bf, m = p: (p-1)/(2Wp+p-1), p - (p-1-r)/(2W) activations; Bf = 2F with one wave: (2p-2)/(5p-2)."""
@@ -144,6 +205,7 @@ def test_hanayo(p: int, waves: int) -> None:
     assert found.messages == 2 * p * 2 * waves * (p - 1)
     if waves == 1:
         assert run("hanayo", p, p).bubble.bubble == pytest.approx((2 * p - 2) / (5 * p - 2))
+    assert peaks(run("hanayo", 4, 4)) == [2.5, 3, 4, 4]
 
 
 def test_dualpipe() -> None:
@@ -155,6 +217,22 @@ def test_dualpipe() -> None:
         assert idle(found) == (p / 2 - 1) * 2
         assert peaks(found) == [p + 1] * p
         assert found.messages == 2 * m * (p - 1)
+
+
+@pytest.mark.parametrize("fused", [1.0, 0.75])
+@pytest.mark.parametrize(("p", "m"), [(4, 8), (6, 12), (8, 20)])
+def test_dualpipe_where_pairs_overlap(p: int, m: int, fused: float) -> None:
+    """(p/2-1)(F&B + Bf - 3W) on the ranks that run most pairs, also where a pair takes less than its parts."""
+    found = run("dualpipe", p, m, fused=fused)
+    assert found.bubble.makespan - found.bubble.busy[p // 2] == (p / 2 - 1) * (3 * fused + 2 - 3)
+    on_a_v = run("dualpipe-v", p, m, fused=fused)
+    assert on_a_v.bubble.makespan - on_a_v.bubble.busy[-1] == (p - 1) * (3 * fused + 2 - 3) / 2
+
+
+def test_dualpipe_where_weights_take_less_than_a_forward() -> None:
+    """W = 0.8 and F&B = 2.7: (p/2-1)(F&B + Bf - 2W - F) = 6.3, where the formula for F = W would say 6.9."""
+    bubble = run("dualpipe", 8, 20, (1, 1.2, 0.8), fused=0.9).bubble
+    assert [bubble.makespan - busy for busy in bubble.busy[2:6]] == pytest.approx([6.3] * 4)
 
 
 @pytest.mark.parametrize(("p", "m"), [(2, 4), (3, 6), (4, 8), (4, 13), (8, 16)])
@@ -174,12 +252,13 @@ def test_bitpipe(stages: int, m: int) -> None:
     assert max(peaks(found)) == stages
     assert found.messages == 2 * m * 2 * (stages - 1)
     assert run("bitpipe", 4, 4).bubble.makespan == 14
+    assert peaks(run("bitpipe", 4, 4, (1, 0.5, 0.5), backward=1)) == [3.5, 4, 4, 3.5]
 
 
 @pytest.mark.parametrize("times", TIMES)
 @pytest.mark.parametrize(("p", "m", "k"), [(2, 4, 2), (4, 8, 2), (4, 4, 4), (3, 5, 3), (8, 16, 2)])
 def test_slices_divide_bubble_and_activations(p: int, m: int, k: int, times: tuple[float, float, float]) -> None:
-    """(p-1)(F+Bf)/k and (p-r-1+k)/k; TeraPipe holds the whole batch."""
+    """(p-1)(F+Bf)/k and (p-r-1+k)/k; TeraPipe holds the whole batch. k times as many messages carry as much."""
     found, whole = run("seq1f1b", p, m, times, slices=k), run("terapipe", p, m, times, slices=k)
     assert idle(found) == pytest.approx((p - 1) * sum(times) / k)
     assert found.bubble.bubble == pytest.approx((p - 1) / (m * k + p - 1))
@@ -187,6 +266,7 @@ def test_slices_divide_bubble_and_activations(p: int, m: int, k: int, times: tup
     assert idle(whole) == pytest.approx((p - 1) * sum(times) / k)
     assert peaks(whole) == pytest.approx([m] * p)
     assert found.messages == whole.messages == 2 * m * k * (p - 1)
+    assert found.volume == whole.volume == 2 * m * (p - 1)
 
 
 @pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 8), (6, 12), (8, 24)])

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.schedule.build import make_schedule
+from penstock.schedule.build import make_schedule, prove
+from penstock.schedule.order import NO_OPTIONS
 from penstock.schedule.text import parse_schedule
 from penstock.simulate.costs import Costs, StageCost
 from penstock.simulate.simulate import simulate_schedule
@@ -12,8 +13,8 @@ from penstock.simulate.simulate import simulate_schedule
 GOLDEN = Path(__file__).parents[1] / "golden"
 
 
-def run(method, stages, microbatches, batches=1, **costs):
-    schedule = make_schedule(method, stages, microbatches)
+def run(method, stages, microbatches, batches=1, options=NO_OPTIONS, **costs):
+    schedule = make_schedule(method, stages, microbatches, options=options)
     return simulate_schedule(schedule, Costs.uniform(schedule, **costs), batches)
 
 
@@ -48,6 +49,67 @@ def test_two_figures_called_bubble():
     bubble = run("1f1b", 4, 8).bubble
     assert bubble.bubble == pytest.approx(3 / 11)
     assert bubble.bubble_of_ideal == pytest.approx(3 / 8)
+
+
+@pytest.mark.parametrize(
+    ("method", "stages", "microbatches", "figure", "wanted"),
+    [
+        ("1f1b", 8, 16, "makespan", 69),
+        ("interleaved", 4, 8, "makespan", 28.5),
+        ("interleaved", 4, 8, "bubble_of_ideal", 0.1875),
+        ("interleaved", 4, 8, "bubble", 3 / 19),
+        ("zb-h2", 4, 8, "rank_span", 24),
+        ("zb-h2", 4, 8, "makespan", 27),
+        ("zb-v", 4, 8, "rank_span", 24),
+        ("zb-v", 4, 8, "makespan", 25.5),
+        ("zb-v", 4, 8, "bubble", 1 / 17),
+        ("chimera", 4, 4, "makespan", 16),
+        ("chimera", 4, 4, "bubble", 0.25),
+        ("hanayo", 4, 4, "bubble", 1 / 3),
+        ("dualpipe", 8, 20, "makespan", 66),
+        ("bitpipe", 4, 4, "makespan", 14),
+    ],
+)
+def test_a_backward_takes_twice_as_long_as_a_forward(method, stages, microbatches, figure, wanted):
+    assert getattr(run(method, stages, microbatches).bubble, figure) == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize(
+    ("method", "stages", "microbatches", "options", "makespan", "bubble"),
+    [
+        ("chimera", 4, 4, {}, 10, 0.2),
+        ("chimera", 4, 8, {}, 18, 1 / 9),
+        ("hanayo", 4, 4, {"backward": 1}, 11, 3 / 11),
+        ("bitpipe", 4, 4, {"backward": 1}, 9, 1 / 9),
+    ],
+)
+def test_a_backward_takes_as_long_as_a_forward(method, stages, microbatches, options, makespan, bubble):
+    found = run(method, stages, microbatches, options=options, backward_input=0.5, backward_weight=0.5).bubble
+    assert (found.makespan, found.bubble) == (makespan, pytest.approx(bubble))
+
+
+@pytest.mark.parametrize(("method", "slots"), [("chimera", 2), ("gpipe", 6), ("1f1b", 6)])
+def test_idle_slots_of_four_ranks(method, slots):
+    """Of length F = B: D - 2 on every rank of Chimera, 2 (D - 1) where one pipeline fills and drains."""
+    bubble = run(method, 4, 4, backward_input=0.5, backward_weight=0.5).bubble
+    assert [bubble.makespan - busy for busy in bubble.busy] == [slots] * 4
+
+
+@pytest.mark.parametrize(("stages", "half", "least"), [(4, 3, 2), (8, 5, 4), (16, 9, 6)])
+def test_activations_of_controllable_memory(stages, half, least):
+    """A half and a third of 1F1B's, with what rounding adds."""
+    for method, wanted in (("v-half", half), ("v-min", least), ("1f1b", stages)):
+        assert max(prove(method, stages, 2 * stages).activations) == wanted
+
+
+def test_terapipe_with_slices_of_different_lengths():
+    """The sum of all, and (K - 1) times the longest: 2, 1 and 1 on four ranks take 4 + 3 * 2, each times F + B = 3.
+
+    A unit of two microbatches stands for the slice that takes twice as long.
+    """
+    rows = "\n".join(f"rank {rank}: F0..1 F2 F3 B3 B2 B0..1" for rank in range(4))
+    schedule = parse_schedule(f"microbatches 4\nnodes 0@0 1@1 2@2 3@3\n{rows}")
+    assert simulate_schedule(schedule, Costs.uniform(schedule)).bubble.makespan == 10 * 3
 
 
 # Makespan of one batch with F = B_input = B_weight = 1: ideal 3m, and the bubble by the formula of its paper.
