@@ -209,12 +209,7 @@ def test_the_peak_on_every_rank_is_what_was_predicted(name: str) -> None:
             assert peak == number
 
 
-KEPT_BY_ITSELF = pytest.mark.xfail(
-    reason="Parking keeps itself, and what it parks, alive through its hook", strict=True
-)
-
-
-@pytest.mark.parametrize("name", ["interleaved", "zb-v", "dualpipe", pytest.param("bpipe", marks=KEPT_BY_ITSELF)])
+@pytest.mark.parametrize("name", ["interleaved", "zb-v", "dualpipe", "bpipe"])
 def test_no_order_keeps_graphs_from_batch_to_batch(name: str) -> None:
     m, depth = 8, 4
     data = make_data(3, m)

@@ -208,3 +208,13 @@ def wrong_loss(patch: Patch) -> None:
 def buffers_changed_twice(patch: Patch) -> None:
     """A forward that is run again changes buffers again."""
     patch.setattr(Keeper, "as_it_was", lambda *_: nullcontext())
+
+
+def never_rejected(patch: Patch) -> None:
+    """An update that was made before the decision stays, whatever is decided."""
+    patch.setattr(decisions.Decisions, "rejects", lambda self, batch, total: self.settle(batch, 0.0, total) is None)
+
+
+def undone_by_half(patch: Patch) -> None:
+    """An update that is made again starts from what the optimizer remembers after the first attempt."""
+    patch.setattr(Updater, "go_back", lambda self, *_: self._tell())

@@ -117,7 +117,7 @@ def test_every_choice_passes(text: str, method: str, changes: list[str]) -> None
     assert found.agrees, found.verdict
     assert all(row.reference.compared for row in found.rows if row.kind != "decisions")
     low = any(change in ("precision=bf16", "precision=fp16") for change in changes)
-    assert (found.left_out is None) == (method == "1f1b" and not low)
+    assert (found.left_out is None) == (method in FLUSH and not low)
 
 
 def test_every_pipeline_shows_its_updates(text: str) -> None:
@@ -240,6 +240,8 @@ PLANTS: dict[str, tuple[Any, list[str], int, list[str]]] = {
     "pipelines drift apart": (plants.sum_for_the_first_only, ["width=2"], 0, PASSES[2:]),
     "forgetful optimizer": (plants.forgetful_optimizer, [], 4, ["optimizer state"]),
     "older state dict": (plants.older_state_dict, [], 4, ["final state"]),
+    "never rejected": (plants.never_rejected, ["method=zb-h2-post"], 0, PASSES[2:]),
+    "undone by half": (plants.undone_by_half, ["method=zb-h2-post"], 0, PASSES[3:]),
     "wrong loss": (plants.wrong_loss, [], 0, ["losses"]),
 }
 

@@ -106,19 +106,22 @@ def cut_blocks(blocks: Mapping[str, Any], cuts: int, balance: Sequence[int] | No
 
 def deal(
     blocks: Mapping[str, Any], parts: Sequence[Sequence[str]], nodes: Iterable[tuple[int, Node]]
-) -> dict[tuple[int, Node], dict[str, Any]]:
+) -> dict[int, dict[Node, dict[str, Any]]]:
     """The blocks of every node in this process: those given for the first to hold a cut, copies for the others.
 
     Args:
         blocks: the model.
         parts: names of the blocks of each cut.
         nodes: of this process, each with its pipeline.
+
+    Returns:
+        By pipeline and node.
     """
-    dealt: dict[tuple[int, Node], dict[str, Any]] = {}
+    dealt: dict[int, dict[Node, dict[str, Any]]] = {}
     held: set[int] = set()
     for replica, node in sorted(nodes, key=lambda held: (held[0], held[1].replica)):
         own = {name: blocks[name] for name in parts[node.cut]}
-        dealt[replica, node] = copy.deepcopy(own) if node.cut in held else own
+        dealt.setdefault(replica, {})[node] = copy.deepcopy(own) if node.cut in held else own
         held.add(node.cut)
     return dealt
 

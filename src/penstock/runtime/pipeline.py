@@ -158,18 +158,10 @@ class Pipeline:
         about = width * self.schedule.microbatches if divisor is None else divisor
         recipe = Recipe(loss, optimizer, rate, _constant(about, low), policy, recompute, seed, low, average, slicing)
         origin = time.perf_counter() if group is None else common_origin(self.team.control)
-        held = {seat: self.schedule.on_rank(seat.rank) for seat in self.team.seats}
-        dealt = deal(named, self.parts, [(seat.replica, node) for seat, nodes in held.items() for node in nodes])
+        here = [(seat.replica, node) for seat in self.team.seats for node in self.schedule.on_rank(seat.rank)]
+        dealt = deal(named, self.parts, here)
         self._workers = [
-            Worker(
-                seat,
-                self.proof,
-                {node: dealt[seat.replica, node] for node in held[seat]},
-                ties,
-                inside,
-                recipe,
-                Recorder(row, origin),
-            )
+            Worker(seat, self.proof, dealt[seat.replica], ties, inside, recipe, Recorder(row, origin))
             for seat, row in zip(self.team.seats, self.team.workers, strict=True)
         ]
         equalise(ties, self.schedule, self.team, self._workers)

@@ -34,6 +34,10 @@ class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
         self._apart = False
         super().__init__(pack or self._pack, unpack)
 
+    def __exit__(self, *args: object) -> None:
+        super().__exit__(*args)
+        del self.pack_hook, self.unpack_hook  # a method of its own would keep this alive, and what it has seen
+
     def _pack(self, tensor: Tensor) -> Tensor:
         self.add([tensor])
         return tensor.detach()  # an operation that keeps its own result would otherwise keep itself
