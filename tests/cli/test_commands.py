@@ -19,6 +19,9 @@ def run(monkeypatch, capsys, *arguments):
     return caught.value.code or 0, printed.out, printed.err
 
 
+POST = ("zb-h2-post", "zb-auto-post")  # a version that is decided on, and one that is not
+
+
 def test_methods_as_json(monkeypatch, capsys):
     code, out, _ = run(monkeypatch, capsys, "methods", "--json")
     rows = {row["name"]: row for row in json.loads(out)}
@@ -33,7 +36,7 @@ def test_methods_as_json(monkeypatch, capsys):
     assert rows["stash"]["delay"] == pytest.approx([3 / 8, 2 / 8, 1 / 8, 0])
     assert not rows["newest"]["runs"]
     two_copies = {name for name, row in rows.items() if row["weight_copies"] == [2, 2, 2, 2]}
-    assert two_copies == {"2bw", "2bw-eager", "vertical-sync", "chimera", "dualpipe", "bitpipe"}
+    assert two_copies == {"2bw", "2bw-eager", "vertical-sync", "chimera", "dualpipe", "bitpipe", *POST}
     assert all(row["weight_copies"] == [1, 1, 1, 1] for name, row in rows.items() if name not in {*two_copies, "stash"})
 
 
