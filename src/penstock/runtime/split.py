@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -72,8 +72,20 @@ class Splitting(TorchFunctionMode):
         self._weights = {id(leaf): leaf for leaf in weights}
         self._counter = counter
         self.gate = torch.zeros((), requires_grad=True)
-        # torch.compile would trace what happens here, and lose it; so what is compiled runs as if it were not.
-        self._compiles = "torch._dynamo" in sys.modules
+        self._eager: AbstractContextManager[Any] = nullcontext()
+
+    def __enter__(self) -> Splitting:
+        """Begin a forward; what is compiled runs as if it were not: what happens here would be traced, and lost."""
+        if "torch._dynamo" in sys.modules:
+            self._eager = torch.compiler.set_stance("force_eager")
+        self._eager.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *failure: Any) -> None:
+        """The forward is over, or has failed."""
+        super().__exit__(*failure)
+        self._eager.__exit__(*failure)
 
     def forget(self) -> None:
         """The forward is over: let go of the weights, of which some may have been made in it."""
@@ -83,12 +95,7 @@ class Splitting(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Run an operation, or cut it off."""
-        if self._compiles:
-            return torch.compiler.disable(self._handle)(func, args, kwargs or {})  # type: ignore[no-untyped-call]
-        return self._handle(func, args, kwargs or {})
-
-    def _handle(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        tensors: list[Tensor] = []
+        kwargs, tensors = kwargs or {}, []
         _collect((*args, *kwargs.values()) if kwargs else args, tensors)
         weights = self._weights
         reads = sum([id(tensor) in weights for tensor in tensors])
