@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from runtime_cases import Case, assert_same, expected, make_batches, make_pipeline, train
+from runtime_cases import Case, assert_same, expected, make_batches, make_pipeline, train, train_on_ranks
 
+from penstock.errors import ScheduleError
 from penstock.runtime import parking
 from penstock.schedule.build import make_schedule
+from penstock.schedule.check import check
 from penstock.schedule.ir import Op
+from penstock.schedule.text import parse_schedule
+from pool import Pool
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+OFFLOAD, PARKED = ((GOLDEN / f"{name}.txt").read_text() for name in ("offload", "parked"))
 
 
 def test_the_backward_reads_what_was_moved(monkeypatch: Any) -> None:
@@ -25,9 +33,29 @@ def test_the_backward_reads_what_was_moved(monkeypatch: Any) -> None:
         return copy
 
     monkeypatch.setattr(parking, "_copied", copied)
+    case = Case("gpipe", 2, 4, spans=(3,))
+    assert_same(train(None, case, schedule=parse_schedule(OFFLOAD)), expected(case))
+    assert moved > 50
+
+
+def test_the_backward_reads_what_came_back(monkeypatch: Any) -> None:
+    """What was sent becomes rubbish."""
+    sent = 0
+    whole = parking.Parking.give
+
+    def given(self: parking.Parking) -> list[torch.Tensor]:
+        nonlocal sent
+        tensors = whole(self)
+        sent += len(tensors)
+        copies = [tensor.clone() for tensor in tensors]
+        for tensor in tensors:
+            tensor.fill_(255)
+        return copies
+
+    monkeypatch.setattr(parking.Parking, "give", given)
     case = Case("bpipe", 6, 9, spans=(3,))
     assert_same(train(None, case), expected(case))
-    assert moved > 50
+    assert sent > 30
 
 
 def test_weights_and_inputs_stay(monkeypatch: Any) -> None:
@@ -40,8 +68,8 @@ def test_weights_and_inputs_stay(monkeypatch: Any) -> None:
         return whole(storage, device)
 
     monkeypatch.setattr(parking, "_copied", noted)
-    case = Case("bpipe", 6, 9, spans=(2,), skips=())
-    pipeline = make_pipeline(case)
+    case = Case("gpipe", 2, 4, spans=(2,), skips=())
+    pipeline = make_pipeline(case, schedule=parse_schedule(OFFLOAD))
     weights = {address for node in pipeline.nodes.values() if node.store for address in node.store.storages}
     for _ in pipeline.run(make_batches(case)):
         pass
@@ -51,22 +79,66 @@ def test_weights_and_inputs_stay(monkeypatch: Any) -> None:
 
 @pytest.mark.parametrize(("recompute", "parks"), [("none", True), ("stage", False)])
 def test_the_account(recompute: Any, parks: bool) -> None:
-    """Ranks of the first half park; of a microbatch that is recomputed there is nothing to be parked."""
+    """Ranks of the first half park, those of the second hold; of a microbatch that is recomputed there is nothing."""
     case = Case("bpipe", 6, 9, spans=(3,), recompute=recompute)
     pipeline = make_pipeline(case)
     for _ in pipeline.run(make_batches(case)):
         pass
     peaks, live = pipeline.peak_bytes(), pipeline.live_bytes()
-    assert (peaks[1].get("parked activations", 0) > 0) is parks
+    held = [rank for rank in range(6) if peaks[rank].get("parked activations", 0)]
+    assert held == ([4, 5] if parks else [])
     assert all(live[rank].get("parked activations", 0) == live[rank]["activations"] == 0 for rank in range(6))
     plain = make_pipeline(Case("1f1b", 6, 9, spans=(3,), recompute=recompute))
     for _ in plain.run(make_batches(case)):
         pass
     if parks:
-        assert peaks[1]["activations"] < plain.peak_bytes()[1]["activations"]
+        assert peaks[0]["activations"] < plain.peak_bytes()[0]["activations"]
 
 
-def test_only_the_first_half_parks() -> None:
-    schedule = make_schedule("bpipe", 4, 8)
-    parking_ranks = [r for r, p in enumerate(schedule.programs) if any(a.op is Op.OFFLOAD for a in p.period)]
-    assert parking_ranks == [0]
+def test_the_hosts_memory_has_an_account_of_its_own() -> None:
+    case = Case("gpipe", 2, 4, spans=(2,))
+    pipeline = make_pipeline(case, schedule=parse_schedule(OFFLOAD))
+    for _ in pipeline.run(make_batches(case)):
+        pass
+    peaks, live = pipeline.peak_bytes(), pipeline.live_bytes()
+    assert peaks[0]["parked activations"] > 0
+    assert "parked activations" not in peaks[1]
+    assert live[0]["parked activations"] == live[0]["activations"] == 0
+
+
+@pytest.mark.parametrize(("p", "pairs"), [(4, [(0, 3)]), (8, [(0, 7), (1, 6), (2, 5)])])
+def test_who_parks_with_whom(p: int, pairs: list[tuple[int, int]]) -> None:
+    schedule = make_schedule("bpipe", p, 2 * p)
+    found = {
+        (rank, action.peer.rank)
+        for rank, program in enumerate(schedule.programs)
+        for action in program.period
+        if action.op is Op.OFFLOAD and action.peer is not None
+    }
+    assert sorted(found) == pairs
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (" RETURN1@1>0/parked", "", "parked activations of microbatch 1 on cut 0, which stands nowhere"),
+        (" HOLD1@1<0/parked", "", "RETURN1.*does not have these activations of its peer"),
+        ("HOLD1@1<0/parked", "HOLD1@1<0/parked HOLD1@1<0/parked", "HOLD1.*has these activations of its peer already"),
+        (" FETCH1@0<1/parked", "", "B1.*needs activations that are offloaded"),
+        ("HOLD1@1<0/parked", "HOLD1@1", "HOLD and RETURN name the other end"),
+        ("F0^t HOLD1@1<0/parked", "HOLD1@1<0/parked F0^t", ""),
+    ],
+)
+def test_a_wrong_one_is_refused(old: str, new: str, message: str) -> None:
+    assert old in PARKED
+    schedule = parse_schedule(PARKED.replace(old, new))
+    if not message:
+        check(schedule)
+        return
+    with pytest.raises(ScheduleError, match=message):
+        check(schedule)
+
+
+def test_on_ranks(pool: Pool) -> None:
+    case = Case("bpipe", 4, 8, spans=(2, 1))
+    assert_same(train_on_ranks(pool, case), expected(case))

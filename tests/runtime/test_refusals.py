@@ -17,7 +17,7 @@ from pool import Pool
 
 OFFERED = (
     "chimera", "dualpipe_v", "frozen_front", "interleaved", "local_losses", "offload", "seq1f1b", "two_branches",
-    "zb_h1", "post_validation", "zb_v",
+    "zb_h1", "post_validation", "parked", "zb_v",
 )  # fmt: skip
 GOLDEN = sorted((Path(__file__).parent.parent / "golden").glob("*.txt"))
 

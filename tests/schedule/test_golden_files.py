@@ -37,6 +37,7 @@ PEAKS = {
     "local_losses": [1, 1],  # each backward follows its forward
     "nf1b": [8, 4],  # rank 0 forwards a whole batch of 4 before it drops the last one's
     "offload": [3, 4],  # GPipe's 4 but for the one that is away when F3 runs
+    "parked": [2, 2],  # GPipe's 3 but for one, which counts on the other rank
     "periodic_averaging": [2, 1],
     "pipemare_recompute": [1, 1],  # recomputed for one backward at a time
     "post_validation": [3, 2],  # GPipe on rank 0; I0 frees nothing before W0, so 1F1B holds 2

@@ -44,6 +44,10 @@ def _given(action):
         what = {Op.F: "F", Op.B: "G", Op.I: "G", Op.R: "R"}.get(op)
         if what:
             yield what, node.cut, node.replica, k, piece
+        if op is Op.OFFLOAD and action.peer:
+            yield "sent", node.cut, node.replica, k, piece
+        if op is Op.RETURN:
+            yield "sent back", action.peer.cut, action.peer.replica, k, piece
 
 
 def _needed(schedule, action):
@@ -56,6 +60,10 @@ def _needed(schedule, action):
         if op in (Op.B, Op.I):
             facts += [("G", e.target, replica, k, piece) for e in schedule.edges if e.source == cut and e.backward]
             facts += [("G", cut, replica, k, piece + 1)] * (piece + 1 < pieces)
+        if op is Op.HOLD:
+            facts.append(("sent", action.peer.cut, action.peer.replica, k, piece))
+        if op is Op.FETCH and action.peer:
+            facts.append(("sent back", cut, replica, k, piece))
         if op is Op.R:
             for segment in schedule.segments:
                 facts += [("R", a, replica, k, piece) for a, b in pairwise(segment) if b == cut]

@@ -19,7 +19,7 @@ from penstock.runtime.keeping import Keeping
 from penstock.runtime.links import Links
 from penstock.runtime.mailbox import Mailbox
 from penstock.runtime.node import NodeRuntime
-from penstock.runtime.parcel import Header
+from penstock.runtime.parcel import Header, Parcel
 from penstock.runtime.precision import cast
 from penstock.runtime.randomness import Draw
 from penstock.runtime.reduction import Holder
@@ -91,6 +91,7 @@ class Executor:
         self._admitted: dict[int, int] = {}
         self._begun: dict[Node, int] = {}  # the batch that each node is at
         self._drafts: dict[tuple[Node, Piece], Draft] = {}
+        self._held_for: dict[tuple[Node, Piece], Parcel] = {}  # activations of other ranks
         self._start = 0
         self._more = True
         self._rejected = False  # the version that the last VALIDATE has decided on
@@ -243,11 +244,30 @@ class Executor:
                 node.recompute(key, self._version(action, t, self._books[action.node]))
             case Op.REDO:
                 self._redo(node, action, t)
+            case Op.OFFLOAD | Op.FETCH | Op.HOLD | Op.RETURN if action.peer is not None:
+                self._move(
+                    node, action.op, action.peer, Header(self._start + first // self.m, first, self._more, piece=key[1])
+                )
             case Op.OFFLOAD | Op.FETCH:
                 nbytes = node.park(key, away=action.op is Op.OFFLOAD)
                 self.recorder.change("parked activations", nbytes if action.op is Op.OFFLOAD else -nbytes)
             case _:
                 raise AssertionError(f"the runtime does not offer {action.op}")
+
+    def _move(self, node: NodeRuntime, op: Op, peer: Node, header: Header) -> None:
+        """Activations of this rank to another one and back (OFFLOAD, FETCH), or those of another one (HOLD, RETURN)."""
+        key = header.first, header.piece
+        if op is Op.OFFLOAD:
+            self.mailbox.put(Payload.PARKED, node.node, peer, Parcel(header, node.give(key)))
+        elif op is Op.FETCH:
+            node.take(key, self.mailbox.take(Payload.PARKED, peer, node.node, key).tree)
+        elif op is Op.HOLD:
+            parcel = self._held_for[peer, key] = self.mailbox.take(Payload.PARKED, peer, node.node, key)
+            self.recorder.change("parked activations", parcel.nbytes)
+        else:
+            parcel = self._held_for.pop((peer, key))
+            self.recorder.change("parked activations", -parcel.nbytes)
+            self.mailbox.put(Payload.PARKED, node.node, peer, Parcel(header, parcel.tree))
 
     def _manage(self, node: NodeRuntime, op: Op, batch: int, source: Source) -> None:
         """Whatever works on a whole batch, counted from the start of training."""

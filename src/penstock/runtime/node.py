@@ -12,6 +12,7 @@ from torch import Tensor
 
 from penstock.runtime.graphs import Graphs, Loss, Microbatch
 from penstock.runtime.parcel import detached
+from penstock.runtime.parking import Parking
 from penstock.runtime.precision import cast
 from penstock.runtime.recompute import BufferPlace, Kept
 from penstock.runtime.saved import storage_bytes
@@ -164,11 +165,26 @@ class NodeRuntime:
     def park(self, key: Piece, away: bool) -> int:
         """Move what a microbatch's graphs keep to the host's memory, or back; returns how many bytes."""
         host, nbytes = torch.device("cpu"), 0
-        for piece in self.flights[key].work:
-            if isinstance(piece, Graph) and piece.parking is not None:
-                nbytes += piece.parking.move(host if away else None)
+        for parking in self._parked(key):
+            nbytes += parking.move(host if away else None)
         self.graphs.hold(-nbytes if away else nbytes)
         return nbytes
+
+    def give(self, key: Piece) -> list[list[Tensor]]:
+        """What a microbatch's graphs keep, as bytes, to be sent to another rank."""
+        given = [parking.give() for parking in self._parked(key)]
+        self.graphs.hold(-sum(tensor.nbytes for tensors in given for tensor in tensors))
+        return given
+
+    def take(self, key: Piece, given: list[list[Tensor]]) -> None:
+        """The same back."""
+        for parking, tensors in zip(self._parked(key), given, strict=True):
+            parking.take(tensors)
+        self.graphs.hold(sum(tensor.nbytes for tensors in given for tensor in tensors))
+
+    def _parked(self, key: Piece) -> list[Parking]:
+        work = self.flights[key].work
+        return [piece.parking for piece in work if isinstance(piece, Graph) and piece.parking is not None]
 
     def backward(self, key: Piece, batch: int, gradients: list[Tensor | None] | None) -> list[Tensor | None]:
         """Backward of a microbatch; weight gradients are added to the gradient of `batch`.

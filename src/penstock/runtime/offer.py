@@ -5,15 +5,10 @@ from __future__ import annotations
 from penstock.errors import CapabilityError
 from penstock.runtime.joints import needs_decisions
 from penstock.schedule.ir import Kind, Op, Schedule, passes
+from penstock.schedule.ops import MOVES
 from penstock.schedule.versions import RULES
 
-_OPS = frozenset({Op.F, Op.R, Op.B, Op.I, Op.W, Op.FUSED, Op.OFFLOAD, Op.FETCH}) | {
-    Op.REDUCE,
-    Op.TIE,
-    Op.DECIDE,
-    Op.STEP,
-    Op.VALIDATE,
-}
+_OPS = frozenset({Op.F, Op.R, Op.B, Op.I, Op.W, Op.FUSED, Op.REDUCE, Op.TIE, Op.DECIDE, Op.STEP, Op.VALIDATE}) | MOVES
 _RULES = frozenset({"flush", "double-buffer", "stash", "provisional", "provisional-in-place"})
 
 

@@ -1,7 +1,7 @@
-"""Activations that are parked: what a graph keeps, moved to the host's memory for a while (OFFLOAD) and back (FETCH).
+"""Activations that are parked: what a graph keeps, moved away for a while (OFFLOAD) and back (FETCH).
 
-BPipe parks activations with another rank; here they go to the memory of the rank's own host, which every machine has.
-On the CPU they are there already: they only change their name in the account of memory.
+They go to the memory of the rank's own host (on the CPU they are there already: they only change their name in the
+account of memory), or to another rank, which has them between HOLD and RETURN.
 """
 
 from __future__ import annotations
@@ -60,11 +60,25 @@ class Parking(SavedBytes):
     def move(self, device: torch.device | None) -> int:
         """Move everything to a device, or back to where it was; returns how many bytes."""
         nbytes = 0
-        for address, place in self._places.items():
-            if address not in self._stay:
-                place.storage = _copied(place.storage, device or place.device)
-                nbytes += place.storage.nbytes()
+        for place in self._movable():
+            place.storage = _copied(place.storage, device or place.device)
+            nbytes += place.storage.nbytes()
         return nbytes
+
+    def give(self) -> list[Tensor]:
+        """Everything, as bytes, to be sent elsewhere; nothing of it is left here."""
+        given = [_bytes(place.storage) for place in self._movable()]
+        for place in self._movable():
+            place.storage = torch.empty(0).untyped_storage()
+        return given
+
+    def take(self, given: Iterable[Tensor]) -> None:
+        """Everything back, as `give` gave it."""
+        for place, tensor in zip(self._movable(), given, strict=True):
+            place.storage = tensor.clone().untyped_storage()
+
+    def _movable(self) -> list[_Place]:
+        return [place for address, place in self._places.items() if address not in self._stay]
 
     def _spot(self, tensor: Tensor) -> Tensor | _Spot:
         self.add([tensor])
@@ -82,5 +96,8 @@ def _found(kept: Tensor | _Spot) -> Tensor:
 def _copied(storage: torch.UntypedStorage, device: torch.device) -> torch.UntypedStorage:
     if storage.device == device:
         return storage
-    bytes_ = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-    return bytes_.to(device).untyped_storage()
+    return _bytes(storage).to(device).untyped_storage()
+
+
+def _bytes(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -79,12 +79,12 @@ class Splitting(TorchFunctionMode):
         if "torch._dynamo" in sys.modules:
             self._eager = torch.compiler.set_stance("force_eager")
         self._eager.__enter__()
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *failure: Any) -> None:
         """The forward is over, or has failed."""
-        super().__exit__(*failure)
+        super().__exit__(*failure)  # type: ignore[no-untyped-call]
         self._eager.__exit__(*failure)
 
     def forget(self) -> None:
@@ -95,7 +95,8 @@ class Splitting(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Run an operation, or cut it off."""
-        kwargs, tensors = kwargs or {}, []
+        kwargs = kwargs or {}
+        tensors: list[Tensor] = []
         _collect((*args, *kwargs.values()) if kwargs else args, tensors)
         weights = self._weights
         reads = sum([id(tensor) in weights for tensor in tensors])

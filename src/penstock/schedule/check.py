@@ -253,6 +253,7 @@ class _Books:
                 "forwards that read a rejected version": sorted({k for k, _ in state.flights.void}),
                 "gradients of batches": sorted(state.gradients),
                 "derived copies": sorted(state.copies),
+                "activations of other ranks, of microbatches": sorted(unit.first for _, unit in state.held),
                 "gathered weights of version": [] if state.gathered is None else [state.gathered],
             }
             for what, items in left.items():

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from penstock.errors import ScheduleError
 from penstock.schedule.batchwise import COLLECTIVES
 from penstock.schedule.ir import Action, Kind, Op, Schedule, passes
-from penstock.schedule.ops import PASSES
+from penstock.schedule.ops import MOVES, PASSES
 
 _COUNTED = PASSES | {Op.STEP, Op.VALIDATE, Op.REDUCE, Op.TIE, Op.DECIDE, Op.AVERAGE}
 
@@ -123,10 +123,14 @@ def _check_unit(schedule: Schedule, action: Action, begun: int) -> None:
     where = f"{schedule.name}: {action} on rank {action.node.rank}"
     if op in (Op.SEND, Op.RECV, Op.REDO, Op.FUSED):
         raise ScheduleError(f"{where}: {op} is not written in a schedule; it is added when that is lowered")
-    if (unit.kind is Kind.BATCH) is (op in PASSES or op in (Op.PREDICT, Op.OFFLOAD, Op.FETCH)):
+    if (unit.kind is Kind.BATCH) is (op in PASSES or op in MOVES or op is Op.PREDICT):
         raise ScheduleError(f"{where}: {op} works on {'microbatches' if unit.kind is Kind.BATCH else 'batches'}")
     if unit.every != 1 and (op is not Op.AVERAGE or unit.every < 1):
         raise ScheduleError(f"{where}: only an AVERAGE may be left out of some batches; every batch has its {op}")
+    if (op in (Op.HOLD, Op.RETURN) and action.peer is None) or (action.peer is not None and op not in MOVES):
+        raise ScheduleError(
+            f"{where}: HOLD and RETURN name the other end, as in HOLD2@3<0/parked; OFFLOAD and FETCH may"
+        )
     pieces = unit.slice[1] if unit.slice else 1
     if unit.count < 1 or (op is not Op.PREDICT and unit.kind is not Kind.BATCH and pieces != schedule.slices):
         raise ScheduleError(f"{where}: a unit holds at least one microbatch, and all slices are of one size")

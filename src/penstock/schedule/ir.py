@@ -43,8 +43,10 @@ class Op(StrEnum):
     AVERAGE = "AVERAGE"  # average of weights over parallel pipelines
     GATHER = "GATHER"  # collect a sharded version
     RELEASE = "RELEASE"  # drop the gathered version again
-    OFFLOAD = "OFFLOAD"  # move the activations of a unit away
+    OFFLOAD = "OFFLOAD"  # move the activations of a unit away, to the host's memory or (with a peer) to another rank
     FETCH = "FETCH"  # bring them back
+    HOLD = "HOLD"  # take in the activations of a unit of a peer
+    RETURN = "RETURN"  # send them back
     SEND = "SEND"
     RECV = "RECV"
     FUSED = "FUSED"  # several passes run as one overlapped action
@@ -64,6 +66,7 @@ class Payload(StrEnum):
     ACTIVATION = "activation"
     GRADIENT = "gradient"
     RECOMPUTE = "recompute"
+    PARKED = "parked"  # activations of another rank
     REPAIR = "repair"  # an activation again, after a rejected version
 
 
@@ -124,8 +127,8 @@ class Action(NamedTuple):
     unit: Unit
     reads: WeightRef | None = None
     parts: tuple[Action, ...] = ()  # FUSED: the passes that run together
-    peer: Node | None = None  # SEND and RECV: the other end
-    payload: Payload | None = None  # SEND and RECV: what travels
+    peer: Node | None = None  # SEND and RECV, OFFLOAD to RETURN: the other end
+    payload: Payload | None = None  # of the same: what travels
 
     def __str__(self) -> str:
         return format_action(self)
@@ -323,6 +326,9 @@ def format_unit(unit: Unit, relative: bool = False) -> str:
     return f"e{text}" if unit.kind is Kind.EVAL else text
 
 
+_GIVING = (Op.SEND, Op.OFFLOAD, Op.RETURN)
+
+
 def format_action(action: Action, relative: bool = False, node: bool = True) -> str:
     """The text of an action; `penstock.schedule.text` holds the grammar.
 
@@ -335,7 +341,7 @@ def format_action(action: Action, relative: bool = False, node: bool = True) -> 
         return "[" + "+".join(format_action(p, relative, node) for p in action.parts) + "]"
     text = action.op.value + format_unit(action.unit, relative)
     if action.peer is not None:
-        return f"{text}@{action.node.name}{'>' if action.op is Op.SEND else '<'}{action.peer.name}/{action.payload}"
+        return f"{text}@{action.node.name}{'>' if action.op in _GIVING else '<'}{action.peer.name}/{action.payload}"
     if node:
         text += f"@{action.node.name}"
     if action.reads is not None:

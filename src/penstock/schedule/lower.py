@@ -18,7 +18,7 @@ from penstock.errors import ScheduleError
 from penstock.schedule.collection import no_collection
 from penstock.schedule.ir import Action, Node, Op, Payload, Schedule, Unit, passes
 from penstock.schedule.lowered import LOOKAHEAD, Instruction, LaneKey, Lowered, LoweredProgram, Message, Route
-from penstock.schedule.ops import OPS, PASSES, PAYLOAD_OF_FACT, Fact, Lane, gives
+from penstock.schedule.ops import MOVES, OPS, PASSES, PAYLOAD_OF_FACT, Fact, Lane, gives
 from penstock.schedule.rejection import Draft, redone
 
 
@@ -73,7 +73,7 @@ def lower(schedule: Schedule, lookahead: int = LOOKAHEAD, window: int | None = N
     for rank, program in enumerate(schedule.programs):
         for part in (0, 1):
             for position, action in enumerate(program[part]):
-                if action.op not in PASSES and not action.parts:
+                if action.op not in PASSES and action.op not in MOVES and not action.parts:
                     continue
                 for route, source, lag in incoming.messages(action, part, rank, position):
                     earlier = uses.get((incoming.lanes[route], 0), {}).get((source.position, route))
@@ -145,12 +145,12 @@ class _Incoming:
 
     def _relative(self, action: Action) -> tuple[list[Fact], list[Fact]]:
         """The facts a pass needs and gives, counted from its first microbatch."""
-        op, node, (_, count, piece, kind, _), *_ = action
-        found = self._kinds.get((op, node, count, piece, kind))
+        op, node, (_, count, piece, kind, _), _, _, peer, _ = action
+        found = self._kinds.get((op, node, count, piece, kind, peer))
         if found is None:
             counted = action._replace(unit=Unit(0, count, piece, kind))
             found = list(OPS[op].needs(counted, self.schedule)), list(OPS[op].gives(counted))
-            self._kinds[op, node, count, piece, kind] = found
+            self._kinds[op, node, count, piece, kind, peer] = found
         return found
 
     def messages(self, action: Action, part: int, rank: int, position: int) -> Iterator[tuple[int, _Source, int]]:
@@ -202,7 +202,9 @@ class _Incoming:
 
     def _error(self, fact: tuple[str, int, int, int, int], action: Action, why: str) -> ScheduleError:
         what, cut, replica, microbatch, _ = fact
-        name = {"F": "forward", "A": "repeated forward", "G": "backward", "R": "recompute"}[what]
+        name = {"F": "forward", "A": "repeated forward", "G": "backward", "R": "recompute"}.get(
+            what, "parked activations"
+        )
         where = f"{cut}.{replica}" if replica else str(cut)
         return ScheduleError(
             f"{self.schedule.name}: {action} on rank {action.node.rank} needs the {name} of microbatch {microbatch} on "

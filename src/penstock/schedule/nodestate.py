@@ -13,7 +13,7 @@ from penstock.errors import ScheduleError
 from penstock.schedule.batchwise import COLLECTIVES
 from penstock.schedule.copies import Copies
 from penstock.schedule.flights import BooksError, Flights, Piece
-from penstock.schedule.ir import Action, Copy, Op, shift
+from penstock.schedule.ir import Action, Copy, Node, Op, Unit, shift
 from penstock.schedule.nodespec import NodeSpec
 from penstock.schedule.versions import Source, Update
 
@@ -55,6 +55,7 @@ class NodeState:
     gradients: dict[int, Gradient] = field(default_factory=dict)
     copies: Copies = field(init=False)
     gathered: int | None = None
+    held: set[tuple[Node | None, Unit]] = field(default_factory=set)  # activations of others
     forwards: int = 0
     newest_read: bool = False
     rotated: bool = False
@@ -80,6 +81,7 @@ class NodeState:
             provisional=set(self.provisional),
             flights=self.flights.copy(),
             gradients={b: replace(g) for b, g in self.gradients.items()},
+            held=set(self.held),
         )
         twin.copies = self.copies.copy()
         return twin
@@ -96,7 +98,8 @@ class NodeState:
         versions = sorted(v - t for v in self.versions), sorted(v - t for v in self.provisional), self.newest - t
         gathered = None if self.gathered is None else self.gathered - t
         place = self.forwards - t * len(self.spec.forwards.period)
-        return versions, flights, gradients, copies, gathered, place, self.newest_read
+        held = sorted((peer, unit.first - t * self.spec.microbatches, unit.slice) for peer, unit in self.held)
+        return versions, flights, gradients, copies, gathered, held, place, self.newest_read
 
     def drain(self, batches: int) -> None:
         """Begin the epilogue of a span of `batches` batches."""
@@ -253,6 +256,11 @@ class NodeState:
             piece = action.unit.slice[0] if action.unit.slice else 0
             for k in action.unit.microbatches:
                 self.flights.move((k + t * self.spec.microbatches, piece), away=op is Op.OFFLOAD)
+        elif op in (Op.HOLD, Op.RETURN):
+            held = (action.peer, action.unit._replace(first=action.unit.first + t * self.spec.microbatches))
+            if (held in self.held) is (op is Op.HOLD):
+                raise BooksError(f"{'has' if op is Op.HOLD else 'does not have'} these activations of its peer already")
+            self.held ^= {held}
 
     def _complete_gradient(self, batch: int) -> Gradient:
         gradient = self.gradients.get(batch)

@@ -1,9 +1,9 @@
 """The registry of operations: on which lane each runs, what it needs and gives, how it changes activation memory.
 
-Dependencies are expressed in *facts*. A fact says that something exists at a cut for one microbatch (and slice):
-its forward output ("F"), the same again after a rejected version ("A"), the gradient of its input ("G"), or its
-recomputed activations ("R"). Whoever lowers, checks or simulates a schedule asks the registry; nobody else knows what
-an operation depends on.
+Dependencies are expressed in *facts*. A fact says that something exists at a cut for one microbatch (and slice): its
+forward output ("F"), the same again after a rejected version ("A"), the gradient of its input ("G"), its recomputed
+activations ("R"), those that it has parked with another rank ("P"), or had back from there ("U"). Whoever lowers,
+checks or simulates a schedule asks the registry; nobody else knows what an operation depends on.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ class Fact(NamedTuple):
 
 PAYLOAD_OF_FACT: Mapping[str, Payload] = MappingProxyType(
     {"F": Payload.ACTIVATION, "A": Payload.REPAIR, "G": Payload.GRADIENT, "R": Payload.RECOMPUTE}
+    | dict.fromkeys("PU", Payload.PARKED)
 )
 
 
@@ -112,6 +113,19 @@ def _forward_memory(action: Action, schedule: Schedule, whole: int, _held: int) 
     return (0, 0) if recomputes(schedule, action) else (whole, 0)
 
 
+def _parked(what: str, action: Action) -> Iterator[Fact]:
+    """Facts of activations that are moved: of the node's own, or for its peer; none where only the host takes part."""
+    if action.peer is not None:
+        owner = action.peer if action.op in (Op.HOLD, Op.RETURN) else action.node
+        yield from _facts(what, action._replace(node=owner))
+
+
+def _hold_memory(action: Action, schedule: Schedule, whole: int, _held: int) -> tuple[int, int]:
+    """Of a microbatch that its owner will recompute nothing was sent."""
+    taken = 0 if action.peer is None or action.peer.cut in schedule.recomputed else whole
+    return (taken, 0) if action.op is Op.HOLD else (0, -taken)
+
+
 def _offload_memory(action: Action, schedule: Schedule, whole: int, _held: int) -> tuple[int, int]:
     """Of a microbatch that will be recomputed only the input is there to be moved."""
     return (0, 0) if recomputes(schedule, action) else (0, -whole)
@@ -146,8 +160,10 @@ OPS: Mapping[Op, OpSpec] = MappingProxyType(
         Op.AVERAGE: _plain(Lane.COLLECTIVE),
         Op.GATHER: _plain(Lane.COLLECTIVE),
         Op.RELEASE: _plain(Lane.COMPUTE),
-        Op.OFFLOAD: OpSpec(Lane.COPY, _none, _none, _offload_memory),
-        Op.FETCH: OpSpec(Lane.COPY, _none, _none, _fetch_memory),
+        Op.OFFLOAD: OpSpec(Lane.COPY, lambda a: _parked("P", a), _none, _offload_memory),
+        Op.FETCH: OpSpec(Lane.COPY, _none, lambda a, _s: _parked("U", a), _fetch_memory),
+        Op.HOLD: OpSpec(Lane.COPY, _none, lambda a, _s: _parked("P", a), _hold_memory),
+        Op.RETURN: OpSpec(Lane.COPY, lambda a: _parked("U", a), _none, _hold_memory),
         Op.SEND: _plain(Lane.TRANSFER),
         Op.RECV: _plain(Lane.TRANSFER),
     }
@@ -155,6 +171,9 @@ OPS: Mapping[Op, OpSpec] = MappingProxyType(
 
 PASSES: frozenset[Op] = frozenset({Op.F, Op.B, Op.I, Op.W, Op.R, Op.REDO})
 """Operations on microbatches that read weights."""
+
+MOVES: frozenset[Op] = frozenset({Op.OFFLOAD, Op.FETCH, Op.HOLD, Op.RETURN})
+"""Operations on microbatches that move what a forward has kept."""
 
 
 def gives(action: Action) -> list[Fact]:

@@ -1,30 +1,59 @@
 """BPipe (Kim et al., ICML 2023): 1F1B, in which the first ranks park activations with the last ones.
 
 1F1B holds p - r microbatches on rank r, so ranks r and p - 1 - r hold p + 1 together. A rank of the first half that is
-about to hold more than ceil((p + 2) / 2) sends the newest one away, and fetches it again before its backward.
+about to hold more than ceil((p + 2) / 2) sends the newest one to its partner (OFFLOAD there, HOLD here) and has it back
+(RETURN, FETCH) before its backward. The partner does its part when that costs it no wait where backwards take two
+forwards: then forward k of rank r begins at r + k in the warm-up and at r + 3 k afterwards, backward k at
+3 p - 2 - 2 r + 3 k.
 
-p=4, m=6:
+p=4, m=6, without the nodes:
     r0: F0 F1 F2 OFFLOAD2 F3 B0 FETCH2 F4 ...
+    r3: F0 HOLD2 B0 ...
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
-from penstock.schedule.ir import Action, Op
+from penstock.schedule.ir import Action, Node, Op, Payload
 from penstock.schedule.order import Order, make_order, pass_of
 from penstock.schedule.orders.one_f_one_b import one_f_one_b
+
+
+class _Parked(NamedTuple):
+    """What a rank does for its partner: from when on, and before it goes on with what."""
+
+    time: int
+    op: Op
+    microbatch: int
 
 
 def bpipe(stages: int, microbatches: int) -> Order:
     """1F1B with activations balanced between pairs of ranks."""
     order, limit = one_f_one_b(stages, microbatches), -(-(stages + 2) // 2)
-    return make_order([_parked(program.period, limit) for program in order.programs])
+    programs: list[list[Action]] = [list(program.period) for program in order.programs]
+    for node in order.nodes[: stages // 2]:
+        partner = order.nodes[stages - 1 - node.rank]
+        programs[node.rank], wanted = _parking(programs[node.rank], node, partner, stages, limit)
+        programs[partner.rank] = _helping(programs[partner.rank], partner, node, stages, wanted)
+    return make_order(programs)
 
 
-def _parked(passes: Sequence[Action], limit: int) -> list[Action]:
-    """The passes of a rank with at most `limit` microbatches on it."""
+def _starts(action: Action, stages: int) -> int:
+    """When a pass of 1F1B begins, in forwards."""
+    r, k = action.node.rank, action.unit.first
+    if action.op is Op.F:
+        return r + (k if k < stages - r else 3 * k)
+    return 3 * stages - 2 - 2 * r + 3 * k
+
+
+def _parking(
+    passes: Sequence[Action], node: Node, partner: Node, stages: int, limit: int
+) -> tuple[list[Action], list[_Parked]]:
+    """The passes of a rank with at most `limit` microbatches on it, and what that takes of its partner."""
     found: list[Action] = []
+    wanted: list[_Parked] = []
     here: list[int] = []
     away: list[int] = []  # the oldest first
     for place, action in enumerate(passes):
@@ -32,7 +61,8 @@ def _parked(passes: Sequence[Action], limit: int) -> list[Action]:
         if action.op is Op.F:
             if len(here) == limit:
                 away.append(here.pop())
-                found.append(pass_of(Op.OFFLOAD, away[-1], action.node))
+                found.append(_move(Op.OFFLOAD, away[-1], node, partner))
+                wanted.append(_Parked(_starts(action, stages), Op.HOLD, away[-1]))
             here.append(k)
             found.append(action)
             continue
@@ -42,5 +72,24 @@ def _parked(passes: Sequence[Action], limit: int) -> list[Action]:
         if following in away:
             away.remove(following)
             here.insert(0, following)
-            found.append(pass_of(Op.FETCH, following, action.node))
-    return found
+            found.append(_move(Op.FETCH, following, node, partner))
+            wanted.append(_Parked(_starts(action, stages), Op.RETURN, following))
+    return found, wanted
+
+
+def _helping(
+    passes: Sequence[Action], node: Node, partner: Node, stages: int, wanted: Sequence[_Parked]
+) -> list[Action]:
+    """The passes of a partner, with its part before the first one that begins no earlier than it is wanted."""
+    found: list[Action] = []
+    rest = list(wanted)
+    for action in passes:
+        while rest and rest[0].time <= _starts(action, stages):
+            found.append(_move(rest[0].op, rest[0].microbatch, node, partner))
+            del rest[0]
+        found.append(action)
+    return found + [_move(op, k, node, partner) for _, op, k in rest]
+
+
+def _move(op: Op, microbatch: int, node: Node, partner: Node) -> Action:
+    return pass_of(op, microbatch, node)._replace(peer=partner, payload=Payload.PARKED)
