@@ -71,7 +71,7 @@ class Graphs:
         storages: addresses of the memory of its weights.
         divisor: c; backward runs on the loss sum divided by it.
         parts: names of the blocks that are recomputed together; empty where graphs are kept from forward to backward.
-        splits: backwards come in two halves (`penstock.runtime.split`).
+        splits: whether the backward of a microbatch (or slice) comes in two halves (`penstock.runtime.split`).
         parks: what graphs keep may be moved away for a while (`penstock.runtime.parking`).
         hold: told how many bytes of activations begin to live, or (negative) cease to.
     """
@@ -82,7 +82,7 @@ class Graphs:
         storages: Collection[int],
         divisor: float,
         parts: Sequence[Sequence[str]],
-        splits: bool,
+        splits: Callable[[Piece], bool],
         parks: bool,
         hold: Callable[[int], None],
     ) -> None:
@@ -156,11 +156,12 @@ class Graphs:
         """Run a part of the stage and keep its graph."""
         carried = storages((value[1], ())) if microbatch.piece else set()  # they count where they were made
         value, opened, leaves = open_inputs(value, wants)
-        key = (tuple(names), signature((value, microbatch.target)))
+        splits = handle is not None and self._splits(microbatch.key)
+        key = (tuple(names), splits, signature((value, microbatch.target)))
         parking = Parking(self._known | carried) if self._parks else None
         counter = parking if parking is not None or key in self._saved else SavedBytes(self._known | carried)
         splitting = None
-        if self._splits and handle is not None:
+        if splits and handle is not None:
             splitting = Splitting(handle.buffer.leaves.values(), counter)
         with counter or nullcontext(), splitting or nullcontext():
             output, total, loss = self._compute(names, microbatch, value)

@@ -25,7 +25,8 @@ from penstock.runtime.stage import LossFunction, Stage
 from penstock.runtime.team import Seat
 from penstock.runtime.ties import Tie, share_inside
 from penstock.schedule.check import Proof
-from penstock.schedule.ir import Node, Op, passes
+from penstock.schedule.flights import Piece
+from penstock.schedule.ir import Node, Op, Schedule, passes
 from penstock.schedule.versions import RULES, Update
 from penstock.weights.buffers import Buffer
 from penstock.weights.decision import Policy
@@ -127,7 +128,7 @@ class Worker:
         decay = recipe.average or 0.0
         ops = {p.op for a in schedule.programs[node.rank].period for p in passes(a) if p.node == node}
         storages = set() if store is None else store.storages
-        graphs = Graphs(stage, storages, recipe.divisor, parts, Op.W in ops, Op.OFFLOAD in ops, hold)
+        graphs = Graphs(stage, storages, recipe.divisor, parts, _halved(schedule, node), Op.OFFLOAD in ops, hold)
         place = self.seat.replica * schedule.replicas + node.replica
         runtime = NodeRuntime(node, stage, store, updater, graphs, ties, average, decay, place, apart=apart)
         runtime.restore()  # from here on the modules' parameters live in the store's memory, not beside it
@@ -159,6 +160,14 @@ class Worker:
         finally:
             for node in nodes:
                 node.averaged = node.evaluated = None
+
+
+def _halved(schedule: Schedule, node: Node) -> Callable[[Piece], bool]:
+    """Of which microbatches (and slices) a node runs the backward in two halves."""
+    m, actions = schedule.microbatches, schedule.programs[node.rank].period
+    units = [p.unit for a in actions for p in passes(a) if p.node == node and p.op is Op.W]
+    halved = {(k % m, unit.slice[0] if unit.slice else 0) for unit in units for k in unit.microbatches}
+    return lambda key: (key[0] % m, key[1]) in halved
 
 
 def _made(block: Any) -> Any:
