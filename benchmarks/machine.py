@@ -11,6 +11,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from penstock.runtime.allocator import keep_freed_memory
+
 
 def describe_machine() -> dict[str, object]:
     """Processor, cores, memory, versions and commit."""
@@ -35,6 +37,7 @@ def free_port() -> int:
 def join(rank: int, port: int, ranks: int) -> None:
     """Become a rank of one thread."""
     torch.set_num_threads(1)
+    keep_freed_memory()
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
 
 

@@ -15,6 +15,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from penstock.errors import CheckpointError, DataError, EndedError, PenstockError
 from penstock.idle import split_time
+from penstock.runtime.allocator import keep_freed_memory
 from penstock.runtime.collective import gather_json
 from penstock.runtime.decisions import Evaluated
 from penstock.runtime.evaluation import Evaluating
@@ -59,6 +60,7 @@ def train(config: TrainConfig, folder: Path | None, observer: Observer, drain: P
     request = DrainRequest(drain)
     with request.heeded():
         prepared = prepare(config)
+        keep_freed_memory()
         torch.set_num_threads(config.threads or max((os.cpu_count() or 1) // local_ranks(), 1))
         with process_group(config) as store:
             _Loop(prepared, folder or shared_folder(config, store), store, observer, request).run()
