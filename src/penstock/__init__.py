@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from penstock.models.gpt import GPTConfig as GPTConfig
     from penstock.models.gpt import gpt_blocks as gpt_blocks
     from penstock.models.gpt import language_loss as language_loss
+    from penstock.runtime.allocator import keep_freed_memory as keep_freed_memory
     from penstock.runtime.blocks import LazyBlock as LazyBlock
     from penstock.runtime.evaluation import Evaluating as Evaluating
     from penstock.runtime.pipeline import Pipeline as Pipeline
@@ -91,6 +92,7 @@ _HOMES = {
     "Saving": "runtime.snapshot",
     "Snapshot": "runtime.snapshot",
     "LazyBlock": "runtime.blocks",
+    "keep_freed_memory": "runtime.allocator",
     "Checkpoints": "train.checkpoints",
     "GPTConfig": "models.gpt",
     "gpt_blocks": "models.gpt",
