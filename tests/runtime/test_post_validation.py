@@ -88,6 +88,16 @@ def test_in_one_process(name: str, rule: str | None, p: int, m: int, event: str,
     assert redone == drafts(case.schedule) * len(set(rejected) - set(LAST))
 
 
+def test_a_decision_says_that_its_update_was_made_again() -> None:
+    for event, (changes, rejected) in EVENTS.items():
+        case = Case("zb-h2-post", 2, 4, spans=SPANS, **changes)
+        pipeline, batches = make_pipeline(case), make_batches(case)
+        decided = [d for span in (batches[:4], batches[4:]) for r in pipeline.run(span) for d in r.decided]
+        decided += pipeline.decided()
+        assert [d.batch for d in decided] == list(range(7))
+        assert tuple(d.batch for d in decided if d.again) == rejected, event
+
+
 @pytest.mark.parametrize("event", ["never clipped", "clipped", "overflow"])
 @pytest.mark.parametrize(("name", "p", "m"), [("zb-h2-post", 2, 4), ("zb-h2-post", 4, 8), ("zb-auto-post", 2, 3)])
 def test_on_ranks(pool: Pool, name: str, p: int, m: int, event: str) -> None:

@@ -118,6 +118,7 @@ class Decisions:
             self._rejected = wrong or self.scaler.scale != self.scaler.before
             if self._rejected:
                 self._scales.pop(batch + 1, None)  # forwards that have begun run again, under the scale of now
+                self._last = self._news[-1] = decision._replace(again=True)
         return self._rejected
 
     def state(self) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from penstock.runtime.decisions import Evaluated
 from penstock.runtime.evaluation import Evaluating
 from penstock.runtime.reporting import Report
 from penstock.runtime.source import Batches
+from penstock.schedule.versions import RULES
 from penstock.timeline import Timeline
 from penstock.train.board import Board, BubbleMeter
 from penstock.train.build import make_pipeline
@@ -275,6 +276,7 @@ class _Loop:
             bubble=timeline.bubble().bubble,
             peak_bytes=peaks,
             time=split_time(timeline),
+            again=self.metrics.again if RULES[self.prepared.proof.schedule.rule].provisional else None,
         )
         self.metrics.add(
             **validation,

@@ -22,10 +22,13 @@ class Metrics:
 
     Args:
         folder: of the run.
+
+    Attributes:
+        again: updates that were taken back and made again.
     """
 
     def __init__(self, folder: Path) -> None:
-        self._path = folder / METRICS
+        self._path, self.again = folder / METRICS, 0
 
     def add(self, **values: Any) -> None:
         """Add a line."""
@@ -35,7 +38,9 @@ class Metrics:
     def add_updates(self, decided: Iterable[Decision]) -> None:
         """Updates are made later than losses are known, so they have lines of their own."""
         for d in decided:
-            self.add(update=d.batch, loss=d.loss, norm=d.norm, skipped=d.skipped)
+            again = {"again": True} if d.again else {}
+            self.add(update=d.batch, loss=d.loss, norm=d.norm, skipped=d.skipped, **again)
+            self.again += d.again
 
     def add_evaluations(self, evaluated: Iterable[Evaluated]) -> None:
         """The same of evaluations."""

@@ -41,6 +41,7 @@ class Summary:
         peak_bytes: per rank, the most bytes of each kind.
         time: where it went in training.
         averaged_loss: the validation loss with averaged weights, where there are any.
+        again: updates that were taken back and made again; None where the method never does that.
     """
 
     folder: Path
@@ -54,6 +55,7 @@ class Summary:
     peak_bytes: dict[int, dict[str, int]]
     time: TimeSplit
     averaged_loss: float | None = None
+    again: int | None = None
 
 
 class Observer(Protocol):

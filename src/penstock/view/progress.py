@@ -120,6 +120,8 @@ class TerminalObserver:
             )
         if summary.averaged_loss is not None:
             print_(f"with averaged weights {summary.averaged_loss:.4f}", highlight=False)
+        if summary.again is not None:
+            print_(f"{summary.again} updates were taken back and made again", highlight=False)
         if summary.time.makespan:
             self.console.print(time_table(summary.time))
         print_(_bytes_table(summary.peak_bytes, "peak bytes"))

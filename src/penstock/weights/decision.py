@@ -104,6 +104,7 @@ class Decision(NamedTuple):
         finite: no gradient was infinite or not a number, as far as anybody has looked.
         factor: what its accumulated gradient is multiplied by; zero where the update is skipped.
         stop: the run ends with the batches that have been announced by then.
+        again: the update had been made before, otherwise, and was taken back (`penstock.weights.provisional`).
     """
 
     batch: int
@@ -114,6 +115,7 @@ class Decision(NamedTuple):
     finite: bool
     factor: float
     stop: bool = False
+    again: bool = False
 
     @property
     def skipped(self) -> bool:
