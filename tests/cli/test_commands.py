@@ -152,7 +152,7 @@ def test_every_configuration_key_can_be_listed(monkeypatch, capsys):
         (["sample", "nowhere"], "no saved weights in 'nowhere'"),
         (["train", "--set", "metod=2bw"], "unknown configuration key 'metod'; did you mean 'method'?"),
         (["train", "--set", "stages=two"], "stages: input should be a valid integer"),
-        (["train", "--set", "method=vertical-sync"], "can be proven, drawn and simulated, but not run yet"),
+        (["train", "--set", "method=newest"], "can be proven, drawn and simulated, but not run yet"),
         (["train", "--set", "method=newest"], "can be proven, drawn and simulated, but not run yet"),
         (["train", "--set", "stages=6"], "2bw with 6 stages needs at least 5 microbatches"),
         (["train", "--set", "method=dualpipe", "--set", "microbatches=2"], "at least twice as many; got 2 and 2"),

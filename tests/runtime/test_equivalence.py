@@ -47,7 +47,7 @@ def test_on_ranks_that_are_not_the_first(pool: Pool, members: tuple[int, ...]) -
 
 
 def test_every_method_that_runs_has_a_reference_and_is_compared_somewhere() -> None:
-    """The orders of the literature in test_orders_at_work.py; slices and post-validation in test files of their own."""
+    """The orders of the literature in test_orders_at_work.py; the others in test files of their own."""
     runs = {row.name for row in METHOD_TABLE.values() if row.runs}
     post = {row.name for row in METHOD_TABLE.values() if row.rule == "provisional"}
-    assert runs == set(REFERENCES) == {*METHODS, EAGER, *ORDERS, "seq1f1b", "terapipe", *post}
+    assert runs == set(REFERENCES) == {*METHODS, EAGER, *ORDERS, "seq1f1b", "terapipe", *post, "vertical-sync"}

@@ -90,7 +90,7 @@ def test_what_is_no_schedule(schedule: Any) -> None:
         make_pipeline(Case("1f1b", 1, 2), schedule=schedule)
 
 
-@pytest.mark.parametrize("method", ["vertical-sync", "newest"])
+@pytest.mark.parametrize("method", ["newest"])
 def test_methods_that_are_only_simulated(method: str) -> None:
     with pytest.raises(CapabilityError, match="does not offer version rule"):
         make_pipeline(Case(method, 2, 2))

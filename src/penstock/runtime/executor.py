@@ -88,7 +88,6 @@ class Executor:
         waits = decides and not provisional
         self.reporting = Reporting(forwards, steps, decides, waits, self.decisions, self.recorder)
         self._books: dict[Node, NodeState] = {}
-        self._admitted: dict[int, int] = {}
         self._begun: dict[Node, int] = {}  # the batch that each node is at
         self._drafts: dict[tuple[Node, Piece], Draft] = {}
         self._held_for: dict[tuple[Node, Piece], Parcel] = {}  # activations of other ranks
@@ -208,7 +207,9 @@ class Executor:
         try:
             if action.op is Op.VALIDATE:
                 self._rejected = books.rejecting = self.updates.rejects(action.node, batch)
-            books.apply(action, t, self._admitted)
+            # What the first stage has read, which is on another rank: the schedule says it, and has been proven.
+            reads = action.reads and {first: max(action.reads.versions[0] + t, books.spec.older)}
+            books.apply(action, t, reads or {})
             if action.op is Op.F:
                 sample, more = self._read(node, first, source)
                 start = self.recorder.now()

@@ -9,7 +9,7 @@ from penstock.schedule.ops import MOVES
 from penstock.schedule.versions import RULES
 
 _OPS = frozenset({Op.F, Op.R, Op.B, Op.I, Op.W, Op.FUSED, Op.REDUCE, Op.TIE, Op.DECIDE, Op.STEP, Op.VALIDATE}) | MOVES
-_RULES = frozenset({"flush", "double-buffer", "stash", "provisional", "provisional-in-place"})
+_RULES = frozenset({"flush", "double-buffer", "stash", "vertical-sync", "provisional", "provisional-in-place"})
 
 
 def check_offered(schedule: Schedule) -> None:

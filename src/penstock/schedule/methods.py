@@ -161,6 +161,7 @@ _TABLE = (
         "endless-1f1b",
         "vertical-sync",
         aliases=("vertical",),
+        runs=True,
     ),
     Method(
         "newest",

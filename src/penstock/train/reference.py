@@ -17,6 +17,8 @@ which has one state whatever the method; s of d is the stage, counted from 0.
             backward on the same, without vertical sync. In 1F1B the forward of the span's microbatch number g follows
             g - (d-1-s) backwards of that stage, and each m of them make a version:
             v_s(g) = floor(max(0, g - (d-1-s)) / m), counted from the span's first version.
+    vertical-sync
+            The same, but every stage reads what the first one read: v_0(g).
 
 What concerns all stages is decided once per batch, on the gradient of all stages together (Megatron-LM, GPipe and
 others do so after a flush; nothing in it needs one):
@@ -59,7 +61,7 @@ FLUSH = (
     "dualpipe-v", "bitpipe", "bpipe", "seq1f1b", "terapipe",
 )  # fmt: skip
 DOUBLE_BUFFER = ("2bw", "2bw-eager")
-METHODS = (*FLUSH, *DOUBLE_BUFFER, "stash")
+METHODS = (*FLUSH, *DOUBLE_BUFFER, "stash", "vertical-sync")
 
 
 @dataclass
@@ -364,6 +366,8 @@ def _version(method: str, t: int, k: int, m: int, s: int, d: int, first: int) ->
         return max(t - 1, 0)
     if method == "stash":
         return first + max(0, (t - first) * m + k - (d - 1 - s)) // m
+    if method == "vertical-sync":
+        return first + max(0, (t - first) * m + k - (d - 1)) // m
     return t
 
 
