@@ -153,7 +153,6 @@ def test_every_configuration_key_can_be_listed(monkeypatch, capsys):
         (["train", "--set", "metod=2bw"], "unknown configuration key 'metod'; did you mean 'method'?"),
         (["train", "--set", "stages=two"], "stages: input should be a valid integer"),
         (["train", "--set", "method=newest"], "can be proven, drawn and simulated, but not run yet"),
-        (["train", "--set", "method=newest"], "can be proven, drawn and simulated, but not run yet"),
         (["train", "--set", "stages=6"], "2bw with 6 stages needs at least 5 microbatches"),
         (["train", "--set", "method=dualpipe", "--set", "microbatches=2"], "at least twice as many; got 2 and 2"),
         (["train", "--set", "stages=7", "--set", "method=1f1b"], "cannot be cut into 7 stages"),

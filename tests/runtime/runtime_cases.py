@@ -431,7 +431,7 @@ def expected(case: Case, batches: int | None = None) -> Outcome:
         scaling=case.scaling,
         seed=case.seed,
         precision=low_precision(case.precision),
-        tied=TIED[case.model] if case.tied and case.depth > 1 else {},
+        tied=TIED[case.model] if case.tied and case.schedule.cuts > 1 else {},
         **({"rate": warm_up} if case.rate else {}),
     )
     outcome = as_outcome(result)

@@ -55,7 +55,7 @@ def test_the_backward_reads_what_came_back(monkeypatch: Any) -> None:
     monkeypatch.setattr(parking.Parking, "give", given)
     case = Case("bpipe", 6, 9, spans=(3,))
     assert_same(train(None, case), expected(case))
-    assert sent > 30
+    assert sent > 10
 
 
 def test_weights_and_inputs_stay(monkeypatch: Any) -> None:
@@ -86,13 +86,13 @@ def test_the_account(recompute: Any, parks: bool) -> None:
         pass
     peaks, live = pipeline.peak_bytes(), pipeline.live_bytes()
     held = [rank for rank in range(6) if peaks[rank].get("parked activations", 0)]
-    assert held == ([4, 5] if parks else [])
+    assert held == ([4] if parks else [])  # the first stage looks tokens up, which are the caller's
     assert all(live[rank].get("parked activations", 0) == live[rank]["activations"] == 0 for rank in range(6))
     plain = make_pipeline(Case("1f1b", 6, 9, spans=(3,), recompute=recompute))
     for _ in plain.run(make_batches(case)):
         pass
     if parks:
-        assert peaks[0]["activations"] < plain.peak_bytes()[0]["activations"]
+        assert peaks[1]["activations"] < plain.peak_bytes()[1]["activations"]
 
 
 def test_the_hosts_memory_has_an_account_of_its_own() -> None:
@@ -121,10 +121,12 @@ def test_who_parks_with_whom(p: int, pairs: list[tuple[int, int]]) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        (" RETURN1@1>0/parked", "", "parked activations of microbatch 1 on cut 0, which stands nowhere"),
-        (" HOLD1@1<0/parked", "", "RETURN1.*does not have these activations of its peer"),
-        ("HOLD1@1<0/parked", "HOLD1@1<0/parked HOLD1@1<0/parked", "HOLD1.*has these activations of its peer already"),
-        (" FETCH1@0<1/parked", "", "B1.*needs activations that are offloaded"),
+        (" RETURN1@1>0/parked", "", "RETURN and FETCH move the activations of 1 from node 1 to node 0 0 and 1 times"),
+        (" HOLD1@1<0/parked", "", "OFFLOAD and HOLD move the activations of 1 from node 0 to node 1 1 and 0 times"),
+        ("HOLD1@1<0/parked", "HOLD1@1<0/parked HOLD1@1<0/parked", "from node 0 to node 1 1 and 2 times"),
+        ("FETCH1@0<1/parked", "FETCH1", "from node 1 to node 0 1 and 0 times"),
+        ("OFFLOAD1@0>1/parked", "OFFLOAD1@0>1/activation", "moves parked activations: write /parked"),
+        (" FETCH1@0<1/parked", "", "from node 1 to node 0 1 and 0 times"),
         ("HOLD1@1<0/parked", "HOLD1@1", "HOLD and RETURN name the other end"),
         ("F0^t HOLD1@1<0/parked", "HOLD1@1<0/parked F0^t", ""),
     ],
@@ -142,3 +144,11 @@ def test_a_wrong_one_is_refused(old: str, new: str, message: str) -> None:
 def test_on_ranks(pool: Pool) -> None:
     case = Case("bpipe", 4, 8, spans=(2, 1))
     assert_same(train_on_ranks(pool, case), expected(case))
+
+
+def test_what_a_half_of_a_backward_needs_is_moved_as_well() -> None:
+    """Between I and W small graphs keep inputs of operations; nothing but what was parked may hold them."""
+    text = PARKED.replace("B0^t FETCH", "I0^t W0^t FETCH").replace("B1^t", "I1^t W1^t").replace("B2^t", "I2^t W2^t")
+    text = text.replace("B0^t F1^t RETURN", "I0^t W0^t F1^t RETURN")
+    case = Case("gpipe", 2, 3, spans=(2,))
+    assert_same(train(None, case, schedule=parse_schedule(text)), expected(case))

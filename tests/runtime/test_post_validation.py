@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any
@@ -21,10 +22,12 @@ from runtime_cases import (
     make_batches,
     make_pipeline,
     together,
+    token_loss,
 )  # fmt: skip
 
 from penstock.errors import CapabilityError
 from penstock.runtime.evaluation import Evaluating
+from penstock.runtime.node import NodeRuntime
 from penstock.runtime.snapshot import Saving
 from penstock.schedule.ir import Op, Schedule
 from penstock.train.reference import Scaling
@@ -219,7 +222,8 @@ def test_no_activations_are_left_behind() -> None:
     case = Case("zb-h2-post", 3, 5, spans=SPANS, clip=0.5, model="restless", recompute="block")
     pipeline = make_pipeline(case)
     list(pipeline.run(make_batches(case)))
-    assert all(live["activations"] == 0 and live.get("messages", 0) == 0 for live in pipeline.live_bytes().values())
+    gone = ("activations", "messages", "optimizer before")
+    assert all(live.get(kind, 0) == 0 for live in pipeline.live_bytes().values() for kind in gone)
 
 
 # --- undone in place ------------------------------------------------------------------------------------------------
@@ -272,6 +276,68 @@ def test_updates_undone_in_place_are_off_by_roundings(name: str, event: str, pre
     assert exact.keys() == inexact.keys()
     for key, value in exact.items():
         _assert_near(inexact[key], value, RUN_TOLERANCE if event != "never clipped" else 0.0)
+
+
+def train_slowly(group: dist.ProcessGroup | None, case: Case) -> list[tuple[int, float]]:
+    """The norms of a run in which it takes long to take them."""
+    whole = NodeRuntime.gradient_squares
+
+    def squares(self: NodeRuntime, batch: int) -> tuple[float, float]:
+        time.sleep(0.02)
+        return whole(self, batch)
+
+    NodeRuntime.gradient_squares = squares  # type: ignore[method-assign]
+    try:
+        outcome, _ = train(group, case)
+    finally:
+        NodeRuntime.gradient_squares = whole  # type: ignore[method-assign]
+    return [(batch, norm) for batch, _, norm, _, _ in outcome.decided]
+
+
+@pytest.mark.parametrize("changes", [{"tied": True}, {"width": 2}], ids=str)
+def test_norms_are_taken_before_an_update_in_place(pool: Pool, changes: dict[str, Any]) -> None:
+    case = Case("zb-h2", 2 if "tied" in changes else 1, 4, rule="provisional-in-place", clip=0.5, skips=(), **changes)
+    found = pool.submit(train_slowly, case, ranks=2)
+    wanted_norms = [(batch, norm) for batch, _, norm, _, _ in expected(case).decided]
+    for norms in found:
+        assert norms == [(batch, pytest.approx(norm, rel=1e-3)) for batch, norm in wanted_norms]
+
+
+@pytest.mark.parametrize("k", [1, 10, 100])
+@pytest.mark.parametrize("name", ["adamw", "momentum"])
+def test_what_a_large_gradient_costs_when_it_is_taken_back(name: str, k: int) -> None:
+    """The bounds of docs/orders.md."""
+    torch.manual_seed(2)
+    parameter = torch.nn.Parameter(torch.randn(1000))
+    optimizer = UNDOABLE[name]([("weight", parameter)])
+    for step in range(20):
+        before = parameter.detach().clone(), {key: v.clone() for key, v in optimizer.state[parameter].items()}
+        parameter.grad = torch.randn(1000) * (k if step == 19 else 1)
+        optimizer.step()
+    undo_step(optimizer, {parameter: parameter.grad}, first=False)
+    bounds = {"exp_avg": 1e-6 + 1e-7 * k, "momentum_buffer": 1e-6 + 1e-7 * k, "exp_avg_sq": 1e-6 + 1e-7 * k**2}
+    for key, value in before[1].items():
+        _assert_near(optimizer.state[parameter][key], value, bounds.get(key, 0.0))
+    _assert_near(parameter.detach(), before[0], STEP_TOLERANCE * (k if name == "momentum" else 1))
+
+
+def steep_loss(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, float]:
+    total, weight = token_loss(output, target)
+    return 1e4 * total, weight
+
+
+def test_a_spike_that_a_rank_sees_itself_is_not_even_tried() -> None:
+    """So what the optimizer remembers does not suffer from it."""
+    case = Case("zb-h2", 1, 4, spans=(6,), skips=(), clip=1.0)
+    batches = make_batches(case)
+    found = []
+    for rule in ("flush", "provisional-in-place"):
+        pipeline = make_pipeline(replace(case, rule=rule), loss=steep_loss)
+        list(pipeline.run(batches))
+        states = [o.state_dict()["state"] for o in pipeline.optimizers().values()]
+        found.append([v["exp_avg_sq"] for s in states for v in s.values()])
+    for a, b in zip(*found, strict=True):
+        _assert_near(b, a, 1e-6)
 
 
 def _assert_near(found: torch.Tensor, wanted: torch.Tensor, tolerance: float) -> None:

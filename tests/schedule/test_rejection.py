@@ -142,3 +142,17 @@ def test_refused() -> None:
         make_schedule("seq1f1b", 2, 4, rule="provisional")
     with pytest.raises(ScheduleError, match="REDO is not written in a schedule"):
         check(parse_schedule(GOLDEN.read_text().replace("VALIDATE[t-1] F2^t", "VALIDATE[t-1] REDO0^t F2^t")))
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ("[F0^t+F1^t] VALIDATE[t-1] B0^t B1^t STEP[t]", "is fused"),
+        ("F0^t B0^t F1^t B1^t STEP[t] VALIDATE[t]", "it decides on a batch of this period"),
+    ],
+)
+def test_what_cannot_be_run_again_is_refused_by_name(row: str, message: str) -> None:
+    drain = "drain 0: VALIDATE[t-1]\n" if "t-1" in row else ""
+    text = f"schedule mine\nrule provisional\nmicrobatches 2\nnodes 0@0\nrank 0: {row}\n{drain}"
+    with pytest.raises(ScheduleError, match=message):
+        check(parse_schedule(text))

@@ -110,6 +110,15 @@ class Decisions:
         factor = self._guessed[batch] = decide(batch, alone, self._divisor, None).factor
         return factor
 
+    def surely_rejects(self, squares: float, factor: float) -> bool:
+        """Whether a stage's own gradient, of which these are the squares, is enough for another factor than this.
+
+        With a margin for roundings, which must not decide otherwise here than for all stages.
+        """
+        return not math.isfinite(squares) or (
+            self._clip is not None and math.sqrt(squares) * factor > 1.001 * self._clip
+        )
+
     def rejects(self, batch: int, total: Share) -> bool:
         """Whether what was guessed for a batch is not what all have decided; `guess` has been asked before."""
         decision = self.settle(batch, math.nan, total)
@@ -137,6 +146,7 @@ class Decisions:
             self.scaler.finite_in_a_row = int(state["finite_in_a_row"])
         self._decided, self._last = batch - 1, None
         self._scales.clear()
+        self._guessed.clear()
         self._news.clear()
         self._noted.clear()
         self._evaluated.clear()

@@ -162,7 +162,7 @@ class Graphs:
         counter = parking if parking is not None or key in self._saved else SavedBytes(self._known | carried)
         splitting = None
         if splits and handle is not None:
-            splitting = Splitting(handle.buffer.leaves.values(), counter)
+            splitting = Splitting(handle.buffer.leaves.values(), counter, moves=self._parks)
         with counter or nullcontext(), splitting or nullcontext():
             output, total, loss = self._compute(names, microbatch, value)
         if splitting is not None:
@@ -187,7 +187,7 @@ class Graphs:
         self.hold(nbytes)
         late = None if splitting is None else splitting.late
         if parking is not None:
-            parking.stay(opened.values())
+            parking.stay([*opened.values(), *pytree.tree_leaves((value, microbatch.target))])  # others have them anyway
         return Result(Graph(opened, leaves, edges, seed, nbytes, late, late_nbytes, parking), output, loss)
 
     def _compute(

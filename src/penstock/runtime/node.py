@@ -92,7 +92,7 @@ class NodeRuntime:
     carry_gradients: dict[int, list[Tensor | None]] = field(default_factory=dict)
     averaged: Mapping[str, Tensor] | None = None
     evaluated: int | None = None
-    apart: bool = True
+    apart: bool = False
     provisional: Provisional | None = None
     buffers: Mapping[BufferPlace, Tensor] | None = None
 
@@ -264,6 +264,10 @@ class NodeRuntime:
         elsewhere = {n for tie in self.ties for n in tie.names_at(self.node.cut) if tie.cuts[0] != self.node.cut}
         return self.store.gradient(batch).squares(without=elsewhere)
 
+    def all_squares(self, batch: int) -> float:
+        """The sum of the squares of all of its gradient."""
+        return 0.0 if self.store is None else self.store.gradient(batch).squares()[0]
+
     def step(self, batch: int, factor: float, keeps_old: bool) -> None:
         """Bear version batch + 1.
 
@@ -328,8 +332,8 @@ class NodeRuntime:
         roles = {} if self.store is None else self.store.bytes_by_role()
         if self.average is not None:
             roles["averaged weights"] = self.average.nbytes
-        if self.provisional is not None:
-            roles["optimizer before"] = self.provisional.nbytes
+        if self.apart:
+            roles["optimizer before"] = 0 if self.provisional is None else self.provisional.nbytes
         return roles
 
     def refresh(self) -> None:

@@ -52,10 +52,11 @@ class Parking(SavedBytes):
         self._stay: set[int] = set()
         super().__init__(known, self._spot, _found)
 
-    def stay(self, tensors: Iterable[Tensor]) -> None:
+    def stay(self, tensors: Iterable[object]) -> None:
         """These are kept by others, too, and cannot be moved."""
         for tensor in tensors:
-            self._stay.add(tensor.untyped_storage().data_ptr())
+            if isinstance(tensor, Tensor):
+                self._stay.add(tensor.untyped_storage().data_ptr())
 
     def move(self, device: torch.device | None) -> int:
         """Move everything to a device, or back to where it was; returns how many bytes."""

@@ -69,7 +69,8 @@ class Pipeline:
             of microbatches of a batch if None; in low precision the nearest power of two is taken.
         clip: the largest global norm of the gradient of a batch's mean loss; larger ones are scaled down to it, as
             `torch.nn.utils.clip_grad_norm_` does, whatever the order and the version rule. With it, or with
-            `loss_scale`, a gradient that is not finite skips the update, and the next version is a copy.
+            `loss_scale`, `width` or post-validation, a gradient that is not finite skips the update, and the next
+            version is a copy.
         loss_scale: how the loss is scaled for backward.
         recompute: which forwards are run again instead of keeping what their backward needs: "none"; "block", each
             block just before its backward; or "stage", whole stages, in actions of their own (R), which run while the
@@ -202,8 +203,8 @@ class Pipeline:
         first one does.
 
         Snapshots and evaluations do not drain the pipeline where all stages have one newest version between two
-        batches: with rules flush and double-buffer. With the others (stash) it is drained for them, which changes what
-        the next batches read.
+        batches: with rules flush and double-buffer. With the others it is drained for them, which with stash and
+        vertical-sync changes what the next batches read.
 
         Args:
             batches: the data.

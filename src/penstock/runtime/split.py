@@ -63,10 +63,12 @@ class Splitting(TorchFunctionMode):
     Args:
         weights: the leaves.
         counter: counts what the graphs save; what the small ones save counts as late.
+        moves: what graphs save may be moved away, so that nothing else may keep it.
     """
 
-    def __init__(self, weights: Iterable[Tensor], counter: SavedBytes | None = None) -> None:
+    def __init__(self, weights: Iterable[Tensor], counter: SavedBytes | None = None, moves: bool = False) -> None:
         super().__init__()
+        self._moves = moves
         self.late = Late()
         # Weights, and what has been made of weights alone; kept, so that no other tensor can have their identity.
         self._weights = {id(leaf): leaf for leaf in weights}
@@ -125,7 +127,7 @@ class Splitting(TorchFunctionMode):
         outer = list(distinct.values())
         opened: Sequence[Tensor]
         inner: Sequence[Any]
-        if func in _KEEPING:  # leaves, which live as long as the small graph: their memory does so anyway
+        if func in _KEEPING and not self._moves:  # leaves: they live as long as the small graph, as their memory does
             opened = inner = [tensor.detach().requires_grad_() for tensor in outer]
         else:
             cut = [tensor.detach() for tensor in outer]  # or the way back would lead on into the outer graph

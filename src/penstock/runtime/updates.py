@@ -57,6 +57,7 @@ class Updates:
         self._decisions, self._recorder = decisions, recorder
         self._sums: dict[tuple[Node, int], list[tuple[Op, Ticket]]] = {}
         self._votes: dict[tuple[Node, int], Ticket] = {}
+        self._squares: dict[tuple[Node, int], Ticket] = {}  # of gradients that may change before the vote is over
 
     def reduce(self, node: NodeRuntime, batch: int) -> None:
         """Begin to add the gradient of a batch to those of all that hold the same weights."""
@@ -82,17 +83,26 @@ class Updates:
         before = [ticket for _, ticket in self._sums.get((node.node, batch), ())]
         share = self._decisions.share(batch, loss)  # now: what is asked for meanwhile is for the next batch
         vote = self._votes[node.node, batch] = Ticket(f"{CONTROL_LANE} of all stages (batch {batch})")
+        taken = Ticket(f"the norm of stage {node.node.name} (batch {batch})") if self.provisional else None
+        if taken is not None:
+            self._squares[node.node, batch] = taken
 
         def act() -> None:
             failure = next((ticket.error for ticket in before if ticket.error is not None), None)
             if failure is not None:
                 vote.complete(error=failure)
+                if taken is not None:
+                    taken.complete(error=failure)
                 return
             try:
                 squares = node.gradient_squares(batch) if counts else (0.0, 0.0)
+                if taken is not None:
+                    taken.complete(node.all_squares(batch))
                 self._council.hand_in(me, batch, share._replace(squares=squares[0], rest=squares[1]), vote)
             except Exception as error:  # this may be the reducer's thread; the executor raises it where it waits
                 vote.complete(error=error)
+                if taken is not None and not taken.done:
+                    taken.complete(error=error)
 
         after_all(before, act)
 
@@ -108,6 +118,9 @@ class Updates:
             start, end = self._recorder.at(ticket.made_at), self._recorder.at(ticket.done_at)
             row = self._recorder.rank
             self._recorder.add(Interval(row, "collective", start, end, op.value, f"{op}{batch}", *place))
+        if action is Op.STEP and (node, batch) in self._squares:
+            cause = "the norm of its own gradient"
+            yield from wait_for(self._recorder, self._squares[node, batch], what, cause, Waiting.CONTROL)
 
     def step(self, node: NodeRuntime, batch: int, weight: float, keeps_old: bool) -> Decision:
         """Make the update of a batch, or skip it, once `wait` is over.
@@ -133,7 +146,9 @@ class Updates:
             weight: N of this pipeline's part; the other pipelines' parts are taken to be the same.
         """
         self._sums.pop((node.node, batch), None)
-        node.try_step(batch, self._decisions.guess(batch, weight * self._pipelines))
+        factor = self._decisions.guess(batch, weight * self._pipelines)
+        squares: float = self._squares.pop((node.node, batch)).result
+        node.try_step(batch, 0.0 if self._decisions.surely_rejects(squares, factor) else factor)
 
     def rejects(self, node: Node, batch: int) -> bool:
         """Whether the update of a batch was not what all have decided, once `wait` is over."""

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from penstock.errors import ScheduleError
 from penstock.schedule.batchwise import COLLECTIVES
-from penstock.schedule.ir import Action, Kind, Op, Schedule, passes
+from penstock.schedule.ir import Action, Kind, Node, Op, Payload, Schedule, Unit, format_unit, passes
 from penstock.schedule.ops import MOVES, PASSES
 
 _COUNTED = PASSES | {Op.STEP, Op.VALIDATE, Op.REDUCE, Op.TIE, Op.DECIDE, Op.AVERAGE}
@@ -57,6 +57,7 @@ def check_coverage(schedule: Schedule) -> None:
         _check_passes(schedule, cut, cut in trained, periods)
     _check_updates(schedule, trained, periods)
     _check_epilogues(schedule, periods, epilogues)
+    _check_moves(schedule)
     _check_averages(schedule, trained, periods, epilogues)
 
 
@@ -180,6 +181,26 @@ def _check_updates(schedule: Schedule, trained: set[int], periods: _Table) -> No
             raise ScheduleError(
                 f"{where} has {decides} DECIDEs per batch; either all nodes that are trained have one, or none"
             )
+
+
+def _check_moves(schedule: Schedule) -> None:
+    """What one rank parks with another one, that one takes in and gives back, once."""
+    for giving, taking in ((Op.OFFLOAD, Op.HOLD), (Op.RETURN, Op.FETCH)):
+        moves: dict[Op, list[tuple[Node, Node, Unit]]] = {giving: [], taking: []}
+        for program in schedule.programs:
+            for a in (*program.period, *program.epilogue):
+                if a.op in moves and a.peer is not None:
+                    moves[a.op].append((a.node, a.peer, a.unit) if a.op is giving else (a.peer, a.node, a.unit))
+                    if a.payload is not Payload.PARKED:
+                        raise ScheduleError(f"{schedule.name}: {a} moves parked activations: write /{Payload.PARKED}")
+        given, taken = Counter(moves[giving]), Counter(moves[taking])
+        for (source, target, unit), n in (given | taken).items():
+            if n > 1 or given[source, target, unit] != taken[source, target, unit]:
+                what = f"the activations of {format_unit(unit)} from node {source.name} to node {target.name}"
+                raise ScheduleError(
+                    f"{schedule.name}: {giving} and {taking} move {what} {given[source, target, unit]} and "
+                    f"{taken[source, target, unit]} times; each must stand there once"
+                )
 
 
 def _check_epilogues(schedule: Schedule, periods: _Table, epilogues: _Table) -> None:

@@ -22,7 +22,7 @@ class Flight(NamedTuple):
     versions: tuple[int, ...]
     derive: Copy | None = None
     recomputed: bool = False
-    offloaded: bool = False
+    away: str | None = None  # where its activations are instead: the name of a peer, or the host
     input_done: bool = False  # I has run, W is still to come
 
 
@@ -64,14 +64,14 @@ class Flights:
     def recompute(self, key: Piece) -> None:
         """An R."""
         flight = self._usable(key)
-        if flight.recomputed or flight.offloaded:
+        if flight.recomputed or flight.away:
             raise BooksError("has been recomputed already, or its input is offloaded")
         self.held[key] = flight._replace(recomputed=True)
 
     def backward(self, key: Piece, op: Op, recomputes: bool) -> Flight | None:
         """A B, I or W; the flight if it ends here."""
         flight = self._usable(key)
-        if flight.offloaded or (recomputes and not flight.recomputed):
+        if flight.away or (recomputes and not flight.recomputed):
             raise BooksError("needs activations that are offloaded or not recomputed yet")
         if flight.input_done != (op is Op.W):
             raise BooksError("does not fit: I comes before W, and B stands for both")
@@ -80,14 +80,16 @@ class Flights:
             return None
         return self.held.pop(key)
 
-    def move(self, key: Piece, away: bool) -> None:
-        """An OFFLOAD (away) or a FETCH."""
+    def move(self, key: Piece, away: bool, place: str) -> None:
+        """An OFFLOAD (away) to a place, or a FETCH from there."""
         flight = self.held.get(key)
-        if flight is None or flight.offloaded == away:
+        if flight is None or (flight.away is not None) is away:
             raise BooksError("its activations are not in flight, or are already there")
         if away and flight.recomputed:
             raise BooksError("its activations have been recomputed for a backward that is to come; offload them before")
-        self.held[key] = flight._replace(offloaded=away)
+        if not away and flight.away != place:
+            raise BooksError(f"its activations are not at {place}, but at {flight.away}")
+        self.held[key] = flight._replace(away=place if away else None)
 
     def reader(self, version: int) -> int | None:
         """A microbatch in flight whose forward read a version."""

@@ -255,7 +255,8 @@ class NodeState:
         elif op in (Op.OFFLOAD, Op.FETCH):
             piece = action.unit.slice[0] if action.unit.slice else 0
             for k in action.unit.microbatches:
-                self.flights.move((k + t * self.spec.microbatches, piece), away=op is Op.OFFLOAD)
+                place = "the host" if action.peer is None else f"node {action.peer.name}"
+                self.flights.move((k + t * self.spec.microbatches, piece), op is Op.OFFLOAD, place)
         elif op in (Op.HOLD, Op.RETURN):
             held = (action.peer, action.unit._replace(first=action.unit.first + t * self.spec.microbatches))
             if (held in self.held) is (op is Op.HOLD):

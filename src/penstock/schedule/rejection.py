@@ -41,7 +41,8 @@ def redone(schedule: Schedule) -> tuple[Schedule, frozenset[Draft]]:
     """The schedule with a REDO of every draft, and the drafts; without a VALIDATE there are none.
 
     Raises:
-        ScheduleError: something stands between the VALIDATEs of a rank, or forwards are of slices.
+        ScheduleError: something stands between the VALIDATEs of a rank, forwards before them are of slices or fused, or
+            they decide on a batch of the same period.
     """
     programs, drafts = [], set()
     for rank, (period, epilogue) in enumerate(schedule.programs):
@@ -53,7 +54,15 @@ def redone(schedule: Schedule) -> tuple[Schedule, frozenset[Draft]]:
             raise ScheduleError(f"{schedule.name}: versions cannot be provisional where sequences are cut into slices")
         if len(places) != places[-1] - places[0] + 1:
             raise ScheduleError(f"{schedule.name}: the VALIDATEs of rank {rank} must stand next to each other")
-        before = [a for a in period[: places[0]] if a.op is Op.F and a.unit.first >= 0]
+        early = period[: places[0]]
+        fused = next((a for a in early if a.parts), None)
+        if fused is not None or any(period[place].unit.first >= 0 for place in places):
+            what = f"{fused} is fused" if fused is not None else "it decides on a batch of this period"
+            raise ScheduleError(
+                f"{schedule.name}: VALIDATE of rank {rank} decides on an earlier batch, behind single forwards "
+                f"that can be run again; {what}"
+            )
+        before = [a for a in early if a.op is Op.F and a.unit.first >= 0]
         drafts |= {(a.node, k) for a in before for k in a.unit.microbatches}
         again = tuple(a._replace(op=Op.REDO) for a in before)
         programs.append(Program((*period[: places[-1] + 1], *again, *period[places[-1] + 1 :]), epilogue))

@@ -7,9 +7,9 @@ second attempt starts from the very same bits. In place, nothing is copied: the 
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
+from penstock.errors import CapabilityError
 from penstock.weights.store import VersionStore
 from penstock.weights.update import Updater
 
@@ -27,7 +27,7 @@ class Provisional:
         self._store, self._updater, self._batch, self._apart = store, updater, batch, apart
         self._gradient = store.gradient(batch)
         self._old, self._new = store.succeed(batch, apart)
-        self._before: tuple[int, dict[tuple[str, str], Any]] = updater.updates, updater.state() if apart else {}
+        self._before: tuple[int, dict[tuple[str, str], Any]] = updater.updates, _state(updater) if apart else {}
         self._tried = 0.0  # what the gradient in place has been multiplied by
 
     @property
@@ -36,9 +36,7 @@ class Provisional:
         return sum(getattr(value, "nbytes", 0) for value in self._before[1].values())
 
     def make(self, factor: float) -> None:
-        """The first attempt; in place, a gradient that is not finite is left out, because that could not be undone."""
-        if not self._apart and not math.isfinite(self._gradient.squares()[0]):
-            factor = 0.0
+        """The first attempt; with a factor of zero, which leaves the weights as they are, where it is sure to fail."""
         self._attempt(factor)
 
     def again(self, factor: float) -> None:
@@ -63,3 +61,13 @@ class Provisional:
         else:
             self._new.load(self._old.views)
         self._store.publish(self._batch + 1)
+
+
+def _state(updater: Updater) -> dict[tuple[str, str], Any]:
+    try:
+        return updater.state()
+    except CapabilityError as error:
+        raise CapabilityError(
+            f"an update of {updater.name} cannot be taken back, as post-validation may have to: what it remembers must "
+            f"be in its state, by parameter; take the method without post-validation. ({error})"
+        ) from None
