@@ -359,3 +359,26 @@ def test_refused_before_anything_runs(name: str, rule: str, changes: dict[str, A
     case = Case(name, 4 if name == "bpipe" else 2, 4, rule=rule, **changes)
     with pytest.raises(CapabilityError, match=message):
         make_pipeline(case)
+
+
+@pytest.mark.parametrize("rule", ["provisional", "provisional-in-place"])
+def test_an_update_that_no_stage_alone_could_have_known_to_be_wrong(rule: str) -> None:
+    """The norm of all stages is above `clip`, that of each below it: the update is made, taken back and made again."""
+    free = Case("zb-h2", 2, 4, "gpt", spans=SPANS, clip=1e9)
+    norms = [norm for _, _, norm, _, _ in expected(free).decided]
+    case = replace(free, clip=0.98 * norms[0], rule=rule)
+    steps: list[int] = []
+
+    def counted(named: Any) -> torch.optim.Optimizer:
+        optimizer = OPTIMIZERS["adamw"](named)
+        optimizer.register_step_post_hook(lambda *_: steps.append(1))
+        return optimizer
+
+    pipeline = make_pipeline(case, optimizer=counted)
+    reports = list(pipeline.run(make_batches(case)[:1]))
+    assert len(reports) == 1
+    assert [d.again for d in pipeline.decided()] == [True]
+    assert len(steps) == 2 * 2
+    reference = expected(replace(case, method="zb-h2"), 1)
+    for name, weights in reference.weights.items():
+        _assert_near(pipeline.state_dict()[name], weights, STEP_TOLERANCE if "place" in rule else 0.0)

@@ -132,7 +132,12 @@ def test_sends_stand_directly_behind_their_producer(schedule):
                 producer = item[1]
             elif what == "send":
                 route = lowered.routes[item[1][0]]
-                gives = {Payload.ACTIVATION: (Op.F,), Payload.GRADIENT: (Op.B, Op.I), Payload.RECOMPUTE: (Op.R,)}
+                gives = {
+                    Payload.ACTIVATION: (Op.F,),
+                    Payload.GRADIENT: (Op.B, Op.I),
+                    Payload.RECOMPUTE: (Op.R,),
+                    Payload.PARKED: (Op.OFFLOAD, Op.RETURN),
+                }
                 parts = [p for p in producer.parts or (producer,) if p.op in gives[route.payload]]
                 assert any(p.node == route.source for p in parts)
 
