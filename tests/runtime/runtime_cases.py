@@ -356,6 +356,11 @@ def train(group: dist.ProcessGroup | None, case: Case, **changes: Any) -> Outcom
     """Run a case with the pipeline, in this process or as one rank of a group."""
     recording = Recording(OPTIMIZERS[case.optimizer])
     pipeline = make_pipeline(case, group, optimizer=recording, **changes)
+    return finish(run_spans(pipeline, case), pipeline, recording)
+
+
+def run_spans(pipeline: Pipeline, case: Case) -> Outcome:
+    """Run the batches of a case; what reports and decisions say."""
     outcome = Outcome()
     batches = make_batches(case)
     for first, end in pairwise((0, *accumulate(case.spans))):
@@ -364,7 +369,7 @@ def train(group: dist.ProcessGroup | None, case: Case, **changes: Any) -> Outcom
                 outcome.reports.append((r.batch, r.loss, r.weight))
             add_decisions(outcome, case, r.decided)
     add_decisions(outcome, case, pipeline.decided())
-    return finish(outcome, pipeline, recording)
+    return outcome
 
 
 def add_decisions(outcome: Outcome, case: Case, decided: Iterable[Decision]) -> None:

@@ -52,7 +52,6 @@ class Decisions:
         self._decided = -1  # the last batch
         self._news: list[Decision] = []
         self._guessed: dict[int, float] = {}  # factors
-        self._rejected = False  # the last decision was not what had been guessed
         self._noted: dict[int, Evaluated] = {}  # of this pipeline, until the decision on the batch tells the others
         self._evaluated: list[Evaluated] = []
         self.told: list[Evaluated] = []
@@ -119,16 +118,15 @@ class Decisions:
             self._clip is not None and math.sqrt(squares) * factor > 1.001 * self._clip
         )
 
-    def rejects(self, batch: int, total: Share) -> bool:
-        """Whether what was guessed for a batch is not what all have decided; `guess` has been asked before."""
+    def validate(self, batch: int, total: Share) -> Decision:
+        """The decision on a batch for which `guess` has been asked; `again` if it is not what was guessed."""
         decision = self.settle(batch, math.nan, total)
         if batch in self._guessed:  # a rank that holds several nodes asks more than once
             wrong = decision.factor != self._guessed.pop(batch)
-            self._rejected = wrong or self.scaler.scale != self.scaler.before
-            if self._rejected:
+            if wrong or self.scaler.scale != self.scaler.before:
                 self._scales.pop(batch + 1, None)  # forwards that have begun run again, under the scale of now
-                self._last = self._news[-1] = decision._replace(again=True)
-        return self._rejected
+                decision = self._last = self._news[-1] = decision._replace(again=True)
+        return decision
 
     def state(self) -> dict[str, Any]:
         """What the decisions made so far have left behind, the same on all ranks."""

@@ -297,14 +297,14 @@ class NodeRuntime:
         if self.buffers is None:
             self.buffers = {place: tensor.clone() for place, tensor in self.graphs.buffers.items()}
 
-    def settle_step(self, batch: int, decision: Decision, rejected: bool) -> None:
+    def settle_step(self, batch: int, decision: Decision) -> None:
         """The update of a batch is decided on; if it is rejected, it is made again, and what has read it is dropped."""
-        if rejected:
+        if decision.again:
             self._drop_drafts(batch + 1)
         self.buffers = None
         if self.store is None or self.provisional is None:
             return
-        if rejected:
+        if decision.again:
             torch.clear_autocast_cache()
             self.provisional.again(decision.factor)
         self.provisional.settle()

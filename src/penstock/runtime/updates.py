@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 
 from penstock.runtime.council import CONTROL_LANE, Council
@@ -152,11 +151,10 @@ class Updates:
 
     def rejects(self, node: Node, batch: int) -> bool:
         """Whether the update of a batch was not what all have decided, once `wait` is over."""
-        return self._decisions.rejects(batch, self._votes[node, batch].result)
+        return self._decisions.validate(batch, self._votes[node, batch].result).again
 
     def validate(self, node: NodeRuntime, batch: int) -> Decision:
         """Make the update of a batch again if it has to be."""
-        rejected, vote = self.rejects(node.node, batch), self._votes.pop((node.node, batch))
-        decision = self._decisions.settle(batch, math.nan, vote.result)
-        node.settle_step(batch, decision, rejected)
+        decision = self._decisions.validate(batch, self._votes.pop((node.node, batch)).result)
+        node.settle_step(batch, decision)
         return decision
