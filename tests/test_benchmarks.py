@@ -9,6 +9,7 @@ from unittest.mock import Mock, patch
 import pytest
 from benchmarks.clipping import ARMS
 from benchmarks.limits import factors, replay
+from benchmarks.throughput import interval
 
 from penstock.schedule.build import prove
 
@@ -91,3 +92,10 @@ def test_replay_of_two_ranks():
     assert replay(lowered, slow) == 9.5
     found = factors(lowered, even, slow, seconds=12.0)
     assert found == {"order": 6.5 / 4.5, "work": 9.5 / 6.5, "messages": 12 / 9.5, "in all": 12 / 4.5}
+
+
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (5, 1), (6, 1), (8, 1), (9, 2), (12, 3), (25, 8)])
+def test_the_interval_of_a_median(n, k):
+    """As in tables of the sign test: n = 9 has k = 2, n = 12 has 3, n = 25 has 8."""
+    median, low, high = interval([float(x) for x in reversed(range(n))])
+    assert (median, low, high) == ((n - 1) / 2, k - 1, n - k)
