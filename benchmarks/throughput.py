@@ -6,8 +6,8 @@
 Every round runs every arm on at least 128 microbatches; ratios are taken within a round, because machines drift. The
 arms take turns within a round, in slices of `--slice` microbatches and in shuffled order, so that a slow minute hits
 them all, and none is always run after the same other one. 2bw runs in one span, which is halted between its slices and
-drained only at the end; a halt costs it about a forward, so slices are not short. Bounds are those of a 95 % interval for
-the median (`interval`). Raw data go to `benchmarks/results/`.
+drained only at the end; a halt costs it about a forward, so slices are not short. Bounds are those of a 95 % interval
+for the median (`interval`). Raw data go to `benchmarks/results/`.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ def summarise(rows: list[dict[str, Any]], base: str) -> dict[int, dict[str, tupl
 def interval(ratios: Sequence[float], confidence: float = 0.95) -> tuple[float, float, float]:
     """The median of the rounds, and an interval that holds the true median with at least this confidence.
 
-    Its ends are the k-th lowest and k-th highest ratio: the true median is below all but k - 1 of n rounds as often as n
-    coins show fewer than k heads, whatever the ratios are distributed like. With 9 rounds k is 2. With fewer than 6
+    Its ends are the k-th lowest and k-th highest ratio: the true median is below all but k - 1 of n rounds as often as
+    n coins show fewer than k heads, whatever the ratios are distributed like. With 9 rounds k is 2. With fewer than 6
     there is no such interval, and the ends are the extremes.
     """
     ordered, n, k = sorted(ratios), len(ratios), 1
