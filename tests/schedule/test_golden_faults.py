@@ -157,7 +157,7 @@ PLACEMENTS = [
 ]  # fmt: skip
 
 WIDE_UNITS = [
-    ("B-4..-1^t-1 STEP[t-1]\nrank 1", "B-3..-1^t-1 STEP[t-1]\nrank 1", "microbatch 0, cut 0 needs one B"),
+    ("B-4..-1^t-1 STEP[t-1] F2", "B-3..-1^t-1 STEP[t-1] F2", "microbatch 0, cut 0 needs one B"),
     ("F3^t B0..3^t", "B0..3^t F3^t", "B0..3@1^0 on rank 1 needs the forward of microbatch 3 on cut 1"),
     ("drain 0: B-4..-1^t-1", "drain 0: B-4..-2^t-1", "to drain, cut 0 must run B for [-1]"),
     ("rank 0: F0^t-1", "rank 0: F0^t", "F4@0^1 on rank 0 ... must read version 0"),

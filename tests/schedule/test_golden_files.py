@@ -35,7 +35,7 @@ PEAKS = {
     "frozen_front": [1, 2, 1],  # cut 0 keeps nothing; behind it 1F1B over two ranks
     "interleaved": [Fraction(5, 2), Fraction(3, 2)],  # rank r: p + (p - 1 - 2r)/v
     "local_losses": [1, 1],  # each backward follows its forward
-    "nf1b": [8, 4],  # rank 0 forwards a whole batch of 4 before it drops the last one's
+    "nf1b": [6, 4],  # rank 0 forwards 2 (p - 1) microbatches before it drops the last batch's
     "offload": [3, 4],  # GPipe's 4 but for the one that is away when F3 runs
     "parked": [2, 2],  # GPipe's 3 but for one, which counts on the other rank
     "periodic_averaging": [2, 1],
@@ -100,7 +100,7 @@ def test_buffers(name):
 # Mean updates between the version read and the version updated: (forward, backward) per node.
 DELAYS = {
     "blend": [(1, 1), (0, 0)],  # counted from the older version of the blend
-    "nf1b": [(1, 0), (0, 0)],
+    "nf1b": [(0.5, 0), (0, 0)],  # F0 and F1 read t-1, F2 and F3 t
     "pipemare_recompute": [(0.5, 0), (0, 0)],  # F0 reads t-1, F1 reads t
     "wave_synchronous": [(1, 1), (0, 0)],
     "xpipe": [(1, 0), (0, 0)],  # the forwards predict from t-1, the backwards from t

@@ -30,17 +30,19 @@ REFUSES = {
     "dualpipe": lambda p, m: p % 2 or m % 2 or m < 2 * p,
     "dualpipe-v": lambda p, m: m < 2 * p,
     "bitpipe": lambda p, m: p % 2 or m % 2,
+    "v-timeprest": lambda p, m: m < p - 1,
 }
-PASS = re.compile(r"(?<![A-Z])([FBIW])(-?\d+)(?::(\d+)/\d+)?(?:@(\d+))?")
+PASS = re.compile(r"(?<![A-Z])([FBIW])(-?\d+)(?:\.\.(-?\d+))?(?::(\d+)/\d+)?(?:@(\d+))?")
 
 
 def printed(schedule: Schedule, *ops: str) -> list[tuple[int, int, int]]:
     """(cut, microbatch, slice) of all passes of some kinds, read off the printed rows by a pattern."""
     rows = [line for line in str(schedule).splitlines() if line.startswith("rank")]
     return sorted(
-        (int(cut or rank), int(k) % schedule.microbatches, int(piece or 0))
+        (int(cut or rank), k % schedule.microbatches, int(piece or 0))
         for rank, row in enumerate(rows)
-        for op, k, piece, cut in PASS.findall(row)
+        for op, first, last, piece, cut in PASS.findall(row)
+        for k in range(int(first), int(last or first) + 1)
         if op in ops
     )
 

@@ -328,9 +328,16 @@ def test_every_zeroth_batch_is_refused():
     assert "%0" in message_of(GOOD.replace("STEP[t]\nrank 1", "STEP[t] AVERAGE[t]%0\nrank 1"))
 
 
-def test_a_rule_that_blends_versions_cannot_complete_an_order():
-    with pytest.raises(ScheduleError, match="rule 'blended' needs an order that places its own PREDICTs"):
-        parse_schedule("rule blended\nmicrobatches 1\nnodes 0@0\nrank 0: F0 B0\n")
+def test_a_rule_that_blends_versions_completes_an_order():
+    made = parse_schedule("rule blended\nmicrobatches 2\nnodes 0@0\nrank 0: F0 F1 B0..1\n")
+    assert "rank 0: F0^t F1^t PREDICT0^t,t~i0 B0..1^t,t~i0 STEP[t]\n" in str(made)
+
+
+@pytest.mark.parametrize("passes", ["F0 I0 W0", "F0 F1 B0 [F2+B1] B2"])
+def test_blends_are_for_whole_backwards(passes):
+    m = passes.count("F")
+    with pytest.raises(ScheduleError, match="backwards on a blend of two versions are whole ones"):
+        parse_schedule(f"rule blended\nmicrobatches {m}\nnodes 0@0\nrank 0: {passes}\n")
 
 
 def test_comments_and_blank_lines_mean_nothing():

@@ -252,20 +252,23 @@ class Executor:
     def _pass(self, node: NodeRuntime, action: Action, t: int) -> None:
         """Whatever works on microbatches, but for forwards."""
         first = self._first(action, t)
-        key = first, action.unit.slice[0] if action.unit.slice else 0
+        keys = [(k, action.unit.slice[0] if action.unit.slice else 0) for k in range(first, first + action.unit.count)]
+        key = keys[0]
         version = self._version(action, t, self._books[action.node])
         match action.op:
             case Op.B | Op.I:
                 run = node.backward if action.op is Op.B else node.backward_for_inputs
-                self._backward(node, key, partial(run, version=version, copy=self._copy(action, t)))
+                for each in keys:  # one after the other, so that gradients are added in the order of the microbatches
+                    self._backward(node, each, partial(run, version=version, copy=self._copy(action, t)))
             case Op.W:
                 node.backward_for_weights(key, self._start + first // self.m, version, self._copy(action, t))
             case Op.PREDICT:
                 copy = self._copy(action, t)
                 assert copy is not None
-                node.predict(copy, version)
+                node.predict(copy, self._versions(action, t, self._books[action.node]))
             case Op.R:
-                node.recompute(key, version)
+                for each in keys:
+                    node.recompute(each, version)
             case Op.REDO:
                 self._redo(node, action, t)
             case Op.OFFLOAD | Op.FETCH | Op.HOLD | Op.RETURN if action.peer is not None:
@@ -333,9 +336,12 @@ class Executor:
 
     def _version(self, action: Action, t: int, books: NodeState) -> int:
         """The version an action reads, counted from the start of training; -1 where the schedule names none."""
-        if action.reads is None:
-            return -1
-        return self._start + max(action.reads.versions[0] + t, books.spec.older)
+        return -1 if action.reads is None else self._versions(action, t, books)[0]
+
+    def _versions(self, action: Action, t: int, books: NodeState) -> tuple[int, ...]:
+        """All versions that an action reads."""
+        assert action.reads is not None
+        return tuple(self._start + max(version + t, books.spec.older) for version in action.reads.versions)
 
     def _copy(self, action: Action, t: int) -> Copy | None:
         """The derived copy that an action reads or bears."""

@@ -76,7 +76,8 @@ class Mailbox:
                 f"from rank {route.source.rank}, got that of microbatch {_named(header.first, header.piece)} (batch "
                 f"{header.batch})"
             )
-        self._desk[route.payload, route.source, route.target, (message.first, piece)] = parcel
+        for k, each in enumerate(_opened(parcel, route.count), message.first):
+            self._desk[route.payload, route.source, route.target, (k, piece)] = each
 
     def put(self, payload: Payload, source: Node, target: Node, parcel: Parcel) -> None:
         """Lay ready what a SEND will take, or another stage of this rank."""
@@ -101,8 +102,8 @@ class Mailbox:
         queue = self._sending.setdefault(route.lane, deque())
         while queue and (queue[0].ticket.done or len(queue) >= self._lowered.window):
             yield from self._complete(route.lane, queue)
-        key = message.first, route.slice[0] if route.slice else 0
-        parcel = self._desk.pop((route.payload, route.source, route.target, key))
+        piece, numbers = route.slice[0] if route.slice else 0, range(message.first, message.first + route.count)
+        parcel = _closed([self._desk.pop((route.payload, route.source, route.target, (k, piece))) for k in numbers])
         nbytes = parcel.nbytes
         recorder, label, start = self._recorder, f"{route.payload} {message.first}", self._recorder.now()
         recorder.change("messages", nbytes)
@@ -132,6 +133,25 @@ class Mailbox:
     def _peer(self, rank: int) -> int:
         """The number of a rank of this pipeline among those of all pipelines, as the recorder counts them."""
         return self._recorder.rank - self._rank + rank
+
+
+def _closed(parcels: list[Parcel]) -> Parcel:
+    """One parcel of those of the microbatches of a unit; that of its last one knows most of the batch."""
+    if len(parcels) == 1:
+        return parcels[0]
+    wants = tuple(want for parcel in parcels for want in parcel.wants_gradient)
+    return Parcel(parcels[-1].header._replace(first=parcels[0].header.first), [p.tree for p in parcels], wants)
+
+
+def _opened(parcel: Parcel, count: int) -> list[Parcel]:
+    """The parcels of the microbatches of a unit."""
+    if count == 1:
+        return [parcel]
+    share = len(parcel.wants_gradient) // count
+    return [
+        Parcel(parcel.header._replace(first=parcel.header.first + i), tree, parcel.wants_gradient[i * share :][:share])
+        for i, tree in enumerate(parcel.tree)
+    ]
 
 
 def _named(first: int, piece: int) -> str:

@@ -270,6 +270,7 @@ class NodeRuntime:
     def _claim_for_backward(self, key: Piece, batch: int, version: int, copy: Copy | None) -> Flight:
         flight = self.flights[key]
         if flight.handle is not None and self.store is not None:
+            again = flight.handle
             if self.rebinding is None:
                 flight.handle.check(f"the backward of microbatch {key[0]} on {self.stage.where}")
             else:
@@ -277,17 +278,33 @@ class NodeRuntime:
                 now = self.store.read(version) if copy is None else self.store.read_copy(copy, version)
                 motion = None if self.corrector is None else self.corrector.motion
                 self.rebinding.turn_to(now.whole, motion, version - flight.version)
+                if not self.store.keeps(flight.handle):
+                    again = self._made_again_on(now, flight, batch)
             self.store.accumulate(flight.handle, batch)
-            self.stage.bind(flight.handle.buffer.leaves)  # blocks may run their forward again (torch's checkpoint)
+            self.stage.bind(again.buffer.leaves)  # blocks may run their forward again (torch's checkpoint)
         return flight
 
-    def predict(self, copy: Copy, version: int) -> None:
-        """Make a derived copy of the newest version."""
+    def _made_again_on(self, now: Handle, flight: Flight, batch: int) -> Handle:
+        """What a forward within a backward computes with, where the weights of the first one are gone: the newest."""
+        assert self.store is not None
+        if all(isinstance(piece, Kept) for piece in flight.work):
+            flight.handle = now  # its graphs will be made on them
+        else:
+            self.store.accumulate(now, batch)
+        return now
+
+    def predict(self, copy: Copy, versions: tuple[int, ...]) -> None:
+        """Make a derived copy of the newest version, or of the one that a forward read and the newest."""
         if self.store is None or self.updater is None:
             return
         assert self.corrector is not None
-        write = partial(self.corrector.predict, self.updater, self.store.master, copy.label)
-        self.store.bear(copy, (version, copy.label), write)
+        *older, newest = versions
+        if older:
+            first, last = (self.store.read(version).whole for version in versions)
+            write = partial(self.corrector.blend, first, last, newest - older[0])
+        else:
+            write = partial(self.corrector.predict, self.updater, self.store.master, copy.label)
+        self.store.bear(copy, (versions, copy.label), write)
 
     # --- updates ----------------------------------------------------------------------------------------------------
 

@@ -17,7 +17,9 @@ _OPS = (
     frozenset({Op.F, Op.R, Op.B, Op.I, Op.W, Op.FUSED, Op.REDUCE, Op.TIE, Op.DECIDE, Op.STEP, Op.VALIDATE, Op.PREDICT})
     | MOVES
 )
-_RULES = frozenset(RULES) - {"blended", "frozen"}
+_RULES = frozenset(RULES) - {"frozen"}
+_WIDE = frozenset({Op.B, Op.R})
+"""What may handle several microbatches at once."""
 
 
 def check_offered(schedule: Schedule, combine: Combine = REDUCE) -> None:
@@ -42,8 +44,11 @@ def check_offered(schedule: Schedule, combine: Combine = REDUCE) -> None:
         )
     if missing:
         raise CapabilityError(f"{schedule.name}: the runtime does not offer {', '.join(missing)} yet")
-    if any(a.unit.count > 1 or a.unit.kind is Kind.EVAL for a in actions):
-        raise CapabilityError(f"{schedule.name}: the runtime offers passes of one training microbatch so far")
+    if any((a.unit.count > 1 and a.op not in _WIDE) or a.unit.kind is Kind.EVAL for a in actions):
+        raise CapabilityError(
+            f"{schedule.name}: the runtime offers passes of one training microbatch so far, and whole backwards of "
+            "several"
+        )
     if any(p.op is Op.F and p.unit.first < 0 for program in schedule.programs for p in program.period):
         raise CapabilityError(f"{schedule.name}: the runtime offers periods that begin the forwards of their own batch")
     if schedule.frozen and schedule.slices > 1:
@@ -91,6 +96,11 @@ def check_correction(
         ConfigError: it does not.
     """
     if correction is None:
+        if RULES[schedule.rule].keeps_forward:
+            raise ConfigError(
+                f"{schedule.name}: backwards read a blend of two versions, and nothing says of what shares; pass "
+                f"correction=correction_of({schedule.name!r})"
+            )
         if RULES[schedule.rule].copies_forward:
             raise ConfigError(
                 f"{schedule.name}: passes read predicted weights, and nothing says how they are predicted; pass "

@@ -182,12 +182,14 @@ def _build(
     decides: bool,
 ) -> Schedule:
     choices: tuple[str, ...] = ()
+    limit = None
     if callable(method):
         name, function, rule_name = getattr(method, "__name__", "order"), order or method, rule or "flush"
     else:
         row = find_method(method)
         name, function, rule_name = row.name, order or row.order, rule or row.rule
         choices = row.correction, row.sharding, row.combine
+        limit = row.limit if order is None else None
     if isinstance(function, str):
         if function not in ORDERS:
             raise ConfigError(f"unknown order {function!r}; known: {', '.join(ORDERS)}")
@@ -198,6 +200,9 @@ def _build(
     reason = compatible(made, RULES[rule_name], *choices)
     if reason is not None:
         raise ConfigError(f"{name}: {reason}")
+    fault = limit(stages, microbatches) if limit is not None else None
+    if fault is not None:
+        raise ScheduleError(f"{name}: {fault}")
     schedule = apply_rule(made, RULES[rule_name], microbatches, name)
     return with_decisions(schedule) if decides else schedule
 

@@ -129,6 +129,13 @@ _TABLE = (
         buffers=1,
         options={"share": Option(1.0, "of the difference that is fed back")},
     ),
+    CorrectionSpec(
+        "i-timeprest",
+        "backwards between the weights of their forward and the newest, the nearer to these the more updates lie "
+        'between; 2509.23241, variant "penstock"',
+        rules=("blended",),
+        options={"beta": Option(0.5, "the share of the forward's weights that is left per update, from 0 to 1")},
+    ),
 )
 
 CORRECTIONS: Mapping[str, CorrectionSpec] = MappingProxyType({row.name: row for row in _TABLE})

@@ -8,7 +8,7 @@ flight, bubble, the smallest batch) is derived from its schedule by `penstock.sc
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -16,6 +16,7 @@ from penstock.errors import ConfigError
 from penstock.schedule.combine import COMBINES, combine_fault
 from penstock.schedule.corrections import CORRECTIONS
 from penstock.schedule.order import Order
+from penstock.schedule.orders.nf1b import one_version_fault
 from penstock.schedule.versions import Source, VersionRule
 
 
@@ -33,6 +34,7 @@ class Method:
         sharding: what of a stage is split over parallel pipelines.
         combine: how parallel pipelines agree, a name in `penstock.schedule.combine.COMBINES`; users may choose another.
         aliases: other names people use.
+        limit: why a number of stages and one of microbatches do not go together, beyond what the proof finds.
     """
 
     name: str
@@ -44,6 +46,7 @@ class Method:
     sharding: str = "replicated"
     combine: str = "reduce"
     aliases: tuple[str, ...] = ()
+    limit: Callable[[int, int], str | None] | None = None
 
 
 _TABLE = (
@@ -256,6 +259,29 @@ _TABLE = (
         "endless-1f1b",
         "double-buffer",
         correction="error-feedback",
+    ),
+    Method(
+        "timeprest",
+        "TiMePReSt, n forwards and one backward on the newest weights",
+        "arXiv 2410.14312",
+        "nf1b",
+        "admitted-newest",
+    ),
+    Method(
+        "v-timeprest",
+        "V-TiMePReSt, the newest weights everywhere",
+        "arXiv 2509.23241; order and constraint of arXiv 2410.14312",
+        "nf1b",
+        "newest",
+        limit=one_version_fault,
+    ),
+    Method(
+        "i-timeprest",
+        "I-TiMePReSt, backwards between stale and newest weights",
+        "arXiv 2509.23241 (variant penstock)",
+        "nf1b",
+        "blended",
+        correction="i-timeprest",
     ),
 )
 

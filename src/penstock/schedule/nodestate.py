@@ -149,7 +149,7 @@ class NodeState:
             key = (k, piece)
             if op is not Op.F:
                 _ = self.flights[key]
-            self._check_rule(source, key, versions, derive, admitted)
+            self._check_rule(source, key, versions, derive, admitted, unit.first + t * m)
             if op is Op.F:
                 self.flights.begin(key, versions, derive)
                 if spec.admits and source is Source.ADMISSION:
@@ -167,9 +167,15 @@ class NodeState:
             self.forwards = spec.forwards.settled(self.forwards + 1, self.draining)
 
     def _check_rule(
-        self, source: Source, key: Piece, versions: tuple[int, ...], derive: Copy | None, admitted: dict[int, int]
+        self,
+        source: Source,
+        key: Piece,
+        versions: tuple[int, ...],
+        derive: Copy | None,
+        admitted: dict[int, int],
+        first: int,
     ) -> None:
-        """A pass must read what the rule names."""
+        """A pass on microbatches from `first` on must read what the rule names."""
         spec = self.spec
         batch = key[0] // spec.microbatches
         if source is Source.FORWARD:
@@ -180,7 +186,11 @@ class NodeState:
         if source is Source.COPY:
             if derive is None:
                 raise BooksError("must read a copy that a PREDICT made")
-            own = derive.first == key[0] if spec.rule.keeps_forward else derive.first // spec.microbatches == batch
+            own = derive.first // spec.microbatches == batch
+            if spec.rule.keeps_forward:
+                own = derive.first == first
+                if versions[:-1] != self.flights[key].versions:
+                    raise BooksError(f"blends version {versions[0]}, but the forward of {key[0]} read another one")
             if not own:
                 whose = "microbatch" if spec.rule.keeps_forward else "batch"
                 raise BooksError(f"reads copy {derive.label}{derive.first}, which was made for another {whose}")

@@ -14,6 +14,7 @@ from types import MappingProxyType
 
 from penstock.errors import ScheduleError
 from penstock.schedule.batchwise import after_backwards, batch_unit, is_trained, with_reductions
+from penstock.schedule.blends import divided, with_blends
 from penstock.schedule.collection import no_collection
 from penstock.schedule.ir import Action, Node, Op, Program, Schedule, WeightRef, passes
 from penstock.schedule.ops import PASSES
@@ -200,6 +201,15 @@ _RULES = (
         keeps_forward=True,
     ),
     VersionRule(
+        "admitted-newest",
+        "forwards read what the first stage had at admission, backwards the newest version (TiMePReSt, 2410.14312)",
+        forward=Source.ADMISSION,
+        backward=Source.NEWEST,
+        recompute=Source.NEWEST,
+        step=Placing.EARLY,
+        update=Update.COPY_ON_WRITE,
+    ),
+    VersionRule(
         "provisional",
         "as flush, but forwards may read a version before its VALIDATE (zero bubble's post-validation, 2401.10241)",
         forward=Source.BATCH,
@@ -238,11 +248,8 @@ RULES: Mapping[str, VersionRule] = MappingProxyType({rule.name: rule for rule in
 def apply_rule(order: Order, rule: VersionRule, microbatches: int, name: str) -> Schedule:
     """Insert the updates that `rule` asks for and annotate every pass with the version it reads.
 
-    Raises:
-        ScheduleError: the rule blends versions, for which no general place can be given.
+    A backward of several microbatches is divided where their forwards read different versions that it has to read.
     """
-    if rule.keeps_forward:
-        raise ScheduleError(f"rule {rule.name!r} needs an order that places its own PREDICTs and reads")
     with_steps = tuple(
         _insert_steps(program, [n for n in order.nodes if n.rank == rank], rule, microbatches, name)
         for rank, program in enumerate(order.programs)
@@ -250,6 +257,10 @@ def apply_rule(order: Order, rule: VersionRule, microbatches: int, name: str) ->
     if rule.copies_forward:
         with_steps = tuple(with_predictions(program, rule, microbatches) for program in with_steps)
     forward_reads = _forward_offsets(with_steps, rule, microbatches)
+    if rule.pins:
+        with_steps = tuple(divided(program, forward_reads, microbatches) for program in with_steps)
+    if rule.keeps_forward:
+        with_steps = tuple(with_blends(program, forward_reads, microbatches) for program in with_steps)
     programs = tuple(_annotate(program, rule, forward_reads, microbatches) for program in with_steps)
     made = Schedule(
         name, microbatches, order.nodes, order.edges, programs, rule.name, order.frozen, order.segments, order.window

@@ -124,6 +124,17 @@ class Corrector:
         """
         raise NotImplementedError
 
+    def blend(self, forward: Buffer, newest: Buffer, updates: int, out: Buffer) -> None:
+        """Write what the backward of a microbatch reads.
+
+        Args:
+            forward: what its forward read.
+            newest: the newest weights.
+            updates: how many lie between the two.
+            out: where to.
+        """
+        raise NotImplementedError
+
 
 class Correction(Protocol):
     """What is wanted of all stages."""

@@ -9,6 +9,7 @@ from penstock.errors import ConfigError
 from penstock.schedule.corrections import options_of
 from penstock.schedule.methods import find_method
 from penstock.weights.backprop import Form, PipelinedBackprop
+from penstock.weights.blending import Blending
 from penstock.weights.corrections import Correction
 from penstock.weights.feedback import ErrorFeedback
 from penstock.weights.gap import GapAware
@@ -70,6 +71,8 @@ def make_correction(name: str, options: dict[str, float | None], updates: int, w
         return GapAware(float(options["average"] or 0.0), float(options["eps"] or 0.0))
     if name in ("nag-pp", "nag-pp-no-stash"):
         return NagPP(name, name != "nag-pp", _reschedule(options.get("reschedule"), updates, warm_up))
+    if name == "i-timeprest":
+        return Blending(float(options["beta"] or 0.0))
     raise AssertionError(f"no code for correction {name!r}")
 
 

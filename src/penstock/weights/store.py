@@ -64,6 +64,11 @@ class VersionStore:
             raise VersionError(f"{self.where}: version {version} of the weights is not alive; alive are {alive}")
         return Handle(buffer, buffer.epoch, version)
 
+    def keeps(self, handle: Handle) -> bool:
+        """Whether what was claimed is still there, or lies in a copy."""
+        kept = handle.buffer.epoch == handle.epoch
+        return kept or any(handle.buffer is copy for copy in (*self.copied.values(), *self._spare))
+
     def read_copy(self, copy: Copy, version: int) -> Handle:
         """Claim a derived copy, made of a version.
 
@@ -75,7 +80,7 @@ class VersionStore:
         return Handle(self.copied[copy], self.copied[copy].epoch, version)
 
     def bear(self, copy: Copy, made_of: object, write: Callable[[Buffer], None]) -> None:
-        """Make a derived copy of the newest weights.
+        """Make a derived copy of the newest weights, or of two versions.
 
         Args:
             copy: its name.
@@ -261,7 +266,8 @@ class VersionStore:
         """The gradient of a batch, to which nothing is added any more."""
         gradient = self.gradients.pop(batch)
         gradient.finish_gradient()
-        for buffer in (*self.versions.values(), *self.copied.values(), *self._spare):
+        everywhere = (*self.versions.values(), *self.copied.values(), *self._spare, *self._free, gradient)
+        for buffer in everywhere:  # graphs may be left on versions that are gone
             if buffer.gradient is gradient:
                 buffer.gradient = None
         return gradient

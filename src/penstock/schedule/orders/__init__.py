@@ -15,6 +15,7 @@ from penstock.schedule.orders.forward_only import forward_only
 from penstock.schedule.orders.gpipe import gpipe
 from penstock.schedule.orders.hanayo import hanayo
 from penstock.schedule.orders.interleaved import interleaved
+from penstock.schedule.orders.nf1b import nf1b
 from penstock.schedule.orders.one_f_one_b import eager_1f1b, endless_1f1b, endless_eager_1f1b, one_f_one_b
 from penstock.schedule.orders.searched import zb_auto
 from penstock.schedule.orders.sequence import seq1f1b, terapipe
@@ -48,6 +49,7 @@ ORDERS: Mapping[str, OrderFunction] = MappingProxyType(
         "seq1f1b": seq1f1b,
         "terapipe": terapipe,
         "bpipe": bpipe,
+        "nf1b": nf1b,
         "forward-only": forward_only,
     }
 )

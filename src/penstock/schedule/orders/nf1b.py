@@ -1,0 +1,55 @@
+"""nF1B: the n forwards of a batch one by one, and one backward for all of them (TiMePReSt).
+
+Dutta, Chaki and De, arXiv 2410.14312 (FGCS 178, 108260), sec. 3.2: stages run n forwards and one backward in turn, and
+a backward goes first as soon as it can. In their figures each forward of a microbatch and each backward of a batch
+takes one slot. So rank r among p runs 2 (p - 1 - r) forwards beyond the n of a batch until the gradient of that batch
+reaches it, as in eager 1F1B, and its backward stands directly behind them, also in the midst of a later batch. The
+papers were not at hand: the closed form is ours; it gives the figure for p = 3, n = 2 as others describe it:
+
+    r0: F0 F1 F2 F3 F4 F5 B0..1 F6 F7 B2..3
+    r1: F0 F1 F2 F3 B0..1 F4 F5 B2..3
+    r2: F0 F1 B0..1 F2 F3 B2..3
+
+The period of batch t holds its n forwards, and the one backward that falls among them:
+    r0: F0 F1 B-4..-3    r1: F0 F1 B-2..-1    r2: F0 F1 B0..1
+"""
+
+from penstock.schedule.ir import Action, Op, Unit, straight
+from penstock.schedule.order import Order, make_order, pass_of
+
+
+def nf1b(stages: int, microbatches: int) -> Order:
+    """n forwards, one backward; n are the microbatches of a batch."""
+    periods, epilogues = [], []
+    for node in straight(stages):
+        older, place = divmod(2 * (stages - 1 - node.rank) - 1, microbatches)
+        backwards = [
+            Action(Op.B, node, Unit(batch * microbatches, microbatches)) for batch in range(-1 - older, 0)
+        ] or [Action(Op.B, node, Unit(0, microbatches))]
+        forwards = [pass_of(Op.F, k, node) for k in range(microbatches)]
+        periods.append([*forwards[: place + 1], backwards[0], *forwards[place + 1 :]])
+        epilogues.append(backwards if older >= 0 else [])
+    return make_order(periods, epilogues)
+
+
+def version_difference(stages: int, microbatches: int) -> int:
+    """v, by which updates are apart where a backward begins: 1 if all stages have made those of all batches before.
+
+    With a slot for each forward and each backward the backward of batch t begins on the last of p stages in slot
+    p - 1 + n + t (n + 1), and on the first one p - 1 slots later. So of the batches before t the last
+    floor((p - 1) / (n + 1)) have not come back to the first stage by then, and v is one more. It is 1 from n = p - 1
+    on, as in the paper (p <= n + 1, sec. 3.6), whose v = floor((p + n - 2) / n) is larger in some other cases.
+    """
+    return 1 + (stages - 1) // (microbatches + 1)
+
+
+def one_version_fault(stages: int, microbatches: int) -> str | None:
+    """Why backwards begin while stages are apart by more than one update; None where they do not."""
+    v, least = version_difference(stages, microbatches), max(stages - 1, 1)
+    if v == 1:
+        return None
+    return (
+        f"with {stages} stages and {microbatches} microbatches per batch, the backward of a batch begins before the "
+        f"first stage has made the last {v - 1} updates, but all passes are to read the newest weights that there are; "
+        f"{stages} stages need at least {least} microbatches (p <= n + 1): raise microbatches to {least}"
+    )
