@@ -257,6 +257,14 @@ _TABLE = (
         "double-buffer",
         correction="error-feedback",
     ),
+    Method(
+        "wpipe",
+        "WPipe, two groups of cuts of which one has no delay",
+        "ICLR 2022 (Yang et al., group-based interleaved pipeline parallelism), and its code",
+        "wpipe",
+        "stash",
+        aliases=("2gw",),
+    ),
 )
 
 METHODS: Mapping[str, Method] = MappingProxyType({row.name: row for row in _TABLE})

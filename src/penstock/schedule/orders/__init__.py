@@ -20,6 +20,7 @@ from penstock.schedule.orders.searched import zb_auto
 from penstock.schedule.orders.sequence import seq1f1b, terapipe
 from penstock.schedule.orders.sequential import sequential
 from penstock.schedule.orders.v_shaped import zb_v
+from penstock.schedule.orders.wpipe import wpipe
 from penstock.schedule.orders.zero_bubble import zb_h1, zb_h2, zb_interleaved
 
 ORDERS: Mapping[str, OrderFunction] = MappingProxyType(
@@ -48,6 +49,7 @@ ORDERS: Mapping[str, OrderFunction] = MappingProxyType(
         "seq1f1b": seq1f1b,
         "terapipe": terapipe,
         "bpipe": bpipe,
+        "wpipe": wpipe,
         "forward-only": forward_only,
     }
 )
