@@ -26,6 +26,8 @@ from torch.func import functional_call
 
 from penstock.errors import ConfigError
 from penstock.schedule.combine import Combine
+from penstock.train.config import load_config
+from penstock.train.prepare import prepare
 from penstock.weights.decision import LossScale
 from pool import Pool
 
@@ -138,6 +140,16 @@ def test_whatever_else_a_run_does(changes: dict[str, Any]) -> None:
 def test_what_would_have_to_wait_for_both_groups_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make_pipeline(case_of(2, 2), **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [([], "clip"), (["clip=null", "precision=fp16"], "fp16"), (["clip=null", "model.tied=true"], "cuts 0, 3")],
+    ids=["clip", "fp16", "tied"],
+)
+def test_a_configuration_is_refused_before_anything_starts(changes: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        prepare(load_config(None, ["method=wpipe", *changes]))
 
 
 def test_parameters_that_are_shared_within_a_cut_are_no_hindrance() -> None:

@@ -15,7 +15,13 @@ from penstock.schedule.orders.forward_only import forward_only
 from penstock.schedule.orders.gpipe import gpipe
 from penstock.schedule.orders.hanayo import hanayo
 from penstock.schedule.orders.interleaved import interleaved
-from penstock.schedule.orders.one_f_one_b import eager_1f1b, endless_1f1b, endless_eager_1f1b, one_f_one_b
+from penstock.schedule.orders.one_f_one_b import (
+    eager_1f1b,
+    endless_1f1b,
+    endless_eager_1f1b,
+    fine_grained,
+    one_f_one_b,
+)
 from penstock.schedule.orders.searched import zb_auto
 from penstock.schedule.orders.sequence import seq1f1b, terapipe
 from penstock.schedule.orders.sequential import sequential
@@ -31,6 +37,7 @@ ORDERS: Mapping[str, OrderFunction] = MappingProxyType(
         "eager-1f1b": eager_1f1b,
         "endless-1f1b": endless_1f1b,
         "endless-eager-1f1b": endless_eager_1f1b,
+        "fine-grained": fine_grained,
         "interleaved": interleaved,
         "breadth-first": breadth_first,
         "zb-h1": zb_h1,
