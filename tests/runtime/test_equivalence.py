@@ -51,5 +51,5 @@ def test_every_method_has_a_reference_and_is_compared_somewhere() -> None:
     """The orders of the literature in test_orders_at_work.py; the others in test files of their own."""
     post = {row.name for row in METHOD_TABLE.values() if row.rule == "provisional"}
     late = {kind.method for kind in KINDS.values()}
-    here = {*METHODS, EAGER, *ORDERS, "seq1f1b", "terapipe", *post, "vertical-sync", *late}
+    here = {*METHODS, EAGER, *ORDERS, "seq1f1b", "terapipe", *post, "vertical-sync", "wpipe", *late}
     assert METHOD_TABLE.keys() == set(REFERENCES) == here

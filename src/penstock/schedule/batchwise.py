@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from itertools import combinations
 
+from penstock.errors import ConfigError
 from penstock.schedule.ir import Action, Kind, Node, Op, Program, Schedule, Unit, passes
 
 COLLECTIVES = (Op.REDUCE, Op.TIE, Op.DECIDE)
@@ -99,13 +100,72 @@ def _reduced_at_the_end(schedule: Schedule) -> Schedule:
 
 
 def with_ties(schedule: Schedule, cuts: Collection[int]) -> Schedule:
-    """The schedule with a TIE on every trained node of these cuts, which share parameters."""
+    """The schedule with a TIE on every trained node of these cuts, which share parameters.
+
+    Raises:
+        ConfigError: a cut is updated before another one on its rank has its gradient.
+    """
+    check_together(schedule, False, cuts)
     return _with(schedule, Op.TIE, lambda node: node.cut in cuts)
 
 
 def with_decisions(schedule: Schedule) -> Schedule:
-    """The schedule with a DECIDE on every trained node: updates wait for what all stages decide together."""
+    """The schedule with a DECIDE on every trained node: updates wait for what all stages decide together.
+
+    Raises:
+        ConfigError: a cut is updated before another one on its rank has its gradient.
+    """
+    check_together(schedule, decides=True)
     return _with(schedule, Op.DECIDE, lambda _: True)
+
+
+def check_together(schedule: Schedule, decides: bool, tied: Collection[int] = ()) -> None:
+    """Make sure that updates can wait for what other cuts know of the same batch.
+
+    Args:
+        schedule: with its STEPs.
+        decides: they wait for what all stages decide together.
+        tied: cuts that share parameters.
+
+    Raises:
+        ConfigError: a rank updates one of its cuts before it runs the last backward of that batch on another one.
+    """
+    found = _updated_early(schedule) if decides or len(tied) > 1 else None
+    if found is None:
+        return
+    node, late = found
+    before = (
+        f"{schedule.name}: rank {node.rank} updates cut {node.cut} before cut {late.cut} has its gradient of the same "
+        "batch, so "
+    )
+    if decides:
+        raise ConfigError(
+            before + "that update cannot wait for a decision of all stages; leave out what needs one (clip, a loss "
+            "scale as in fp16, a width above 1), or take a method that can wait, such as 2bw"
+        )
+    raise ConfigError(
+        before + f"cuts {', '.join(map(str, sorted(tied)))} cannot share parameters, whose gradients are added up "
+        "first; untie them, or take a method that can wait, such as 2bw"
+    )
+
+
+def _updated_early(schedule: Schedule) -> tuple[Node, Node] | None:
+    """A node, and another one on its rank whose last backward of a batch stands behind the update of the first."""
+    for program in schedule.programs:
+        steps: dict[Node, tuple[int, int]] = {}  # the period, relative to the batch, and the place in it
+        backwards: dict[Node, tuple[int, int]] = {}
+        for place, action in enumerate(program.period):
+            for p in passes(action):
+                if p.op is Op.STEP:
+                    steps[p.node] = -p.unit.first, place
+                elif is_backward(p, p.node):
+                    when = -(p.unit.first // schedule.microbatches), place
+                    backwards[p.node] = max(backwards.get(p.node, when), when)
+        for node, step in steps.items():
+            late = next((other for other, last in backwards.items() if last > step), None)
+            if late is not None:
+                return node, late
+    return None
 
 
 def with_averages(schedule: Schedule, every: int) -> Schedule:

@@ -283,6 +283,14 @@ _TABLE = (
         "blended",
         correction="i-timeprest",
     ),
+    Method(
+        "wpipe",
+        "WPipe, two groups of cuts of which one has no delay",
+        "ICLR 2022 (Yang et al., group-based interleaved pipeline parallelism), and its code",
+        "wpipe",
+        "stash",
+        aliases=("2gw",),
+    ),
 )
 
 METHODS: Mapping[str, Method] = MappingProxyType({row.name: row for row in _TABLE})

@@ -19,6 +19,7 @@ from penstock.runtime.delays import resolve_delays
 from penstock.runtime.offer import check_correction
 from penstock.runtime.precision import low_precision
 from penstock.runtime.switching import check_same_places
+from penstock.schedule.batchwise import check_together
 from penstock.schedule.build import prove
 from penstock.schedule.check import Proof
 from penstock.schedule.corrections import options_of
@@ -90,6 +91,7 @@ def prepare(config: TrainConfig) -> Prepared:
         raise ConfigError(f"undo=in-place: method {row.name!r} never takes an update back; leave undo out")
     rule = "provisional-in-place" if in_place else None
     proof = prove(row.name, config.stages, config.microbatches, options=config.options, rule=rule)
+    check_together(proof.schedule, config.decides, {0, proof.schedule.cuts - 1} if config.model.tied else ())
     others = _other_proofs(config, proof)
     _check_combine(config, proof.schedule.rule, row.correction)
     corpus = load_corpus(config.data, partial(is_of_a_run, Path(config.out)))

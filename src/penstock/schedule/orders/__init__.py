@@ -16,11 +16,18 @@ from penstock.schedule.orders.gpipe import gpipe
 from penstock.schedule.orders.hanayo import hanayo
 from penstock.schedule.orders.interleaved import interleaved
 from penstock.schedule.orders.nf1b import nf1b
-from penstock.schedule.orders.one_f_one_b import eager_1f1b, endless_1f1b, endless_eager_1f1b, one_f_one_b
+from penstock.schedule.orders.one_f_one_b import (
+    eager_1f1b,
+    endless_1f1b,
+    endless_eager_1f1b,
+    fine_grained,
+    one_f_one_b,
+)
 from penstock.schedule.orders.searched import zb_auto
 from penstock.schedule.orders.sequence import seq1f1b, terapipe
 from penstock.schedule.orders.sequential import sequential
 from penstock.schedule.orders.v_shaped import zb_v
+from penstock.schedule.orders.wpipe import wpipe
 from penstock.schedule.orders.zero_bubble import zb_h1, zb_h2, zb_interleaved
 
 ORDERS: Mapping[str, OrderFunction] = MappingProxyType(
@@ -31,6 +38,7 @@ ORDERS: Mapping[str, OrderFunction] = MappingProxyType(
         "eager-1f1b": eager_1f1b,
         "endless-1f1b": endless_1f1b,
         "endless-eager-1f1b": endless_eager_1f1b,
+        "fine-grained": fine_grained,
         "interleaved": interleaved,
         "breadth-first": breadth_first,
         "zb-h1": zb_h1,
@@ -50,6 +58,7 @@ ORDERS: Mapping[str, OrderFunction] = MappingProxyType(
         "terapipe": terapipe,
         "bpipe": bpipe,
         "nf1b": nf1b,
+        "wpipe": wpipe,
         "forward-only": forward_only,
     }
 )

@@ -14,6 +14,13 @@ p=3, m=4, plain:
 Endless (PipeDream, PipeDream-2BW): no drain between batches. The period of batch t holds its m forwards, and each
 forward is followed by the backward of the microbatch `warm-up` places earlier, which may be of batch t-1:
     r0: F0 B-2 F1 B-1 F2 B0 F3 B1, and to drain B-2 B-1
+
+Fine-grained (PipeMare, arXiv 1910.05124): in every slot a stage runs one forward and one backward, as hardware does
+with a stage on each small unit. From 1 on, microbatch j passes stage i of P forward in slot j + i - 1 and backward in
+slot j + 2P - i: a warm-up of 2 (p - 1 - r) + 1. A rank runs its passes one after the other, here a slot's forward
+first; it reads weights without the slot's own update, and so its delay is 2 (P - i) + 1 microbatches, exactly. Where a
+slot's backward comes first it is 2 (P - i), that of pipelined backpropagation (Kosson et al., arXiv 2003.11666), and
+the order is endless eager 1F1B.
 """
 
 from collections.abc import Iterator
@@ -34,12 +41,17 @@ def eager_1f1b(stages: int, microbatches: int) -> Order:
 
 def endless_1f1b(stages: int, microbatches: int) -> Order:
     """Plain 1F1B without flushes."""
-    return _endless(stages, microbatches, 1)
+    return _endless(stages, microbatches, [stages - 1 - rank for rank in range(stages)])
 
 
 def endless_eager_1f1b(stages: int, microbatches: int) -> Order:
     """Eager 1F1B without flushes."""
-    return _endless(stages, microbatches, 2)
+    return _endless(stages, microbatches, [2 * (stages - 1 - rank) for rank in range(stages)])
+
+
+def fine_grained(stages: int, microbatches: int) -> Order:
+    """PipeMare's own order: a forward and a backward of each stage in every slot, without flushes."""
+    return _endless(stages, microbatches, [2 * (stages - 1 - rank) + 1 for rank in range(stages)])
 
 
 def _flushed(node: Node, warm_up: int, microbatches: int) -> Iterator[Action]:
@@ -50,9 +62,8 @@ def _flushed(node: Node, warm_up: int, microbatches: int) -> Iterator[Action]:
             yield pass_of(Op.B, k - warm_up, node)
 
 
-def _endless(stages: int, microbatches: int, factor: int) -> Order:
+def _endless(stages: int, microbatches: int, ahead: list[int]) -> Order:
     nodes = straight(stages)
-    ahead = [factor * (stages - 1 - node.rank) for node in nodes]
     periods = [
         [a for k in range(microbatches) for a in (pass_of(Op.F, k, node), pass_of(Op.B, k - warm_up, node))]
         for node, warm_up in zip(nodes, ahead, strict=True)
