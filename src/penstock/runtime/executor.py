@@ -265,7 +265,9 @@ class Executor:
                 assert copy is not None
                 node.predict(copy, version)
             case Op.R:
-                node.recompute(key, version)
+                again = node.recompute(key, version, self.joints.input_again(node.node, key))
+                header = Header(self._start + first // self.m, first, self._more, piece=key[1])
+                self.joints.hand_on_again(node.node, header, again)
             case Op.REDO:
                 self._redo(node, action, t)
             case Op.OFFLOAD | Op.FETCH | Op.HOLD | Op.RETURN if action.peer is not None:
