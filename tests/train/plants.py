@@ -48,8 +48,8 @@ def newest_in_recompute(patch: Patch) -> None:
     """Forwards are run again on the newest weights."""
     real = NodeRuntime.recompute
 
-    def recompute(self: NodeRuntime, key: tuple[int, int], version: int) -> None:
-        real(self, key, version if self.store is None else self.store.newest)
+    def recompute(self: NodeRuntime, key: tuple[int, int], version: int, value: Any = None) -> Any:
+        return real(self, key, version if self.store is None else self.store.newest, value)
 
     patch.setattr(NodeRuntime, "recompute", recompute)
 

@@ -268,7 +268,9 @@ class Executor:
                 node.predict(copy, self._versions(action, t, self._books[action.node]))
             case Op.R:
                 for each in keys:
-                    node.recompute(each, version)
+                    again = node.recompute(each, version, self.joints.input_again(node.node, each))
+                    header = Header(self._start + first // self.m, each[0], self._more, piece=each[1])
+                    self.joints.hand_on_again(node.node, header, again)
             case Op.REDO:
                 self._redo(node, action, t)
             case Op.OFFLOAD | Op.FETCH | Op.HOLD | Op.RETURN if action.peer is not None:

@@ -77,6 +77,7 @@ class Graphs:
         parks: what graphs keep may be moved away for a while (`penstock.runtime.parking`).
         hold: told how many bytes of activations begin to live, or (negative) cease to.
         rebinding: which weights backwards read, where it is not those of their forwards.
+        keeps_inputs: of forwards that are run again; else these come again.
     """
 
     def __init__(
@@ -89,12 +90,13 @@ class Graphs:
         parks: bool,
         hold: Callable[[int], None],
         rebinding: Rebinding | None = None,
+        keeps_inputs: bool = True,
     ) -> None:
         self.hold, self._rebinding = hold, rebinding
         self._stage, self._divisor, self._parts = stage, divisor, parts
         self._splits, self._parks = splits, parks
         self._trained = bool(storages)
-        self._keeper = Keeper(stage.blocks, stage.where)
+        self._keeper = Keeper(stage.blocks, stage.where, keeps_inputs)
         # Memory that lives anyway, to tell it from activations.
         self._known = {*storages, *(t.untyped_storage().data_ptr() for t in stage.fixed)}
         self._watches: WeakKeyDictionary[Readable, Watch] = WeakKeyDictionary()
@@ -110,12 +112,21 @@ class Graphs:
         result = self._build(tuple(self._stage.blocks), microbatch, value, wants, handle)
         return [result.graph], result
 
-    def remake(self, kept: Kept, microbatch: Microbatch, handle: Handle | None) -> Graph:
-        """The graph of a part again: the same random numbers, the buffers as they were, and left as they are."""
+    def remake(self, kept: Kept, microbatch: Microbatch, handle: Handle | None, value: Any = None) -> Result:
+        """A part again: the same random numbers, the buffers as they were, and left as they are.
+
+        Args:
+            kept: of its forward.
+            microbatch: as it was.
+            handle: the weights to read.
+            value: the input, where it was not kept.
+        """
+        if not self._keeper.keeps_inputs:
+            self._keeper.give(kept, value)
         with torch.enable_grad(), self._keeper.as_it_was(kept):
-            graph = self._build(kept.names, microbatch, kept.value, kept.wants, handle).graph
+            result = self._build(kept.names, microbatch, kept.value, kept.wants, handle)
         self.hold(-kept.nbytes)
-        return graph
+        return result
 
     def drop(self, work: Sequence[Graph | Kept]) -> None:
         """What was made for a backward is of no use."""

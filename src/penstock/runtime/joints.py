@@ -100,6 +100,11 @@ class Joints:
             p.op in (Op.B, Op.I) for program in schedule.programs for a in program.period for p in passes(a)
         )
         self._ways = {node: ways_of(schedule, node) for node in schedule.nodes}
+        before = {node: schedule.segment_before(node.cut) for node in schedule.nodes}
+        self._again = {  # from whom a stage has its input again, where it does not keep it
+            node: schedule.node_at[cut, node.replica] for node, cut in before.items() if cut is not None
+        }
+        self._again_to = {source: node for node, source in self._again.items()}
         self._sizes: dict[tuple[Node, Piece], list[int]] = {}  # leaves of each of several inputs, for the gradients
 
     def enters(self, node: Node) -> bool:
@@ -182,6 +187,17 @@ class Joints:
         tree, asks = detached(output)
         for target in self._ways[node].outputs:
             self._mailbox.put(payload, node, target, Parcel(header, tree, asks))
+
+    def input_again(self, node: Node, key: Piece) -> Any:
+        """What a forward is run again on, where the stage has not kept it."""
+        source = self._again.get(node)
+        return None if source is None else self._mailbox.take(Payload.RECOMPUTE, source, node, key).tree
+
+    def hand_on_again(self, node: Node, header: Header, output: Any) -> None:
+        """Lay ready what a forward has made again, for the next stage of its segment."""
+        target = self._again_to.get(node)
+        if target is not None:
+            self._mailbox.put(Payload.RECOMPUTE, node, target, Parcel(header, *detached(output)))
 
     def gradients(self, node: Node, key: Piece) -> tuple[float, Gradients | None]:
         """The loss weight of the batch, as far as it came along, and the gradients of a forward's output.

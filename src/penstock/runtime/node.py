@@ -170,17 +170,27 @@ class NodeRuntime:
         with self.stage.randomness.apart():
             return self.graphs.evaluate(microbatch, value)
 
-    def recompute(self, key: Piece, version: int | None) -> None:
-        """Make the graph of a microbatch again, on the weights that the schedule names."""
+    def recompute(self, key: Piece, version: int, value: Any = None) -> Any:
+        """Make the graph of a microbatch again, on the weights that the schedule names (or an estimate of older ones).
+
+        Args:
+            key: the microbatch, and its slice.
+            version: the weights to read.
+            value: the input, where it was not kept.
+
+        Returns:
+            The output (still in its graph).
+        """
         flight = self.flights[key]
         (kept,) = flight.work
         assert isinstance(kept, Kept)
         if self.rebinding is None and flight.handle is not None and version == flight.handle.version:
             flight.handle.check(f"the recomputed forward of microbatch {key[0]} on {self.stage.where}")
-        handle = self._claim(version)
+        handle = self._claim_estimate(flight, version) or self._claim(version)
         with self.stage.randomness.apart():
-            graph = self.graphs.remake(kept, flight.microbatch, handle)
-        flight.handle, flight.work = handle, [graph]
+            result = self.graphs.remake(kept, flight.microbatch, handle, value)
+        flight.handle, flight.work = handle, [result.graph]
+        return result.output
 
     def park(self, key: Piece, away: bool) -> int:
         """Move what a microbatch's graphs keep to the host's memory, or back; returns how many bytes."""
@@ -238,7 +248,7 @@ class NodeRuntime:
             graph = piece
             if isinstance(piece, Kept):
                 with self.stage.randomness.apart():
-                    graph = self.graphs.remake(piece, flight.microbatch, flight.handle)
+                    graph = self.graphs.remake(piece, flight.microbatch, flight.handle).graph
             assert isinstance(graph, Graph)
             gradients = run_backward(graph, [*([graph.seed] if gradients is None else gradients), *returned])
             returned = []
@@ -274,24 +284,48 @@ class NodeRuntime:
             if self.rebinding is None:
                 flight.handle.check(f"the backward of microbatch {key[0]} on {self.stage.where}")
             else:
-                assert flight.version is not None
-                now = self.store.read(version) if copy is None else self.store.read_copy(copy, version)
-                motion = None if self.corrector is None else self.corrector.motion
-                self.rebinding.turn_to(now.whole, motion, version - flight.version)
-                if not self.store.keeps(flight.handle):
-                    again = self._made_again_on(now, flight, batch)
+                again = self._turn(self.rebinding, flight, batch, version, copy)
             self.store.accumulate(flight.handle, batch)
             self.stage.bind(again.buffer.leaves)  # blocks may run their forward again (torch's checkpoint)
         return flight
 
-    def _made_again_on(self, now: Handle, flight: Flight, batch: int) -> Handle:
-        """What a forward within a backward computes with, where the weights of the first one are gone: the newest."""
+    def _turn(self, rebinding: Rebinding, flight: Flight, batch: int, version: int, copy: Copy | None) -> Handle:
+        """Let a backward read the weights of this moment, or an estimate of those that its forward read.
+
+        Returns:
+            What a forward within the backward computes with: that of the first one, or, where it is gone, this.
+        """
         assert self.store is not None
+        assert flight.handle is not None
+        assert flight.version is not None
+        estimate = self._claim_estimate(flight, version)
+        if estimate is not None:
+            rebinding.turn_to(estimate.whole)
+            if any(isinstance(piece, Kept) for piece in flight.work):
+                flight.handle = estimate  # its graphs are made now, of the same
+            return flight.handle
+        now = self.store.read(version) if copy is None else self.store.read_copy(copy, version)
+        motion = None if self.corrector is None else self.corrector.motion
+        rebinding.turn_to(now.whole, motion, version - flight.version)
+        if self.store.keeps(flight.handle):
+            return flight.handle
         if all(isinstance(piece, Kept) for piece in flight.work):
-            flight.handle = now  # its graphs will be made on them
+            flight.handle = now  # its graphs will be made on it
         else:
             self.store.accumulate(now, batch)
         return now
+
+    def _claim_estimate(self, flight: Flight, version: int) -> Handle | None:
+        """What a late pass reads instead of the newest version, where that is made beforehand; None where it is not."""
+        if self.store is None or not self.store.estimates or flight.version in (None, version):
+            return None
+        assert self.corrector is not None
+        assert flight.version is not None
+        torch.clear_autocast_cache()
+        gap = version - flight.version
+        handle = self.store.estimate(version, gap, partial(self.corrector.estimate, self.store.master, gap))
+        self.stage.bind(handle.buffer.leaves)
+        return handle
 
     def predict(self, copy: Copy, versions: tuple[int, ...]) -> None:
         """Make a derived copy of the newest version, or of the one that a forward read and the newest."""

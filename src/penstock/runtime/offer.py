@@ -61,8 +61,10 @@ def check_offered(schedule: Schedule, combine: Combine = REDUCE) -> None:
         raise CapabilityError(
             f"{schedule.name}: the runtime offers backwards in two halves where they read the weights of their forward"
         )
-    if any(len(segment) > 1 for segment in schedule.segments):
-        raise CapabilityError(f"{schedule.name}: the runtime offers recompute of single stages so far, not of segments")
+    if any(len(segment) > 1 for segment in schedule.segments) and schedule.slices > 1:
+        raise CapabilityError(
+            f"{schedule.name}: the runtime offers slices of sequences with recompute of single stages, not of segments"
+        )
     if RULES[schedule.rule].provisional:
         _check_provisional(schedule)
 

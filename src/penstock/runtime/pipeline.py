@@ -30,7 +30,7 @@ from penstock.runtime.nccl import LaneGroups, lane_groups
 from penstock.runtime.node import NodeRuntime
 from penstock.runtime.offer import check_correction
 from penstock.runtime.precision import Precision, low_precision
-from penstock.runtime.recompute import Recompute
+from penstock.runtime.recompute import Recompute, check_segments
 from penstock.runtime.recorder import Recorder, merge_recordings
 from penstock.runtime.reduction import Reduce, is_fast
 from penstock.runtime.reporting import Report
@@ -49,6 +49,7 @@ from penstock.schedule.build import prove_evaluation
 from penstock.schedule.check import Proof
 from penstock.schedule.combine import REDUCE, Combine
 from penstock.schedule.ir import Node, Schedule
+from penstock.schedule.recompute import Segments
 from penstock.schedule.versions import RULES
 from penstock.timeline import Timeline
 from penstock.weights.corrections import Correction
@@ -80,7 +81,11 @@ class Pipeline:
         recompute: which forwards are run again instead of keeping what their backward needs: "none"; "block", each
             block just before its backward; or "stage", whole stages, in actions of their own (R), which run while the
             gradient is still on its way. The same numbers, random ones and buffers included; only the gradient of a
-            parameter that several blocks of one stage share is added up in another order with "block".
+            parameter that several blocks of one stage share is added up in another order with "block". (Where the rule
+            is "newest", a forward that is run again reads what is newest then, or PipeMare's estimate.)
+        segments: with recompute="stage", how many stages run forwards again together (`penstock.schedule.recompute`):
+            only the first of each segment keeps its input, the others have it again from the stage before, in a message
+            of its own. "auto" is the square root of the number of stages, rounded.
         seed: of the random numbers that blocks draw (`penstock.runtime.randomness`).
         width: w, parallel pipelines that hold the same weights (or, with `combine`, meet now and then); each takes its
             m of the w * m microbatches of a batch, and gradients are added while the passes go on. Reports are of one
@@ -139,6 +144,7 @@ class Pipeline:
         clip: float | None = None,
         loss_scale: LossScale | None = None,
         recompute: Recompute = "none",
+        segments: Segments = 1,
         seed: int = 0,
         width: int | None = None,
         reduce: Reduce = "ordered",
@@ -172,6 +178,7 @@ class Pipeline:
             recomputes=recompute == "stage",
             tied={cut for tie in ties for cut in tie.cuts},
             combine=combine,
+            segments=check_segments(recompute, segments),
         )
         self._extended = partial(extended, wants)
         self.proof = self._extended(schedule)

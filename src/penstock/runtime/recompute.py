@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from penstock.errors import ConfigError
 from penstock.runtime.saved import storage_bytes
+from penstock.schedule.recompute import Segments
 
 Recompute = Literal["none", "block", "stage"]
 BufferPlace = tuple[nn.Module, str]
@@ -30,7 +31,7 @@ class Kept:
 
     Attributes:
         names: the blocks.
-        value, wants: their input, and which of its leaves want a gradient.
+        value, wants: their input (where that will come again, only meanwhile), and which of its leaves want a gradient.
         inputs: state of the input's tensors.
         states: of all buffers of the blocks.
         buffers: copies of those that a forward changes, as they were.
@@ -52,10 +53,12 @@ class Keeper:
     Args:
         blocks: of the stage, by name.
         where: for messages.
+        keeps_inputs: else the input of a forward comes again before it is run again, from the recompute of the stage
+            before (`penstock.schedule.recompute`, segments).
     """
 
-    def __init__(self, blocks: Mapping[str, Any], where: str) -> None:
-        self._blocks, self._where = blocks, where
+    def __init__(self, blocks: Mapping[str, Any], where: str, keeps_inputs: bool = True) -> None:
+        self._blocks, self._where, self.keeps_inputs = blocks, where, keeps_inputs
         self._restless: dict[tuple[str, ...], set[BufferPlace]] = {}  # buffers that a forward of these blocks changes
 
     def keep(self, names: Sequence[str], value: Any, wants: tuple[bool, ...], known: Collection[int]) -> Kept:
@@ -70,7 +73,8 @@ class Keeper:
         restless = self._restless.get(tuple(names), places.keys())
         buffers = {place: tensor.clone() for place, tensor in places.items() if place in restless}
         states = {place: _state(tensor) for place, tensor in places.items()}
-        return Kept(names, value, wants, _states(leaves), states, buffers, storage_bytes(leaves, known))
+        nbytes = storage_bytes(leaves, known) if self.keeps_inputs else 0
+        return Kept(names, value, wants, _states(leaves), states, buffers, nbytes)
 
     def settle(self, kept: Kept) -> None:
         """The blocks have run: forget the buffers that they have left alone.
@@ -101,6 +105,12 @@ class Keeper:
         restless.update(changed)  # one that this forward has left alone may be changed by a later one
         kept.buffers = {place: tensor for place, tensor in kept.buffers.items() if place in restless}
         kept.nbytes += sum(tensor.nbytes for tensor in kept.buffers.values())
+        if not self.keeps_inputs:
+            kept.value, kept.inputs = None, []
+
+    def give(self, kept: Kept, value: Any) -> None:
+        """The input of some blocks has come again."""
+        kept.value, kept.inputs = value, _states(pytree.tree_leaves(value))
 
     @contextmanager
     def as_it_was(self, kept: Kept) -> Iterator[None]:
@@ -148,6 +158,20 @@ def parts_to_recompute(names: Sequence[str], recompute: Recompute, in_schedule: 
             raise ConfigError("the schedule recomputes whole stages, so recompute cannot be 'block'")
         return [names]
     return [[name] for name in names] if recompute == "block" else []
+
+
+def check_segments(recompute: str, segments: Segments) -> Segments:
+    """Segments of stages, which only recompute="stage" has.
+
+    Raises:
+        ConfigError: nothing is recomputed in such segments.
+    """
+    if recompute != "stage" and segments != 1:
+        raise ConfigError(
+            f"segments={segments!r} is for recompute='stage', where stages run forwards again together; recompute is "
+            f"{recompute!r}"
+        )
+    return segments
 
 
 def _state(tensor: Tensor) -> _State:

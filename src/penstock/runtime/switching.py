@@ -17,6 +17,7 @@ from penstock.schedule.build import extend
 from penstock.schedule.check import Proof
 from penstock.schedule.combine import Combine
 from penstock.schedule.ir import Schedule
+from penstock.schedule.recompute import Segments
 from penstock.schedule.versions import RULES
 
 
@@ -40,6 +41,7 @@ class Wants(NamedTuple):
         recomputes: forwards are run again, in actions of their own.
         tied: cuts that share parameters.
         combine: how parallel pipelines agree.
+        segments: how many stages run forwards again together.
     """
 
     decides: bool
@@ -47,6 +49,7 @@ class Wants(NamedTuple):
     recomputes: bool
     tied: Collection[int]
     combine: Combine
+    segments: Segments = 1
 
 
 def extended(wants: Wants, given: Schedule | Proof) -> Proof:
@@ -61,6 +64,7 @@ def extended(wants: Wants, given: Schedule | Proof) -> Proof:
         decides=wants.decides or needs_decisions(plain) or RULES[plain.rule].provisional,
         reduces=wants.reduces,
         recomputes=wants.recomputes,
+        segments=wants.segments,
         tied=wants.tied,
         averages=wants.combine.every if wants.combine.apart else None,
     )

@@ -138,6 +138,7 @@ class Worker:
             else:
                 store = MixedStore(stage.trained, facts.versions, facts.gradients, low, where, apart, facts.copies)
             corrector = self._make_corrector(node, store, recipe.correction)
+            self._hold_estimate(node, store, corrector)
             rotates, begin = self._rotates(node, corrector), None if corrector is None else corrector.begin
             updater = Updater(
                 recipe.optimizer, store.layout, store.master, rotates, _rate(recipe.rate, corrector), begin
@@ -175,7 +176,14 @@ class Worker:
         ops = {p.op for a in schedule.programs[node.rank].period for p in passes(a) if p.node == node}
         storages = set() if store is None else store.storages | (set() if older is None else older.storages)
         halved, parks = _halved(schedule, node, any(ways_of(schedule, node).returns)), Op.OFFLOAD in ops
-        return Graphs(stage, storages, recipe.divisor, parts, halved, parks, hold, rebinding)
+        keeps = schedule.segment_before(node.cut) is None
+        return Graphs(stage, storages, recipe.divisor, parts, halved, parks, hold, rebinding, keeps)
+
+    def _hold_estimate(self, node: Node, store: VersionStore, corrector: Corrector | None) -> None:
+        """Room for estimates, where they are not made tensor by tensor: of what is read to run forwards, or is cast."""
+        recipe, again = self._recipe, node.cut in self._proof.schedule.recomputed
+        whole = recipe.precision is not None or recipe.recompute == "block" or again
+        store.hold_estimate(whole and corrector is not None and corrector.motion is not None)
 
     def _make_corrector(self, node: Node, store: VersionStore, correction: Correction | None) -> Corrector | None:
         if correction is None:
@@ -230,6 +238,7 @@ class Worker:
                 if isinstance(node.store, MixedStore):
                     node.store.step_apart(node.apart)
                 corrector = node.corrector = self._make_corrector(place, node.store, correction)
+                self._hold_estimate(place, node.store, corrector)
                 if corrector is not None:
                     corrector.began = node.updater.updates
                 rate = _rate(self._recipe.rate, corrector)

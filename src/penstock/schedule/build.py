@@ -20,7 +20,7 @@ from penstock.schedule.methods import compatible, find_method
 from penstock.schedule.order import NO_OPTIONS, Options, Order, OrderFunction, check_options, make_order, options_of
 from penstock.schedule.orders import ORDERS
 from penstock.schedule.orders.forward_only import forward_through
-from penstock.schedule.recompute import with_recompute
+from penstock.schedule.recompute import Segments, with_recompute
 from penstock.schedule.text import parse_action
 from penstock.schedule.versions import RULES, apply_rule
 
@@ -91,6 +91,7 @@ def extend(
     decides: bool = False,
     reduces: bool = False,
     recomputes: bool = False,
+    segments: Segments = 1,
     tied: Collection[int] = (),
     averages: int | None = None,
 ) -> Proof:
@@ -101,17 +102,21 @@ def extend(
         decides: updates wait for what all stages decide together.
         reduces: parallel pipelines add their gradients.
         recomputes: forwards are run again, in actions of their own.
+        segments: how many stages do so together (`penstock.schedule.recompute`), where the schedule does not say.
         tied: cuts that share parameters.
         averages: parallel pipelines average their weights, or the like, after every so many batches.
 
     Raises:
-        ConfigError: it has AVERAGEs in other places than directly after each STEP, or after other batches.
-        ScheduleError: the schedule is wrong.
+        ConfigError: it has AVERAGEs in other places than directly after each STEP, or after other batches; or it has
+            recomputes of its own, and segments are asked for.
+        ScheduleError: the schedule is wrong, or its order is not one for segments of several stages.
     """
     plain = whole = given.schedule if isinstance(given, Proof) else given
     operations = {a.op for program in plain.programs for a in program.period}
     if recomputes and Op.R not in operations:
-        whole = with_recompute(whole)
+        whole = _in_segments(whole, segments)
+    elif recomputes and segments != 1:
+        raise ConfigError(f"{plain.name}: the schedule has recomputes of its own, so leave segments={segments!r} out")
     if reduces and Op.REDUCE not in operations:
         whole = with_reductions(whole, everywhere=True)
     if tied and Op.TIE not in operations:
@@ -127,6 +132,24 @@ def extend(
             )
         whole = averaged
     return given if whole is plain and isinstance(given, Proof) else check(whole)
+
+
+def _in_segments(schedule: Schedule, segments: Segments) -> Schedule:
+    """The schedule with recomputes in segments of stages.
+
+    Raises:
+        ScheduleError: some ranks would wait for ever for the recomputes of others, or the like.
+    """
+    made = with_recompute(schedule, segments)
+    if made.segments:
+        try:
+            check(made)
+        except ScheduleError as error:
+            raise ScheduleError(
+                f"{schedule.name}: segments of {len(made.segments[0])} stages that recompute together do not go with "
+                f"this order; set segments to 1, or take one with a stage per rank, such as 1f1b. ({error})"
+            ) from None
+    return made
 
 
 def prove_evaluation(schedule: Schedule) -> Proof:

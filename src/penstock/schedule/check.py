@@ -48,6 +48,9 @@ class NodeFacts:
         gradients: gradients under way or waiting at once, at most.
         buffers: parameter-sized buffers needed for versions and gradients together.
         delay: updates between the version read and the version updated, mean over a batch, in the steady state.
+        recompute_delay: the same of forwards that are run again; None where none are. So between a forward and its
+            recompute lie `delay.forward - recompute_delay` updates, and from there to its backward `recompute_delay -
+            delay.backward`.
     """
 
     versions: int
@@ -55,6 +58,7 @@ class NodeFacts:
     gradients: int
     buffers: int
     delay: Delay
+    recompute_delay: float | None = None
 
 
 @dataclass(frozen=True)
@@ -110,7 +114,14 @@ def check(schedule: Schedule, lookahead: int = LOOKAHEAD, window: int | None = N
         other.prove()
         books.absorb(other)
     facts = {
-        node: NodeFacts(s.peak_versions, s.copies.peak, s.peak_gradients, s.peak_buffers, s.delay or Delay(0.0, 0.0))
+        node: NodeFacts(
+            s.peak_versions,
+            s.copies.peak,
+            s.peak_gradients,
+            s.peak_buffers,
+            s.delay or Delay(0.0, 0.0),
+            s.recompute_delay,
+        )
         for node, s in books.states.items()
     }
     return Proof(lowered, facts, books.activations.peaks(), steady_from)
@@ -270,6 +281,8 @@ class _Books:
             state.peak_gradients = max(state.peak_gradients, twin.peak_gradients)
             state.peak_buffers = max(state.peak_buffers, twin.peak_buffers)
             state.delay = state.delay or twin.delay
+            if state.recompute_delay is None:
+                state.recompute_delay = twin.recompute_delay
         self.activations.peak = [*map(max, self.activations.peak, other.activations.peak)]
 
 

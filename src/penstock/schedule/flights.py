@@ -21,7 +21,7 @@ class Flight(NamedTuple):
 
     versions: tuple[int, ...]
     derive: Copy | None = None
-    recomputed: bool = False
+    recomputed: int | None = None  # the version that its recompute read
     away: str | None = None  # where its activations are instead: the name of a peer, or the host
     input_done: bool = False  # I has run, W is still to come
 
@@ -61,17 +61,17 @@ class Flights:
             raise BooksError("needs a forward that has read a rejected version and has not been repeated")
         return self[key]
 
-    def recompute(self, key: Piece) -> None:
-        """An R."""
+    def recompute(self, key: Piece, version: int) -> None:
+        """An R that reads a version."""
         flight = self._usable(key)
-        if flight.recomputed or flight.away:
+        if flight.recomputed is not None or flight.away:
             raise BooksError("has been recomputed already, or its input is offloaded")
-        self.held[key] = flight._replace(recomputed=True)
+        self.held[key] = flight._replace(recomputed=version)
 
     def backward(self, key: Piece, op: Op, recomputes: bool) -> Flight | None:
         """A B, I or W; the flight if it ends here."""
         flight = self._usable(key)
-        if flight.away or (recomputes and not flight.recomputed):
+        if flight.away or (recomputes and flight.recomputed is None):
             raise BooksError("needs activations that are offloaded or not recomputed yet")
         if flight.input_done != (op is Op.W):
             raise BooksError("does not fit: I comes before W, and B stands for both")
@@ -85,7 +85,7 @@ class Flights:
         flight = self.held.get(key)
         if flight is None or (flight.away is not None) is away:
             raise BooksError("its activations are not in flight, or are already there")
-        if away and flight.recomputed:
+        if away and flight.recomputed is not None:
             raise BooksError("its activations have been recomputed for a backward that is to come; offload them before")
         if not away and flight.away != place:
             raise BooksError(f"its activations are not at {place}, but at {flight.away}")
@@ -103,7 +103,13 @@ class Flights:
         """All of it, with numbers relative to batch t."""
         k = t * microbatches
         return sorted(
-            (mb - k, piece, tuple(v - t for v in f.versions), f.derive and (f.derive.label, f.derive.first - k), f[2:])
+            (
+                mb - k,
+                piece,
+                tuple(v - t for v in f.versions),
+                f.derive and (f.derive.label, f.derive.first - k),
+                (f.recomputed is not None, (f.recomputed or t) - t, f[3:]),
+            )
             for (mb, piece), f in self.held.items()
         )  # nothing is void at a border
 

@@ -25,6 +25,7 @@ class Gradient:
     remaining: int
     forward: int = 0  # sum of the versions read, one per pass
     backward: int = 0
+    recompute: int = 0
     joined: tuple[Op, ...] = ()  # collectives that this node has joined
 
 
@@ -65,6 +66,7 @@ class NodeState:
     peak_gradients: int = 0
     peak_buffers: int = 0
     delay: Delay | None = None
+    recompute_delay: float | None = None
 
     def __post_init__(self) -> None:
         self.copies = Copies(self.spec.copy_uses, self.spec.microbatches)
@@ -155,7 +157,7 @@ class NodeState:
                 if spec.admits and source is Source.ADMISSION:
                     admitted[k] = versions[0]
             elif op is Op.R:
-                self.flights.recompute(key)
+                self.flights.recompute(key, versions[0])
         if derive is not None:
             self.copies.read(derive, versions)
         else:
@@ -232,6 +234,7 @@ class NodeState:
         gradient.remaining -= 1
         gradient.forward += flight.versions[0]
         gradient.backward += versions[0]
+        gradient.recompute += flight.recomputed or 0
 
     # --- updates and the rest ---------------------------------------------------------------------------------------
 
@@ -310,6 +313,8 @@ class NodeState:
             self.provisional.add(self.newest)
         if self.draining is None:
             self.delay = Delay(*(batch - total / self.spec.share for total in (gradient.forward, gradient.backward)))
+            if self.spec.recomputed:
+                self.recompute_delay = batch - gradient.recompute / self.spec.share
 
     def _predict(self, action: Action, t: int) -> None:
         """A copy is made of the newest version, or blends it with the one that its microbatch's forward read."""

@@ -41,6 +41,7 @@ def make_pipeline(
         precision=config.precision,
         average=config.average,
         recompute=config.recompute,
+        segments=config.segments,
         seed=config.seed,
         width=config.width,
         reduce=config.reduce,

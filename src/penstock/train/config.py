@@ -179,6 +179,9 @@ class TrainConfig(Strict):
     recompute: Literal["none", "block", "stage"] = Field(
         default="none", description="forwards to run again instead of keeping what their backward needs"
     )
+    segments: int | Literal["auto"] = Field(
+        default=1, description="with recompute=stage, stages that do so together; auto: sqrt(stages), rounded"
+    )
     undo: Literal["copies", "in-place"] = Field(
         default="copies",
         description="how methods with post-validation take an update back: exactly, from copies, or off by roundings",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -16,11 +16,12 @@ from penstock.errors import ConfigError, PenstockError
 from penstock.models.gpt import TIED_EMBEDDINGS, GPTConfig, gpt_blocks, preset
 from penstock.runtime.blocks import cut_blocks
 from penstock.runtime.delays import resolve_delays
-from penstock.runtime.offer import check_correction
+from penstock.runtime.offer import check_correction, check_offered
 from penstock.runtime.precision import low_precision
+from penstock.runtime.recompute import check_segments
 from penstock.runtime.switching import check_same_places
 from penstock.schedule.batchwise import check_together
-from penstock.schedule.build import prove
+from penstock.schedule.build import extend, prove
 from penstock.schedule.check import Proof
 from penstock.schedule.corrections import options_of
 from penstock.schedule.methods import find_method
@@ -93,6 +94,7 @@ def prepare(config: TrainConfig) -> Prepared:
     proof = prove(row.name, config.stages, config.microbatches, options=config.options, rule=rule)
     check_together(proof.schedule, config.decides, {0, proof.schedule.cuts - 1} if config.model.tied else ())
     others = _other_proofs(config, proof)
+    _check_recompute(config, [proof, *others.values()])
     _check_combine(config, proof.schedule.rule, row.correction)
     corpus = load_corpus(config.data, partial(is_of_a_run, Path(config.out)))
     model = model_shape(config, corpus)
@@ -143,6 +145,18 @@ def _other_proofs(config: TrainConfig, proof: Proof) -> dict[str, Proof]:
         except PenstockError as error:
             raise ConfigError(f"{section}.method: {error}") from None
     return found
+
+
+def _check_recompute(config: TrainConfig, proofs: Iterable[Proof]) -> None:
+    """Refuse segments of stages that do not go with a method.
+
+    Raises:
+        ConfigError: nothing is recomputed in segments, or there are not as many stages.
+        PenstockError: the order is not one for them.
+    """
+    check_segments(config.recompute, config.segments)
+    for proof in proofs if config.recompute == "stage" and config.segments != 1 else ():
+        check_offered(extend(proof, recomputes=True, segments=config.segments).schedule)
 
 
 def _check_combine(config: TrainConfig, rule: str, correction: str) -> None:

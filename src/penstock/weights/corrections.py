@@ -113,6 +113,20 @@ class Corrector:
     def stepped(self, step: Step) -> None:
         """An update has changed a parameter."""
 
+    def estimate(self, weights: Buffer, gap: int, out: Buffer) -> None:
+        """Write what forwards have read before the last `gap` updates: weights - gap * motion, cast once.
+
+        Args:
+            weights: the newest, as the optimizer steps them.
+            gap: in updates.
+            out: where to, in the precision that passes read.
+        """
+        assert self.motion is not None
+        out.rewrite()
+        with torch.no_grad():
+            for name, view in out.views.items():
+                view.copy_(weights.views[name] - gap * self.motion.views[name])
+
     def predict(self, updater: Updater, weights: Buffer, label: str, out: Buffer) -> None:
         """Write a derived copy of the newest weights.
 

@@ -119,7 +119,7 @@ class MixedStore(VersionStore):
     def bytes_by_role(self) -> dict[str, int]:
         """Bytes of weights, master copy, gradients and idle buffers."""
         low, full = self.low_layout.nbytes, self.layout.nbytes
-        copies = low * (len(self.copied) + len(self._spare))
+        copies = low * (len(self.copied) + len(self._spare) + len(self._estimates))
         return {
             "weights": low * len(self.versions),
             "master weights": full * (1 if self._second is None else 2),

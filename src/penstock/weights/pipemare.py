@@ -18,8 +18,13 @@ class PipeMare:
 
     T1: the learning rate of a stage with delay tau is divided by max(tau, 1)^(1 - min(k / K, 1)) at update k, so it
     acts only where the delay is more than one update. T2: delta <- gamma delta + (1 - gamma) (w(t+1) - w(t)) with
-    gamma = D^(1 / tau); a backward whose forward read weights that were n updates older reads w - n delta. Without a
-    delay both change nothing.
+    gamma = D^(1 / tau); a backward whose forward read weights that were n updates older reads w - n delta. A forward
+    that is run again does the same at its own moment: u = w - n delta, w and delta being those of then, n the updates
+    since it was run first. Without a delay both change nothing. In low precision an estimate is made of the weights in
+    fp32, and cast once.
+
+    That the recomputed forward has an estimate of its own is the paper's (tau_fwd - tau_recomp updates lie between);
+    that n counts each microbatch's own updates, here as in the backward, is the variant "penstock".
 
     Args:
         reschedule: K; 0 for none.
@@ -36,14 +41,8 @@ class PipeMare:
         if self.decay is not None and not 0 < self.decay < 1:
             raise ConfigError(f"decay (D) must lie between 0 and 1, such as 0.135; got {self.decay}")
 
-    def refuses(self, precision: torch.dtype | None, recompute: str) -> str | None:
-        """T2 needs weights in full precision, and graphs that are kept."""
-        if self.decay is not None and precision is not None:
-            return "discrepancy correction (T2) is offered in fp32 so far; set its decay to null, or precision to fp32"
-        if self.decay is not None and recompute != "none":
-            return (
-                "discrepancy correction (T2) is offered without recompute so far; set its decay to null, or do without"
-            )
+    def refuses(self, _precision: torch.dtype | None, _recompute: str) -> str | None:
+        """It goes with everything."""
         return None
 
     def on(self, layout: Layout, place: Place) -> _OnStage:

@@ -36,6 +36,8 @@ class VersionStore:
         self.copied: dict[Copy, Buffer] = {}
         self._spare = [Buffer(self.layout, f"copy {i} of {where}") for i in range(copies)]
         self._made: dict[Buffer, object] = {}  # what copies were made of
+        self._estimate: Buffer | None = None
+        self._estimated: object = None  # what it was made of
         self.versions: dict[int, Buffer] = {0: self._take("version 0")}
         self.gradients: dict[int, Buffer] = {}
         self.versions[0].load(parameters)
@@ -44,7 +46,7 @@ class VersionStore:
     def storages(self) -> set[int]:
         """Addresses of all its memory, to tell weights from activations."""
         copies = (*self._spare, *self.copied.values())
-        held = (*self._free, *self.versions.values(), *self.gradients.values(), *copies)
+        held = (*self._free, *self.versions.values(), *self.gradients.values(), *copies, *self._estimates)
         return set().union(*(buffer.storages for buffer in held))
 
     @property
@@ -103,6 +105,35 @@ class VersionStore:
     def forget_copies(self) -> None:
         """Weights have come from elsewhere: no old copy is worth anything."""
         self._made.clear()
+        self._estimated = None
+
+    def hold_estimate(self, wanted: bool) -> None:
+        """Hold a buffer for estimates of what forwards have read, or let go of it."""
+        self._estimated = None
+        if not wanted:
+            self._estimate = None
+        elif self._estimate is None:
+            self._estimate = Buffer(self._layout, f"estimate of {self.where}")
+
+    @property
+    def estimates(self) -> bool:
+        """Whether it holds one."""
+        return self._estimate is not None
+
+    def estimate(self, version: int, gap: int, write: Callable[[Buffer], None]) -> Handle:
+        """Claim an estimate of the weights `gap` updates before the newest version.
+
+        Args:
+            version: the newest; estimates of one gap from one version are the same.
+            gap: in updates.
+            write: fills the buffer.
+        """
+        buffer = self._estimate
+        assert buffer is not None
+        if self._estimated != (version, gap):
+            write(buffer)
+            self._estimated = version, gap
+        return Handle(buffer, buffer.epoch, version)
 
     def accumulate(self, handle: Handle, batch: int) -> None:
         """Make the backward of a graph on `handle` add to the gradient of `batch`."""
@@ -227,7 +258,7 @@ class VersionStore:
             self._spare.append(Buffer(self._layout, f"copy {len(self._spare)} of {self.where}"))
         spare = max(buffers - len(self.versions), 0)
         self._free = self._free[:spare]
-        for buffer in (*self._free, *self._spare, *self.versions.values()):
+        for buffer in (*self._free, *self._spare, *self._estimates, *self.versions.values()):
             buffer.forget_gradient()  # which may be one of those that go
         while len(self._free) < spare:
             self._free.append(Buffer(self._layout, f"{len(self.versions) + len(self._free)} of {self.where}"))
@@ -256,8 +287,12 @@ class VersionStore:
         """Bytes of weights, gradients and idle buffers."""
         size = self.layout.nbytes
         roles = {"weights": self.versions, "gradients": self.gradients, "idle buffers": self._free}
-        copies = len(self.copied) + len(self._spare)
+        copies = len(self.copied) + len(self._spare) + len(self._estimates)
         return {role: size * len(held) for role, held in roles.items()} | ({"copies": size * copies} if copies else {})
+
+    @property
+    def _estimates(self) -> list[Buffer]:
+        return [] if self._estimate is None else [self._estimate]
 
     def _take_gradient(self, batch: int) -> Buffer:
         return self._take(f"the gradient of batch {batch}")
@@ -266,8 +301,8 @@ class VersionStore:
         """The gradient of a batch, to which nothing is added any more."""
         gradient = self.gradients.pop(batch)
         gradient.finish_gradient()
-        everywhere = (*self.versions.values(), *self.copied.values(), *self._spare, *self._free, gradient)
-        for buffer in everywhere:  # graphs may be left on versions that are gone
+        copies = (*self.copied.values(), *self._spare, *self._estimates)
+        for buffer in (*self.versions.values(), *copies, *self._free, gradient):  # graphs may be left on what is gone
             if buffer.gradient is gradient:
                 buffer.gradient = None
         return gradient
