@@ -263,7 +263,7 @@ class Executor:
             case Op.PREDICT:
                 copy = self._copy(action, t)
                 assert copy is not None
-                node.predict(copy, version)
+                node.predict(copy, version, self._start + copy.first // self.m)
             case Op.R:
                 node.recompute(key, version)
             case Op.REDO:

@@ -281,13 +281,14 @@ class NodeRuntime:
             self.stage.bind(flight.handle.buffer.leaves)  # blocks may run their forward again (torch's checkpoint)
         return flight
 
-    def predict(self, copy: Copy, version: int) -> None:
-        """Make a derived copy of the newest version."""
+    def predict(self, copy: Copy, version: int, batch: int) -> None:
+        """Make a derived copy of the newest version for a microbatch of a batch."""
         if self.store is None or self.updater is None:
             return
         assert self.corrector is not None
+        depends = self.corrector.look_ahead(batch - version, self.store.gradients.get(version))
         write = partial(self.corrector.predict, self.updater, self.store.master, copy.label)
-        self.store.bear(copy, (version, copy.label), write)
+        self.store.bear(copy, (version, copy.label, depends), write)
 
     # --- updates ----------------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from penstock.schedule.methods import find_method
 from penstock.weights.backprop import Form, PipelinedBackprop
 from penstock.weights.corrections import Correction
 from penstock.weights.feedback import ErrorFeedback
+from penstock.weights.ftpipe import FTPipe
 from penstock.weights.gap import GapAware
 from penstock.weights.nag import NagPP
 from penstock.weights.pipemare import PipeMare
@@ -70,6 +71,8 @@ def make_correction(name: str, options: dict[str, float | None], updates: int, w
         return GapAware(float(options["average"] or 0.0), float(options["eps"] or 0.0))
     if name in ("nag-pp", "nag-pp-no-stash"):
         return NagPP(name, name != "nag-pp", _reschedule(options.get("reschedule"), updates, warm_up))
+    if name in ("ftpipe", "ftpipe-aggregated"):
+        return FTPipe(name == "ftpipe-aggregated", bool(options["ahead"]), bool(options["weight_decay"]))
     raise AssertionError(f"no code for correction {name!r}")
 
 
