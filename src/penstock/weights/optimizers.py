@@ -135,7 +135,7 @@ def _without_lists(state: Mapping[str, Any]) -> dict[str, Any]:
             found[key] = value
             continue
         found[f"{key}.{_COUNT}"] = len(value)
-        found |= {f"{key}.{i}": item if isinstance(item, Tensor) else None for i, item in enumerate(value)}
+        found |= {f"{key}.{i}": item for i, item in enumerate(value) if isinstance(item, Tensor)}
     return found
 
 
@@ -144,8 +144,7 @@ def _with_lists(state: Mapping[str, Any]) -> dict[str, Any]:
     lists = {key.removesuffix(f".{_COUNT}"): n for key, n in state.items() if key.endswith(f".{_COUNT}")}
     found = {key: value for key, value in state.items() if key.partition(".")[0] not in lists}
     for key, n in lists.items():
-        items = [state[f"{key}.{i}"] for i in range(n)]
-        found[key] = [[] if item is None else item for item in items]
+        found[key] = [state.get(f"{key}.{i}", []) for i in range(n)]
     return found
 
 
