@@ -19,7 +19,9 @@ def run(monkeypatch, capsys, *arguments):
     return caught.value.code or 0, printed.out, printed.err
 
 
-FORWARDS = ("pipeoptim", "lwp", "lwp-weights", "spike-lwp", "spike-lwp-weights")  # a predicted copy for forwards
+FORWARDS = (  # a predicted copy for forwards
+    "pipeoptim", "lwp", "lwp-weights", "spike-lwp", "spike-lwp-weights", "ftpipe", "ftpipe-aggregated"
+)  # fmt: skip
 STASHED = ("stash", "nag-pp", "gap-aware")
 POST = ("zb-h2-post", "zb-auto-post")  # a version that is decided on, and one that is not
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -21,6 +22,8 @@ from penstock.runtime.recompute import Recompute
 from penstock.runtime.reduction import Reduce
 from penstock.schedule.build import make_schedule
 from penstock.schedule.ir import Op, Schedule, passes
+from penstock.train.config import OptimizerName, OptimizerSection
+from penstock.train.optimizers import optimizer_factory
 from penstock.train.reference import Reference, Scaling, train_reference
 from penstock.weights.corrections import Correction
 from penstock.weights.decision import Decision, LossScale
@@ -163,6 +166,15 @@ OPTIMIZERS: dict[str, Callable[[Named], torch.optim.Optimizer]] = {
     "momentum": lambda named: torch.optim.SGD(named, lr=0.1, momentum=0.9, weight_decay=0.01),
     "undecayed": lambda named: torch.optim.SGD(named, lr=0.1, momentum=0.9),
 }
+BY_NAME: tuple[OptimizerName, ...] = ("muon", "adan", "soap", "basis-rotation")
+"""As `penstock train` makes them; cases call them "configured muon" and so on."""
+
+
+def configured(name: OptimizerName, named: Named) -> torch.optim.Optimizer:
+    return optimizer_factory(OptimizerSection(name=name, lr=0.02, refresh=3))(named)
+
+
+OPTIMIZERS |= {f"configured {name}": partial(configured, name) for name in BY_NAME}
 
 
 def token_loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, float]:

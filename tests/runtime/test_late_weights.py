@@ -210,7 +210,7 @@ def test_what_every_byte_is_for(name: str) -> None:
         ("pipemare", {"recompute": "block"}, r"T2\) is offered without recompute"),
         ("spectrain", {"recompute": "stage"}, "needs an order that places its own recomputes"),
         ("spectrain", {"recompute": "block"}, "do without recompute"),
-        ("spectrain", {"optimizer": "muon", "model": "matrices"}, "not of Muon"),
+        ("spectrain", {"optimizer": "adafactor"}, "not of Adafactor"),
         ("spectrain", {"correction": None}, r"pass correction=correction_of\('spectrain'\)"),
         ("spike", {"optimizer": "sgd"}, "without nesterov"),
         ("nag-pp", {"optimizer": "adamw"}, "a way to use NAdam, not AdamW"),

@@ -149,6 +149,64 @@ def test_a_pipeline_that_is_drained_is_busy_for_m_of_m_plus_p_less_one(p: int, m
     assert 1 - bubble == pytest.approx(m / (m + p - 1))
 
 
+class Scaled(nn.Module):
+    """One number, times what comes in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w * x
+
+
+def after_an_impulse(method: str, depth: int, nesterov: bool, batches: int) -> list[float]:
+    """The first stage's weight after each update; its gradient is 1 in the first batch, and 0 later."""
+    seen: list[float] = []
+
+    def factory(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(named, lr=0.125, momentum=0.9, nesterov=nesterov)
+
+    pipeline = Pipeline(
+        [Scaled(), *(lambda x: x * 1.0 for _ in range(depth - 1))],
+        prove(method, depth, 1),
+        loss=lambda o, _: o.sum(),
+        optimizer=factory,
+        correction=correction_of(method),
+        balance=[1] * depth,
+    )
+    for t in range(batches):
+        x = torch.full((1,), float(t == 0), dtype=torch.float64)
+        for _ in pipeline.run([[(x, x)]]):
+            pass
+        seen.append(float(next(iter(pipeline.state_dict().values()))))
+    return seen
+
+
+def test_a_late_gradient_catches_up_at_once() -> None:
+    """Spike compensation with D = 4, momentum 0.9: a + b = 0.6561 + 3.439 at first, 0.9^(4 + k) later."""
+    steps = [0.6561 + 3.439, *(0.9 ** (4 + k) for k in range(1, 6))]
+    assert after_an_impulse("spike", 5, False, 6) == pytest.approx([1 - 0.125 * sum(steps[:k]) for k in range(1, 7)])
+
+
+def test_to_catch_up_with_one_update_is_nesterov_s_momentum() -> None:
+    assert after_an_impulse("spike", 2, False, 6) == pytest.approx(after_an_impulse("newest", 2, True, 6), rel=1e-12)
+
+
+def test_nadam_s_momentum_after_a_thousand_updates() -> None:
+    parameter = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    optimizer = torch.optim.NAdam([parameter], lr=0.0, betas=(0.99, 0.999))
+    for t in range(2):
+        parameter.grad = torch.ones_like(parameter)
+        if t:
+            optimizer.state[parameter] |= {
+                "step": torch.tensor(999.0),
+                "mu_product": torch.ones((), dtype=torch.float64),
+            }
+        optimizer.step()
+    assert float(optimizer.state[parameter]["mu_product"]) == pytest.approx(0.5695734528, rel=1e-9)
+
+
 def test_nadam_s_momentum_grows_slowly() -> None:
     """mu = beta1 (1 - 0.96^(0.004 t) / 2), of which NAG-PP makes use: 0.57 after 1000 updates with beta1 = 0.99."""
     parameter = nn.Parameter(torch.zeros(1, dtype=torch.float64))

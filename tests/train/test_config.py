@@ -87,7 +87,7 @@ def test_what_is_written_into_a_run_folder_can_be_read_back(tmp_path):
         ({"stages": True}, "stages: input should be a valid integer, got True"),
         ({"stages": 2.5}, "stages: input should be a valid integer, got 2.5"),
         ({"stages": 0}, "stages: input should be greater than or equal to 1, got 0"),
-        ({"optimizer": {"name": "adamx"}}, "optimizer.name: input should be 'adamw', 'adam', 'nadam' or 'sgd'"),
+        ({"optimizer": {"name": "adamx"}}, "optimizer.name: input should be 'adamw', 'adam', 'nadam', 'sgd', 'muon'"),
         ({"optimizer": {"lr": "fast"}}, "optimizer.lr: input should be a valid number"),
         ({"model": 5}, "model: expected a section with keys, such as model.preset, got 5"),
         ({"delays": 2.5}, "delays: input should be a number, a list of numbers, {block: number, ...} or a profile"),

@@ -265,7 +265,8 @@ class Executor:
             case Op.PREDICT:
                 copy = self._copy(action, t)
                 assert copy is not None
-                node.predict(copy, self._versions(action, t, self._books[action.node]))
+                versions = self._versions(action, t, self._books[action.node])
+                node.predict(copy, versions, self._start + copy.first // self.m)
             case Op.R:
                 for each in keys:
                     again = node.recompute(each, version, self.joints.input_again(node.node, each))

@@ -179,7 +179,7 @@ def _add_trained(
         tensors |= {f"{kind}/{name}": view.clone() for name, view in buffer.views.items()}
     if agreement is not None:
         tensors |= agreement.copies()
-    values |= {f"stepped/{name}": updater.name for name in updater.parameters}
+    values |= {f"stepped/{name}": updater.stepper(name) for name in updater.parameters}
 
 
 def _copied(tensors: Mapping[str, Tensor]) -> torch.cuda.Event | None:
@@ -258,11 +258,11 @@ class _Reader:
         node, saved = self._node, self._saved
         for name in node.updater.parameters if node.updater is not None else ():
             kinds = {saved.facts["values"].get(f"stepped/{known}") for known in self._known(name)} - {None}
-            if kinds - {node.updater.name if node.updater is not None else None}:
+            here = None if node.updater is None else node.updater.stepper(name)
+            if kinds - {here}:
                 raise CheckpointError(
                     f"the checkpoint has the state of {kinds.pop()}, but {node.stage.where} is stepped by "
-                    f"{node.updater.name if node.updater is not None else 'nothing'}; use the same optimizer, or begin "
-                    "a new run from the weights alone"
+                    f"{here or 'nothing'}; use the same optimizer, or begin a new run from the weights alone"
                 )
         for block, module in node.stage.named_modules():
             known = {f"{block}.{name}" for name in module.state_dict()}

@@ -49,6 +49,11 @@ _RESCHEDULE = Option(
 
 _PREDICTED = ("predicted-forward", "predicted-stash")
 
+_FTPIPE = {
+    "ahead": Option(1.0, "1: each update ahead at its own rate (FTPipe's sched_aware); 0: all at that of the next one"),
+    "weight_decay": Option(1.0, "1: weight decay is part of the prediction; 0: it is not"),
+}
+
 _TABLE = (
     CorrectionSpec("none", "nothing"),
     CorrectionSpec(
@@ -135,6 +140,18 @@ _TABLE = (
         'between; 2509.23241, variant "penstock"',
         rules=("blended",),
         options={"beta": Option(0.5, "the share of the forward's weights that is left per update, from 0 to 1")},
+    ),
+    CorrectionSpec(
+        "ftpipe",
+        "weights predicted by momentum that decays (msnag); FTPipe, USENIX ATC 2021, and its code",
+        rules=_PREDICTED,
+        options=_FTPIPE,
+    ),
+    CorrectionSpec(
+        "ftpipe-aggregated",
+        "the same with the gradient that the next update has gathered so far (aggmsnag)",
+        rules=_PREDICTED,
+        options=_FTPIPE,
     ),
 )
 

@@ -291,6 +291,22 @@ _TABLE = (
         "stash",
         aliases=("2gw",),
     ),
+    Method(
+        "ftpipe",
+        "FTPipe, weights predicted by momentum that decays (msnag)",
+        "FTPipe, USENIX ATC 2021, and its code",
+        "endless-1f1b",
+        "predicted-forward",
+        correction="ftpipe",
+    ),
+    Method(
+        "ftpipe-aggregated",
+        "the same with the gradient under way (aggmsnag)",
+        "FTPipe, USENIX ATC 2021, and its code",
+        "endless-1f1b",
+        "predicted-forward",
+        correction="ftpipe-aggregated",
+    ),
 )
 
 METHODS: Mapping[str, Method] = MappingProxyType({row.name: row for row in _TABLE})

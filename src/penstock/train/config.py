@@ -37,7 +37,7 @@ def _as_delays(value: Any) -> Any:
 
 Number = Annotated[float, BeforeValidator(_as_number), AllowInfNan(False)]
 BlockDelays = Annotated[int | str | list[int] | dict[str, int] | None, PlainValidator(_as_delays)]
-OptimizerName = Literal["adamw", "adam", "nadam", "sgd"]
+OptimizerName = Literal["adamw", "adam", "nadam", "sgd", "muon", "adan", "soap", "basis-rotation"]
 
 
 class Strict(BaseModel):
@@ -66,12 +66,18 @@ class ModelSection(Strict):
 class OptimizerSection(Strict):
     """The optimizer, one per stage."""
 
-    name: OptimizerName = Field(default="adamw", description="adamw, adam, nadam or sgd")
+    name: OptimizerName = Field(
+        default="adamw", description="adamw, adam, nadam, sgd, muon, adan, soap or basis-rotation (docs/optimizers.md)"
+    )
     lr: Number = Field(default=3e-3, gt=0, description="peak learning rate")
     weight_decay: Number = Field(default=0.1, ge=0, description="decay of matrices; vectors are not decayed")
     beta1: Number = Field(default=0.9, ge=0, lt=1, description="first moment; the momentum of sgd")
     beta2: Number = Field(default=0.95, ge=0, lt=1, description="second moment")
-    nesterov: bool = Field(default=True, description="sgd looks ahead, as Nesterov's momentum does")
+    nesterov: bool = Field(default=True, description="sgd and muon look ahead, as Nesterov's momentum does")
+    momentum: Number = Field(default=0.95, ge=0, lt=1, description="of muon, for the matrices that it steps")
+    difference: Number = Field(default=0.92, ge=0, lt=1, description="of adan, the mean of differences of gradients")
+    refresh: int = Field(default=10, ge=1, description="of soap and basis-rotation, updates between new bases")
+    sides: Literal["both", "smaller"] = Field(default="both", description="of a matrix, which basis-rotation rotates")
 
 
 class RateSection(Strict):
@@ -355,6 +361,7 @@ def _section_keys(schema: type[BaseModel], section: str) -> str:
 _TEXT_KEYS = frozenset(
     {
         "method", "data", "prompt", "out", "reduce", "precision", "recompute", "undo", "model.preset", "optimizer.name",
-        "rate.decay", "sync.method", "fallback.method", "fallback.restore", "combine.kind", "combine.optimizer_state",
+        "optimizer.sides", "rate.decay", "sync.method", "fallback.method", "fallback.restore", "combine.kind",
+        "combine.optimizer_state",
     }
 )  # fmt: skip

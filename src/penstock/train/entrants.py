@@ -12,7 +12,7 @@ from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import simulate_schedule
 from penstock.timeline import Timeline
 from penstock.train.comparison import ComparisonConfig, Contender
-from penstock.train.optimizers import optimizer_factory
+from penstock.train.optimizers import check_hidden, optimizer_factory
 from penstock.train.rate import rate_schedule
 from penstock.train.tasks import Task
 from penstock.weights.corrections import Correction
@@ -68,7 +68,9 @@ def enter(config: ComparisonConfig, task: Task, contender: Contender) -> Entrant
         row = contender.method
         correction = make_correction(row.correction, contender.for_correction, config.batches, config.rate.warm_up)
         plain = prove(row.name, config.stages, config.microbatches, options=contender.for_order)
-        proof = make_pipeline(config, task, plain, correction, 0, config.rates[0]).proof
+        pipeline = make_pipeline(config, task, plain, correction, 0, config.rates[0])
+        check_hidden(config.optimizer, pipeline.optimizers().values(), f"task {config.task}")
+        proof = pipeline.proof
     except PenstockError as error:
         raise type(error)(f"{contender.label}: {error}") from None
     costs = Costs.uniform(proof.schedule, FORWARD, BACKWARD / 2, BACKWARD / 2)

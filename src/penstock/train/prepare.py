@@ -34,6 +34,8 @@ from penstock.train.optimizers import optimizer_factory
 from penstock.weights.buffers import Layout
 from penstock.weights.corrections import Correction, Place
 from penstock.weights.methods import make_correction
+from penstock.weights.optimizers import check_averages
+from penstock.weights.undo import check_undoable
 
 _MOMENT = "%Y-%m-%d-%H%M%S"
 _RUN = re.compile(r"\d{4}-\d\d-\d\d-\d{6}-")  # names of run folders begin with the moment
@@ -112,11 +114,24 @@ def prepare(config: TrainConfig) -> Prepared:
     options = options_of(row.correction, config.correction)
     correction = make_correction(row.correction, options, config.batches, config.rate.warm_up)
     check_correction(proof.schedule, correction, low_precision(config.precision), config.recompute, config.model.tied)
-    if correction is not None:  # what every stage would find out later
-        place = Place(0, proof.schedule.cuts, config.microbatches, 1.0, f"method {row.name!r}")
-        stand_in = torch.nn.Parameter(torch.zeros(1, 1))
-        correction.on(Layout({}), place).begin(optimizer_factory(config.optimizer)([("block.weight", stand_in)]))
+    _check_optimizer(
+        config, correction, Place(0, proof.schedule.cuts, config.microbatches, 1.0, f"method {row.name!r}")
+    )
     return Prepared(config, model, proof, windows, correction, others)
+
+
+def _check_optimizer(config: TrainConfig, correction: Correction | None, place: Place) -> None:
+    """What every stage would find out later.
+
+    Raises:
+        CapabilityError: the optimizer is not installed, or does not go with something else.
+    """
+    optimizer = optimizer_factory(config.optimizer)([("block.weight", torch.nn.Parameter(torch.zeros(1, 1)))])
+    if correction is not None:
+        correction.on(Layout({}), place).begin(optimizer)
+    if config.undo == "in-place":
+        check_undoable(optimizer)
+    check_averages(optimizer, config.combine.optimizer_state == "average")
 
 
 def _other_proofs(config: TrainConfig, proof: Proof) -> dict[str, Proof]:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from penstock.schedule.combine import Combine
 from penstock.weights.buffers import Buffer
+from penstock.weights.optimizers import check_averages
 from penstock.weights.store import VersionStore
 from penstock.weights.update import Updater
 
@@ -39,6 +40,8 @@ class Agreement:
     def __init__(self, combine: Combine, width: int, pipeline: int, store: VersionStore, updater: Updater) -> None:
         self.combine, self.pipeline = combine, pipeline
         self.width, self._store, self._updater = width, store, updater
+        if updater.optimizer is not None:
+            check_averages(updater.optimizer, combine.optimizer_state == "average")
         self._eta = 1.0 - 1.0 / width if combine.momentum is None else combine.momentum
         self._pull = _PULL / width if combine.pull is None else combine.pull
         self.model = Buffer(store.layout, f"common model of {store.where}") if combine.kind != "average" else None

@@ -127,6 +127,18 @@ class Corrector:
             for name, view in out.views.items():
                 view.copy_(weights.views[name] - gap * self.motion.views[name])
 
+    def look_ahead(self, updates: int, gradient: Buffer | None) -> object:  # noqa: ARG002
+        """A derived copy is needed; `predict` follows, unless there is one with the same content.
+
+        Args:
+            updates: that will be made before the backward of its microbatch, after those that the newest weights have.
+            gradient: what the next of them has gathered so far; None if nothing.
+
+        Returns:
+            What, beside version and label, its content depends on.
+        """
+        return None
+
     def predict(self, updater: Updater, weights: Buffer, label: str, out: Buffer) -> None:
         """Write a derived copy of the newest weights.
 

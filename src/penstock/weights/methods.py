@@ -12,6 +12,7 @@ from penstock.weights.backprop import Form, PipelinedBackprop
 from penstock.weights.blending import Blending
 from penstock.weights.corrections import Correction
 from penstock.weights.feedback import ErrorFeedback
+from penstock.weights.ftpipe import FTPipe
 from penstock.weights.gap import GapAware
 from penstock.weights.nag import NagPP
 from penstock.weights.pipemare import PipeMare
@@ -73,6 +74,8 @@ def make_correction(name: str, options: dict[str, float | None], updates: int, w
         return NagPP(name, name != "nag-pp", _reschedule(options.get("reschedule"), updates, warm_up))
     if name == "i-timeprest":
         return Blending(float(options["beta"] or 0.0))
+    if name in ("ftpipe", "ftpipe-aggregated"):
+        return FTPipe(name == "ftpipe-aggregated", bool(options["ahead"]), bool(options["weight_decay"]))
     raise AssertionError(f"no code for correction {name!r}")
 
 

@@ -2,7 +2,12 @@
 
 A prediction n updates ahead is W - n lr direction. The direction is that of the step which the optimizer would make if
 the next gradient were what it expects (SpecTrain, arXiv 1809.02839; XPipe, arXiv 1911.04610; PipeOptim, arXiv
-2312.00839): the momentum of SGD, the quotient of Adam's bias-corrected moments. Weight decay is no part of it.
+2312.00839): the momentum of SGD, the quotient of Adam's bias-corrected moments, and Muon's momentum made orthogonal by
+its Newton-Schulz iteration, times its factor for the shape. That momentum is a mean of gradients, so with a next
+gradient equal to it Nesterov's look-ahead gives the same direction. Weight decay is no part of it.
+
+Adan and SOAP are refused: their next step depends on the next difference of gradients, or on a rotation of the next
+gradient, and no source says what to expect of these.
 """
 
 from __future__ import annotations
@@ -12,11 +17,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer
+from torch.optim import SGD, Adam, AdamW, Muon, NAdam, Optimizer
+from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
 from penstock.errors import CapabilityError
+from penstock.weights.optimizers import Joined, name_of, part_of
 
-PREDICTABLE = (SGD, Adam, AdamW, NAdam)
+PREDICTABLE = (SGD, Adam, AdamW, NAdam, Muon)
 
 
 def check_predictable(optimizer: Optimizer) -> None:
@@ -25,11 +32,15 @@ def check_predictable(optimizer: Optimizer) -> None:
     Raises:
         CapabilityError: they cannot.
     """
+    if isinstance(optimizer, Joined):
+        for part in optimizer.parts:
+            check_predictable(part)
+        return
     names = ", ".join(kind.__name__ for kind in PREDICTABLE)
     if type(optimizer) not in PREDICTABLE:
         raise CapabilityError(
             f"weights are predicted from what the optimizer remembers, of {names} so far, not of "
-            f"{type(optimizer).__name__}; take one of these, or a method without prediction"
+            f"{name_of(optimizer)}; take one of these, or a method without prediction"
         )
     for group in optimizer.param_groups:
         if isinstance(optimizer, SGD) and not group["momentum"]:
@@ -52,15 +63,21 @@ def direction(
     Returns:
         None before the first update.
     """
-    state = optimizer.state.get(parameter, {})
-    if isinstance(optimizer, SGD):
+    state, kind = optimizer.state.get(parameter, {}), part_of(optimizer, parameter)
+    if isinstance(kind, SGD | Muon):
         found: Tensor | None = state.get("momentum_buffer")
-        return found
+        return _orthogonal(found, group) if isinstance(kind, Muon) and found is not None else found
     if "exp_avg" not in state:
         return None
     steps = 1 if uncorrected else int(state["step"])
     beta1, beta2 = group["betas"]
-    first = 1.0 - (float(state["mu_product"]) if isinstance(optimizer, NAdam) and not uncorrected else beta1**steps)
+    first = 1.0 - (float(state["mu_product"]) if isinstance(kind, NAdam) and not uncorrected else beta1**steps)
     deviation = (state["exp_avg_sq"] / (1.0 - beta2**steps)).sqrt_().add_(group["eps"])
     result: Tensor = (state["exp_avg"] / first).div_(deviation)
     return result
+
+
+def _orthogonal(momentum: Tensor, group: Mapping[str, Any]) -> Tensor:
+    """What Muon makes of its momentum, by torch's own functions, which iterate in bfloat16."""
+    found = _zeropower_via_newtonschulz(momentum, group["ns_coefficients"], group["ns_steps"], group["eps"])
+    return found.to(momentum.dtype) * float(_adjust_lr(1.0, group["adjust_lr_fn"], momentum.shape))

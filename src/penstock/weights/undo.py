@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 
 from penstock.errors import CapabilityError
+from penstock.weights.optimizers import name_of
 
 
 def check_undoable(optimizer: Optimizer) -> None:
@@ -27,7 +28,7 @@ def check_undoable(optimizer: Optimizer) -> None:
     known = type(optimizer).__module__.startswith("torch.optim") and isinstance(optimizer, SGD | Adam)
     if not known or any(group.get("amsgrad") for group in groups):
         raise CapabilityError(
-            f"steps of {type(optimizer).__name__} cannot be undone in place: that is known of torch's SGD, Adam and "
+            f"steps of {name_of(optimizer)} cannot be undone in place: that is known of torch's SGD, Adam and "
             "AdamW (without amsgrad); keep copies instead"
         )
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from penstock.errors import CapabilityError
 from penstock.weights.buffers import Buffer, Layout
+from penstock.weights.optimizers import is_separable, name_of
 from penstock.weights.predictors import direction
 from penstock.weights.undo import check_undoable, undo_step
 
@@ -26,6 +28,24 @@ _CHUNK = 1 << 20  # elements of the scratch, at least: a call of an optimizer co
 _COUNTERS = ("step", "mu_product")  # as torch's optimizers call them
 OptimizerFactory = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 """Named parameters of a stage -> its optimizer, such as ``lambda named: torch.optim.AdamW(named, lr=1e-3)``."""
+
+
+class Forecast(NamedTuple):
+    """What is known of one parameter when its next values are guessed.
+
+    Attributes:
+        name: canonical.
+        weights: its newest values.
+        optimizer, parameter, group: whose, with its settings.
+        rate: the learning rate of the j-th update from now, j from 1.
+    """
+
+    name: str
+    weights: Tensor
+    optimizer: torch.optim.Optimizer
+    parameter: nn.Parameter
+    group: Mapping[str, Any]
+    rate: Callable[[int], float]
 
 
 class Step(NamedTuple):
@@ -120,7 +140,7 @@ class Updater:
         if not rotates or self.optimizer is None:
             self._scratch, self._chunks = {}, []
         elif not self._chunks:
-            chunks = list(_chunks(layout, separable=_is_separable(self.optimizer)))
+            chunks = list(_chunks(layout, separable=is_separable(self.optimizer)))
             self._scratch = _scratch(layout, chunks)
             self._chunks = [_places(layout, chunk, self._scratch) for chunk in chunks]
 
@@ -132,7 +152,11 @@ class Updater:
     @property
     def name(self) -> str:
         """What kind of optimizer it is."""
-        return type(self.optimizer).__name__
+        return "nothing" if self.optimizer is None else name_of(self.optimizer)
+
+    def stepper(self, name: str) -> str:
+        """What kind of optimizer steps a parameter."""
+        return self.name if self.optimizer is None else name_of(self.optimizer, self.parameters[name])
 
     @property
     def nbytes(self) -> int:
@@ -167,7 +191,7 @@ class Updater:
                     found[key, name] = value
                 else:
                     raise CapabilityError(
-                        f"{type(self.optimizer).__name__} remembers a {type(value).__name__} ({key} of {name}), which "
+                        f"{self.name} remembers a {type(value).__name__} ({key} of {name}), which "
                         "a checkpoint cannot hold; it takes tensors and plain values"
                     )
         return found
@@ -264,21 +288,29 @@ class Updater:
 
     def predict(self, weights: Buffer, updates: float, uncorrected: bool, out: Buffer) -> None:
         """Write into `out` what `weights` are expected to be some updates later, at the rate of the next one."""
+
+        def guess(known: Forecast) -> Tensor:
+            found = (known.optimizer, known.parameter, known.group, uncorrected)
+            ahead = direction(*found) if updates else None
+            return known.weights if ahead is None else known.weights - (updates * known.rate(1)) * ahead
+
+        self.foresee(weights, guess, out)
+
+    def foresee(self, weights: Buffer, guess: Callable[[Forecast], Tensor], out: Buffer) -> None:
+        """Write into `out` what is guessed of each parameter of `weights`, the newest ones."""
         out.rewrite()
         groups = [] if self.optimizer is None else self.optimizer.param_groups
-        factor = 1.0 if self._rate is None else self._rate(self.updates)
-        place = {
-            id(p): (group, rate * factor)
-            for group, rate in zip(groups, self._rates, strict=True)
-            for p in group["params"]
-        }
+        place = {id(p): (group, r) for group, r in zip(groups, self._rates, strict=True) for p in group["params"]}
         with torch.no_grad():
             for name, parameter in self.parameters.items():
                 assert self.optimizer is not None
                 group, rate = place[id(parameter)]
-                ahead = direction(self.optimizer, parameter, group, uncorrected) if updates else None
-                view = weights.views[name]
-                out.views[name].copy_(view if ahead is None else view - (updates * rate) * ahead)
+                view, ahead = weights.views[name], partial(self._ahead, rate)
+                out.views[name].copy_(guess(Forecast(name, view, self.optimizer, parameter, group, ahead)))
+
+    def _ahead(self, rate: float, update: int) -> float:
+        """The rate of the n-th update from now, of a group with this initial one."""
+        return rate * (1.0 if self._rate is None else self._rate(self.updates + update - 1))
 
     def check_undoable(self) -> None:
         """Make sure that steps can be undone in place.
@@ -384,11 +416,6 @@ def _check_capability(optimizer: torch.optim.Optimizer, parameters: dict[str, nn
             f"the optimizer factory left out {len(missing)} trained parameters, the first of them {missing[0]}; "
             "pass them all to the optimizer, or freeze some with requires_grad=False"
         )
-
-
-def _is_separable(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether parameters may be stepped a few at a time; torch's own classes skip those without a gradient."""
-    return type(optimizer).__module__.startswith("torch.optim")
 
 
 def _chunks(layout: Layout, separable: bool) -> Iterable[list[str]]:

@@ -1,0 +1,148 @@
+"""FTPipe's predictors: momentum that decays over the updates to come.
+
+Eliad et al., USENIX ATC 2021, and its code (`msnag`, and `aggmsnag` for several microbatches to an update). A forward
+runs on what the weights will be after the n updates that lie between it and its own backward, if all gradients until
+then are zero. For j = 1..n, with lr_j the rate of the j-th update from now (its "sched_aware"):
+
+    SGD         w <- w - lr_j gamma^j v; all together w - sum_j (lr_j gamma^j) v
+    Adam        w <- w - lr_j / (1 - beta1^(t+j)) beta1^j m / (sqrt(s / (1 - beta2^(t+j))) + eps), after t updates
+
+Weight decay goes on: decoupled, w is multiplied by 1 - lr_j decay before each; else it is the gradient, d = decay w, in
+v <- gamma v + d and m <- beta1 m + (1 - beta1) d. Aggregated, the gradient that the next update has gathered so far is
+added to d at j = 1; it is over the constant c, not clipped, and of this pipeline alone where there are several. FTPipe
+aggregates with Adam and AdamW; the same for SGD is our reading (variant "penstock").
+
+n is what FTPipe's scheduler expects: the microbatches b with done backwards <= b < done forwards that end an update, b
+mod m = m - 1. Here it is the number of the forward's batch less that of the version it finds. Before the first update
+optimizers know nothing, and weights are read as they are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Adam, AdamW
+
+from penstock.errors import CapabilityError
+from penstock.weights.buffers import Buffer, Layout
+from penstock.weights.corrections import Corrector, Place
+from penstock.weights.optimizers import name_of
+from penstock.weights.predictors import check_predictable
+from penstock.weights.update import Forecast, Updater
+
+
+@dataclass(frozen=True)
+class FTPipe:
+    """What is wanted.
+
+    Args:
+        aggregated: with the gradient that the next update has gathered so far.
+        ahead: each update at its own rate; else all at that of the next one.
+        decays: weight decay is part of the prediction.
+    """
+
+    aggregated: bool = False
+    ahead: bool = True
+    decays: bool = True
+
+    @property
+    def name(self) -> str:
+        """In the table of corrections."""
+        return "ftpipe-aggregated" if self.aggregated else "ftpipe"
+
+    def refuses(self, precision: torch.dtype | None, recompute: str) -> str | None:
+        """A forward that is run again would need its copy again; gradients in float16 are scaled."""
+        if recompute != "none":
+            return "what a forward has read is gone when it would be run again; do without recompute"
+        if self.aggregated and precision == torch.float16:
+            return "gradients under way are scaled in fp16, and predictions would be, too; take bf16, or method ftpipe"
+        return None
+
+    def on(self, layout: Layout, place: Place) -> _OnStage:
+        """For a stage."""
+        return _OnStage(self, layout, place)
+
+
+class _OnStage(Corrector):
+    predicts = True
+
+    def __init__(self, wanted: FTPipe, layout: Layout, place: Place) -> None:
+        super().__init__(layout, place)
+        self._wanted = wanted
+        self._updates = 0
+        self._gradient: Buffer | None = None
+
+    def check(self, optimizer: torch.optim.Optimizer) -> None:
+        """It is known of SGD with momentum, of Adam and of AdamW."""
+        known = type(optimizer) in (SGD, Adam, AdamW)
+        plain = known and not any(g.get("nesterov") or g.get("dampening") for g in optimizer.param_groups)
+        if not plain:
+            raise CapabilityError(
+                f"{self._wanted.name} predicts for SGD with momentum, without nesterov or dampening, for Adam and for "
+                f"AdamW, not for {name_of(optimizer)}{' as it is set' if known else ''}; take one of these "
+                "(optimizer.nesterov=false), or method lwp"
+            )
+        check_predictable(optimizer)
+
+    def look_ahead(self, updates: int, gradient: Buffer | None) -> object:
+        """How many updates ahead the copy is, and what of the next one there is; that makes a copy one of its own."""
+        self._updates = updates
+        self._gradient = gradient if self._wanted.aggregated and updates else None
+        return updates if self._gradient is None else (updates, object())
+
+    def predict(self, updater: Updater, weights: Buffer, label: str, out: Buffer) -> None:  # noqa: ARG002
+        """As far ahead as `look_ahead` was told."""
+        updater.foresee(weights, self._guess, out)
+
+    def _guess(self, known: Forecast) -> Tensor:
+        if not self._updates or not known.optimizer.state.get(known.parameter):
+            return known.weights
+        walk = _walk_sgd if isinstance(known.optimizer, SGD) else _walk_adam
+        rates = [known.rate(j if self._wanted.ahead else 1) for j in range(1, self._updates + 1)]
+        gathered, decay = self._gathered(known.name), known.group["weight_decay"] if self._wanted.decays else 0.0
+        found: Tensor = walk(known, rates, gathered, decay)
+        return found
+
+    def _gathered(self, name: str) -> Tensor | None:
+        """The gradient under way of a parameter; None as long as no backward has reached it."""
+        if self._gradient is None or name in self._gradient.unwritten:
+            return None
+        return self._gradient.views[name]
+
+
+def _walk_sgd(known: Forecast, rates: list[float], gathered: Tensor | None, decay: float) -> Tensor:
+    w, gamma = known.weights, float(known.group["momentum"])
+    v: Tensor = known.optimizer.state[known.parameter]["momentum_buffer"]
+    if gathered is None and not decay:
+        return w - sum(rate * gamma**j for j, rate in enumerate(rates, 1)) * v
+    for j, rate in enumerate(rates, 1):
+        v = _added(gamma * v, gathered if j == 1 else None, 1.0)
+        if decay:
+            v = v + decay * w
+        w = w - rate * v
+    return w
+
+
+def _walk_adam(known: Forecast, rates: list[float], gathered: Tensor | None, decay: float) -> Tensor:
+    (beta1, beta2), eps, w = known.group["betas"], known.group["eps"], known.weights
+    state, decoupled = known.optimizer.state[known.parameter], known.group["decoupled_weight_decay"]
+    t, first, second = int(state["step"]), state["exp_avg"], state["exp_avg_sq"]
+    mean, changes = first, gathered is not None or (decay and not decoupled)
+    for j, rate in enumerate(rates, 1):
+        if changes:
+            mean = _added(beta1 * mean, gathered if j == 1 else None, 1.0 - beta1)
+            if decay and not decoupled:
+                mean = mean + (1.0 - beta1) * (decay * w)
+        else:
+            mean = beta1**j * first
+        if decay and decoupled:
+            w = w * (1.0 - rate * decay)
+        size = (second / (1.0 - beta2 ** (t + j))).sqrt() + eps
+        w = w - (rate / (1.0 - beta1 ** (t + j))) * (mean / size)
+    return w
+
+
+def _added(term: Tensor, gathered: Tensor | None, share: float) -> Tensor:
+    return term if gathered is None else term + share * gathered.to(term.dtype)

@@ -1,0 +1,331 @@
+"""What each configured optimizer steps, and how, against its equations."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from penstock.errors import CapabilityError, ConfigError
+from penstock.models.gpt import GPTConfig, gpt_blocks
+from penstock.runtime.blocks import LazyBlock
+from penstock.train.config import OptimizerName, OptimizerSection, TrainConfig, load_config
+from penstock.train.optimizers import is_hidden, optimizer_factory
+from penstock.weights.basis import BasisRotation
+from penstock.weights.optimizers import ByParameter, Joined, is_separable, name_of, part_of
+from penstock.weights.predictors import check_predictable, direction
+
+Named = list[tuple[str, nn.Parameter]]
+
+
+def some(seed: int = 0, dtype: torch.dtype = torch.float32) -> Named:
+    """A matrix of a hidden layer, wider and higher, a vector, an embedding, and a kernel."""
+    shapes = {
+        "layers.0.a.weight": (4, 6),
+        "layers.0.b.weight": (6, 3),
+        "layers.0.b.bias": (6,),
+        "head.out.weight": (5, 4),
+    }
+    g = torch.Generator().manual_seed(seed)
+    shapes |= {"layers.1.conv.weight": (2, 3, 3, 3)}
+    return [(name, nn.Parameter(torch.randn(shape, generator=g).to(dtype))) for name, shape in shapes.items()]
+
+
+def made(name: OptimizerName, named: Named, **changes: Any) -> Optimizer:
+    return optimizer_factory(OptimizerSection(name=name, lr=0.03, weight_decay=0.2, **changes))(named)
+
+
+def gradients(named: Named, steps: int) -> list[list[Tensor]]:
+    g = torch.Generator().manual_seed(1)
+    return [[torch.randn(p.shape, generator=g).to(p.dtype) for _, p in named] for _ in range(steps)]
+
+
+def run(optimizer: Optimizer, named: Named, steps: int = 25) -> None:
+    for found in gradients(named, steps):
+        for (_, p), g in zip(named, found, strict=True):
+            p.grad = g.clone()
+        optimizer.step()
+        for (_, p), g in zip(named, found, strict=True):
+            assert p.grad is not None
+            assert torch.equal(p.grad, g)  # whatever the library does with it
+
+
+def test_which_matrices_are_hidden() -> None:
+    """Of a GPT: those of attention and MLP, in every layer."""
+    found, others = set(), set()
+    for name, block in gpt_blocks(GPTConfig(layers=2, width=8, heads=2, context=4, vocabulary=9), seed=0).items():
+        assert isinstance(block, LazyBlock)
+        for own, p in block.make().named_parameters():
+            (found if is_hidden(f"{name}.{own}", p) else others).add(f"{name}.{own}")
+    kinds = ("query_key_value", "attention_out", "mlp_in", "mlp_out")
+    assert found == {f"layers.{i}.{kind}.weight" for i in range(2) for kind in kinds}
+    assert {"embedding.weight", "head.out.weight", "layers.0.mlp_norm.weight"} <= others
+
+
+@pytest.mark.parametrize(("name", "kind"), [("muon", "Muon"), ("basis-rotation", "BasisRotation")])
+def test_who_steps_what(name: OptimizerName, kind: str) -> None:
+    named = some()
+    optimizer = made(name, named)
+    assert name_of(optimizer) == f"{kind} and AdamW"
+    assert {n: name_of(optimizer, p) for n, p in named} == {
+        "layers.0.a.weight": kind,
+        "layers.0.b.weight": kind,
+        "layers.0.b.bias": "AdamW",
+        "head.out.weight": "AdamW",
+        "layers.1.conv.weight": "AdamW",
+    }
+    decays = {n: group["weight_decay"] for group in optimizer.param_groups for n in group["param_names"]}
+    assert decays == {n: 0.2 * (p.ndim > 1) for n, p in named}
+    assert {group["lr"] for group in optimizer.param_groups} == {0.03}
+    for some_only in (named[:2], named[2:4]):  # a stage may have nothing of one kind
+        assert name_of(made(name, some_only)) in (kind, "AdamW")
+    assert is_separable(optimizer)
+
+
+def test_joined_optimizers_step_as_each_alone() -> None:
+    named, other = some(), some()
+    optimizer = made("muon", named, momentum=0.9, nesterov=False)
+    run(optimizer, named)
+    alone = [
+        torch.optim.Muon(other[:2], 0.03, 0.2, 0.9, nesterov=False, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW([other[3], other[4]], 0.03, (0.9, 0.95), weight_decay=0.2),
+        torch.optim.AdamW(other[2:3], 0.03, (0.9, 0.95), weight_decay=0.0),
+    ]
+    for found in gradients(other, 25):
+        for (_, p), g in zip(other, found, strict=True):
+            p.grad = g
+        for part in alone:
+            part.step()
+    for (name, p), (_, q) in zip(named, other, strict=True):
+        assert torch.equal(p, q), name
+
+
+def test_joined_optimizers_load_their_state() -> None:
+    named, other = some(), some()
+    first = made("muon", named)
+    run(first, named, 3)
+    second = made("muon", other)
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    for (_, p), (_, q) in zip(named, other, strict=True):
+        q.data.copy_(p.data)
+    run(first, named, 2)
+    run(second, other, 2)
+    for (name, p), (_, q) in zip(named, other, strict=True):
+        assert torch.equal(p, q), name
+
+
+@pytest.mark.parametrize(("name", "kind"), [("adan", "Adan"), ("soap", "SOAP")])
+def test_by_parameter_as_all_at_once(name: OptimizerName, kind: str) -> None:
+    """The class of the library, which keeps its count in its groups, and the same kept by parameter."""
+    named, other = some(), some()
+    optimizer = made(name, named, refresh=4)
+    assert isinstance(optimizer, ByParameter)
+    run(optimizer, named)
+    library = importlib.import_module("pytorch_optimizer")
+    settings = {"Adan": {"betas": (0.9, 0.92, 0.95)}, "SOAP": {"betas": (0.9, 0.95), "precondition_frequency": 4}}
+    groups = [
+        {"params": [p for _, p in other if (p.ndim > 1) == big], "weight_decay": 0.2 * big} for big in (True, False)
+    ]
+    plain = getattr(library, kind)(groups, lr=0.03, **settings[kind])
+    for found in gradients(other, 25):
+        for (_, p), g in zip(other, found, strict=True):
+            p.grad = g.clone()
+        plain.step()
+    for (n, p), (_, q) in zip(named, other, strict=True):
+        assert torch.equal(p, q), n
+        assert optimizer.state[p]["step"] == 25
+        kept = [v for v in optimizer.state[p].values() if not isinstance(v, Tensor | int | float)]
+        assert not kept
+    assert all("step" not in group for group in optimizer.param_groups)
+
+
+def test_adan_s_equations() -> None:
+    """Xie et al., arXiv 2208.06677, Algorithm 1, with bias corrections and the proximal decay; m, v, n as there."""
+    (name, p) = some(dtype=torch.float64)[0]
+    b1, b2, b3 = 0.9, 0.92, 0.95
+    w, m, v, n, last = p.detach().clone(), *(torch.zeros_like(p) for _ in range(3)), None
+    optimizer = made("adan", [(name, p)])
+    run(optimizer, [(name, p)], 6)
+    for t, (g,) in enumerate(gradients([(name, p)], 6), 1):
+        change = torch.zeros_like(g) if last is None else g - last
+        m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * change
+        n = b3 * n + (1 - b3) * (g + b2 * change) ** 2
+        size = (n / (1 - b3**t)).sqrt() + 1e-8
+        w = (w - 0.03 * (m / (1 - b1**t) + b2 * v / (1 - b2**t)) / size) / (1 + 0.03 * 0.2)
+        last = g
+    torch.testing.assert_close(p.detach(), w, rtol=1e-9, atol=1e-12)
+
+
+def basis_by_hand(p: Tensor, found: list[Tensor], refresh: int, sides: tuple[bool, bool]) -> Tensor:
+    """Algorithm 1 of arXiv 2602.03515 with eigenbases from an eigendecomposition, refreshed by power iteration."""
+    lr, decay, b1, b2 = 0.03, 0.2, 0.9, 0.95
+    w, m, s = p.clone(), torch.zeros_like(p), torch.zeros_like(p)
+    left, right = torch.zeros(len(p), len(p)).to(p), torch.zeros(p.shape[1], p.shape[1]).to(p)
+    u, v = torch.eye(len(p)).to(p), torch.eye(p.shape[1]).to(p)
+    for t, g in enumerate(found, 1):
+        m = b1 * m + (1 - b1) * g
+        left, right = b2 * left + (1 - b2) * (g @ g.T), b2 * right + (1 - b2) * (g.T @ g)
+        if t == 1:
+            u = torch.linalg.eigh(left).eigenvectors.flip(1) if sides[0] else u
+            v = torch.linalg.eigh(right).eigenvectors.flip(1) if sides[1] else v
+        elif t % refresh == 0:
+            if sides[0]:
+                order = sorted(range(len(p)), key=lambda i, u=u: -float(u[:, i] @ left @ u[:, i]))  # type: ignore[misc]
+                u, s = torch.linalg.qr(left @ u[:, order]).Q, s[order]
+            if sides[1]:
+                order = sorted(range(p.shape[1]), key=lambda i, v=v: -float(v[:, i] @ right @ v[:, i]))  # type: ignore[misc]
+                v, s = torch.linalg.qr(right @ v[:, order]).Q, s[:, order]
+        s = b2 * s + (1 - b2) * (u.T @ g @ v) ** 2
+        step = u @ ((u.T @ m @ v) / (s.sqrt() + 1e-8)) @ v.T
+        w = w - lr * decay * w - lr * math.sqrt(1 - b2**t) / (1 - b1**t) * step
+    return w
+
+
+@pytest.mark.parametrize("number", [0, 1], ids=["wide", "high"])
+@pytest.mark.parametrize("sides", ["both", "smaller"])
+def test_basis_rotation_s_equations(sides: str, number: int) -> None:
+    """In double precision; the matrices are 4 x 6 and 6 x 3, so the smaller side is the left one and the right one."""
+    one = [some(dtype=torch.float64)[number]]
+    start, found = one[0][1].detach().clone(), [g for (g,) in gradients(one, 23)]
+    run(made("basis-rotation", one, refresh=5, sides=sides), one, 23)
+    turned = (True, True) if sides == "both" else (number == 0, number == 1)
+    torch.testing.assert_close(one[0][1].detach(), basis_by_hand(start, found, 5, turned), rtol=1e-8, atol=1e-10)
+    other = basis_by_hand(start, found, 4, turned)
+    assert (other - one[0][1].detach()).abs().max() > 1e-4  # the refresh matters
+
+
+def test_basis_rotation_turns_with_the_problem() -> None:
+    """Rotating a problem rotates what it does, as long as bases are true eigenbases: Adam does not do that."""
+    g = torch.Generator().manual_seed(2)
+    u, v = (torch.linalg.qr(torch.randn(n, n, generator=g, dtype=torch.float64)).Q for n in (4, 3))
+    start = torch.randn(4, 3, generator=g, dtype=torch.float64)
+    found = [torch.randn(4, 3, generator=g, dtype=torch.float64) for _ in range(8)]
+    ends = []
+    for a, b in ((torch.eye(4).double(), torch.eye(3).double()), (u, v)):
+        p = nn.Parameter(a @ start @ b.T)
+        optimizer = BasisRotation([p], lr=0.1, refresh=4)
+        for gradient in found:
+            p.grad = a @ gradient @ b.T
+            optimizer.step()
+        ends.append(a.T @ p.detach() @ b)
+    torch.testing.assert_close(*ends, rtol=1e-6, atol=1e-8)
+
+
+def test_basis_rotation_is_for_matrices() -> None:
+    for shape in ((3,), (2, 2, 2)):
+        with pytest.raises(ConfigError, match="for real matrices, not for a parameter of shape"):
+            BasisRotation([nn.Parameter(torch.zeros(shape))])
+    with pytest.raises(ConfigError, match="at least 1; got 0"):
+        BasisRotation([nn.Parameter(torch.zeros(2, 2))], refresh=0)
+
+
+def orthogonalised(momentum: Tensor) -> Tensor:
+    """Five steps of X <- a X + b (X X^T) X + c (X X^T)^2 X, a = 3.4445, b = -4.7750, c = 2.0315, from M / |M|."""
+    x = momentum.double()
+    high = x.shape[0] > x.shape[1]
+    x = x.T if high else x
+    x = x / x.norm()
+    for _ in range(5):
+        a = x @ x.T
+        x = 3.4445 * x - 4.7750 * a @ x + 2.0315 * a @ a @ x
+    return x.T if high else x
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("adjust", ["original", "match_rms_adamw"])
+@pytest.mark.parametrize("shape", [(4, 9), (9, 4), (5, 5)], ids=str)
+def test_muon_s_direction(shape: tuple[int, int], adjust: str, nesterov: bool) -> None:
+    """The iteration by hand, up to bfloat16; and to the bit the step of Muon if the next gradient is its momentum."""
+    g = torch.Generator().manual_seed(3)
+    p = nn.Parameter(torch.zeros(shape))
+    optimizer = torch.optim.Muon([p], lr=0.5, weight_decay=0.0, momentum=0.8, nesterov=nesterov, adjust_lr_fn=adjust)
+    momentum = torch.zeros(shape, dtype=torch.float64)
+    check_predictable(optimizer)
+    assert direction(optimizer, p, optimizer.param_groups[0]) is None
+    for _ in range(4):
+        p.grad = torch.randn(shape, generator=g)
+        momentum = 0.8 * momentum + 0.2 * p.grad.double()
+        optimizer.step()
+    found = direction(optimizer, p, optimizer.param_groups[0])
+    assert found is not None
+    assert found.dtype == torch.float32
+    rows, columns = shape
+    factor = math.sqrt(max(1, rows / columns)) if adjust == "original" else 0.2 * math.sqrt(max(shape))
+    wanted = factor * orthogonalised(momentum)
+    assert (found - wanted).abs().max() < 0.02 * factor
+    assert torch.equal(found, direction(optimizer, p, optimizer.param_groups[0], uncorrected=True))  # type: ignore[arg-type]
+    p.grad = optimizer.state[p]["momentum_buffer"].clone()
+    p.data.zero_()
+    optimizer.param_groups[0]["lr"] = 1.0
+    optimizer.step()
+    torch.testing.assert_close(p.detach(), -found, rtol=2e-2, atol=2e-2 * factor)
+
+
+def test_joined_optimizers_are_predicted_part_by_part() -> None:
+    named = some()
+    optimizer = made("muon", named)
+    check_predictable(optimizer)
+    run(optimizer, named, 3)
+    for name, p in named:
+        (group,) = [g for g in optimizer.param_groups if name in g["param_names"]]
+        found = direction(optimizer, p, group)
+        state = optimizer.state[p]
+        if name_of(optimizer, p) == "Muon":
+            wanted = 0.2 * math.sqrt(max(p.shape)) * orthogonalised(state["momentum_buffer"])
+            torch.testing.assert_close(found, wanted.float(), rtol=0, atol=0.02)
+        else:
+            mean, square = state["exp_avg"] / (1 - 0.9**3), state["exp_avg_sq"] / (1 - 0.95**3)
+            torch.testing.assert_close(found, mean / (square.sqrt() + 1e-8))
+        assert part_of(optimizer, p) in (optimizer.parts if isinstance(optimizer, Joined) else ())
+
+
+@pytest.mark.parametrize("name", ["adan", "soap", "basis-rotation"])
+def test_whose_steps_are_not_predicted(name: OptimizerName) -> None:
+    kind = {"adan": "Adan", "soap": "SOAP", "basis-rotation": "BasisRotation"}[name]
+    with pytest.raises(CapabilityError, match=f"of SGD, Adam, AdamW, NAdam, Muon so far, not of {kind}"):
+        check_predictable(made(name, some()))
+
+
+def test_xpipe_s_direction_is_a_third_of_adam_s() -> None:
+    """A constant gradient, after so many steps that corrections with the power t are 1: sqrt(0.001) / 0.1."""
+    p = nn.Parameter(torch.zeros(2, dtype=torch.float64))
+    optimizer = torch.optim.Adam([p], lr=0.0, eps=0.0)
+    gradient = torch.tensor([3.0, -0.01], dtype=torch.float64)
+    optimizer.state[p] = {
+        "step": torch.tensor(10**6),
+        "exp_avg": gradient.clone(),
+        "exp_avg_sq": gradient**2,
+    }
+    group = optimizer.param_groups[0]
+    ratio = direction(optimizer, p, group, uncorrected=True) / direction(optimizer, p, group)  # type: ignore[operator]
+    assert ratio.tolist() == pytest.approx([0.316228, 0.316228], abs=1e-6)
+
+
+def test_a_library_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nothing(name: str) -> Any:
+        raise ImportError(name)
+
+    monkeypatch.setattr(importlib, "import_module", nothing)
+    for name in ("adan", "soap"):
+        with pytest.raises(CapabilityError, match=r"pip install 'penstock\[optimizers\]'"):
+            optimizer_factory(OptimizerSection(name=name))
+
+
+def test_names_in_a_configuration() -> None:
+    changes = ["optimizer.name=muon", "optimizer.momentum=0.9", "optimizer.sides=smaller", "optimizer.refresh=20"]
+    section = load_config(None, changes).optimizer
+    assert (section.name, section.momentum, section.sides, section.refresh) == ("muon", 0.9, "smaller", 20)
+    assert TrainConfig().optimizer.name == "adamw"
+    for change, message in (
+        ("optimizer.refresh=0", "greater than or equal to 1"),
+        ("optimizer.sides=left", "'both' or 'smaller'"),
+        ("optimizer.momentum=1", "less than 1"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            load_config(None, [change])
