@@ -63,6 +63,7 @@ def extended(wants: Wants, given: Schedule | Proof) -> Proof:
         recomputes=wants.recomputes,
         tied=wants.tied,
         averages=wants.combine.every if wants.combine.apart else None,
+        behind=wants.combine.behind,
     )
     check_offered(proof.schedule, wants.combine)
     return proof
