@@ -363,10 +363,12 @@ def test_every_byte_is_counted(kind: str) -> None:
         assert node.store is not None
         whole, rank = node.store.layout.nbytes, worker.recorder.rank
         live, peak = pipeline.live_bytes()[rank], pipeline.peak_bytes()[rank]
-        kept = [live.get(role, 0) for role in ("common model", "block momentum")]
+        kept = [live.get(role, 0) for role in ("common model", "block momentum", "weights before the wave")]
         assert sum(kept) == whole * COMBINES[kind].buffers
         assert live.get("sums over pipelines", 0) == 0
         assert peak.get("sums over pipelines", 0) == whole * COMBINES[kind].passing
+        assert live.get("waves", 0) == 0
+        assert peak.get("waves", 0) == whole * COMBINES[kind].per_wave * 2
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------
@@ -379,7 +381,7 @@ def test_every_byte_is_counted(kind: str) -> None:
         ({"kind": "average", "every": 0}, "every must be a whole number of at least 1, got 0"),
         ({"kind": "average", "every": True}, "every must be a whole number"),
         ({"kind": "average", "momentum": 0.5}, "momentum is an option of bmuf, not of average"),
-        ({"every": 4}, "every is an option of average, bmuf, elastic, not of reduce"),
+        ({"every": 4}, "every is an option of average, bmuf, elastic, wsp, not of reduce"),
         ({"kind": "bmuf", "momentum": 1.0}, "momentum must be at least 0 and less than 1, got 1.0"),
         ({"kind": "bmuf", "step": 0.0}, "step must be a positive number"),
         ({"kind": "elastic", "pull": 1.5}, "pull must be more than 0 and at most 1/w"),

@@ -1,5 +1,7 @@
 """Averages of parallel pipelines in a schedule: legal with every method that does not take updates back."""
 
+from itertools import pairwise
+
 import pytest
 
 from penstock.errors import ConfigError, ScheduleError
@@ -52,6 +54,19 @@ def test_what_goes_with_which_rule(kind):
 def test_when_pipelines_meet():
     assert [b for b in range(9) if Combine("average", every=4).meets(b)] == [3, 7]
     assert not any(Combine().meets(b) for b in range(9))
+
+
+@pytest.mark.parametrize("method", ["1f1b", "2bw", "stash", "interleaved"])
+def test_sums_that_come_later_stand_after_the_update_where_they_are_added(method):
+    combine = Combine("wsp", every=3, distance=2, lag=[1, 2])
+    proof = extend(make_schedule(method, 2, 4), averages=combine.every, behind=combine.behind, decides=True)
+    for period, epilogue in proof.schedule.programs:
+        for actions in (period, epilogue):
+            for before, action in pairwise(actions):
+                assert (action.op is Op.AVERAGE) == (before.op is Op.STEP)
+                if action.op is Op.AVERAGE:
+                    assert action.unit.first == before.unit.first - 6
+    assert parse_schedule(str(proof.schedule)) == proof.schedule
 
 
 def test_averages_in_other_places_are_refused():

@@ -76,7 +76,7 @@ def test_choices_nobody_offers_yet_are_named():
     assert compatible(order, rule) is None
     assert "correction 'magic' is not offered yet" in compatible(order, rule, correction="magic")
     assert "sharding 'zero-3' is not offered yet" in compatible(order, rule, sharding="zero-3")
-    assert "combine 'wsp' is not offered yet" in compatible(order, rule, combine="wsp")
+    assert "combine 'gossip' is not offered yet" in compatible(order, rule, combine="gossip")
 
 
 # --- a user's own order ----------------------------------------------------------------------------------------------

@@ -50,6 +50,13 @@ def test_changes_are_read_as_the_field_means_them():
         (["combine.kind=average", "width=2", "sync.batches=10"], "which sync and fallback do not know how to leave"),
         (["combine.kind=average", "width=2", "method=pipemare"], "is not offered with correction 'pipemare'"),
         (["combine.kind=average", "width=2", "method=zb-h2-post"], "take the method without post-validation"),
+        (["combine.kind=wsp"], "combine=wsp takes parallel pipelines; set a width of at least 2"),
+        (["combine.kind=wsp", "width=2", "combine.lag=2"], "lag must be a whole number of waves from 0 to distance=0"),
+        (
+            ["combine.kind=wsp", "width=3", "combine.distance=2", "combine.lag=[2, 0]"],
+            "lag has 2 numbers for 3 pipelines; give one for each, or one",
+        ),
+        (["combine.kind=wsp", "width=2", "combine.every=3"], "batches is 1000, but with combine.kind=wsp"),
     ],
 )
 def test_what_does_not_go_with_a_way_to_combine_is_refused_before_the_start(changes, message):

@@ -7,46 +7,58 @@ is complete, as decisions are, so that nobody waits for it where updates come la
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from penstock.runtime.council import CONTROL_LANE, Council
 from penstock.runtime.decisions import Decisions
 from penstock.runtime.node import NodeRuntime
 from penstock.runtime.recorder import Recorder
-from penstock.runtime.reduction import Holder, Reducer
+from penstock.runtime.reduction import Holder, Members, Reducer
 from penstock.runtime.transport import Ticket
 from penstock.runtime.waiting import Wait, wait_for
 from penstock.schedule.combine import Combine
 from penstock.schedule.ir import Action, Node, Op, existing
 from penstock.timeline import Interval, Waiting
+from penstock.weights.agreement import Agreement
 
 
-class Combining:
-    """Of one rank, for one span. Batches are counted from the start of training.
+class Party(NamedTuple):
+    """Who meets.
 
-    Args:
+    Attributes:
         combine: how pipelines agree.
         replica: which of them this is.
         holders: of each cut, all nodes of all pipelines that hold it.
-        reducer: adds weights, and nothing else.
         council: of all stages of all pipelines.
         decisions: this rank's part in them.
         recorder: takes down what happens.
     """
 
-    def __init__(
-        self,
-        combine: Combine,
-        replica: int,
-        holders: Mapping[int, tuple[Holder, ...]],
-        reducer: Reducer,
-        council: Council,
-        decisions: Decisions,
-        recorder: Recorder,
-    ) -> None:
-        self.combine, self._replica, self._holders = combine, replica, holders
-        self._reducer, self._council = reducer, council
-        self._decisions, self._recorder = decisions, recorder
+    combine: Combine
+    replica: int
+    holders: Mapping[int, tuple[Holder, ...]]
+    council: Council
+    decisions: Decisions
+    recorder: Recorder
+
+    def members(self, node: Node) -> tuple[Members, Holder]:
+        """Those that hold a node in each pipeline, in their order, and who this is."""
+        holders = self.holders[node.cut]
+        return tuple(h for h in holders if h.node.replica == node.replica), Holder(self.replica, node)
+
+
+class Meetings(ABC):
+    """Of one rank, for one span. Batches are counted from the start of training.
+
+    Args:
+        party: who meets.
+    """
+
+    def __init__(self, party: Party) -> None:
+        self.combine, self._party = party.combine, party
+        self._decisions, self._recorder = party.decisions, party.recorder
         self._votes: dict[tuple[Node, int], Ticket] = {}
 
     def existing(self, average: Action, t: int, microbatches: int, start: int) -> Action | None:
@@ -67,11 +79,11 @@ class Combining:
             last: it has the loss that is reported.
         """
         if self.combine.meets(batch):
-            vote = self._votes[node, batch] = Ticket(f"{CONTROL_LANE} of all pipelines (batch {batch})")
-            self._council.hand_in(Holder(self._replica, node), batch, self._decisions.common_share(batch, last), vote)
+            self._vote(node, batch, last)
 
+    @abstractmethod
     def meet(self, node: NodeRuntime, batch: int, label: str, hold: Callable[[], None]) -> Iterator[Wait]:
-        """Wait until the sums over all pipelines are there.
+        """Wait until what is needed of the other pipelines is there.
 
         Args:
             node: whose.
@@ -79,30 +91,80 @@ class Combining:
             label: of the action, for messages.
             hold: takes down the bytes that are held now.
         """
-        what = f"rank {self._recorder.rank}, stage {node.node.name}, {label}"
-        if node.agreement is not None:
-            members = tuple(h for h in self._holders[node.node.cut] if h.node.replica == node.node.replica)
-            me = Holder(self._replica, node.node)
-            sums = node.agreement.begin()
-            hold()
-            yield from self._wait(self._reducer.reduce(members, me, batch, sums), node.node, batch, what)
-            remembered = node.agreement.remembered()
-            if remembered:
-                yield from self._wait(self._reducer.reduce(members, me, batch, remembered), node.node, batch, what)
-        if (node.node, batch) in self._votes:
-            cause = f"all pipelines: to meet after batch {batch}"
-            yield from wait_for(self._recorder, self._votes[node.node, batch], what, cause, Waiting.CONTROL)
 
-    def _wait(self, ticket: Ticket, node: Node, batch: int, what: str) -> Iterator[Wait]:
-        cause = f"the other pipelines: to average batch {batch}"
+    @abstractmethod
+    def end(self, node: NodeRuntime, batch: int) -> bool:
+        """Go on with what pipelines have agreed on, once `meet` is over; whether the run is to end."""
+
+    @abstractmethod
+    def drain(self, nodes: Sequence[NodeRuntime], batch: int, hold: Callable[[], None]) -> Generator[Wait, None, bool]:
+        """The span is over; wait for whatever is outstanding.
+
+        Args:
+            nodes: that are trained on this rank, with nothing in flight.
+            batch: the next one.
+            hold: takes down the bytes that are held now.
+
+        Returns:
+            Whether somebody wants the run to end.
+        """
+
+    def _vote(self, node: Node, batch: int, last: bool) -> None:
+        vote = self._votes[node, batch] = Ticket(f"{CONTROL_LANE} of all pipelines (batch {batch})")
+        share = self._decisions.common_share(batch, last)
+        self._party.council.hand_in(Holder(self._party.replica, node), batch, share, vote)
+
+    def _wait_for_vote(self, node: Node, batch: int, what: str) -> Iterator[Wait]:
+        cause = f"all pipelines: to meet after batch {batch}"
+        yield from wait_for(self._recorder, self._votes[node, batch], what, cause, Waiting.CONTROL)
+
+    def _heard(self, node: Node, batch: int) -> bool:
+        """Whether the run is to end, as far as all said with a batch."""
+        return self._decisions.agree(batch, self._votes.pop((node, batch)).result)
+
+    def _wait_for(self, ticket: Ticket, node: Node, batch: int, what: str, cause: str) -> Iterator[Wait]:
         yield from wait_for(self._recorder, ticket, what, cause, Waiting.CONTROL)
         start, end = self._recorder.at(ticket.made_at), self._recorder.at(ticket.done_at)
         place, op = (node.cut, node.replica, batch), Op.AVERAGE
         self._recorder.add(Interval(self._recorder.rank, "collective", start, end, op.value, f"{op}{batch}", *place))
 
+
+class Combining(Meetings):
+    """Where pipelines wait for sums over all of them.
+
+    Args:
+        party: who meets.
+        reducer: adds weights, and nothing else.
+    """
+
+    def __init__(self, party: Party, reducer: Reducer) -> None:
+        super().__init__(party)
+        self._reducer = reducer
+
+    def meet(self, node: NodeRuntime, batch: int, label: str, hold: Callable[[], None]) -> Iterator[Wait]:
+        """Wait until the sums over all pipelines are there."""
+        what = f"rank {self._recorder.rank}, stage {node.node.name}, {label}"
+        cause = f"the other pipelines: to average batch {batch}"
+        if isinstance(node.agreement, Agreement):
+            members, me = self._party.members(node.node)
+            sums = node.agreement.begin()
+            hold()
+            ticket = self._reducer.reduce(members, me, batch, sums)
+            yield from self._wait_for(ticket, node.node, batch, what, cause)
+            remembered = node.agreement.remembered()
+            if remembered:
+                ticket = self._reducer.reduce(members, me, batch, remembered)
+                yield from self._wait_for(ticket, node.node, batch, what, cause)
+        if (node.node, batch) in self._votes:
+            yield from self._wait_for_vote(node.node, batch, what)
+
     def end(self, node: NodeRuntime, batch: int) -> bool:
-        """Go on with what pipelines have agreed on, once `meet` is over; whether the run is to end."""
-        if node.agreement is not None:
+        """Go on with the sums."""
+        if isinstance(node.agreement, Agreement):
             node.agreement.end()
-        vote = self._votes.pop((node.node, batch), None)
-        return vote is not None and self._decisions.agree(batch, vote.result)
+        return (node.node, batch) in self._votes and self._heard(node.node, batch)
+
+    def drain(self, *_: object) -> Generator[Wait, None, bool]:
+        """Nothing is outstanding: what pipelines have made since they met last stays their own."""
+        yield from ()
+        return False

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -84,6 +85,7 @@ class GlooCouncil:
         process: group rank of a holder's process.
         group: with gloo on the CPU.
         tag: of its messages.
+        patience: how long the thread waits for the others; the time-out of the group if None.
     """
 
     def __init__(
@@ -92,8 +94,10 @@ class GlooCouncil:
         process: Callable[[Holder], int],
         group: dist.ProcessGroup | None,
         tag: int = _TAG,
+        patience: timedelta | None = None,
     ) -> None:
         self._group, self._rank, self._tag = group, dist.get_rank(group), tag
+        self._patience = () if patience is None else (patience,)
         self._seats = Counter(map(process, holders))
         self._chair = process(holders[0]) if holders else 0
         self._rounds = _Rounds([holder for holder in holders if process(holder) == self._rank])
@@ -115,26 +119,26 @@ class GlooCouncil:
         """Collect all shares, add them, tell everybody."""
         others = {r: _empty(count) for r, count in self._seats.items() if r != self._rank}
         arriving = [dist.irecv(block, group=self._group, tag=self._tag, group_src=r) for r, block in others.items()]
-        for work in arriving:
-            assert work is not None
-            work.wait()
+        self._finish(arriving)
         shares = own + [Share(*row) for block in others.values() for row in block.tolist()]
         total = add_shares(shares)
         answer = torch.tensor([total], dtype=torch.float64)
         leaving = [dist.isend(answer, group=self._group, tag=self._tag, group_dst=r) for r in others]
-        for work in leaving:
-            assert work is not None
-            work.wait()
+        self._finish(leaving)
         return total
 
     def _attend(self, own: list[Share]) -> Share:
         """Send the own shares to the chair and hear the sum."""
         answer = _empty(1)
         arriving = dist.irecv(answer, group=self._group, tag=self._tag, group_src=self._chair)
-        dist.send(torch.tensor(own, dtype=torch.float64), group=self._group, tag=self._tag, group_dst=self._chair)
-        assert arriving is not None
-        arriving.wait()
+        shares = torch.tensor(own, dtype=torch.float64)
+        leaving = dist.isend(shares, group=self._group, tag=self._tag, group_dst=self._chair)
+        self._finish([leaving, arriving])
         return Share(*answer[0].tolist())
+
+    def _finish(self, works: Sequence[Any]) -> None:
+        for work in works:
+            work.wait(*self._patience)
 
 
 def _empty(rows: int) -> Tensor:

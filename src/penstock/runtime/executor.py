@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from penstock.errors import DataError
-from penstock.runtime.combining import Combining
+from penstock.runtime.combining import Combining, Meetings, Party
 from penstock.runtime.graphs import Loss, Microbatch
 from penstock.runtime.joints import Gradients, Joints
 from penstock.runtime.keeping import Keeping
@@ -31,6 +31,7 @@ from penstock.runtime.source import Sample, Source
 from penstock.runtime.tying import Tying
 from penstock.runtime.updates import Updates
 from penstock.runtime.waiting import Wait
+from penstock.runtime.waves import WaveCombining
 from penstock.runtime.worker import Worker
 from penstock.schedule.combine import REDUCE, Combine
 from penstock.schedule.flights import Piece
@@ -82,11 +83,13 @@ class Executor:
         self.mailbox = Mailbox(self.rank, lowered, links.transport, self.recorder)
         self.joints = Joints(lowered.schedule, self.mailbox)
         provisional = RULES[lowered.schedule.rule].provisional
-        self.combining: Combining | None = None
-        if links.averages is not None and links.common is not None:
-            self.combining = Combining(
-                combine, self.replica, holders, links.averages, links.common, self.decisions, self.recorder
-            )
+        self.combining: Meetings | None = None
+        if links.common is not None:
+            party = Party(combine, self.replica, holders, links.common, self.decisions, self.recorder)
+            if links.averages is not None:
+                self.combining = Combining(party, links.averages)
+            elif links.waves is not None:
+                self.combining = WaveCombining(party, links.waves)
             holders = {cut: tuple(h for h in all_ if h.replica == self.replica) for cut, all_ in holders.items()}
         tying = Tying(self.replica, holders, links.ties, sum(bool(node.ties) for node in self.nodes.values()))
         self.updates = Updates(
@@ -158,6 +161,11 @@ class Executor:
             if not spec.share:
                 self._keeping.untrained(self.nodes[node], self._start + t)
         yield from self.reporting.pending()
+        if self.combining is not None:
+            trained = [self.nodes[node] for node, spec in self.specs.items() if spec.share]
+            hold = partial(self._hold_bytes, Op.AVERAGE)
+            ends = yield from self.combining.drain(trained, self._start + t, hold)
+            source.stopped |= ends  # which others may have set meanwhile
         yield from self.mailbox.flush()
 
     def _keep(self, saving: Saving | None) -> Keeping:

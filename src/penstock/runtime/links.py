@@ -9,17 +9,19 @@ import torch
 
 from penstock.runtime.council import Council, GlooCouncil, LocalCouncil
 from penstock.runtime.distributed import GlooTransport
+from penstock.runtime.exchange import PATIENCE, Exchange, GlooExchange, LocalExchange
 from penstock.runtime.local import LocalTransport
 from penstock.runtime.mesh import Groups
 from penstock.runtime.nccl import LaneGroups, NcclTransport
 from penstock.runtime.reduction import GlooReducer, Holder, LocalReducer, Reducer
 from penstock.runtime.team import Seat, Team
 from penstock.runtime.transport import Channel, Transport
+from penstock.schedule.combine import REDUCE, Combine
 from penstock.schedule.ir import Schedule
 from penstock.schedule.lowered import Lowered
 from penstock.schedule.nodespec import NodeSpec
 
-_TIES, _AVERAGES, _COMMON = 10, 11, 12  # tags of messages, on the pipelines' group; other lanes use others
+_TIES, _AVERAGES, _COMMON, _WAVES = 10, 11, 12, 13  # tags of messages, on the pipelines' group; other lanes use others
 
 
 class Links(NamedTuple):
@@ -32,6 +34,7 @@ class Links(NamedTuple):
         council: where all stages meet that decide together.
         averages: adds weights over parallel pipelines; None where they hold the same.
         common: where the stages of all pipelines meet then, each of which decides with its own council.
+        waves: moves what pipelines have changed wave by wave; None where they do not send that.
     """
 
     transport: Transport
@@ -40,6 +43,7 @@ class Links(NamedTuple):
     council: Council
     averages: Reducer | None = None
     common: Council | None = None
+    waves: Exchange | None = None
 
     def close(self) -> None:
         """Stop whatever runs in the background."""
@@ -51,6 +55,8 @@ class Links(NamedTuple):
             self.averages.close()
         if self.common is not None:
             self.common.close()
+        if self.waves is not None:
+            self.waves.close()
 
 
 def holders_of(schedule: Schedule, width: int) -> dict[int, tuple[Holder, ...]]:
@@ -68,7 +74,7 @@ def link(
     channel: Channel,
     lane_groups: Sequence[LaneGroups],
     holder_groups: Groups,
-    apart: bool = False,
+    combine: Combine = REDUCE,
 ) -> Mapping[Seat, Links]:
     """Links for every seat of this process.
 
@@ -79,11 +85,11 @@ def link(
         channel: which lanes.
         lane_groups: per pipeline, communicators for tensors; empty where they travel over gloo.
         holder_groups: of those that hold the same weights; empty where gradients are added in order.
-        apart: parallel pipelines have weights of their own, and each decides for itself.
+        combine: how parallel pipelines agree; where they have weights of their own, each decides for itself.
     """
     deciding = [Holder(r, spec.node) for r in range(team.width) for spec in specs if spec.decides]
     if team.group is None:
-        return _link_here(team, deciding, apart)
+        return _link_here(team, deciding, combine)
     (seat,) = team.seats
     first = team.worker(Seat(seat.replica, 0))
     transport: Transport
@@ -96,24 +102,28 @@ def link(
         transport = GlooTransport(seat.rank, lowered.lanes, lowered.window, team.control, first, channel)
     reducer = GlooReducer(team.process, team.control, holder_groups)
     ties = GlooReducer(team.process, team.control, {}, tag=_TIES)  # by themselves, as they keep another order
-    if not apart:
+    if not combine.apart:
         return {seat: Links(transport, reducer, ties, GlooCouncil(deciding, team.process, team.control))}
     own = [holder for holder in deciding if holder.replica == seat.replica]
     council = GlooCouncil(own, team.process, team.control)
+    if combine.kind == "wsp":  # nobody waits there for pipelines that are some waves behind
+        common = GlooCouncil(deciding, team.process, team.control, tag=_COMMON, patience=PATIENCE)
+        waves = GlooExchange(team.process, team.control, tag=_WAVES)
+        return {seat: Links(transport, reducer, ties, council, common=common, waves=waves)}
     averages = GlooReducer(team.process, team.control, {}, tag=_AVERAGES)
     common = GlooCouncil(deciding, team.process, team.control, tag=_COMMON)
     return {seat: Links(transport, reducer, ties, council, averages, common)}
 
 
-def _link_here(team: Team, deciding: Sequence[Holder], apart: bool) -> Mapping[Seat, Links]:
+def _link_here(team: Team, deciding: Sequence[Holder], combine: Combine) -> Mapping[Seat, Links]:
     """Links between seats that are all in this process."""
     council, reducer = LocalCouncil(deciding), LocalReducer()
     transports = {replica: LocalTransport() for replica in team.replicas}
-    if not apart:
+    if not combine.apart:
         return {seat: Links(transports[seat.replica], reducer, reducer, council) for seat in team.seats}
     own = {replica: LocalCouncil([h for h in deciding if h.replica == replica]) for replica in team.replicas}
-    averages = LocalReducer()
+    averages, waves = (None, LocalExchange()) if combine.kind == "wsp" else (LocalReducer(), None)
     return {
-        seat: Links(transports[seat.replica], reducer, reducer, own[seat.replica], averages, council)
+        seat: Links(transports[seat.replica], reducer, reducer, own[seat.replica], averages, council, waves)
         for seat in team.seats
     }

@@ -32,6 +32,7 @@ from penstock.weights.older import OlderVersions
 from penstock.weights.provisional import Provisional
 from penstock.weights.store import VersionStore
 from penstock.weights.update import Updater
+from penstock.weights.waves import Waves
 
 NO_LEAVES: Mapping[str, Tensor] = MappingProxyType({})
 
@@ -107,7 +108,7 @@ class NodeRuntime:
     older: OlderVersions | None = None
     rebinding: Rebinding | None = None
     corrector: Corrector | None = None
-    agreement: Agreement | None = None
+    agreement: Agreement | Waves | None = None
 
     @property
     def has_loss(self) -> bool:

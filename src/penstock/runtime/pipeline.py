@@ -94,8 +94,10 @@ class Pipeline:
             ``Combine("average", every=8)``, make updates of their own and meet now and then
             (`penstock.schedule.combine` has the equations). Then each decides for itself, by its own norm, loss weight
             and loss scale; reports and decisions are of one pipeline; `stop` ends the run where pipelines meet next;
-            sums are always in the order of the pipelines. Evaluations and `state_dict` are of the model that pipelines
-            have in common; with "average" of their newest weights, `state_dict` of those of the first pipeline here.
+            sums are always in the order of the pipelines. With "wsp" they read what others have changed some waves
+            later, and `stop` as many waves later; the end of a run is the end of a wave. Evaluations and `state_dict`
+            are of the model that pipelines have in common; with "average" of their newest weights, `state_dict` of
+            those of the first pipeline here.
         reduce: how the gradients of parallel pipelines are added: "ordered", in the order of the pipelines, the same
             bits as in one process; or "fast", between processes by torch's all_reduce, on the groups of the mesh along
             its width or on one made for each stage. All pipelines still get the same bits. Two get those of "ordered";
@@ -254,7 +256,7 @@ class Pipeline:
 
         Snapshots and evaluations do not drain the pipeline where all stages have one newest version between two
         batches: with rules flush and double-buffer. With the others it is drained for them, which with stash and
-        vertical-sync changes what the next batches read.
+        vertical-sync changes what the next batches read; so it is, and does, with every rule where `combine` is "wsp".
 
         Args:
             batches: the data.

@@ -331,7 +331,8 @@ def check_pipelines(saved: Saved, combine: Combine, width: int) -> None:
         CheckpointError: there is none, or one too many.
     """
     apart = saved.facts.get("pipelines", 1)
-    if apart != 1 and (apart != width or not combine.apart):
+    alike = combine.spec.drains and combine.agrees  # between two runs
+    if apart != 1 and (apart != width or not combine.apart or alike):
         raise CheckpointError(
             f"the checkpoint of batch {saved.facts['batch']} has the weights of {apart} pipelines that differ, so it "
             f"goes on with width {apart} and pipelines that have weights of their own; here are {width}, combine="

@@ -89,7 +89,8 @@ class Spans:
         """Train on batches, in as many spans as it takes."""
         if not torch.is_grad_enabled():
             raise ConfigError("training needs gradients, but run() was called under torch.no_grad()")
-        if (save is None and evaluate is None) or border_fault(self._proof.lowered) is None:
+        stays_full = border_fault(self._proof.lowered) is None and not self._combine.spec.drains
+        if (save is None and evaluate is None) or stays_full:
             yield from self._train_once(batches, save, evaluate)
             return
         rest, stopped = iter(batches), False
@@ -280,8 +281,8 @@ class Spans:
             worker.decisions.stopping = False
             for node in worker.nodes.values():
                 node.refresh()
-                if node.agreement is not None and not self.batches:
-                    node.agreement.load({})  # weights may have been written into
+                if node.agreement is not None:
+                    node.agreement.begin_span(self.batches)
         self._source = source
         if self._team.group is None:
             return source.begins()
@@ -308,7 +309,7 @@ class Spans:
         specs = node_specs(proof.schedule, older=0)
         lane_groups = self._lane_groups.get(channel, [])
         combine = self._combine if channel is Channel.TRAINING and proof is self._proof else REDUCE
-        links = link(self._team, proof.lowered, specs, channel, lane_groups, self._holder_groups, combine.apart)
+        links = link(self._team, proof.lowered, specs, channel, lane_groups, self._holder_groups, combine)
         holders = holders_of(proof.schedule, self._team.width)
         return [
             Executor(

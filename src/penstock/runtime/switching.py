@@ -67,6 +67,7 @@ def extended(wants: Wants, given: Schedule | Proof) -> Proof:
         segments=wants.segments,
         tied=wants.tied,
         averages=wants.combine.every if wants.combine.apart else None,
+        behind=wants.combine.behind,
     )
     check_offered(proof.schedule, wants.combine)
     return proof

@@ -40,6 +40,7 @@ from penstock.weights.mixed import MixedStore
 from penstock.weights.older import OlderVersions
 from penstock.weights.store import VersionStore
 from penstock.weights.update import OptimizerFactory, Updater
+from penstock.weights.waves import Waves
 
 
 @dataclass(frozen=True)
@@ -158,7 +159,9 @@ class Worker:
         runtime = NodeRuntime(node, stage, store, updater, graphs, ties, average, decay, place, apart=apart)
         runtime.rebinding, runtime.corrector, runtime.older = rebinding, corrector, older
         if recipe.combine.apart and store is not None and updater is not None:
-            runtime.agreement = Agreement(recipe.combine, recipe.width, self.seat.replica, store, updater)
+            common = recipe.combine, recipe.width, self.seat.replica, store
+            waves = recipe.combine.kind == "wsp"
+            runtime.agreement = Waves(*common) if waves else Agreement(*common, updater)
         runtime.restore()  # from here on the modules' parameters live in the store's memory, not beside it
         return runtime
 

@@ -168,19 +168,21 @@ def _updated_early(schedule: Schedule) -> tuple[Node, Node] | None:
     return None
 
 
-def with_averages(schedule: Schedule, every: int) -> Schedule:
-    """The schedule with an AVERAGE directly after each STEP: the version that it bears is averaged before it is read.
+def with_averages(schedule: Schedule, every: int, behind: int = 0) -> Schedule:
+    """The schedule with an AVERAGE directly after each STEP: the version that it bears is changed before it is read.
 
     Args:
         schedule: without any.
         every: only after batches b for which b + 1 is a multiple of it.
+        behind: what is added there are the sums of so many batches before, a multiple of `every`.
     """
 
     def insert(actions: tuple[Action, ...]) -> Iterator[Action]:
         for action in actions:
             yield action
             if action.op is Op.STEP:
-                yield Action(Op.AVERAGE, action.node, action.unit._replace(every=every))
+                unit = action.unit._replace(first=action.unit.first - behind, every=every)
+                yield Action(Op.AVERAGE, action.node, unit)
 
     return replace(schedule, programs=tuple(Program(*(tuple(insert(part)) for part in p)) for p in schedule.programs))
 

@@ -94,6 +94,7 @@ def extend(
     segments: Segments = 1,
     tied: Collection[int] = (),
     averages: int | None = None,
+    behind: int = 0,
 ) -> Proof:
     """The proof of a schedule with what is asked for and not yet in it.
 
@@ -105,6 +106,7 @@ def extend(
         segments: how many stages do so together (`penstock.schedule.recompute`), where the schedule does not say.
         tied: cuts that share parameters.
         averages: parallel pipelines average their weights, or the like, after every so many batches.
+        behind: they add there what they have made so many batches before.
 
     Raises:
         ConfigError: it has AVERAGEs in other places than directly after each STEP, or after other batches; or it has
@@ -124,11 +126,13 @@ def extend(
     if decides and Op.DECIDE not in operations:
         whole = with_decisions(whole)
     if averages is not None:
-        averaged = with_averages(without_averages(whole), averages)
+        averaged = with_averages(without_averages(whole), averages, behind)
         if Op.AVERAGE in operations and averaged != whole:
             raise ConfigError(
                 f"{plain.name}: the schedule has AVERAGEs of its own, but pipelines that meet every {averages} batches "
-                "have them directly after the STEPs of these batches; leave them out of the schedule"
+                "have them directly after the STEPs of these batches"
+                + (f", of {behind} batches before" if behind else "")
+                + "; leave them out of the schedule"
             )
         whole = averaged
     return given if whole is plain and isinstance(given, Proof) else check(whole)

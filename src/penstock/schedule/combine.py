@@ -16,6 +16,21 @@ pipeline r of w directly after its update of such a batch, and mean is over all 
               1412.6651). The sum of all W_r and Z stays what it was, and Z goes the share w alpha of the way to the
               mean. alpha is 0.9/w unless told otherwise. Z begins with the initial weights; every pipeline keeps a
               copy of it, which takes no message beside the sum.
+    wsp       W_r(c) = W(0) + sum_{c' <= c} u_r(c') + share sum_{q != r} sum_{c' <= c - lag_q} u_q(c')
+              wave-synchronous parallel (HetPipe, Park et al., USENIX ATC 2020, arXiv 2005.14038, section 5). The
+              clock c counts waves of H batches, in HetPipe the N_m minibatches in flight; u_r(c) is what wave c of
+              pipeline r has changed by updates of its own, as its optimizer makes them, and W_r(c) its weights at the
+              end of it.
+              Each pipeline sends u_r(c) to the others there, and goes on; it waits only for those of wave c - lag_q,
+              0 <= lag_q <= D. Updates are added, not averaged: share is 1, as on HetPipe's parameter server. Another
+              share counts for the updates of others alone. They are added by wave, then by pipeline.
+
+The lag of wsp is D for all, or chosen for each pipeline; what a run takes is so the same every time. HetPipe takes
+whatever has come to its server by then, at least what is D waves old. Where it says nothing, this is our reading
+("penstock"): the global model is W_g = W(0) + sum of all u that every pipeline has by now. When a run ends, or is
+drained, the wave under way ends early and is sent, too; all that is outstanding is awaited and added, so that W_g is
+that of all updates, and (where share is 1) every pipeline goes on from W_g itself, the same bits everywhere. Waves are
+counted anew from there, up to the next multiple of H batches since the start of training.
 
 Where versions are double-buffered or stashed, W_r is the newest version alone: batches under way go on reading the
 version that they have begun with, which is their pipeline's own.
@@ -24,7 +39,7 @@ version that they have begun with, which is their pipeline's own.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from types import MappingProxyType
 
@@ -46,6 +61,8 @@ class CombineSpec:
         options: of `Combine`, beside the kind.
         buffers: blocks of memory as large as the trained parameters, in their precision, that every rank keeps.
         passing: the same, while pipelines meet.
+        per_wave: the same, of every pipeline and wave whose updates not all pipelines have: lag + 1 waves at most.
+        drains: evaluations and snapshots in a run drain the pipeline, whatever the version rule.
         model: what evaluations and saved weights are of.
     """
 
@@ -55,6 +72,8 @@ class CombineSpec:
     options: tuple[str, ...] = ()
     buffers: int = 0
     passing: int = 0
+    per_wave: int = 0
+    drains: bool = False
     model: str = "the newest weights"
 
 
@@ -84,6 +103,16 @@ _TABLE = (
         passing=1,
         model="the reference model Z",
     ),
+    CombineSpec(
+        "wsp",
+        "wave-synchronous parallel, HetPipe",
+        "arXiv 2005.14038, section 5; drains as in variant penstock",
+        options=("every", "distance", "lag", "share"),
+        buffers=2,
+        per_wave=1,
+        drains=True,
+        model="the global model W_g",
+    ),
 )
 
 COMBINES: Mapping[str, CombineSpec] = MappingProxyType({spec.name: spec for spec in _TABLE})
@@ -96,7 +125,7 @@ class Combine:
 
     Attributes:
         kind: a name in `COMBINES`.
-        every: H, batches from one meeting to the next.
+        every: H, batches from one meeting to the next; of a wave.
         optimizer_state: what optimizers remember stays each pipeline's own ("keep"), is averaged, too, or forgotten
             ("reset"). Only tensors with a value per element (or row) are averaged; counters of steps stay as they are,
             and so does everything where a pipeline has not made an update yet.
@@ -104,6 +133,10 @@ class Combine:
         step: zeta of bmuf.
         nesterov: bmuf looks ahead.
         pull: alpha of elastic; 0.9/w if None, at most 1/w.
+        distance: D of wsp, waves that the slowest pipeline may be behind the fastest.
+        lag: of wsp, after how many waves the updates of a pipeline are added to the weights of others: one number, or
+            one per pipeline, at most `distance`, which it is if None.
+        share: of wsp, what the updates of others are multiplied by.
 
     Raises:
         ConfigError: an unknown kind, a number out of its range, or an option that the kind does not have.
@@ -116,9 +149,14 @@ class Combine:
     step: float = 1.0
     nesterov: bool = False
     pull: float | None = None
+    distance: int = 0
+    lag: int | Sequence[int] | None = None
+    share: float = 1.0
 
     def __post_init__(self) -> None:
         """Check the numbers."""
+        if isinstance(self.lag, list):
+            object.__setattr__(self, "lag", tuple(self.lag))
         if self.kind not in COMBINES:
             near = difflib.get_close_matches(str(self.kind), COMBINES, n=1, cutoff=0.5)
             hint = f" Did you mean {near[0]!r}?" if near else ""
@@ -140,6 +178,21 @@ class Combine:
             raise ConfigError(f"combine: step must be a positive number, got {self.step}")
         if self.pull is not None and not 0 < self.pull <= 1:
             raise ConfigError(f"combine: pull must be more than 0 and at most 1/w, got {self.pull}")
+        self._check_waves()
+
+    def _check_waves(self) -> None:
+        """Check the numbers of wsp."""
+        if isinstance(self.distance, bool) or not isinstance(self.distance, int) or self.distance < 0:
+            raise ConfigError(f"combine: distance must be a whole number of waves, at least 0, got {self.distance!r}")
+        if not 0 < self.share < float("inf"):
+            raise ConfigError(f"combine: share must be a positive number, got {self.share}")
+        lags = self.lag if isinstance(self.lag, tuple) else (0 if self.lag is None else self.lag,)
+        for lag in lags or [None]:
+            if isinstance(lag, bool) or not isinstance(lag, int) or not 0 <= lag <= self.distance:
+                raise ConfigError(
+                    f"combine: lag must be a whole number of waves from 0 to distance={self.distance}, or one for each "
+                    f"pipeline; got {self.lag!r}"
+                )
 
     @property
     def spec(self) -> CombineSpec:
@@ -153,8 +206,18 @@ class Combine:
 
     @property
     def agrees(self) -> bool:
-        """Whether all pipelines have the same newest weights directly after a meeting."""
-        return self.kind != "elastic"
+        """Whether all pipelines have the same newest weights directly after a meeting (of wsp, after a drain)."""
+        return self.kind != "elastic" and self.share == 1
+
+    def lags(self, width: int) -> tuple[int, ...]:
+        """Of wsp, after how many waves the updates of each of `width` pipelines are added to the weights of others."""
+        lag = self.distance if self.lag is None else self.lag
+        return (lag,) * width if isinstance(lag, int) else tuple(lag)
+
+    @property
+    def behind(self) -> int:
+        """Batches from the update after which pipelines meet to the one whose sums all of them have there."""
+        return self.every * max(self.lags(1))
 
     def meets(self, batch: int) -> bool:
         """Whether pipelines meet after the update of a batch, counted from the start of training."""
@@ -174,6 +237,8 @@ class Combine:
             return f"combine={self.kind} takes parallel pipelines; set a width of at least 2"
         if self.pull is not None and self.pull * width > 1:
             return f"combine: pull must be at most 1/w = {1 / width:g} with {width} pipelines, got {self.pull:g}"
+        if len(self.lags(width)) != width:
+            return f"combine: lag has {len(self.lags(width))} numbers for {width} pipelines; give one for each, or one"
         return combine_fault(self.kind, rule, correction)
 
 

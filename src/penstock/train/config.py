@@ -134,11 +134,11 @@ class FallbackSection(Strict):
 class CombineSection(Strict):
     """How parallel pipelines agree."""
 
-    kind: Literal["reduce", "average", "bmuf", "elastic"] = Field(
+    kind: Literal["reduce", "average", "bmuf", "elastic", "wsp"] = Field(
         default="reduce",
-        description="reduce adds gradients in every batch; average, bmuf and elastic let pipelines meet now and then",
+        description="reduce adds gradients in every batch; with average, bmuf, elastic and wsp pipelines meet at times",
     )
-    every: int = Field(default=1, ge=1, description="batches from one meeting to the next")
+    every: int = Field(default=1, ge=1, description="batches from one meeting to the next; of a wave of wsp")
     optimizer_state: Literal["keep", "average", "reset"] = Field(
         default="keep", description="what becomes of the optimizers' state when pipelines meet"
     )
@@ -146,6 +146,11 @@ class CombineSection(Strict):
     step: Number = Field(default=1.0, gt=0, description="of bmuf, zeta")
     nesterov: bool = Field(default=False, description="bmuf looks ahead")
     pull: Number | None = Field(default=None, gt=0, le=1, description="of elastic, alpha; 0.9/width if not set")
+    distance: int = Field(default=0, ge=0, description="of wsp, waves that pipelines may be apart")
+    lag: int | list[int] | None = Field(
+        default=None, description="of wsp, waves until updates of a pipeline are added to others; distance if not set"
+    )
+    share: Number = Field(default=1.0, gt=0, description="of wsp, what the updates of others are multiplied by")
 
     @property
     def chosen(self) -> Combine:

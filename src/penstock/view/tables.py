@@ -111,9 +111,11 @@ def combines_table() -> Table:
         table.add_column(column, justify="right")
     table.add_column("what is evaluated and saved", style="dim")
     for spec in COMBINES.values():
-        table.add_row(f"[bold]{spec.name}[/bold]", spec.title, str(spec.buffers), str(spec.passing), spec.model)
+        passing = "w (lag + 1)" if spec.per_wave else str(spec.passing)
+        table.add_row(f"[bold]{spec.name}[/bold]", spec.title, str(spec.buffers), passing, spec.model)
     table.caption = (
-        "Copies: blocks of memory as large as the trained weights, on every rank, beside those of the method."
+        "Copies: blocks of memory as large as the trained weights, on every rank, beside those of the method; w is the "
+        "number of pipelines, lag that of waves."
     )
     table.caption_justify = "left"
     return table

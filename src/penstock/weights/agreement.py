@@ -116,6 +116,11 @@ class Agreement:
 
     # --- what it keeps ----------------------------------------------------------------------------------------------
 
+    def begin_span(self, batches: int) -> None:
+        """A span begins, after so many batches: before the first, weights may have been written into."""
+        if not batches:
+            self.load({})
+
     def agrees(self, batch: int) -> bool:
         """Whether all pipelines have the same newest weights before a batch, which is version `batch`."""
         return self.combine.agrees and (batch == 0 or self.combine.meets(batch - 1))

@@ -1,0 +1,181 @@
+"""What pipelines add to each other's weights wave by wave; `penstock.schedule.combine` has the equations (wsp).
+
+At the end of a wave `push` gives what it has changed, to be sent, and room for what the others send. Once they have
+come of as many waves as `due` says, `take` adds them. `pull` ends the count when the pipeline is drained.
+
+All pipelines add the same numbers to the global model in the same order, by wave and then by pipeline, so it stays
+equal without being sent. To their weights they add those of others, in that order too; their own are in already.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from penstock.schedule.combine import Combine
+from penstock.weights.buffers import Buffer
+from penstock.weights.store import VersionStore
+
+COMMON = "common"  # the kind of tensors that `copies` makes
+
+
+@dataclass
+class Wave:
+    """One that not all pipelines are known to have.
+
+    Attributes:
+        updates: of each pipeline what it has changed, one flat tensor per dtype; of others, once they have come.
+    """
+
+    updates: list[list[Tensor]]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of it."""
+        return sum(tensor.nbytes for tensors in self.updates for tensor in tensors)
+
+
+class Waves:
+    """Of one stage of one pipeline. Waves are counted from the last drain.
+
+    Args:
+        combine: how pipelines agree.
+        width: w, how many there are.
+        pipeline: which of them this is.
+        store: of the stage.
+
+    Attributes:
+        combine, width, pipeline: as given.
+        model: W_g, as large as the weights.
+        motion: there is none.
+        taken: of each pipeline, how many waves the weights have.
+    """
+
+    motion: Buffer | None = None
+
+    def __init__(self, combine: Combine, width: int, pipeline: int, store: VersionStore) -> None:
+        self.combine, self.width, self.pipeline = combine, width, pipeline
+        self._store, self._lags = store, combine.lags(width)
+        self.model = Buffer(store.layout, f"global model of {store.where}")
+        self._begun = Buffer(store.layout, f"beginning of the wave of {store.where}")  # weights when it began
+        self._open: deque[Wave] = deque()  # the oldest first
+        self.taken = [0] * width
+        self.load({})
+
+    @property
+    def complete(self) -> int:
+        """How many waves all pipelines have ended, as far as this one has taken them."""
+        return min(self.taken)
+
+    @property
+    def _ended(self) -> int:
+        """How many this pipeline has."""
+        return self.taken[self.pipeline]
+
+    # --- the end of a wave ------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def push(self) -> Wave:
+        """The wave that ends: what this pipeline has changed, and room for what the others have."""
+        master = self._store.master
+        own = [now - before for now, before in zip(master.flats, self._begun.flats, strict=True)]
+        updates = [own if q == self.pipeline else [torch.empty_like(t) for t in own] for q in range(self.width)]
+        self._open.append(Wave(updates))
+        self.taken[self.pipeline] += 1
+        return self._open[-1]
+
+    def due(self, drained: bool = False) -> list[int]:
+        """Of each pipeline, how many waves must have come now.
+
+        Args:
+            drained: there is no later time for those that could come later.
+        """
+        ended = self._ended
+        counts = [ended if drained else max(ended - lag, self.taken[q]) for q, lag in enumerate(self._lags)]
+        counts[self.pipeline] = ended
+        return counts
+
+    @torch.no_grad()
+    def take(self, counts: Sequence[int]) -> None:
+        """Add what has come: of each pipeline so many waves."""
+        first = self.complete
+        new = sorted((wave, q) for q, n in enumerate(counts) for wave in range(self.taken[q], n))
+        if new:
+            torch.clear_autocast_cache()  # it remembers casts of leaves whose memory changes now
+            self._store.master.rewrite()
+        for wave, q in new:
+            _add(self._store.master, self._open[wave - first].updates[q], self.combine.share)
+        if new:
+            self._store.publish(self._store.newest)
+        self.taken = list(counts)
+        self._begin_wave()
+        if self.complete > first:
+            self.model.rewrite()
+        for _ in range(first, self.complete):
+            for update in self._open.popleft().updates:
+                _add(self.model, update, 1.0)
+
+    def pull(self) -> None:
+        """All waves of all pipelines have been taken, which begin anew from the global model."""
+        assert not self._open, "pulled with waves under way"
+        self.taken = [0] * self.width
+        if self.combine.agrees:
+            torch.clear_autocast_cache()
+            self._store.master.load(self.model.views)
+            self._store.publish(self._store.newest)
+            self._begin_wave()
+
+    def _begin_wave(self) -> None:
+        self._begun.load(self._store.master.views)
+
+    # --- what it keeps ----------------------------------------------------------------------------------------------
+
+    def begin_span(self, batches: int) -> None:
+        """A span begins: between two, weights may have been written into.
+
+        Args:
+            batches: that have been trained on.
+        """
+        if self.combine.agrees or not batches:
+            self.load({})
+        else:
+            self._begin_wave()
+
+    def agrees(self, batch: int) -> bool:
+        """Whether all pipelines have the same newest weights before a batch, with the pipeline drained."""
+        return self.combine.agrees or batch == 0
+
+    def bytes_by_role(self) -> dict[str, int]:
+        """Bytes of what is kept, and of the waves that are under way."""
+        return {
+            "common model": self.model.nbytes,
+            "weights before the wave": self._begun.nbytes,
+            "waves": sum(wave.nbytes for wave in self._open),
+        }
+
+    def copies(self) -> dict[str, Tensor]:
+        """Copies of the global model, by kind and name of the parameter, where the newest weights are not that."""
+        views = {} if self.combine.agrees else self.model.views
+        return {f"{COMMON}/{name}": view.clone() for name, view in views.items()}
+
+    def load(self, saved: Mapping[str, Tensor]) -> None:
+        """Go on with what `copies` said, or from the newest weights; no wave is under way then.
+
+        Args:
+            saved: by kind and name of the parameter, all or none.
+        """
+        known = {name: saved[f"{COMMON}/{name}"] for name in self.model.views if f"{COMMON}/{name}" in saved}
+        self.model.load(known or self._store.master.views)
+        self._open.clear()
+        self.taken = [0] * self.width
+        self._begin_wave()
+
+
+def _add(weights: Buffer, update: Sequence[Tensor], share: float) -> None:
+    """Add a share of what a pipeline has changed."""
+    for flat, change in zip(weights.flats, update, strict=True):
+        flat.add_(change, alpha=share)

@@ -1,0 +1,442 @@
+"""Wave-synchronous pipelines (HetPipe): what they have equals a loop over waves by hand, bit for bit."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.distributed as dist
+from kept import Kept
+from meetings import State, assert_close, states_of
+from runtime_cases import OPTIMIZERS, Case, make_batches, make_blocks, make_pipeline, mean_loss
+from torch import nn
+from waves_by_hand import Waved, reads_of
+
+from penstock.errors import CheckpointError, ConfigError, PenstockError, TransportError
+from penstock.runtime.divergence import Divergence
+from penstock.runtime.evaluation import Evaluating
+from penstock.runtime.exchange import LocalExchange
+from penstock.runtime.pipeline import Pipeline
+from penstock.runtime.reduction import Holder
+from penstock.runtime.snapshot import Saving, Snapshot
+from penstock.schedule.build import make_schedule
+from penstock.schedule.combine import Combine
+from penstock.schedule.ir import Op
+from penstock.schedule.text import parse_schedule
+from pool import Pool
+
+CASES = [
+    ("1f1b", 1, 2, 2, Combine("wsp", every=4), "momentum"),
+    ("1f1b", 2, 2, 3, Combine("wsp", every=2, distance=1), "adamw"),
+    ("2bw", 2, 2, 2, Combine("wsp", every=1, distance=2), "adamw"),
+    ("2bw", 2, 2, 3, Combine("wsp", every=4, distance=2), "momentum"),
+    ("stash", 2, 1, 2, Combine("wsp", every=2), "adamw"),
+    ("stash", 2, 1, 2, Combine("wsp", every=2, distance=1), "momentum"),
+    ("stash", 3, 1, 3, Combine("wsp", every=3, distance=2), "adamw"),
+    ("stash", 2, 2, 3, Combine("wsp", every=1, distance=3, lag=[0, 3, 1]), "momentum"),
+    ("1f1b", 2, 1, 2, Combine("wsp", every=2, distance=2, lag=[2, 0], share=0.5), "adamw"),
+    ("interleaved", 1, 2, 2, Combine("wsp", every=2, distance=1), "momentum"),
+]
+
+
+def name_of(value: Any) -> str:
+    if isinstance(value, Combine):
+        return f"every{value.every}-lag{value.lag if value.lag is not None else value.distance}"
+    return str(value)
+
+
+def case_of(method: str, depth: int, m: int, width: int, optimizer: str, spans: tuple[int, ...] = (21,)) -> Case:
+    """A mean is a loss of weight 1, so that nothing is scaled and every bit of a gradient is the optimizer's."""
+    return Case(method, depth, m, width=width, optimizer=optimizer, loss="mean", rate=False, spans=spans, skips=())
+
+
+def by_hand(case: Case, combine: Combine) -> Waved:
+    return Waved(
+        combine.lags(case.width),
+        combine.every,
+        combine.share,
+        list(accumulate(case.spans)),
+        case.m,
+        case.schedule.cuts,
+        OPTIMIZERS[case.optimizer],
+        reads_of(case.method, case.depth, case.m),
+    )
+
+
+@pytest.mark.parametrize(("method", "depth", "m", "width", "combine", "optimizer"), CASES, ids=name_of)
+def test_twenty_updates(method: str, depth: int, m: int, width: int, combine: Combine, optimizer: str) -> None:
+    """The last wave is cut short by the end."""
+    case = case_of(method, depth, m, width, optimizer)
+    pipeline, wanted = make_pipeline(case, combine=combine), by_hand(case, combine)
+    list(pipeline.run(make_batches(case)))
+    wanted.train(make_batches(case))
+    assert_close(states_of(pipeline), wanted.states(), 0.0)
+    if combine.agrees:
+        for state in states_of(pipeline).values():
+            for name, weight in state.weights.items():
+                assert torch.equal(weight, state.model[name])
+
+
+# --- drains: ends of runs, snapshots, evaluations ---------------------------------------------------------------------
+
+DRAINED = [
+    ("1f1b", Combine("wsp", every=2, distance=2)),
+    ("2bw", Combine("wsp", every=2, distance=1)),
+    ("stash", Combine("wsp", every=3, distance=1, lag=(1, 0))),
+    ("1f1b", Combine("wsp", every=2, distance=1, share=0.5)),
+]
+
+
+@pytest.mark.parametrize(("method", "combine"), DRAINED, ids=name_of)
+def test_a_run_goes_on_as_if_it_had_been_drained_there(method: str, combine: Combine) -> None:
+    """From the end of a wave and from its midst; waves go on up to the next multiple since the start of training."""
+    case = case_of(method, 2, 2, 2, "adamw", spans=(4, 1, 6, 4))
+    batches, found = make_batches(case), list[Snapshot]()
+    whole = make_pipeline(case, combine=combine)
+    first = list(accumulate(case.spans))
+    for begin, end in pairwise((0, *first)):
+        list(whole.run(batches[begin:end]))
+        found.append(Kept(whole.snapshots()))
+    wanted = by_hand(case, combine)
+    wanted.train(batches)
+    assert_close(states_of(whole), wanted.states(), 0.0)
+    for kept, begin in zip(found[:3], first, strict=False):
+        pipeline = make_pipeline(case, combine=combine, blocks=make_blocks(case.model, seed=99))
+        pipeline.load(kept)
+        for end in first[first.index(begin) + 1 :]:
+            list(pipeline.run(batches[pipeline.batches : end]))
+        assert_close(states_of(pipeline), wanted.states(), 0.0)
+
+
+@pytest.mark.parametrize("method", ["1f1b", "2bw"])
+def test_snapshots_and_evaluations_in_a_run_drain_it(method: str) -> None:
+    """Also where a method could do without: the weights are the global model then, of all updates there are."""
+    case, combine = case_of(method, 2, 2, 2, "momentum", spans=(6, 2, 5)), Combine("wsp", every=2, distance=2)
+    batches, found = make_batches(case), list[Snapshot]()
+    pipeline, wanted = make_pipeline(case, combine=combine), by_hand(case, combine)
+    # Of batches 6 and 12 one evaluation each, of batch 8 one snapshot.
+    wanted.drains = {6, 8, 12, 13}
+    run = pipeline.run(batches, save=Saving(8, found.append), evaluate=Evaluating(6, lambda: batches[:2]))
+    evaluated = [e for report in run for e in report.evaluated]
+    wanted.train(batches)
+    assert_close(states_of(pipeline), wanted.states(), 0.0)
+    assert [e.version for e in evaluated] == [6, 12]
+    kinds = {name.partition("/")[0] for name in Kept(found).names}
+    assert {"weights", "optimizer", "optimizer.1"} <= kinds
+    assert not kinds & {"weights.1", "common"}  # all pipelines have the same, and it is saved once
+    again = make_pipeline(replace(case, width=1, m=4), blocks=make_blocks(case.model, seed=99))
+    again.load(Kept(found))
+    shorter = make_pipeline(case, combine=combine)
+    list(shorter.run(batches[:6]))
+    list(shorter.run(batches[6:8]))
+    for name, weight in shorter.state_dict().items():
+        assert torch.equal(again.state_dict()[name], weight)
+
+
+def test_a_share_keeps_pipelines_apart_and_the_global_model_whole() -> None:
+    case, combine = case_of("1f1b", 2, 2, 2, "adamw", spans=(4,)), Combine("wsp", every=2, distance=1, share=0.5)
+    pipeline = make_pipeline(case, combine=combine)
+    list(pipeline.run(make_batches(case)))
+    kept = Kept(pipeline.snapshots())
+    assert {name.partition("/")[0] for name in kept.names} >= {"weights", "weights.1", "common"}
+    states = states_of(pipeline)
+    initial = make_pipeline(case).state_dict()
+    for name, world in states[0].model.items():
+        own, other = (states[r].weights[name] - initial[name] for r in (0, 1))
+        assert not torch.equal(own, other)
+        # W_r is W(0) + u_r + u_q / 2, so the mean of both is W(0) + 3/4 of all.
+        torch.testing.assert_close((own + other) / 2, 0.75 * (world - initial[name]), rtol=1e-4, atol=1e-6)
+        assert torch.equal(pipeline.state_dict()[name], world)
+    with pytest.raises(CheckpointError, match="weights of 2 pipelines that differ"):
+        make_pipeline(case, combine=Combine("wsp", every=2)).load(kept)
+
+
+def test_weights_that_somebody_writes_between_two_runs_are_nobodys_update() -> None:
+    """Batches in which nothing counts make no update, so they change nothing then."""
+    case = replace(case_of("1f1b", 2, 2, 2, "momentum", spans=(2, 3)), loss="tokens", skips=(2, 3, 4))
+    pipeline, batches = make_pipeline(case, combine=Combine("wsp", every=2, distance=1)), make_batches(case)
+    list(pipeline.run(batches[:2]))
+    for worker in pipeline._workers:
+        for node in worker.nodes.values():
+            for parameter in node.stage.trained.values():
+                with torch.no_grad():
+                    parameter.add_(1.0)
+    before = states_of(pipeline)[0].weights
+    list(pipeline.run(batches[2:]))
+    for state in states_of(pipeline).values():
+        for name, weight in state.weights.items():
+            assert torch.equal(weight, before[name])
+
+
+def test_with_no_lag_and_waves_of_one_batch_gradients_are_added() -> None:
+    """Plain SGD at the w-th part of the rate is then data parallelism, up to roundings."""
+
+    def sgd(rate: float) -> Any:
+        return lambda named: torch.optim.SGD(named, lr=rate)
+
+    case = case_of("1f1b", 2, 2, 3, "momentum", spans=(8,))
+    found = make_pipeline(case, combine=Combine("wsp"), optimizer=sgd(0.1))
+    wanted = make_pipeline(case, optimizer=sgd(0.3))
+    for pipeline in (found, wanted):
+        list(pipeline.run(make_batches(case)))
+    for name, weight in wanted.state_dict().items():
+        torch.testing.assert_close(found.state_dict()[name], weight, rtol=1e-5, atol=1e-6)
+
+
+# --- staleness --------------------------------------------------------------------------------------------------------
+
+
+class Counts(nn.Module):
+    """Its parameter counts the updates of each pipeline that its weights have; it takes down what a forward sees."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.seen = nn.Parameter(torch.zeros(width))
+
+    def forward(self, x: Any) -> Any:
+        if torch.is_grad_enabled():
+            for row in x:
+                Counts.forwards.append((int(row[0]), int(row[1]), self.seen.detach().tolist()))
+        # The gradient of the parameter is -1 at the place of the pipeline.
+        return torch.cat([x, -(self.seen[x[:, 1].long()])[:, None]], dim=1)
+
+    forwards: ClassVar[list[tuple[int, int, list[float]]]] = []
+
+
+def count_missing(in_flight: int, distance: int) -> int:
+    """The most updates of minibatches before its own that a forward misses, of another pipeline."""
+    width, count = 2, (distance + 3) * in_flight
+    Counts.forwards.clear()
+    blocks = {"first": Counts(width)} | {f"on{s}": Pass() for s in range(1, in_flight)}
+    batches = [[(torch.tensor([[float(t), float(r)]]), torch.zeros(1)) for r in range(width)] for t in range(count)]
+    pipeline = Pipeline(
+        blocks,
+        make_schedule("stash", in_flight, 1),
+        loss=lambda out, _: (out[:, 2].sum(), 1.0),
+        optimizer=lambda named: torch.optim.SGD(named, lr=1.0),
+        width=width,
+        combine=Combine("wsp", every=in_flight, distance=distance),
+        balance=[1] * in_flight,
+    )
+    list(pipeline.run(batches))
+    return max(t - int(seen[1 - r]) for t, r, seen in Counts.forwards)
+
+
+class Pass(nn.Module):
+    """Hands on; its own parameter counts for nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.idle = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + 0.0 * self.idle
+
+
+@pytest.mark.parametrize(
+    ("in_flight", "distance", "missing"), [(1, 0, 0), (2, 1, 4), (4, 0, 6), (4, 1, 10), (4, 4, 22), (7, 4, 40)]
+)
+def test_the_bound_on_missing_updates(in_flight: int, distance: int, missing: int) -> None:
+    """HetPipe, section 5: s_global = (D + 1)(s_local + 1) + s_local - 1, which stashing reaches and does not pass."""
+    local = in_flight - 1
+    assert missing == (distance + 1) * (local + 1) + local - 1
+    assert count_missing(in_flight, distance) == missing
+
+
+class Watched(list[Any]):
+    """A batch that takes down who reads it."""
+
+    log: ClassVar[list[tuple[int, int]]] = []
+
+    def __init__(self, number: int, m: int, pairs: Any) -> None:
+        super().__init__(pairs)
+        self.number, self.m = number, m
+
+    def __getitem__(self, k: Any) -> Any:
+        Watched.log.append((k // self.m, self.number))
+        return super().__getitem__(k)
+
+
+@pytest.mark.parametrize("distance", [0, 1, 2])
+def test_nobody_waits_for_a_pipeline_that_is_few_waves_behind(distance: int) -> None:
+    """In one process a pipeline has the turn until it must wait: the first one, for the end of wave 0 of the other."""
+    case = case_of("1f1b", 1, 1, 2, "momentum", spans=(12,))
+    combine = Combine("wsp", every=2, distance=distance)
+    Watched.log.clear()
+    list(make_pipeline(case, combine=combine).run([Watched(t, 1, b) for t, b in enumerate(make_batches(case))]))
+    reads = Watched.log[: next(i for i, (r, _) in enumerate(Watched.log) if r == 1)]
+    assert [t for _, t in reads] == list(range(2 * (distance + 1)))
+
+
+# --- processes --------------------------------------------------------------------------------------------------------
+
+
+class Late(list[Any]):
+    """A batch that the second pipeline begins only when the first one has read another, or fails after ten seconds."""
+
+    def __init__(self, number: int, other: int, folder: str, pairs: Any) -> None:
+        super().__init__(pairs)
+        self.number, self.other, self.folder = number, other, Path(folder)
+
+    def __getitem__(self, k: Any) -> Any:
+        (self.folder / f"{k // 2}-{self.number}").touch()
+        deadline = time.monotonic() + 10
+        while k // 2 == 1 and not (self.folder / f"0-{self.other}").exists():
+            assert time.monotonic() < deadline, f"the other pipeline waits before batch {self.number}"
+            time.sleep(0.005)
+        return super().__getitem__(k)
+
+
+def trained(group: dist.ProcessGroup | None, case: Case, combine: Combine, folder: str = "") -> dict[int, State]:
+    pipeline, batches = make_pipeline(case, group, combine=combine), make_batches(case)
+    if folder:  # a stage has updated with batch t - 2 when it begins batch t
+        ended = [max(t - 1, 0) // combine.every for t in range(len(batches))]
+        ahead = [min((n + combine.distance + 1) * combine.every, len(batches)) - 1 for n in ended]
+        batches = [Late(t, ahead[t], folder, batch) for t, batch in enumerate(batches)]
+    list(pipeline.run(batches))
+    return states_of(pipeline)
+
+
+def test_processes_have_the_bits_of_one_and_do_not_wait_for_each_other(pool: Pool, tmp_path: Path) -> None:
+    """The second pipeline is as far behind all the time as it may be, and its stages wait for nobody's word."""
+    case, combine = case_of("stash", 2, 2, 2, "adamw", spans=(15,)), Combine("wsp", every=2, distance=2)
+    wanted = trained(None, case, combine)
+    found: dict[int, State] = {}
+    for part in pool.submit(trained, case, combine, str(tmp_path), ranks=4):
+        for r, state in part.items():
+            whole = found.setdefault(r, State())
+            for what in ("weights", "optimizer", "model"):
+                getattr(whole, what).update(getattr(state, what))
+    assert_close(found, wanted, 0.0)
+
+
+def stops(group: dist.ProcessGroup, case: Case, combine: Combine) -> list[tuple[int, float]]:
+    found = []
+    for who in (0, 3):
+        pipeline = make_pipeline(case, group, combine=combine)
+        for report in pipeline.run(make_batches(case)):
+            if report.batch == 3 and dist.get_rank(group) == who:
+                pipeline.stop()
+        total = sum(w.double().sum() for w in states_of(pipeline)[dist.get_rank(group) // 2].weights.values())
+        found.append((pipeline.batches, float(total)))
+    return found
+
+
+def test_any_rank_may_stop_the_run(pool: Pool) -> None:
+    """It ends after the same batch everywhere, and all pipelines have the same weights then."""
+    case = case_of("2bw", 2, 2, 2, "momentum", spans=(40,))
+    ends = pool.submit(stops, case, Combine("wsp", every=2, distance=2), ranks=4)
+    for of_rank in zip(*ends, strict=True):
+        assert len({batch for batch, _ in of_rank}) == 1
+        assert 4 + 2 * 2 <= of_rank[0][0] <= 16
+        assert of_rank[0] == of_rank[2]
+        assert of_rank[1] == of_rank[3]
+
+
+# --- failures and refusals --------------------------------------------------------------------------------------------
+
+
+def test_a_pipeline_that_fails_is_no_reason_to_go_on() -> None:
+    """The other one waits for its wave, and the error is its own."""
+
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        if target[0, 0] < 0:
+            raise ValueError("a target that cannot be")
+        return mean_loss(output, target)
+
+    case = case_of("1f1b", 2, 1, 2, "momentum", spans=(8,))
+    batches = make_batches(case)
+    batches[3][1][1][0, 0] = -7
+    pipeline = make_pipeline(case, combine=Combine("wsp", every=2, distance=1), loss=loss)
+    with pytest.raises(ValueError, match="a target that cannot be"):
+        list(pipeline.run(batches))
+    with pytest.raises(PenstockError, match="broke in an earlier run"):
+        pipeline.snapshots()
+
+
+def test_waves_that_never_come_are_named() -> None:
+    """In a group whose other member does not post, here."""
+    node = make_schedule("1f1b", 1, 1).nodes[0]
+    members = tuple(Holder(r, node) for r in range(2))
+    posted = LocalExchange().post(members, members[1], 3, [[torch.zeros(1)], [torch.ones(1)]])
+    with pytest.raises(TransportError, match=r"the end of wave 3: nothing moved on the lane of waves from pipeline 0"):
+        posted.came[0].wait(0.01, "the end of wave 3")
+    assert not posted.sent.done
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"kind": "wsp", "distance": -1}, "distance must be a whole number of waves, at least 0, got -1"),
+        ({"kind": "wsp", "distance": True}, "distance must be a whole number of waves"),
+        ({"kind": "wsp", "lag": 1}, "lag must be a whole number of waves from 0 to distance=0, or one for each pipe"),
+        ({"kind": "wsp", "distance": 2, "lag": [0, 3]}, "from 0 to distance=2, or one for each pipeline; got (0, 3)"),
+        ({"kind": "wsp", "distance": 2, "lag": []}, "or one for each pipeline; got ()"),
+        ({"kind": "wsp", "distance": 2, "lag": "soon"}, "lag must be a whole number of waves"),
+        ({"kind": "wsp", "share": 0.0}, "share must be a positive number, got 0.0"),
+        ({"kind": "wsp", "optimizer_state": "average"}, "optimizer_state is an option of average, bmuf, elastic, not"),
+        ({"kind": "average", "distance": 1}, "distance is an option of wsp, not of average"),
+        ({"kind": "reduce", "lag": 0}, "lag is an option of wsp, not of reduce"),
+    ],
+    ids=str,
+)
+def test_choices_that_make_no_sense(arguments: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Combine(**arguments)
+    assert said in str(caught.value)
+
+
+WAVES = Combine("wsp", every=2, distance=1)
+
+
+@pytest.mark.parametrize(
+    ("method", "changes", "said"),
+    [
+        ("1f1b", {"width": 1}, "combine=wsp takes parallel pipelines; set a width of at least 2"),
+        ("1f1b", {"combine": Combine("wsp", distance=1, lag=[0, 1, 0])}, "lag has 3 numbers for 2 pipelines; give one"),
+        ("1f1b", {"reduce": "fast"}, "reduce='fast' does not go with combine=wsp"),
+        ("1f1b", {"average": 0.9}, "average=0.9 and combine=wsp do not go together"),
+        ("1f1b", {"delays": 2}, "delays do not go with combine=wsp"),
+        ("1f1b", {"divergence": Divergence()}, "so they would not agree on a divergence"),
+        ("zb-h2-post", {}, "take the method without post-validation"),
+        ("newest", {}, "under which a microbatch reads several weights"),
+    ],
+    ids=str,
+)
+def test_what_does_not_go_together(method: str, changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        make_pipeline(Case(method, 2, 4, width=2), **({"combine": WAVES} | changes))
+    assert said in str(caught.value)
+
+
+def test_a_written_schedule_with_waves() -> None:
+    """tests/golden has it with a distance of one; only so it goes."""
+    text = (Path(__file__).parents[1] / "golden" / "wave_synchronous.txt").read_text()
+    case, schedule = case_of("stash", 2, 1, 2, "adamw", spans=(9,)), parse_schedule(text)
+    written, made = (make_pipeline(case, schedule=s, combine=WAVES) for s in (schedule, case.schedule))
+    averages = [[a for a in program.period if a.op is Op.AVERAGE] for program in schedule.programs]
+    assert averages == [[a for a in program.period if a.op is Op.AVERAGE] for program in made.schedule.programs]
+    for pipeline in (written, made):
+        list(pipeline.run(make_batches(case)))
+    assert_close(states_of(written), states_of(made), 0.0)
+    with pytest.raises(ConfigError, match="have them directly after the STEPs of these batches, of 4 batches before"):
+        make_pipeline(case, schedule=schedule, combine=Combine("wsp", every=2, distance=2))
+
+
+def test_bytes_of_waves_are_those_that_are_under_way() -> None:
+    """Two blocks are kept, and one of each pipeline for each wave that not all have: the lag and one more."""
+    case, combine = case_of("1f1b", 2, 1, 3, "momentum", spans=(9,)), Combine("wsp", every=2, distance=2)
+    pipeline = make_pipeline(case, combine=combine)
+    list(pipeline.run(make_batches(case)))
+    for worker in pipeline._workers:
+        (node,) = worker.nodes.values()
+        assert node.store is not None
+        whole, rank = node.store.layout.nbytes, worker.recorder.rank
+        live, peak = pipeline.live_bytes()[rank], pipeline.peak_bytes()[rank]
+        assert [live[role] for role in ("common model", "weights before the wave", "waves")] == [whole, whole, 0]
+        assert peak["waves"] == (2 + 1) * 3 * whole
