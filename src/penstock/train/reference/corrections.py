@@ -49,6 +49,30 @@ class Discrepancy(Reading):
         return stage.versions[version], {name: w - delay * self.delta[name] for name, w in newest.items()}
 
 
+class Blend(Reading):
+    """I-TiMePReSt (arXiv 2509.23241): backwards read weights between those of their forward and the newest.
+
+    lambda W(v) + (1 - lambda) W(t), lambda = beta^(t - v), for a microbatch of batch t whose forward read version v.
+    The abstract says that the share of the old weights falls exponentially with the updates in between, but neither
+    its base nor whether updates that are not made count: that it is one number, and that they do, is our reading
+    ("penstock"). Without updates in between they are W(v), bit for bit.
+
+    Args:
+        beta: from 0 (newest weights wherever there are newer ones) to 1 (those of the forward).
+    """
+
+    def __init__(self, beta: float) -> None:
+        self.beta = beta
+
+    def read(self, stage: Stage, version: int) -> tuple[Weights, Weights | None]:
+        """The version, and what lies between it and the newest."""
+        old, newest, updates = stage.versions[version], stage.versions[-1], len(stage.versions) - 1 - version
+        if not updates:
+            return old, None
+        share = self.beta**updates
+        return old, {name: share * w + (1.0 - share) * newest[name] for name, w in old.items()}
+
+
 class Rescheduling:
     """PipeMare's T1 (arXiv 1910.05124): the rate of update k, from 0, over max(tau, 1)^(1 - min(k/K, 1)).
 

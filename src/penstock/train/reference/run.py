@@ -17,6 +17,7 @@ from penstock.train.reference.choice import Place, correct
 from penstock.train.reference.decisions import Scale, Scaling, equal_copies, factor_and_norm, tie_gradients
 from penstock.train.reference.delays import version_read
 from penstock.train.reference.methods import DOUBLE_BUFFER, options_of
+from penstock.train.reference.order import USUAL, Order
 from penstock.train.reference.passes import Loss, draw_for, run_microbatch
 from penstock.train.reference.stage import Block, Factory, Stage
 
@@ -63,6 +64,7 @@ def train_reference(
     tied: Mapping[str, str] = MappingProxyType({}),
     precision: torch.dtype | None = None,
     options: Mapping[str, Any] = MappingProxyType({}),
+    order: Order = USUAL,
 ) -> Reference:
     """Train a copy of a model as the equations of a method say.
 
@@ -86,10 +88,12 @@ def train_reference(
         tied: name of a parameter -> name of the one, on a stage before, that it is the same as.
         options: of the method (`methods.OPTIONS`): reschedule (K of T1 in updates, 0 for no T1) and decay (D of T2,
             None for no T2); bias ("paper" or "adam": XPipe's corrections); backward ("newest" or "stash") of spike
-            compensation and linear weight prediction; average and eps of the gap-aware penalty.
+            compensation and linear weight prediction; average and eps of the gap-aware penalty; beta of i-timeprest.
+        order: of the passes, where it is not the method's own.
 
     Raises:
-        ConfigError: unknown method or option; or tied parameters, whose stages the method updates differently.
+        ConfigError: unknown method or option; tied parameters, whose stages the method updates differently; an order
+            that does not fit.
         CapabilityError: the method does not work with this optimizer, or not with several microbatches.
         DataError: batches of different numbers of microbatches.
     """
@@ -98,7 +102,8 @@ def train_reference(
     equal_copies(nodes, tied)
     for node in nodes:
         node.cast_frozen(precision)
-    run = _Run(nodes, loss, method, chosen, rate, divisor, drains, clip, Scale(scaling), seed, parts, tied, precision)
+    scale = Scale(scaling)
+    run = _Run(nodes, loss, method, chosen, rate, divisor, drains, clip, scale, seed, parts, tied, precision, order)
     for t, batch in enumerate(batches):
         run.train(t, batch)
     return _with_end(run.result, nodes)
@@ -121,6 +126,7 @@ class _Run:
     parts: Sequence[Sequence[int]] | None
     tied: Mapping[str, str]
     precision: torch.dtype | None
+    order: Order
     result: Reference = field(default_factory=Reference)
     size: int = 0  # of a batch, in microbatches
     m: int = 0  # those of one pipeline
@@ -154,8 +160,10 @@ class _Run:
     def begin(self, size: int) -> int:
         """The number of microbatches is known, and so are all delays."""
         self.m = len(self.parts[0]) if self.parts else size
+        self.order.check(self.method, len(self.nodes), self.m)
         for s, node in enumerate(self.nodes):
-            momentary = correct(node, Place(s, len(self.nodes), self.m), self.method, self.options, bool(self.tied))
+            place = Place(s, len(self.nodes), self.m, self.order.of_stage(s))
+            momentary = correct(node, place, self.method, self.options, bool(self.tied))
             node.rate = partial(self.rate_of, momentary)
             node.reading.born(node)
         return size
@@ -179,7 +187,7 @@ class _Run:
 
     def version(self, t: int, k: int, m: int, s: int) -> int:
         """Which one stage s reads, or predicts from, for microbatch k of batch t."""
-        return version_read(self.method, t, k, m, s, len(self.nodes), self.first)
+        return version_read(self.method, t, k, m, s, len(self.nodes), self.first, self.order.delays)
 
     def update(self, t: int, factor: float) -> dict[str, Tensor]:
         """Step every stage, or copy its weights if there is nothing to learn; returns what optimizers were given."""
