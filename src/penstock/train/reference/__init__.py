@@ -37,7 +37,8 @@ which has one state whatever the method; s of d is the stage, counted from 0.
 
 What is done about the delay (`corrections`, `predictions`), m microbatches to an update:
 
-    pipemare                    newest, T1 (`Rescheduling`) and T2 (`Discrepancy`)
+    pipemare                    newest, T1 (`Rescheduling`) and T2 (`Discrepancy`); if forwards are run again
+                                (`Order.recompute`), T2 estimates for them, too, at a moment of their own
     spectrain                   forward and backward read two predictions (`Prediction`) by floor(s/2) + d-s-1 and by
                                 floor(s/2) updates over m, rounded half to even (arXiv 1809.02839; m > 1 is our reading)
     spectrain-stash             forward and backward read one prediction by d-s-1 updates over m (the authors' code)

@@ -26,8 +26,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from fractions import Fraction
 
+from penstock.errors import ConfigError
 from penstock.train.reference.methods import DOUBLE_BUFFER, FLUSH, NF1B
-from penstock.train.reference.order import Delays
+from penstock.train.reference.order import Delays, Order
 
 
 def version_read(method: str, t: int, k: int, m: int, s: int, d: int, first: int, delays: Delays | None = None) -> int:
@@ -52,6 +53,23 @@ def version_read(method: str, t: int, k: int, m: int, s: int, d: int, first: int
     if method in NF1B:
         return max(first, t - (d - 1 - s))
     return first + max(0, (t - first) * m + k - (d - 1 - s)) // m
+
+
+def check_early(method: str, order: Order, d: int, m: int) -> None:
+    """Refuse second runs of forwards before the first ones.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    late = max((delay for row in order.delays or () for delay in row), default=d)
+    for s, row in enumerate(order.early or ()):
+        for k, early in enumerate(row):
+            delay = late - version_read(method, late, k, m, s, d, 0, order.delays)
+            if early > delay:
+                raise ConfigError(
+                    f"stage {s} is to run microbatch {k} again {early} updates before its own, but its first run is no "
+                    f"more than {delay} before: set early[{s}][{k}] to {delay} at most"
+                )
 
 
 def mean_delay(s: int, d: int, m: int, delays: Sequence[int] | None = None) -> float:

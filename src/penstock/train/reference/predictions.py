@@ -27,6 +27,7 @@ class Prediction(Reading):
 
     def __init__(self, forward: float, backward: float | None, stash: bool = False, bias: str = "adam") -> None:
         self.horizon, self.back, self.stash, self.bias = forward, backward, stash, bias
+        self.repeats = stash and backward is None
         self.ahead: list[Weights] = []  # per version, what forwards predict from it
         self.next: Weights = {}  # what backwards predict from the newest version
 
@@ -64,7 +65,7 @@ class LastChange(Reading):
     """
 
     def __init__(self, forward: float, stash: bool) -> None:
-        self.horizon, self.stash = forward, stash
+        self.horizon, self.stash, self.repeats = forward, stash, stash
         self.ahead: list[Weights] = []
         self.change: Weights | None = None
 

@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.errors import DataError
+from penstock.errors import CapabilityError, DataError
 from penstock.train.reference.choice import Place, correct
 from penstock.train.reference.decisions import Scale, Scaling, equal_copies, factor_and_norm, tie_gradients
-from penstock.train.reference.delays import version_read
+from penstock.train.reference.delays import check_early, version_read
 from penstock.train.reference.methods import DOUBLE_BUFFER, options_of
 from penstock.train.reference.order import USUAL, Order
 from penstock.train.reference.passes import Loss, draw_for, run_microbatch
+from penstock.train.reference.recompute import pieces_of, run_again
 from penstock.train.reference.stage import Block, Factory, Stage
 
 
@@ -161,11 +162,17 @@ class _Run:
         """The number of microbatches is known, and so are all delays."""
         self.m = len(self.parts[0]) if self.parts else size
         self.order.check(self.method, len(self.nodes), self.m)
+        check_early(self.method, self.order, len(self.nodes), self.m)
         for s, node in enumerate(self.nodes):
             place = Place(s, len(self.nodes), self.m, self.order.of_stage(s))
             momentary = correct(node, place, self.method, self.options, bool(self.tied))
             node.rate = partial(self.rate_of, momentary)
             node.reading.born(node)
+            if self.order.recompute is not None and not node.reading.repeats:
+                raise CapabilityError(
+                    f"{self.method}: no equation says what forwards read that are run again where their backward reads "
+                    "something else: leave recompute out"
+                )
         return size
 
     def rate_of(self, momentary: Callable[[int], float]) -> float:
@@ -177,13 +184,29 @@ class _Run:
         results = []
         for part in self.parts or [range(self.size)]:
             for place, k in enumerate(part):
-                reads = [n.reading.read(n, self.version(t, place, len(part), i)) for i, n in enumerate(self.nodes)]
-                draw = partial(draw_for, self.seed, t, k)
-                results.append(run_microbatch(self.nodes, batch[k], reads, draw, self.loss, c, s, self.precision))
+                results.append(self.microbatch(t, place, len(part), k, batch[k], c, s))
             for node in self.nodes:
                 node.end_part()
         total, weight = (sum(numbers) for numbers in zip(*results, strict=True))
         return total, weight
+
+    def microbatch(
+        self, t: int, place: int, m: int, k: int, sample: tuple[Any, Any], c: float, s: float
+    ) -> tuple[float, float]:
+        """Number k of batch t, which is the one at `place` of the m of its pipeline."""
+        versions = [self.version(t, place, m, i) for i in range(len(self.nodes))]
+        reads = [n.reading.read(n, v) for n, v in zip(self.nodes, versions, strict=True)]
+        draw = partial(draw_for, self.seed, t, k)
+        rest = draw, self.loss, c, s, self.precision
+        how = self.order.recompute
+        if how is not None:
+            moments = [self.order.moment(t, i, place, v) for i, v in enumerate(versions)]
+            again = [n.reading.again(n, *vs) for n, *vs in zip(self.nodes, versions, moments, strict=True)]
+            others = [w for w in again if w is not None]
+            if others:
+                pieces = pieces_of(self.nodes, how, self.order.segment)
+                return run_again(self.nodes, sample, reads, others, pieces, how == "stage", *rest)
+        return run_microbatch(self.nodes, sample, reads, *rest)
 
     def version(self, t: int, k: int, m: int, s: int) -> int:
         """Which one stage s reads, or predicts from, for microbatch k of batch t."""
