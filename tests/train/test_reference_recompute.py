@@ -140,13 +140,13 @@ class Seen(nn.Module):
         return torch.dropout(torch.tanh(self.map(self.norm(x))), 0.3, train=True) * (1 + self.count / 10)
 
 
-def restless(method: str, depth: int, **more: Any) -> Reference:
+def restless(method: str, depth: int, count: int = 6, m: int = 2, **more: Any) -> Reference:
     """Six blocks on so many stages."""
     torch.manual_seed(5)
     blocks = [Seen() for _ in range(6)]
     each = 6 // depth
     stages = [{f"b{i}": blocks[i] for i in range(s * each, (s + 1) * each)} for s in range(depth)]
-    batches = [[(torch.randn(8, 4), torch.zeros(8, 4)) for _ in range(2)] for _ in range(6)]
+    batches = [[(torch.randn(8, 4), torch.zeros(8, 4)) for _ in range(m)] for _ in range(count)]
     return train_reference(
         *(stages, lambda y, target: ((y - target) ** 2).sum(), batches),
         **{"method": method, "optimizer": lambda named: torch.optim.SGD(named, lr=0.01), "seed": 3} | more,
@@ -168,6 +168,14 @@ def test_without_delay_nothing_changes(method: str, order: Order) -> None:
         assert again.buffers.keys() == plain.buffers.keys()
         assert all(torch.equal(again.buffers[name], b) for name, b in plain.buffers.items())
         assert float(plain.buffers["b5.count"]) == 12.0
+
+
+@pytest.mark.parametrize("order", [Order(recompute="block"), Order(recompute="stage", segment=2)])
+def test_buffers_are_those_of_the_first_run(order: Order) -> None:
+    """After two batches all first forwards are still those without recompute; a second one reads W(1), not W(0)."""
+    plain, again = (restless("newest", 2, 2, 1, order=o) for o in (Order(), order))
+    assert all(torch.equal(again.buffers[name], b) for name, b in plain.buffers.items())
+    assert not all(torch.equal(again.gradients[1][name], g) for name, g in plain.gradients[1].items())
 
 
 @pytest.mark.parametrize("method", ["stash", "2bw", "1f1b", "spectrain-stash"])
