@@ -72,6 +72,8 @@ class Play:
         self.kept: list[dict[int, tuple[float, float]]] = [{} for _ in range(d)]  # input and output of what goes back
         self.slopes: list[dict[int, float]] = [{} for _ in range(d + 1)]
         self.sums = [0.0] * d
+        for stage in stages:
+            stage.backwards = 0
 
     def go(self, rows: Sequence[Sequence[Pass]]) -> None:
         """Play these passes."""
@@ -95,6 +97,7 @@ class Play:
 
     def forward(self, s: int, g: int) -> None:
         stage, x = self.stages[s], self.inputs[s][g]
+        stage.partial = 0.0 if self.first + stage.backwards // self.m == SKIPPED else self.sums[s] / self.m
         stage.read[g], stage.born[g] = stage.ahead(g), len(stage.history) - 1
         self.inputs[s + 1][g] = y = math.tanh(stage.read[g] * x)
         self.kept[s][g] = x, y

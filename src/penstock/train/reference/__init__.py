@@ -45,6 +45,8 @@ What is done about the delay (`corrections`, `predictions`), m microbatches to a
     xpipe                       predictions by (d+m-s/2-2)/m and (m+floor(s/2)-1)/m updates, rounded half to even; what
                                 the batch's first microbatch predicts serves them all (arXiv 1911.04610)
     pipeoptim                   forward as spectrain-stash, backward on the newest weights (arXiv 2312.00839)
+    ftpipe, ftpipe-aggregated   prediction by velocities that die away, the latter with the gradient of the open batch
+                                (`Decaying`; FTPipe, Eliad et al., USENIX ATC 2021)
     lwp, spike, spike-lwp       linear weight prediction, spike compensation, both (Kosson et al., arXiv 2003.11666)
     nag-pp, nag-pp-no-stash     NAdam on stash; on newest with T1 and a momentum for each stage (arXiv 2505.01099)
     gap-aware                   stash, gradients divided by how far the weights have moved (arXiv 1909.10802)

@@ -18,8 +18,9 @@ from penstock.train.reference.corrections import (
     Spike,
     adapt_momentum,
 )
-from penstock.train.reference.delays import horizons, mean_delay
-from penstock.train.reference.methods import NEWEST, PREDICTION
+from penstock.train.reference.decayed import Decaying
+from penstock.train.reference.delays import horizons, largest_delay, mean_delay
+from penstock.train.reference.methods import DECAYED, NEWEST, PREDICTION
 from penstock.train.reference.predictions import LastChange, Prediction, check_velocity
 from penstock.train.reference.stage import Reading, Stage, step
 
@@ -72,6 +73,8 @@ def _reading(method: str, options: Mapping[str, Any], place: Place, optimizer: O
         return Newest()
     if method == "i-timeprest":
         return Blend(options["beta"])
+    if method in DECAYED:
+        return Decaying(largest_delay(*place), options["backward"] == "stash", optimizer)
     if method not in PREDICTION:
         return Reading()
     forward, backward = horizons(method, *place)

@@ -83,6 +83,18 @@ def mean_delay(s: int, d: int, m: int, delays: Sequence[int] | None = None) -> f
     return sum(t - version_read("stash", t, k, m, s, d, 0) for k in range(m)) / m
 
 
+def largest_delay(s: int, d: int, m: int, delays: Sequence[int] | None = None) -> int:
+    """The most updates that stage s makes between the forward of a microbatch and its own: in 1F1B ceil((d-1-s)/m)."""
+    if delays is not None:
+        return max(delays)
+    return d - version_read("stash", d, 0, m, s, d, 0)
+
+
+def backwards_of_open_batch(t: int, k: int, m: int, s: int, d: int, first: int) -> int:
+    """How many of the open batch stage s has behind it, in 1F1B, when it runs microbatch k of batch t forward."""
+    return max(0, (t - first) * m + k - (d - 1 - s)) % m
+
+
 def horizons(method: str, s: int, d: int, m: int, delays: Sequence[int] | None = None) -> tuple[float, float | None]:
     """By how many updates forward and backward predict; None: the backward does not predict for itself.
 

@@ -30,7 +30,8 @@ PREDICTION = (
     "spike-lwp",
     "spike-lwp-weights",
 )
-METHODS = (*OWN_DELAYS, "vertical-sync", *STASH, *NEWEST, "i-timeprest", "spike", *PREDICTION)
+DECAYED = ("ftpipe", "ftpipe-aggregated")
+METHODS = (*OWN_DELAYS, "vertical-sync", *STASH, *NEWEST, "i-timeprest", "spike", *PREDICTION, *DECAYED)
 
 NEEDED = "needed"
 _BACKWARD = {"backward": "newest"}
@@ -43,6 +44,8 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "lwp-weights": _BACKWARD,
         "spike-lwp": _BACKWARD,
         "spike-lwp-weights": _BACKWARD,
+        "ftpipe": _BACKWARD,
+        "ftpipe-aggregated": _BACKWARD,
         "nag-pp-no-stash": {"reschedule": NEEDED},
         "gap-aware": {"average": 0.999, "eps": 1e-8},
         "i-timeprest": {"beta": 0.5},

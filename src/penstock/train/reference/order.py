@@ -60,6 +60,11 @@ class Order(NamedTuple):
             return
         if method in OWN_DELAYS:
             raise ConfigError(f"the delays of {method} do not depend on an order: leave delays out")
+        if method == "ftpipe-aggregated":
+            raise ConfigError(
+                "ftpipe-aggregated predicts with what is there of a batch's gradient, which delays do not tell: leave "
+                "delays out"
+            )
         _check("delays", self.delays, d, m)
 
 

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from penstock.errors import CapabilityError, DataError
 from penstock.train.reference.choice import Place, correct
+from penstock.train.reference.decayed import Partials
 from penstock.train.reference.decisions import Scale, Scaling, equal_copies, factor_and_norm, tie_gradients
-from penstock.train.reference.delays import check_early, version_read
+from penstock.train.reference.delays import backwards_of_open_batch, check_early, version_read
 from penstock.train.reference.methods import DOUBLE_BUFFER, options_of
 from penstock.train.reference.order import USUAL, Order
 from penstock.train.reference.passes import Loss, draw_for, run_microbatch
@@ -77,7 +78,7 @@ def train_reference(
         method: one of `METHODS`.
         optimizer: makes the optimizer of a stage from its named parameters.
         rate: what the initial learning rates are multiplied by, from the number of updates made before. Methods that
-            predict weights ask for the rate of the next update as soon as the one before is made, also after the last.
+            predict weights ask for the rates of the next updates as soon as one is made, also after the last.
         divisor: the constant c that the loss is divided by before its backward; m if None.
         drains: batches before which the pipeline was drained, so that stash begins again without delay.
         clip: the largest norm of a gradient.
@@ -89,7 +90,7 @@ def train_reference(
         tied: name of a parameter -> name of the one, on a stage before, that it is the same as.
         options: of the method (`methods.OPTIONS`): reschedule (K of T1 in updates, 0 for no T1) and decay (D of T2,
             None for no T2); bias ("paper" or "adam": XPipe's corrections); backward ("newest" or "stash") of spike
-            compensation and linear weight prediction; average and eps of the gap-aware penalty; beta of i-timeprest.
+            compensation, linear weight prediction, FTPipe's; average and eps of gap-aware; beta of i-timeprest.
         order: of the passes, where it is not the method's own.
 
     Raises:
@@ -133,6 +134,7 @@ class _Run:
     m: int = 0  # those of one pipeline
     first: int = 0  # batch of the span
     updates: int = 0
+    partials: Partials = field(default_factory=Partials)
 
     def train(self, t: int, batch: Sequence[tuple[Any, Any]]) -> None:
         """Batch t."""
@@ -175,26 +177,32 @@ class _Run:
                 )
         return size
 
-    def rate_of(self, momentary: Callable[[int], float]) -> float:
-        """What the initial rates of a stage are multiplied by in the next update."""
-        return self.rate(self.updates) * momentary(self.updates)
+    def rate_of(self, momentary: Callable[[int], float], ahead: int = 0) -> float:
+        """What the initial rates of a stage are multiplied by in the next update, or so many updates later."""
+        return self.rate(self.updates + ahead) * momentary(self.updates + ahead)
 
     def accumulate(self, t: int, batch: Sequence[tuple[Any, Any]], c: float, s: float) -> tuple[float, float]:
         """The gradients of batch t, times s / c; returns the sum of its losses and of their weights."""
         results = []
-        for part in self.parts or [range(self.size)]:
+        for number, part in enumerate(self.parts or [range(self.size)]):
             for place, k in enumerate(part):
-                results.append(self.microbatch(t, place, len(part), k, batch[k], c, s))
+                results.append(self.microbatch(t, number, place, k, batch[k], c, s))
+                if self.method == "ftpipe-aggregated":
+                    self.partials.note(self.nodes, t, number, s)
             for node in self.nodes:
                 node.end_part()
         total, weight = (sum(numbers) for numbers in zip(*results, strict=True))
         return total, weight
 
     def microbatch(
-        self, t: int, place: int, m: int, k: int, sample: tuple[Any, Any], c: float, s: float
+        self, t: int, part: int, place: int, k: int, sample: tuple[Any, Any], c: float, s: float
     ) -> tuple[float, float]:
-        """Number k of batch t, which is the one at `place` of the m of its pipeline."""
-        versions = [self.version(t, place, m, i) for i in range(len(self.nodes))]
+        """Number k of batch t, which is the one at `place` of its part."""
+        m, d = len(self.parts[part]) if self.parts else self.size, len(self.nodes)
+        versions = [self.version(t, place, m, i) for i in range(d)]
+        if self.method == "ftpipe-aggregated":
+            done = [backwards_of_open_batch(t, place, m, i, d, self.first) for i in range(d)]
+            self.partials.tell(self.nodes, versions, part, t, done)
         reads = [n.reading.read(n, v) for n, v in zip(self.nodes, versions, strict=True)]
         draw = partial(draw_for, self.seed, t, k)
         rest = draw, self.loss, c, s, self.precision

@@ -60,7 +60,7 @@ class Stage:
         gradient: of the present batch, when its parts have been added.
         made: whether the newest version has been made by an update.
         read: the version from which the forward of the present batch's first microbatch read.
-        rate: what the initial learning rates are multiplied by in the next update.
+        rate: what the initial learning rates are multiplied by in the next update, or so many updates later.
         reading, step: what is done about staleness.
     """
 
@@ -80,7 +80,7 @@ class Stage:
         self.rates = [group["lr"] for group in self.optimizer.param_groups] if self.optimizer else []
         self.versions = [self.copy_newest()]
         self.made, self.read = False, 0
-        self.rate: Callable[[], float] = lambda: 1.0
+        self.rate: Callable[..., float] = lambda _=0: 1.0
         self.reading: Reading = Reading()
         self.step: Callable[[Stage], None] = step
         self.parts: list[Weights] = []
