@@ -278,14 +278,14 @@ class NodeRuntime:
                 now = self.store.read(version) if copy is None else self.store.read_copy(copy, version)
                 motion = None if self.corrector is None else self.corrector.motion
                 self.rebinding.turn_to(now.whole, motion, version - flight.version)
-                if not self.store.keeps(flight.handle):
+                if self.rebinding.again_on_newest:
                     again = self._made_again_on(now, flight, batch)
             self.store.accumulate(flight.handle, batch)
             self.stage.bind(again.buffer.leaves)  # blocks may run their forward again (torch's checkpoint)
         return flight
 
     def _made_again_on(self, now: Handle, flight: Flight, batch: int) -> Handle:
-        """What a forward within a backward computes with, where the weights of the first one are gone: the newest."""
+        """Let what is run again in a backward compute with other weights than the forward has read."""
         assert self.store is not None
         if all(isinstance(piece, Kept) for piece in flight.work):
             flight.handle = now  # its graphs will be made on them
