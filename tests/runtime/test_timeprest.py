@@ -22,6 +22,7 @@ from penstock.runtime.snapshot import Saving, Snapshot
 from penstock.schedule.build import prove
 from penstock.weights.blending import Blending
 from penstock.weights.methods import correction_of
+from penstock.weights.store import VersionStore
 from pool import Pool
 
 METHODS = ("timeprest", "v-timeprest", "i-timeprest")
@@ -302,6 +303,22 @@ def test_a_run_goes_on_from_a_snapshot_and_after_a_switch(method: str) -> None:
         assert torch.equal(resumed.state_dict()[name], weight), name
     for name, weight in drained.state_dict().items():
         assert torch.equal(switched.state_dict()[name], weight), name
+
+
+def test_graphs_on_a_version_whose_memory_is_a_gradient_by_now() -> None:
+    """Their gradients are added to that of their batch, to nothing of the batch before, also if it lies in the same."""
+    store = VersionStore({"w": torch.zeros(3)}, 3, "stage 0")
+    handle = store.read(0)
+    graphs = [(handle.buffer.leaves["w"] * factor).sum() for factor in (2.0, 3.0, 5.0)]
+    store.accumulate(handle, 0)
+    graphs[0].backward()
+    store.rotate(0)
+    store.retain([1])
+    for batch, factor in ((1, 3.0), (2, 5.0)):
+        store.accumulate(handle, batch)
+        graphs[batch].backward()
+        assert torch.equal(store.gradient(batch).views["w"], torch.full((3,), factor))
+        store.overwrite(batch)
 
 
 class Held:
