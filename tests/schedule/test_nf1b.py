@@ -15,7 +15,7 @@ from penstock.schedule.lower import lower
 from penstock.schedule.orders.nf1b import version_difference
 from penstock.schedule.text import parse_schedule
 from penstock.simulate.costs import Costs
-from penstock.simulate.simulate import simulate_schedule
+from penstock.simulate.simulate import simulate_schedule, steady_bubble
 
 METHODS = ("timeprest", "v-timeprest", "i-timeprest")
 
@@ -78,15 +78,44 @@ def test_where_all_stages_have_made_the_same_updates(p: int) -> None:
         assert (version_difference(p, n) == 1) == (p <= n + 1) == ((p + n - 2) // n == 1)
 
 
+@pytest.mark.parametrize("ahead", [2, 3, 5])
 @pytest.mark.parametrize(("p", "n"), [(2, 2), (3, 2), (4, 3), (4, 4), (5, 2), (7, 2)])
-def test_the_version_difference_in_a_simulated_run(p: int, n: int) -> None:
+def test_the_version_difference_in_a_simulated_run(p: int, n: int, ahead: int) -> None:
     """Forwards of one slot, backwards of one slot for a whole batch."""
-    schedule = make_schedule("timeprest", p, n)
+    schedule = make_schedule("timeprest", p, n, options={"ahead": ahead})
     costs = Costs.uniform(schedule, 1.0, 0.5 / n, 0.5 / n)
-    found = simulate_schedule(schedule, costs, 9).timeline.intervals
+    found = simulate_schedule(schedule, costs, 40).timeline.intervals
     made = sorted(i.end for i in found if i.what == "STEP" and i.cut == 0)
     begun = {i.batch: i.start for i in found if i.what == "B" and i.cut == p - 1}
-    assert max(t + 1 - sum(end <= start for end in made) for t, start in begun.items()) == version_difference(p, n)
+    assert max(t + 1 - sum(end <= start for end in made) for t, start in begun.items()) == version_difference(
+        p, n, ahead
+    )
+
+
+def test_further_ahead() -> None:
+    """With n forwards more per rank it is 1F1B of whole batches: nobody waits, whatever a backward takes."""
+    schedule = make_schedule("timeprest", 3, 4, options={"ahead": 4})
+    plain = make_schedule("stash", 3, 1)
+    for rank in range(3):
+        wide = [
+            name
+            for a in plain.actions(rank, 5)
+            for name in {
+                Op.F: [f"F{4 * a.unit.first + k}" for k in range(4)],
+                Op.B: [f"B{4 * a.unit.first}..{4 * a.unit.first + 3}"],
+            }.get(a.op, [])
+        ]
+        assert passes_of(schedule, rank, 5) == wide
+    bubbles = [
+        steady_bubble(lower(made), Costs.uniform(made), 12)
+        for made in (make_schedule("timeprest", 3, 4, options={"ahead": ahead}) for ahead in (2, 3, 4))
+    ]
+    assert bubbles[0] > bubbles[1] > bubbles[2] == 0
+    with pytest.raises(ScheduleError, match="give at least 2"):
+        make_schedule("timeprest", 3, 4, options={"ahead": 1})
+    with pytest.raises(ScheduleError, match=r"3 stages with ahead=4 need at least 6 microbatches"):
+        make_schedule("v-timeprest", 3, 4, options={"ahead": 4})
+    make_schedule("v-timeprest", 3, 6, options={"ahead": 4})
 
 
 def test_the_newest_weights_everywhere_take_enough_microbatches() -> None:

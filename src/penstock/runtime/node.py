@@ -308,7 +308,7 @@ class NodeRuntime:
         now = self.store.read(version) if copy is None else self.store.read_copy(copy, version)
         motion = None if self.corrector is None else self.corrector.motion
         rebinding.turn_to(now.whole, motion, version - flight.version)
-        if self.store.keeps(flight.handle):
+        if not rebinding.again_on_newest:
             return flight.handle
         if all(isinstance(piece, Kept) for piece in flight.work):
             flight.handle = now  # its graphs will be made on it

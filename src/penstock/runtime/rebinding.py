@@ -36,10 +36,12 @@ class Rebinding:
 
     Args:
         where: for messages.
+        again_on_newest: a forward that is run again in a backward reads what that reads, not what it has read before,
+            which may be gone.
     """
 
-    def __init__(self, where: str) -> None:
-        self._where = where
+    def __init__(self, where: str, again_on_newest: bool = False) -> None:
+        self._where, self.again_on_newest = where, again_on_newest
         self._flats: Mapping[torch.dtype, Tensor] = {}
         self._motion: Mapping[torch.dtype, Tensor] = {}
         self._gap = 0.0

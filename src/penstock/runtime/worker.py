@@ -31,7 +31,7 @@ from penstock.schedule.check import Proof
 from penstock.schedule.combine import REDUCE, Combine
 from penstock.schedule.flights import Piece
 from penstock.schedule.ir import Node, Op, Schedule, passes
-from penstock.schedule.versions import RULES, Update
+from penstock.schedule.versions import RULES, Source, Update, VersionRule
 from penstock.weights.agreement import Agreement
 from penstock.weights.buffers import Buffer, Layout
 from penstock.weights.corrections import Correction, Corrector, Place
@@ -153,7 +153,7 @@ class Worker:
             average.load(store.master.views)
         decay = recipe.average or 0.0
         older = None if store is None else _older_versions(stage, store, recipe.delays)
-        rebinding = Rebinding(where) if store is not None and rule.rebinds else None
+        rebinding = _rebinding(rule, where) if store is not None else None
         graphs = self._make_graphs(node, stage, store, rebinding, older)
         place = self.seat.replica * schedule.replicas + node.replica
         runtime = NodeRuntime(node, stage, store, updater, graphs, ties, average, decay, place, apart=apart)
@@ -247,7 +247,7 @@ class Worker:
                 rate = _rate(self._recipe.rate, corrector)
                 node.updater.correct(rate, None if corrector is None else corrector.begin)
                 node.updater.prepare(node.store.layout, self._rotates(place, corrector))
-                node.rebinding = Rebinding(node.stage.where) if rule.rebinds else None
+                node.rebinding = _rebinding(rule, node.stage.where)
             node.graphs = self._make_graphs(place, node.stage, node.store, node.rebinding)
             node.restore()
 
@@ -285,6 +285,10 @@ class Worker:
 def _place(proof: Proof, node: Node) -> Place:
     schedule, where = proof.schedule, f"stage {node.name} on rank {node.rank}"
     return Place(node.cut, schedule.cuts, schedule.microbatches, proof.nodes[node].delay.forward, where)
+
+
+def _rebinding(rule: VersionRule, where: str) -> Rebinding | None:
+    return Rebinding(where, rule.recompute is Source.NEWEST) if rule.rebinds else None
 
 
 def _rate(base: Callable[[int], float] | None, corrector: Corrector | None) -> Callable[[int], float] | None:

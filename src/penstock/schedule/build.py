@@ -227,7 +227,7 @@ def _build(
     reason = compatible(made, RULES[rule_name], *choices)
     if reason is not None:
         raise ConfigError(f"{name}: {reason}")
-    fault = limit(stages, microbatches) if limit is not None else None
+    fault = limit(stages, microbatches, **options) if limit is not None else None
     if fault is not None:
         raise ScheduleError(f"{name}: {fault}")
     schedule = apply_rule(made, RULES[rule_name], microbatches, name)

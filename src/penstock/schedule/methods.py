@@ -34,7 +34,7 @@ class Method:
         sharding: what of a stage is split over parallel pipelines.
         combine: how parallel pipelines agree, a name in `penstock.schedule.combine.COMBINES`; users may choose another.
         aliases: other names people use.
-        limit: why a number of stages and one of microbatches do not go together, beyond what the proof finds.
+        limit: (stages, microbatches, options of the order) -> why they do not go together, beyond what the proof finds.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Method:
     sharding: str = "replicated"
     combine: str = "reduce"
     aliases: tuple[str, ...] = ()
-    limit: Callable[[int, int], str | None] | None = None
+    limit: Callable[..., str | None] | None = None
 
 
 _TABLE = (

@@ -66,11 +66,6 @@ class VersionStore:
             raise VersionError(f"{self.where}: version {version} of the weights is not alive; alive are {alive}")
         return Handle(buffer, buffer.epoch, version)
 
-    def keeps(self, handle: Handle) -> bool:
-        """Whether what was claimed is still there, or lies in a copy."""
-        kept = handle.buffer.epoch == handle.epoch
-        return kept or any(handle.buffer is copy for copy in (*self.copied.values(), *self._spare))
-
     def read_copy(self, copy: Copy, version: int) -> Handle:
         """Claim a derived copy, made of a version.
 

@@ -12,44 +12,56 @@ papers were not at hand: the closed form is ours; it gives the figure for p = 3,
 
 The period of batch t holds its n forwards, and the one backward that falls among them:
     r0: F0 F1 B-4..-3    r1: F0 F1 B-2..-1    r2: F0 F1 B0..1
+
+A backward of n microbatches takes about 2 n slots, not one, so rank 0 then waits for it. `ahead` says how many forwards
+more a rank runs than the next one, in the place of 2. With n the order is 1F1B of whole batches, and no rank waits but
+to fill and to drain, at the price of more activations and longer delays.
 """
 
-from penstock.schedule.ir import Action, Op, Unit, straight
+from penstock.errors import ScheduleError
+from penstock.schedule.ir import WINDOW, Action, Op, Unit, straight
 from penstock.schedule.order import Order, make_order, pass_of
 
 
-def nf1b(stages: int, microbatches: int) -> Order:
-    """n forwards, one backward; n are the microbatches of a batch."""
+def nf1b(stages: int, microbatches: int, *, ahead: int = 2) -> Order:
+    """n forwards, one backward; n are the microbatches of a batch.
+
+    Raises:
+        ScheduleError: backwards would stand where no gradient can be by then.
+    """
+    if ahead < 2:
+        raise ScheduleError(f"nf1b: ahead={ahead}, but a gradient is back 2 slots later per stage: give at least 2")
     periods, epilogues = [], []
     for node in straight(stages):
-        older, place = divmod(2 * (stages - 1 - node.rank) - 1, microbatches)
-        backwards = [
-            Action(Op.B, node, Unit(batch * microbatches, microbatches)) for batch in range(-1 - older, 0)
-        ] or [Action(Op.B, node, Unit(0, microbatches))]
+        older, place = divmod(ahead * (stages - 1 - node.rank) - 1, microbatches)
+        batches = range(-1 - older, 0) or (0,)  # the last rank is done with a batch in its own period
+        backwards = [Action(Op.B, node, Unit(t * microbatches, microbatches)) for t in batches]
         forwards = [pass_of(Op.F, k, node) for k in range(microbatches)]
         periods.append([*forwards[: place + 1], backwards[0], *forwards[place + 1 :]])
         epilogues.append(backwards if older >= 0 else [])
-    return make_order(periods, epilogues)
+    return make_order(periods, epilogues, window=max(ahead, WINDOW))
 
 
-def version_difference(stages: int, microbatches: int) -> int:
+def version_difference(stages: int, microbatches: int, ahead: int = 2) -> int:
     """v, by which updates are apart where a backward begins: 1 if all stages have made those of all batches before.
 
     With a slot for each forward and each backward the backward of batch t begins on the last of p stages in slot
-    p - 1 + n + t (n + 1), and on the first one p - 1 slots later. So of the batches before t the last
-    floor((p - 1) / (n + 1)) have not come back to the first stage by then, and v is one more. It is 1 from n = p - 1
-    on, as in the paper (p <= n + 1, sec. 3.6), whose v = floor((p + n - 2) / n) is larger in some other cases.
+    p - 1 + n + t (n + 1), and on the first one in slot a (p - 1) + n + t (n + 1), behind `ahead` = a forwards more per
+    stage. So of the batches before t the last floor((a - 1) (p - 1) / (n + 1)) have not come back to the first stage by
+    then, and v is one more. For a = 2 it is 1 from n = p - 1 on, as in the paper (p <= n + 1, sec. 3.6), whose
+    v = floor((p + n - 2) / n) is larger in some other cases.
     """
-    return 1 + (stages - 1) // (microbatches + 1)
+    return 1 + (ahead - 1) * (stages - 1) // (microbatches + 1)
 
 
-def one_version_fault(stages: int, microbatches: int) -> str | None:
+def one_version_fault(stages: int, microbatches: int, ahead: int = 2) -> str | None:
     """Why backwards begin while stages are apart by more than one update; None where they do not."""
-    v, least = version_difference(stages, microbatches), max(stages - 1, 1)
+    v, least = version_difference(stages, microbatches, ahead), max((ahead - 1) * (stages - 1), 1)
     if v == 1:
         return None
     return (
         f"with {stages} stages and {microbatches} microbatches per batch, the backward of a batch begins before the "
         f"first stage has made the last {v - 1} updates, but all passes are to read the newest weights that there are; "
-        f"{stages} stages need at least {least} microbatches (p <= n + 1): raise microbatches to {least}"
+        f"{stages} stages{f' with ahead={ahead}' if ahead != 2 else ''} need at least {least} microbatches "
+        f"({'p <= n + 1' if ahead == 2 else '(ahead - 1) (p - 1) <= n'}): raise microbatches to {least}"
     )
