@@ -335,6 +335,7 @@ def test_checkpoints_hold_the_older_versions(tmp_path: Path) -> None:
     pipeline = make_pipeline(case, delays=VARIED)
     checkpoints = Checkpoints(pipeline, tmp_path)
     list(pipeline.run(make_batches(case)[:5], save=checkpoints.every(4)))
+    checkpoints.wait()
     blocks, recording = make_blocks(case.model, seed=99), Recording(OPTIMIZERS[case.optimizer])
     other = make_pipeline(case, optimizer=recording, blocks=blocks, delays=VARIED)
     assert Checkpoints(other, tmp_path).load() is not None
