@@ -32,6 +32,7 @@ from runtime_cases import (
     train,
 )
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from penstock.errors import CheckpointError, ConfigError, VersionError
 from penstock.runtime.blocks import LazyBlock
@@ -71,32 +72,43 @@ def sequential(
     clip: float | None = None,
     scale: float = 1.0,
     dtype: torch.dtype = torch.float32,
+    backward: dict[str, int] | None = None,
 ) -> Sequential:
-    """One microbatch after the other, through one model whose weights are set before each batch."""
+    """One microbatch after the other, through one model whose weights are set before each forward and each backward.
+
+    What autograd keeps of weights is their memory, so a formula finds in it what was written there last.
+    """
     blocks = make_blocks(case.model)
     modules = {name: block for name, block in blocks.items() if isinstance(block, nn.Module)}
     read = {f"{name}.{key}": p for name, module in modules.items() for key, p in module.named_parameters()}
     behind = {name: delays.get(name.split(".")[0], 0) for name in read}
+    late = {name: (delays if backward is None else backward).get(name.split(".")[0], 0) for name in read}
     mine = {name: nn.Parameter(p.detach().clone()) for name, p in read.items()}
     optimizer = OPTIMIZERS[case.optimizer](list(mine.items()))
     for module in modules.values():
         module.to(dtype)
     result = Sequential([{name: p.detach().clone() for name, p in mine.items()}])
     constant = 7.0 if dtype == torch.float32 else 8.0
-    for t, batch in enumerate(make_batches(case)):
+
+    def turn_to(t: int, by: dict[str, int]) -> None:
         with torch.no_grad():
             for name, p in read.items():
-                p.copy_(result.history[max(t - behind[name], 0)][name])
+                p.copy_(result.history[max(t - by[name], 0)][name])
+
+    for t, batch in enumerate(make_batches(case)):
         total = weight = 0.0
         sums: list[dict[str, Tensor]] = []
         for part in parts_of(case):
             sums.append({})
             for tokens, targets in (batch[k] for k in part):
                 value: Any = tokens
-                for block in blocks.values():
-                    value = block(value)
+                turn_to(t, behind)
+                with saved_tensors_hooks(lambda x: x.detach(), lambda x: x):  # autograd would refuse what it sees
+                    for block in blocks.values():
+                        value = block(value)
                 loss, count = LOSSES[case.loss](value, targets)
                 total, weight = total + float(loss.detach()), weight + count
+                turn_to(t, late)
                 loss.backward(torch.ones_like(loss) / constant * scale)
                 for name, p in read.items():
                     assert p.grad is not None
@@ -285,9 +297,9 @@ def test_a_drain_changes_nothing() -> None:
     assert_trained(train(None, case, delays=VARIED), sequential(case, VARIED))
 
 
-def snapshots(case: Case, batch: int, delays: Any) -> Kept:
+def snapshots(case: Case, batch: int, delays: Any, **changes: Any) -> Kept:
     found: list[Snapshot] = []
-    pipeline = make_pipeline(case, delays=delays)
+    pipeline = make_pipeline(case, delays=delays, **changes)
     list(pipeline.run(make_batches(case), save=Saving(batch, found.append)))
     return Kept([snapshot for snapshot in found if snapshot.batch == batch])
 
@@ -323,6 +335,7 @@ def test_checkpoints_hold_the_older_versions(tmp_path: Path) -> None:
     pipeline = make_pipeline(case, delays=VARIED)
     checkpoints = Checkpoints(pipeline, tmp_path)
     list(pipeline.run(make_batches(case)[:5], save=checkpoints.every(4)))
+    checkpoints.wait()
     blocks, recording = make_blocks(case.model, seed=99), Recording(OPTIMIZERS[case.optimizer])
     other = make_pipeline(case, optimizer=recording, blocks=blocks, delays=VARIED)
     assert Checkpoints(other, tmp_path).load() is not None

@@ -54,6 +54,13 @@ def test_every_form_can_be_written_and_read_back(value: str, wanted: Any, tmp_pa
         (["delays=1f1b:5"], "delays: profile '1f1b:5' has 5 stages, but the model only 4 blocks"),
         (["method=2bw", "delays=1"], "delays need version rule 'flush'"),
         (["model.tied=true", "delays=1f1b:2"], "blocks 'embedding' (1 updates) and 'head' (0) share a parameter"),
+        (["backward_delays={layer.1: 2}"], "backward_delays: the model has no block 'layer.1'"),
+        (["backward_delays=1", "recompute=block"], "backward_delays: with recompute a forward is run again"),
+        (["backward_delays=1", "method=zb-h1"], "backward_delays: zb-h1 runs backwards in two halves"),
+        (["backward_delays=1", "method=2bw"], "backward_delays need version rule 'flush'"),
+        (["backward_delays=1", "sync.batches=2"], "delays: they are of one schedule alone"),
+        (["backward_delays=1", "width=2", "combine.kind=average"], "delays do not go with combine.kind=average"),
+        (["backward_delays=0.5"], "backward_delays: input should be a number, a list of numbers"),
     ],
     ids=str,
 )
@@ -62,9 +69,17 @@ def test_what_cannot_be_is_refused_before_the_start(changes: list[str], message:
         prepare(load_config(None, [*TINY, text, "method=1f1b", *changes]))
 
 
-def test_there_is_nothing_to_verify_against(text: str) -> None:
+@pytest.mark.parametrize("key", ["delays", "backward_delays"])
+def test_there_is_nothing_to_verify_against(key: str, text: str) -> None:
     with pytest.raises(ConfigError, match="no reference of chosen delays"):
-        verify(load_config(None, [*TINY, text, "method=1f1b", "delays=1"]), 2)
+        verify(load_config(None, [*TINY, text, "method=1f1b", f"{key}=1"]), 2)
+
+
+def test_backwards_may_be_late_by_themselves(text: str) -> None:
+    changes = [text, "method=1f1b", "delays=1f1b:4", "backward_delays={layers.0: 1}"]
+    pipeline = make_pipeline(prepare(load_config(None, [*TINY, *changes])))
+    assert pipeline.delays == {"embedding": 3, "layers.0": 2, "layers.1": 1, "head": 0}
+    assert pipeline.backward_delays == {"embedding": 0, "layers.0": 1, "layers.1": 0, "head": 0}
 
 
 @pytest.mark.processes

@@ -3,6 +3,10 @@
 Batch t reads of a block with delay tau the weights W(max(t - tau, 0)), in forward and backward; the update is made
 synchronously: W(t+1) comes from the newest weights W(t) and the gradient at the older ones. So staleness can be studied
 without the pipeline that causes it, on one machine, and the numbers depend on neither depth nor order.
+
+Backwards may have delays of their own, tau_b: wherever their formulas contain weights, these are W(max(t - tau_b, 0));
+activations stay as the forward made them, on W(max(t - tau, 0)). That is what happens in pipelines without a stash
+(PipeMare, arXiv 1910.05124, u_fwd and u_bkwd). It is the gradient of nothing, but where tau_b = tau.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from torch import nn
 
 from penstock.errors import ConfigError
 from penstock.schedule.delays import delays_of_profile
+from penstock.schedule.ir import Op, Schedule, passes
 
 Delays = int | str | Sequence[int] | Mapping[str, int] | Callable[[str], int]
 """Of all blocks; of a profile such as "1f1b:8"; in a row; by name, the others without; or by a function of the name."""
@@ -28,10 +33,12 @@ class BlockDelays:
     Attributes:
         by_block: in updates.
         chosen: each was given for its block, so none may be without effect.
+        what: for messages, "delays" or "backward_delays".
     """
 
     by_block: Mapping[str, int]
     chosen: bool
+    what: str = "delays"
 
     def by_parameter(self, names: Collection[str]) -> dict[str, int]:
         """The delays of parameters, by their canonical names."""
@@ -50,12 +57,14 @@ class BlockDelays:
             trained = isinstance(block, nn.Module) and any(p.requires_grad for p in block.parameters())
             if self.by_block[name] and not trained:
                 raise ConfigError(
-                    f"delays: block {name!r} has no trained parameters, so it cannot be {self.by_block[name]} updates "
-                    "behind; leave it out, or give it 0"
+                    f"{self.what}: block {name!r} has no trained parameters, so it cannot be {self.by_block[name]} "
+                    "updates behind; leave it out, or give it 0"
                 )
 
 
-def resolve_delays(given: Delays | None, blocks: Mapping[str, Any], tied: Mapping[str, str], rule: str) -> BlockDelays:
+def resolve_delays(
+    given: Delays | None, blocks: Mapping[str, Any], tied: Mapping[str, str], rule: str, what: str = "delays"
+) -> BlockDelays:
     """What a user's delays say about every block.
 
     Args:
@@ -63,29 +72,67 @@ def resolve_delays(given: Delays | None, blocks: Mapping[str, Any], tied: Mappin
         blocks: the model.
         tied: name of a parameter -> that of the one it is the same as.
         rule: the schedule's version rule.
+        what: for messages.
 
     Raises:
         ConfigError: unknown blocks, a number that is no delay, another rule than flush, or one parameter with several
             delays.
     """
-    delays = _by_block(given, list(blocks))
+    delays = _by_block(given, list(blocks), what)
     for name, delay in delays.items():
         if isinstance(delay, bool) or not isinstance(delay, int) or delay < 0:
             raise ConfigError(
-                f"delays: block {name!r} is given {delay!r}; a delay is a whole number of updates, 0 or more"
+                f"{what}: block {name!r} is given {delay!r}; a delay is a whole number of updates, 0 or more"
             )
     if any(delays.values()) and rule != "flush":
         raise ConfigError(
-            f"delays need version rule 'flush', under which batch t would read W(t) everywhere; rule {rule!r} chooses "
-            "versions itself. Take a method that flushes, such as 1f1b, or leave delays out"
+            f"{what} need version rule 'flush', under which batch t would read W(t) everywhere; rule {rule!r} chooses "
+            "versions itself. Take a method that flushes, such as 1f1b, or leave {what} out"
         )
     for first, other in _sharing(blocks, tied):
         if delays[first] != delays[other]:
             raise ConfigError(
-                f"delays: blocks {first!r} ({delays[first]} updates) and {other!r} ({delays[other]}) share a "
+                f"{what}: blocks {first!r} ({delays[first]} updates) and {other!r} ({delays[other]}) share a "
                 "parameter, which has one delay; give both the same, or untie them"
             )
-    return BlockDelays(delays, chosen=isinstance(given, Mapping | Sequence) and not isinstance(given, str))
+    return BlockDelays(delays, isinstance(given, Mapping | Sequence) and not isinstance(given, str), what)
+
+
+def resolve_backward_delays(
+    given: Delays | None, forward: BlockDelays, blocks: Mapping[str, Any], tied: Mapping[str, str], rule: str
+) -> BlockDelays | None:
+    """The delays of backwards, as `resolve_delays` finds them; None where they are those of forwards.
+
+    Raises:
+        ConfigError: as `resolve_delays`.
+    """
+    if given is None:
+        return None
+    found = resolve_delays(given, blocks, tied, rule, "backward_delays")
+    return None if found.by_block == forward.by_block else found
+
+
+def check_backward_delays(schedule: Schedule, backward: BlockDelays | None, recompute: str) -> None:
+    """Make sure that backwards can look up other weights than their forwards read.
+
+    Raises:
+        ConfigError: they come in two halves, what they need is moved away, or forwards are run again for them.
+    """
+    if backward is None:
+        return
+    operations = {p.op for program in schedule.programs for a in program.period for p in passes(a)}
+    if recompute != "none" or Op.R in operations:
+        raise ConfigError(
+            "backward_delays: with recompute a forward is run again for its backward, and nothing says on which "
+            "weights; leave recompute or backward_delays out"
+        )
+    fault = "runs backwards in two halves" if Op.W in operations else None
+    fault = "moves activations away" if Op.OFFLOAD in operations else fault
+    if fault is not None:
+        raise ConfigError(
+            f"backward_delays: {schedule.name} {fault}, which is offered where backwards read the weights of their "
+            "forward; take another method that flushes, such as 1f1b, or leave backward_delays out"
+        )
 
 
 def block_of(parameter: str, blocks: Collection[str]) -> str:
@@ -100,14 +147,14 @@ def block_of(parameter: str, blocks: Collection[str]) -> str:
     raise ConfigError(f"{parameter!r} is a parameter of no block; blocks: {', '.join(blocks)}")
 
 
-def _by_block(given: Delays | None, names: list[str]) -> dict[str, int]:
+def _by_block(given: Delays | None, names: list[str], what: str) -> dict[str, int]:
     if given is None or isinstance(given, int):
         return dict.fromkeys(names, given or 0)
     if isinstance(given, str):
         stages = delays_of_profile(given)
         if len(stages) > len(names):
             raise ConfigError(
-                f"delays: profile {given!r} has {len(stages)} stages, but the model only {len(names)} blocks; name a "
+                f"{what}: profile {given!r} has {len(stages)} stages, but the model only {len(names)} blocks; name a "
                 "smaller number of stages"
             )
         return {name: stages[i * len(stages) // len(names)] for i, name in enumerate(names)}
@@ -116,15 +163,15 @@ def _by_block(given: Delays | None, names: list[str]) -> dict[str, int]:
         if unknown is not None:
             near = difflib.get_close_matches(str(unknown), names, n=1, cutoff=0.5)
             hint = f"; did you mean {near[0]!r}?" if near else f"; blocks: {', '.join(names)}"
-            raise ConfigError(f"delays: the model has no block {unknown!r}{hint}")
+            raise ConfigError(f"{what}: the model has no block {unknown!r}{hint}")
         return {name: given.get(name, 0) for name in names}
     if isinstance(given, Sequence) and not isinstance(given, str):
         if len(given) != len(names):
-            raise ConfigError(f"delays: {len(given)} numbers were given, but the model has {len(names)} blocks")
+            raise ConfigError(f"{what}: {len(given)} numbers were given, but the model has {len(names)} blocks")
         return dict(zip(names, given, strict=True))
     if not callable(given):
         raise ConfigError(
-            f"delays must be a number, a profile such as '1f1b:8', a list, a dict or a function, got {given!r:.80}"
+            f"{what} must be a number, a profile such as '1f1b:8', a list, a dict or a function, got {given!r:.80}"
         )
     return {name: given(name) for name in names}
 

@@ -177,7 +177,7 @@ class Graphs:
         parking = Parking(self._known | carried) if self._parks else None
         counter: SavedBytes | None = parking
         if self._rebinding is not None and handle is not None:
-            counter = self._rebinding.saved(self._known | carried, handle.whole)
+            counter = self._rebinding.saved(self._known | carried, handle)
         elif key not in self._saved:
             counter = counter or SavedBytes(self._known | carried)
         splitting = None

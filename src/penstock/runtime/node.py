@@ -18,6 +18,7 @@ from penstock.runtime.parking import Parking
 from penstock.runtime.precision import cast
 from penstock.runtime.rebinding import Rebinding
 from penstock.runtime.recompute import BufferPlace, Kept
+from penstock.runtime.rereading import Rereading
 from penstock.runtime.saved import storage_bytes
 from penstock.runtime.slicing import NOTHING, Carry, with_carry
 from penstock.runtime.stage import Graph, Stage, run_backward
@@ -282,9 +283,12 @@ class NodeRuntime:
         flight = self.flights[key]
         if flight.handle is not None and self.store is not None:
             again = flight.handle
-            if self.rebinding is None:
+            if self.rebinding is None or isinstance(self.rebinding, Rereading):
                 flight.handle.check(f"the backward of microbatch {key[0]} on {self.stage.where}")
-            else:
+            if isinstance(self.rebinding, Rereading):
+                assert self.older is not None
+                self.rebinding.turn_to_leaves(self.older.read_backward(self.store.read(version)))
+            elif self.rebinding is not None:
                 again = self._turn(self.rebinding, flight, batch, version, copy)
             self.store.accumulate(flight.handle, batch)
             self.stage.bind(again.buffer.leaves)  # blocks may run their forward again (torch's checkpoint)

@@ -21,7 +21,7 @@ from penstock.runtime.blocks import Blocks, cut_blocks, deal, named_blocks
 from penstock.runtime.clock import common_origin
 from penstock.runtime.collective import gather_json
 from penstock.runtime.decisions import Evaluated
-from penstock.runtime.delays import Delays, resolve_delays
+from penstock.runtime.delays import Delays, check_backward_delays, resolve_backward_delays, resolve_delays
 from penstock.runtime.divergence import Divergence, Trouble
 from penstock.runtime.evaluation import Evaluating, check_every
 from penstock.runtime.links import holders_of
@@ -116,6 +116,8 @@ class Pipeline:
             (`penstock.runtime.delays`): batch t reads W(max(t - delay, 0)) in forward and backward, and its gradient
             updates W(t). A number for all blocks with trained parameters, a dict by name (the others have none), a
             list, a function of the name, or the profile that a pipeline without flushes would have, such as "1f1b:8".
+        backward_delays: the same of backwards, where they are not those of forwards: wherever the formulas of a
+            backward contain weights, these are W(max(t - delay, 0)); activations stay as the forward made them.
         divergence: what `trouble` is to tell of, where stages decide together.
         balance: blocks per stage; balanced by cost if None.
         group: a process group with one process per rank, the ranks of a pipeline next to each other; None to run all
@@ -157,6 +159,7 @@ class Pipeline:
         slicing: Slicing = EQUAL_SLICES,
         correction: Correction | None = None,
         delays: Delays | None = None,
+        backward_delays: Delays | None = None,
         divergence: Divergence | None = None,
         balance: Sequence[int] | None = None,
         group: dist.ProcessGroup | None = None,
@@ -169,11 +172,13 @@ class Pipeline:
         width, group = (width, group) if mesh is None else from_mesh(mesh, width, plain.ranks, group)
         width = 1 if width is None else width
         self.timeout, self.combine = timeout, combine
-        _check_combine(combine, plain, width, fast, correction, delays)
+        _check_combine(combine, plain, width, fast, correction, backward_delays if delays is None else delays)
         self.parts = cut_blocks(named, plain.cuts, balance)
         ties, inside = find_ties(named, self.parts, tied or {})
         behind = resolve_delays(delays, named, tied or {}, plain.rule)
-        self.delays = behind.by_block
+        late = resolve_backward_delays(backward_delays, behind, named, tied or {}, plain.rule)
+        self.delays, self.backward_delays = behind.by_block, (late or behind).by_block
+        check_backward_delays(plain, late, recompute)
         wants = Wants(
             decides=policy.decides or width != 1,
             reduces=width != 1 and not combine.apart,
@@ -207,6 +212,7 @@ class Pipeline:
             divergence,
             combine,
             width,
+            late,
         )
         origin = time.perf_counter() if group is None else common_origin(self.team.control)
         here = [(seat.replica, node) for seat in self.team.seats for node in self.schedule.on_rank(seat.rank)]
@@ -369,7 +375,7 @@ class Pipeline:
                 f"parallel pipelines with combine={self.combine.kind} cannot go on under another method: they have "
                 "weights of their own; leave combine out"
             )
-        if any(self.delays.values()):
+        if any((*self.delays.values(), *self.backward_delays.values())):
             raise ConfigError(
                 "a pipeline with delays of its own choice cannot go on under another method; leave delays out"
             )

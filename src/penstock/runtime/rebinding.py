@@ -19,7 +19,7 @@ from penstock.runtime.late import Taken
 from penstock.runtime.saved import SavedBytes
 from penstock.runtime.stage import graph_nodes
 from penstock.schedule.versions import VersionRule
-from penstock.weights.buffers import Buffer
+from penstock.weights.buffers import Buffer, Handle
 
 
 class _Place(NamedTuple):
@@ -38,7 +38,13 @@ class Rebinding:
         where: for messages.
         again_on_newest: a forward that is run again in a backward reads what that reads, not what it has read before,
             which may be gone.
+
+    Attributes:
+        others, advice: for messages: what backwards read, and what to do where they cannot.
     """
+
+    others = "the newest"
+    advice = "take a method that keeps the weights of the forward, such as stash or 2bw"
 
     def __init__(self, where: str, again_on_newest: bool = False) -> None:
         self._where, self.again_on_newest = where, again_on_newest
@@ -53,9 +59,10 @@ class Rebinding:
         self._motion = {} if motion is None else {flat.dtype: flat for flat in motion.flats}
         self._gap = gap if self._motion else 0.0
 
-    def saved(self, known: set[int], weights: Buffer) -> SavedBytes:
+    def saved(self, known: set[int], weights: Handle) -> SavedBytes:
         """Hooks under which a forward on `weights` is run; they count what else the graph keeps."""
-        return _Saved(known, {flat.untyped_storage().data_ptr(): flat.dtype for flat in weights.flats}, self)
+        flats = weights.whole.flats
+        return _Saved(known, {flat.untyped_storage().data_ptr(): flat.dtype for flat in flats}, self)
 
     def found(self, kept: Taken | _Place) -> Tensor:
         """What a graph has kept, with autograd's own check."""
@@ -81,8 +88,8 @@ class Rebinding:
             if type(node).__name__ == "ToCopyBackward0" and _is_of_weights(node):
                 raise CapabilityError(
                     f"{self._where}: a block casts its weights (torch.autocast, or .to()), so its backward would read "
-                    "those of its forward, not the newest; pass precision='bf16' or 'fp16' to the pipeline instead, or "
-                    "take a method that keeps the weights of the forward, such as stash or 2bw"
+                    f"those of its forward, not {self.others}; pass precision='bf16' or 'fp16' to the pipeline "
+                    f"instead, or {self.advice}"
                 )
 
 
@@ -92,12 +99,30 @@ def check_real(rule: VersionRule, trained: Mapping[str, Tensor], where: str) -> 
     Raises:
         CapabilityError: they are complex.
     """
-    found = next((name for name, weight in trained.items() if weight.is_complex()), None)
+    found = _complex(trained)
     if found is not None and (rule.rebinds or rule.copies_forward):
         raise CapabilityError(
             f"{where}: {found} is complex; version rule {rule.name!r} is offered for real parameters. Take a method "
             "whose passes read the weights of the forward, such as stash or 2bw"
         )
+
+
+def check_real_delays(trained: Mapping[str, Tensor], where: str) -> None:
+    """The same where backwards look weights up because of delays of their own.
+
+    Raises:
+        CapabilityError: they are complex.
+    """
+    found = _complex(trained)
+    if found is not None:
+        raise CapabilityError(
+            f"{where}: {found} is complex; backward_delays are offered for real parameters. Leave them out, so that "
+            "backwards read the weights of their forward"
+        )
+
+
+def _complex(trained: Mapping[str, Tensor]) -> str | None:
+    return next((name for name, weight in trained.items() if weight.is_complex()), None)
 
 
 def _is_of_weights(node: Any) -> bool:

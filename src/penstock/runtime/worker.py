@@ -19,9 +19,10 @@ from penstock.runtime.divergence import Divergence
 from penstock.runtime.graphs import Graphs
 from penstock.runtime.joints import ways_of
 from penstock.runtime.node import NodeRuntime
-from penstock.runtime.rebinding import Rebinding, check_real
+from penstock.runtime.rebinding import Rebinding, check_real, check_real_delays
 from penstock.runtime.recompute import Recompute, parts_to_recompute
 from penstock.runtime.recorder import Recorder
+from penstock.runtime.rereading import Rereading
 from penstock.runtime.slicing import Slicing, check_blocks
 from penstock.runtime.snapshot import Snapshot
 from penstock.runtime.stage import LossFunction, Stage
@@ -62,6 +63,7 @@ class Recipe:
     divergence: Divergence | None = None
     combine: Combine = REDUCE
     width: int = 1
+    backward_delays: BlockDelays | None = None
 
     def __post_init__(self) -> None:
         """Make sure that the average can be kept."""
@@ -120,7 +122,9 @@ class Worker:
             check_blocks(blocks, where)
             if recipe.recompute == "block":
                 raise ConfigError("recompute='block' does not go with slices of sequences; take 'stage' or 'none'")
-        recipe.delays.check_trained(blocks)
+        for delays in (recipe.delays, recipe.backward_delays):
+            if delays is not None:
+                delays.check_trained(blocks)
         loss = self._loss_of(node) if ways.has_loss else None
         stage = Stage(blocks, loss, where, recipe.seed, recipe.precision, bool(ways.outputs))
         if stage.trained and node.cut in schedule.frozen:
@@ -152,8 +156,11 @@ class Worker:
             average = Buffer(store.layout, f"average of {where}")
             average.load(store.master.views)
         decay = recipe.average or 0.0
-        older = None if store is None else _older_versions(stage, store, recipe.delays)
+        older = None if store is None else _older_versions(stage, store, recipe.delays, recipe.backward_delays)
         rebinding = _rebinding(rule, where) if store is not None else None
+        if older is not None and recipe.backward_delays is not None:
+            check_real_delays(stage.trained, where)
+            rebinding = Rereading(where)
         graphs = self._make_graphs(node, stage, store, rebinding, older)
         place = self.seat.replica * schedule.replicas + node.replica
         runtime = NodeRuntime(node, stage, store, updater, graphs, ties, average, decay, place, apart=apart)
@@ -317,12 +324,15 @@ def _halved(schedule: Schedule, node: Node, sends: bool) -> Callable[[Piece], bo
     return lambda key: (key[0] % m, key[1]) in halved
 
 
-def _older_versions(stage: Stage, store: VersionStore, delays: BlockDelays) -> OlderVersions | None:
+def _older_versions(
+    stage: Stage, store: VersionStore, delays: BlockDelays, backward: BlockDelays | None
+) -> OlderVersions | None:
     """Room for the versions that passes of a stage read late; None where they read none."""
-    by_parameter = delays.by_parameter(stage.trained)
-    if not any(by_parameter.values()):
+    forward, late = (None if d is None else d.by_parameter(stage.trained) for d in (delays, backward))
+    assert forward is not None
+    if not any((*forward.values(), *(late or {}).values())):
         return None
-    return OlderVersions(store.versions[store.newest].views, by_parameter, stage.where)
+    return OlderVersions(store.versions[store.newest].views, forward, stage.where, late)
 
 
 def _made(block: Any) -> Any:

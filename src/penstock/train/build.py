@@ -50,6 +50,7 @@ def make_pipeline(
         slicing=Slicing(lengths=equal_time_lengths(1 / (12 * prepared.model.width))),
         correction=prepared.correction_of(first),
         delays=config.delays,
+        backward_delays=config.backward_delays,
         divergence=divergence if fallback.when else None,
         balance=config.balance,
         group=group,

@@ -201,6 +201,9 @@ class TrainConfig(Strict):
         default=None,
         description="updates that weights are read late by: 3, {layers.0: 3}, a list by block, 1f1b:8 (docs/delays.md)",
     )
+    backward_delays: BlockDelays = Field(
+        default=None, description="the same of the weights in the formulas of backwards; as delays if not set"
+    )
     balance: list[int] | None = Field(default=None, description="blocks per stage; balanced by cost if not set")
     seed: int = Field(default=0, ge=0, le=2**63 - 1, description="of initialisation, sample order and dropout")
     data: str | None = Field(
@@ -232,6 +235,11 @@ class TrainConfig(Strict):
     def decides(self) -> bool:
         """Whether an update waits for what all stages decide about it together."""
         return self.width > 1 or self.clip is not None or self.precision == "fp16"
+
+    @property
+    def delayed(self) -> bool:
+        """Whether weights are read late by choice."""
+        return self.delays is not None or self.backward_delays is not None
 
     @property
     def phased(self) -> bool:

@@ -15,7 +15,7 @@ import yaml
 from penstock.errors import ConfigError, PenstockError
 from penstock.models.gpt import TIED_EMBEDDINGS, GPTConfig, gpt_blocks, preset
 from penstock.runtime.blocks import cut_blocks
-from penstock.runtime.delays import resolve_delays
+from penstock.runtime.delays import check_backward_delays, resolve_backward_delays, resolve_delays
 from penstock.runtime.offer import check_correction, check_offered
 from penstock.runtime.precision import low_precision
 from penstock.runtime.recompute import check_segments
@@ -102,7 +102,10 @@ def prepare(config: TrainConfig) -> Prepared:
     model = model_shape(config, corpus)
     blocks = gpt_blocks(model, config.seed)
     cut_blocks(blocks, proof.schedule.cuts, config.balance)
-    resolve_delays(config.delays, blocks, TIED_EMBEDDINGS if config.model.tied else {}, proof.schedule.rule)
+    tied, rule_name = TIED_EMBEDDINGS if config.model.tied else {}, proof.schedule.rule
+    behind = resolve_delays(config.delays, blocks, tied, rule_name)
+    late = resolve_backward_delays(config.backward_delays, behind, blocks, tied, rule_name)
+    check_backward_delays(proof.schedule, late, config.recompute)
     windows = Windows(corpus, model.context, config.held_out, config.seed)
     if corpus.text and config.sample_length and not config.prompt:
         raise ConfigError("prompt must not be empty while sample_length is not 0")
@@ -139,7 +142,7 @@ def _other_proofs(config: TrainConfig, proof: Proof) -> dict[str, Proof]:
     wanted = {SYNC: config.sync.method} if config.sync.batches else {}
     if config.fallback.at is not None or config.fallback.when:
         wanted[FALLBACK] = config.fallback.method
-    if wanted and config.delays is not None:
+    if wanted and config.delayed:
         raise ConfigError("delays: they are of one schedule alone; leave out sync and fallback, or delays")
     if config.fallback.when and not config.decides:
         raise ConfigError(
@@ -193,7 +196,7 @@ def _check_combine(config: TrainConfig, rule: str, correction: str) -> None:
         )
     if fault is None and config.phased:
         fault = f"{own}, which sync and fallback do not know how to leave; leave these out"
-    if fault is None and config.delays is not None:
+    if fault is None and config.delayed:
         fault = (
             f"delays do not go with combine.kind={kind}, which changes versions that are kept; leave one of them out"
         )

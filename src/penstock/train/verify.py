@@ -74,7 +74,7 @@ def verify(config: TrainConfig, count: int) -> Verification:
             "verify compares pipelines that add their gradients in every batch, not those that meet now and then "
             f"(combine.kind={config.combine.kind}); leave combine out"
         )
-    if config.delays is not None:
+    if config.delayed:
         raise ConfigError("delays: there is no reference of chosen delays to verify against; leave delays out")
     prepared, left_out = prepare(config), _no_plain(config)
     if isinstance(prepared.correction, ErrorFeedback) or (

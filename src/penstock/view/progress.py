@@ -51,8 +51,9 @@ class TerminalObserver:
         for stage, names in enumerate(parts):
             label = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
             self.console.print(f"  stage {stage}: {label} ({len(names)} blocks)")
-        if config.delays is not None:
-            self.console.print(f"weights are read late by choice: delays {config.delays}", markup=False)
+        if config.delayed:
+            late = "" if config.backward_delays is None else f", backward_delays {config.backward_delays}"
+            self.console.print(f"weights are read late by choice: delays {config.delays}{late}", markup=False)
         if batch:
             self.console.print(f"going on from the checkpoint after {batch} batches")
         if self.console.is_terminal:

@@ -2,8 +2,9 @@
 
 Training stays synchronous: the store has one version, the newest, and updates start from it. What a parameter that is
 read with a delay of tau needs beside it are the tau versions before. Parameters of one delay lie together, in a ring of
-tau buffers, so none keeps more than it needs. Directly before an update the newest version is copied over the oldest
-one of each ring, which nobody will read any more; nothing else moves.
+tau buffers, so none keeps more than it needs; where backwards have delays of their own, the longer of both counts.
+Directly before an update the newest version is copied over the oldest one of each ring, which nobody will read any
+more; nothing else moves.
 """
 
 from __future__ import annotations
@@ -60,17 +61,26 @@ class OlderVersions:
         weights: name -> value, as passes read it; only shapes and dtypes are used.
         delays: name -> tau, in updates; parameters without one are read as they are.
         where: for messages.
+        backward: the delays of backwards, where they are others.
     """
 
-    def __init__(self, weights: Mapping[str, Tensor], delays: Mapping[str, int], where: str) -> None:
-        self._where = where
-        self._delays = {name: delays[name] for name in weights if delays.get(name, 0)}
+    def __init__(
+        self,
+        weights: Mapping[str, Tensor],
+        delays: Mapping[str, int],
+        where: str,
+        backward: Mapping[str, int] | None = None,
+    ) -> None:
+        self._where, self._forward, self._backward = where, delays, delays if backward is None else backward
+        kept = {name: max(delays.get(name, 0), self._backward.get(name, 0)) for name in weights}
+        self._delays = {name: delay for name, delay in kept.items() if delay}  # versions that are kept
         self._rings: dict[int, list[Buffer]] = {}  # the place of version v is v modulo the delay
         for delay in sorted(set(self._delays.values())):
             layout = Layout({name: weights[name] for name, other in self._delays.items() if other == delay})
             self._rings[delay] = [Buffer(layout, f"{i} of delay {delay} of {where}") for i in range(delay)]
         self._first = dict.fromkeys(self._delays, 0)
         self._now: tuple[int, Mixture] | None = None
+        self._then: tuple[int, Mixture] | None = None  # what backwards look up
 
     @property
     def nbytes(self) -> int:
@@ -90,10 +100,20 @@ class OlderVersions:
         """
         batch = newest.version
         if self._now is None or self._now[0] != batch:  # graphs of a batch share one, and a new batch a new gradient
-            owners: dict[str, Readable] = {name: self._owner(name, newest) for name in newest.buffer.leaves}
-            self._now = batch, Mixture(f"of delayed weights of batch {batch} of {self._where}", owners)
+            self._now = batch, self._mixture(newest, self._forward)
         mixture = self._now[1]
         return Handle(mixture, mixture.epoch, batch)
+
+    def read_backward(self, newest: Handle) -> Mapping[str, Tensor]:
+        """What the formulas of backwards read of a batch, by name.
+
+        Args:
+            newest: as for `read`.
+        """
+        batch = newest.version
+        if self._then is None or self._then[0] != batch:
+            self._then = batch, self._mixture(newest, self._backward)
+        return self._then[1].leaves
 
     def keep(self, version: int, weights: Mapping[str, Tensor]) -> None:
         """Keep the newest version, over the oldest one: its update is to be made, and all passes before it are done."""
@@ -116,7 +136,7 @@ class OlderVersions:
             newest: the newest version.
             find: (K, name, what it is to look like) -> the K-th version before it, or None where there is none.
         """
-        self._now = None
+        self._now = self._then = None
         for buffer in self._buffers():
             buffer.rewrite()
         for name, delay in self._delays.items():
@@ -129,11 +149,17 @@ class OlderVersions:
                 view.copy_(found)
                 self._first[name] = newest - back
 
-    def _owner(self, name: str, newest: Handle) -> Readable:
+    def _mixture(self, newest: Handle, delays: Mapping[str, int]) -> Mixture:
+        owners = {name: self._owner(name, newest, delays.get(name, 0)) for name in newest.buffer.leaves}
+        return Mixture(f"of delayed weights of batch {newest.version} of {self._where}", owners)
+
+    def _owner(self, name: str, newest: Handle, delay: int) -> Readable:
         """The buffer of what is read of a parameter."""
-        delay = self._delays.get(name, 0)
         version = max(newest.version - delay, self._first[name]) if delay else newest.version
-        return newest.buffer if version == newest.version else self._rings[delay][version % delay]
+        if version == newest.version:
+            return newest.buffer
+        kept = self._delays[name]
+        return self._rings[kept][version % kept]
 
     def _ring_view(self, name: str, version: int) -> Tensor:
         delay = self._delays[name]
