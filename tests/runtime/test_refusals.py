@@ -17,7 +17,7 @@ from pool import Pool
 
 OFFERED = (
     "chimera", "dualpipe_v", "frozen_front", "interleaved", "local_losses", "offload", "seq1f1b", "two_branches",
-    "zb_h1", "post_validation", "parked", "zb_v", "xpipe",
+    "zb_h1", "post_validation", "parked", "zb_v", "xpipe", "pipemare_recompute",
 )  # fmt: skip
 GOLDEN = sorted((Path(__file__).parent.parent / "golden").glob("*.txt"))
 
@@ -94,12 +94,6 @@ def test_a_version_rule_that_is_only_simulated() -> None:
     blend = next(path for path in GOLDEN if path.stem == "blend")
     with pytest.raises(CapabilityError, match="does not offer version rule 'blended'"):
         check_offered(parse_schedule(blend.read_text()))
-
-
-def test_recompute_over_several_stages_is_only_simulated() -> None:
-    (path,) = [path for path in GOLDEN if path.stem == "pipemare_recompute"]
-    with pytest.raises(CapabilityError, match="recompute of single stages so far"):
-        check_offered(parse_schedule(path.read_text()))
 
 
 def test_a_schedule_that_is_wrong_is_not_run() -> None:
