@@ -47,6 +47,16 @@ OrderFile = Annotated[
 ]
 
 
+Segments = Annotated[
+    str | None,
+    typer.Option(
+        "--segments",
+        metavar="N|auto",
+        help="Run forwards again for their backwards, N stages together; auto: the square root of the stages, rounded.",
+    ),
+]
+
+
 def main() -> None:
     """Entry point: a mistake of the user ends with a message and exit code 2, a worker's failure with 1.
 
@@ -88,17 +98,30 @@ def _order_options(changes: list[str] | None) -> dict[str, int]:
     return options
 
 
-def _prove(method: str | None, file: Path | None, stages: int, microbatches: int, changes: list[str] | None) -> Proof:
-    """The proof of a method's schedule, or of that in a file."""
-    from penstock.schedule.build import prove
+def _prove(
+    method: str | None,
+    file: Path | None,
+    stages: int,
+    microbatches: int,
+    changes: list[str] | None,
+    segments: str | None,
+) -> Proof:
+    """The proof of a method's schedule, or of that in a file, with recomputes if they are asked for."""
+    from penstock.schedule.build import extend, prove
     from penstock.schedule.files import prove_file
 
     if (method is None) == (file is None):
         raise ConfigError("give either a METHOD (penstock methods lists them) or --file")
     options = _order_options(changes)
     if file is not None:
-        return prove_file(file, stages, microbatches, options)
-    return prove(method or "", stages, microbatches, options=options)
+        proof = prove_file(file, stages, microbatches, options)
+    else:
+        proof = prove(method or "", stages, microbatches, options=options)
+    if segments is None:
+        return proof
+    if segments != "auto" and not (segments.isascii() and segments.isdigit()):
+        raise ConfigError(f"--segments takes a number of stages, or auto; got {segments!r}")
+    return extend(proof, recomputes=True, segments="auto" if segments == "auto" else int(segments))
 
 
 @app.command()
@@ -122,6 +145,7 @@ def show(
     forward: Annotated[float, typer.Option(help="Time of a forward.", min=0)] = 1.0,
     backward: Annotated[float, typer.Option(help="Time of a full backward.", min=0)] = 2.0,
     changes: OrderOptions = None,
+    segments: Segments = None,
     file: OrderFile = None,
     as_json: AsJson = False,
     svg: Annotated[Path | None, typer.Option(help="Also write the drawing to this SVG file.")] = None,
@@ -133,7 +157,7 @@ def show(
     from penstock.view.svg import timeline_svg
     from penstock.view.text import draw_timeline
 
-    proof = _prove(method, file, stages, microbatches, changes)
+    proof = _prove(method, file, stages, microbatches, changes, segments)
     schedule = proof.schedule
     span = batches or (3 if any(program.epilogue for program in schedule.programs) else 1)
     simulation = simulate_schedule(proof, Costs.uniform(schedule, forward, backward / 2, backward / 2), span)
@@ -178,6 +202,7 @@ def simulate(
         ),
     ] = None,
     changes: OrderOptions = None,
+    segments: Segments = None,
     file: OrderFile = None,
     as_json: AsJson = False,
 ) -> None:
@@ -187,7 +212,7 @@ def simulate(
     from penstock.simulate.simulate import simulate_schedule
     from penstock.view.tables import simulation_table, time_table
 
-    proof = _prove(method, file, stages, microbatches, changes)
+    proof = _prove(method, file, stages, microbatches, changes, segments)
     if per_stage is not None:
         costs = read_stage_costs(per_stage, proof.schedule.cuts, latency)
     else:

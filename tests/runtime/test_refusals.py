@@ -17,7 +17,7 @@ from pool import Pool
 
 OFFERED = (
     "chimera", "dualpipe_v", "frozen_front", "interleaved", "local_losses", "offload", "seq1f1b", "two_branches",
-    "zb_h1", "post_validation", "parked", "zb_v", "xpipe", "nf1b", "blend",
+    "zb_h1", "post_validation", "parked", "zb_v", "xpipe", "nf1b", "blend", "pipemare_recompute",
 )  # fmt: skip
 GOLDEN = sorted((Path(__file__).parent.parent / "golden").glob("*.txt"))
 
@@ -89,12 +89,6 @@ def test_periods_of_the_batch_before_are_not_run() -> None:
 def test_what_is_no_schedule(schedule: Any) -> None:
     with pytest.raises(ConfigError, match="schedule must come from make_schedule, prove or check"):
         make_pipeline(Case("1f1b", 1, 2), schedule=schedule)
-
-
-def test_recompute_over_several_stages_is_only_simulated() -> None:
-    (path,) = [path for path in GOLDEN if path.stem == "pipemare_recompute"]
-    with pytest.raises(CapabilityError, match="recompute of single stages so far"):
-        check_offered(parse_schedule(path.read_text()))
 
 
 def test_a_schedule_that_is_wrong_is_not_run() -> None:

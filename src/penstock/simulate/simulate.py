@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from string import ascii_lowercase
@@ -26,10 +26,12 @@ class Simulation:
     Attributes:
         timeline: every interval, and activations over time.
         bubble: its figures.
-        messages: activation and gradient sends of all batches.
+        messages: activation and gradient sends of all batches, and those of activations that are recomputed.
         volume: what they carry, in outputs of a cut for one microbatch.
         activations: per rank, the most microbatches in flight, in units of its whole share.
         versions: per rank, the most weight versions alive at once in a span of any length: what a run provides for.
+        delays: per kind of pass (forward, recompute, backward) and rank, updates between the version read and the
+            version updated, mean over a batch in the steady state; None where a rank recomputes nothing.
     """
 
     timeline: Timeline
@@ -38,6 +40,7 @@ class Simulation:
     volume: float
     activations: tuple[float, ...]
     versions: tuple[int, ...]
+    delays: Mapping[str, tuple[float | None, ...]]
 
     def figures(self) -> dict[str, object]:
         """The figures under the names that `penstock simulate --json` prints."""
@@ -52,6 +55,7 @@ class Simulation:
             "live_versions": list(self.versions),
             "messages": self.messages,
             "volume": self.volume,
+            "delays": {what: list(delays) for what, delays in self.delays.items()},
         }
 
 
@@ -82,7 +86,23 @@ def simulate_schedule(
         *count_messages(proof.lowered, batches),
         activations,
         tuple(proof.versions_on(rank) for rank in range(proof.schedule.ranks)),
+        _delays_of(proof),
     )
+
+
+def _delays_of(proof: Proof) -> dict[str, tuple[float | None, ...]]:
+    """Those of each rank, mean over its stages."""
+
+    def mean(values: Sequence[float | None]) -> float | None:
+        found = [value for value in values if value is not None]
+        return sum(found) / len(found) if found else None
+
+    facts = [[proof.nodes[n] for n in proof.schedule.on_rank(rank)] for rank in range(proof.schedule.ranks)]
+    return {
+        "forward": tuple(mean([f.delay.forward for f in here]) for here in facts),
+        "recompute": tuple(mean([f.recompute_delay for f in here]) for here in facts),
+        "backward": tuple(mean([f.delay.backward for f in here]) for here in facts),
+    }
 
 
 @no_collection
@@ -104,17 +124,20 @@ def steady_bubble(lowered: Lowered, costs: Costs, batches: int) -> float:
 
 
 def count_messages(lowered: Lowered, batches: int) -> tuple[int, float]:
-    """Activation and gradient sends of a span, and what they carry: a slice is a part of a microbatch."""
+    """Sends of activations (also of recomputed ones) and gradients, and what they carry: a slice is a part of one."""
     m, count, volume = lowered.schedule.microbatches, 0, Fraction(0)
     for program in lowered.programs:
         for part, instructions in enumerate(program[:2]):
             for action in (i.action for i in instructions):
-                if action.op is Op.SEND and action.payload in (Payload.ACTIVATION, Payload.GRADIENT):
+                if action.op is Op.SEND and action.payload in _COUNTED:
                     begun = since(action.unit, m)
                     times = max(batches - max(begun, 0), 0) if part == 0 else int(batches >= begun)
                     count += times
                     volume += Fraction(times * action.unit.count, action.unit.slice[1] if action.unit.slice else 1)
     return count, float(volume)
+
+
+_COUNTED = (Payload.ACTIVATION, Payload.GRADIENT, Payload.RECOMPUTE)
 
 
 class _Recorder:

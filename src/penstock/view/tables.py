@@ -149,7 +149,12 @@ def simulation_table(simulation: Simulation) -> Table:
             _per_rank(list(simulation.versions)),
             "weight versions alive at once in a span of any length, per rank",
         ),
-        ("messages", str(simulation.messages), "activation and gradient sends"),
+        *(
+            (f"delay of {what}s", _per_rank([0.0 if d is None else d for d in delays]), _DELAY)
+            for what, delays in simulation.delays.items()
+            if any(delay is not None for delay in delays)
+        ),
+        ("messages", str(simulation.messages), "sends of activations (also of recomputed ones) and gradients"),
         ("volume", f"{simulation.volume:g}", "what they carry, in outputs of a cut for one microbatch"),
     )
     for row in rows:
@@ -157,6 +162,7 @@ def simulation_table(simulation: Simulation) -> Table:
     return table
 
 
+_DELAY = "updates between the weights read and the weights updated, per rank"
 _CAUSES = (
     "fill, drain: the pipeline fills and empties. imbalance: a peer is still at work. communication: a message is "
     "posted or under way. data: samples are read. control: gradients are added up, stages decide together. engine: the "
