@@ -68,11 +68,12 @@ KINDS = {
     "nag-pp-no-stash": Kind("nag-pp-no-stash", correction_of("nag-pp-no-stash", **MARE), MARE, ("nadam",)),
     "gap-aware": Kind("gap-aware", correction_of("gap-aware"), {}, ("undecayed",), exact=False, largest=1),
     "error-feedback": Kind("error-feedback", correction_of("error-feedback"), {}, ("sgd", "adamw", "nadam")),
-    "ftpipe": Kind("ftpipe", correction_of("ftpipe"), {}, ("adamw", "sgd")),
-    "ftpipe on a stash": Kind("ftpipe", correction_of("ftpipe"), {"backward": "stash"}, rule="predicted-stash"),
-    "ftpipe-aggregated": Kind("ftpipe-aggregated", correction_of("ftpipe-aggregated"), {}, ("adamw", "sgd")),
+    "ftpipe": Kind("ftpipe", correction_of("ftpipe"), {}, ("adamw",)),
+    "ftpipe on a stash": Kind(
+        "ftpipe", correction_of("ftpipe"), {"backward": "stash"}, ("sgd",), rule="predicted-stash"
+    ),
+    "ftpipe-aggregated": Kind("ftpipe-aggregated", correction_of("ftpipe-aggregated"), {}, ("adamw",)),
     "spectrain of Muon": Kind("spectrain", correction_of("spectrain"), {}, ("configured muon",)),
-    "lwp of Muon": Kind("lwp", correction_of("lwp"), {}, ("configured muon",)),
 }
 SHAPES = [(1, 2), (2, 1), (4, 3), (8, 2)]
 
