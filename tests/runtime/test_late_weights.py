@@ -190,6 +190,7 @@ BYTES = {  # parameter-sized buffers on the first of three stages, but for the o
     "xpipe": 4,  # one for forwards, one for backwards
     "pipeoptim": 3,
     "lwp-weights": 4,  # a copy, and the last motion
+    "ftpipe-aggregated": 3,
     "spectrain-stash": 5,  # three copies: two forwards under way, and one more
     "error-feedback": 4,  # two versions and a gradient that rotate, and the last step
 }
