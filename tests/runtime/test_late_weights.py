@@ -68,6 +68,12 @@ KINDS = {
     "nag-pp-no-stash": Kind("nag-pp-no-stash", correction_of("nag-pp-no-stash", **MARE), MARE, ("nadam",)),
     "gap-aware": Kind("gap-aware", correction_of("gap-aware"), {}, ("undecayed",), exact=False, largest=1),
     "error-feedback": Kind("error-feedback", correction_of("error-feedback"), {}, ("sgd", "adamw", "nadam")),
+    "ftpipe": Kind("ftpipe", correction_of("ftpipe"), {}, ("adamw",)),
+    "ftpipe on a stash": Kind(
+        "ftpipe", correction_of("ftpipe"), {"backward": "stash"}, ("sgd",), rule="predicted-stash"
+    ),
+    "ftpipe-aggregated": Kind("ftpipe-aggregated", correction_of("ftpipe-aggregated"), {}, ("adamw",)),
+    "spectrain of Muon": Kind("spectrain", correction_of("spectrain"), {}, ("configured muon",)),
 }
 SHAPES = [(1, 2), (2, 1), (4, 3), (8, 2)]
 
@@ -184,6 +190,7 @@ BYTES = {  # parameter-sized buffers on the first of three stages, but for the o
     "xpipe": 4,  # one for forwards, one for backwards
     "pipeoptim": 3,
     "lwp-weights": 4,  # a copy, and the last motion
+    "ftpipe-aggregated": 3,
     "spectrain-stash": 5,  # three copies: two forwards under way, and one more
     "error-feedback": 4,  # two versions and a gradient that rotate, and the last step
 }

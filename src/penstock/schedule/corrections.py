@@ -51,7 +51,7 @@ _PREDICTED = ("predicted-forward", "predicted-stash")
 
 _FTPIPE = {
     "ahead": Option(1.0, "1: each update ahead at its own rate (FTPipe's sched_aware); 0: all at that of the next one"),
-    "weight_decay": Option(1.0, "1: weight decay is part of the prediction; 0: it is not"),
+    "weight_decay": Option(0.0, "1: weight decay is part of the prediction, as in FTPipe's code; 0: it is not"),
 }
 
 _TABLE = (

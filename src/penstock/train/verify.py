@@ -44,6 +44,7 @@ from penstock.weights.backprop import PipelinedBackprop
 from penstock.weights.corrections import Correction
 from penstock.weights.decision import Decision, LossScale
 from penstock.weights.feedback import ErrorFeedback
+from penstock.weights.ftpipe import FTPipe
 from penstock.weights.gap import GapAware
 from penstock.weights.nag import NagPP
 from penstock.weights.pipemare import PipeMare
@@ -196,6 +197,11 @@ def _options(correction: Correction | None) -> dict[str, Any]:
     match correction:
         case PipeMare():
             return {"reschedule": correction.reschedule, "decay": correction.decay}
+        case FTPipe() if correction.decays or not correction.ahead:
+            raise ConfigError(
+                f"correction {correction.name!r}: the reference predicts without weight decay, each update at its own "
+                "rate; verify it with ahead=1 and weight_decay=0"
+            )
         case NagPP(adapts=True):
             return {"reschedule": correction.reschedule}
         case Prediction(name="xpipe"):

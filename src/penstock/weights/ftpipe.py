@@ -7,10 +7,12 @@ then are zero. For j = 1..n, with lr_j the rate of the j-th update from now (its
     SGD         w <- w - lr_j gamma^j v; all together w - sum_j (lr_j gamma^j) v
     Adam        w <- w - lr_j / (1 - beta1^(t+j)) beta1^j m / (sqrt(s / (1 - beta2^(t+j))) + eps), after t updates
 
-Weight decay goes on: decoupled, w is multiplied by 1 - lr_j decay before each; else it is the gradient, d = decay w, in
-v <- gamma v + d and m <- beta1 m + (1 - beta1) d. Aggregated, the gradient that the next update has gathered so far is
-added to d at j = 1; it is over the constant c, not clipped, and of this pipeline alone where there are several. FTPipe
-aggregates with Adam and AdamW; the same for SGD is our reading (variant "penstock").
+v is SGD's buffer, also under Nesterov's momentum. Aggregated, the gradient g that the next update has gathered so far
+is added at j = 1: v <- gamma v + g, m <- beta1 m + (1 - beta1) g. It is over the constant c, not clipped, and of this
+pipeline alone where there are several. FTPipe aggregates with Adam and AdamW; the same for SGD is our reading (variant
+"penstock"). Weight decay is no part of a prediction, as with the other methods here, unless that is wanted (`decays`);
+then it goes on as in FTPipe's code: decoupled, w is multiplied by 1 - lr_j decay before each update; else decay w is
+added to the gradient of each.
 
 n is what FTPipe's scheduler expects: the microbatches b with done backwards <= b < done forwards that end an update, b
 mod m = m - 1. Here it is the number of the forward's batch less that of the version it finds. Before the first update
@@ -45,7 +47,7 @@ class FTPipe:
 
     aggregated: bool = False
     ahead: bool = True
-    decays: bool = True
+    decays: bool = False
 
     @property
     def name(self) -> str:
@@ -76,13 +78,10 @@ class _OnStage(Corrector):
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
         """It is known of SGD with momentum, of Adam and of AdamW."""
-        known = type(optimizer) in (SGD, Adam, AdamW)
-        plain = known and not any(g.get("nesterov") or g.get("dampening") for g in optimizer.param_groups)
-        if not plain:
+        if type(optimizer) not in (SGD, Adam, AdamW):
             raise CapabilityError(
-                f"{self._wanted.name} predicts for SGD with momentum, without nesterov or dampening, for Adam and for "
-                f"AdamW, not for {name_of(optimizer)}{' as it is set' if known else ''}; take one of these "
-                "(optimizer.nesterov=false), or method lwp"
+                f"{self._wanted.name} predicts for SGD with momentum, Adam and AdamW, not for {name_of(optimizer)}; "
+                "take one of these, or method lwp"
             )
         check_predictable(optimizer)
 
@@ -113,14 +112,17 @@ class _OnStage(Corrector):
 
 
 def _walk_sgd(known: Forecast, rates: list[float], gathered: Tensor | None, decay: float) -> Tensor:
-    w, gamma = known.weights, float(known.group["momentum"])
+    w, gamma, taken = known.weights, float(known.group["momentum"]), 1.0 - known.group["dampening"]
     v: Tensor = known.optimizer.state[known.parameter]["momentum_buffer"]
-    if gathered is None and not decay:
-        return w - sum(rate * gamma**j for j, rate in enumerate(rates, 1)) * v
+    if not decay:
+        begun = gathered is not None  # then v is that of j = 1
+        v = gamma * v + taken * gathered.to(v.dtype) if gathered is not None else v
+        return w - sum(rate * gamma ** (j - begun) for j, rate in enumerate(rates, 1)) * v
     for j, rate in enumerate(rates, 1):
-        v = _added(gamma * v, gathered if j == 1 else None, 1.0)
-        if decay:
-            v = v + decay * w
+        gradient = decay * w
+        if j == 1 and gathered is not None:
+            gradient = gradient + gathered.to(v.dtype)
+        v = gamma * v + taken * gradient
         w = w - rate * v
     return w
 
@@ -128,21 +130,17 @@ def _walk_sgd(known: Forecast, rates: list[float], gathered: Tensor | None, deca
 def _walk_adam(known: Forecast, rates: list[float], gathered: Tensor | None, decay: float) -> Tensor:
     (beta1, beta2), eps, w = known.group["betas"], known.group["eps"], known.weights
     state, decoupled = known.optimizer.state[known.parameter], known.group["decoupled_weight_decay"]
-    t, first, second = int(state["step"]), state["exp_avg"], state["exp_avg_sq"]
-    mean, changes = first, gathered is not None or (decay and not decoupled)
+    t, mean, begun = int(state["step"]), state["exp_avg"], 0  # `mean` is that of update `begun` from now
+    if gathered is not None and (decoupled or not decay):
+        mean, begun = beta1 * mean + (1.0 - beta1) * gathered.to(mean.dtype), 1
     for j, rate in enumerate(rates, 1):
-        if changes:
-            mean = _added(beta1 * mean, gathered if j == 1 else None, 1.0 - beta1)
-            if decay and not decoupled:
-                mean = mean + (1.0 - beta1) * (decay * w)
-        else:
-            mean = beta1**j * first
         if decay and decoupled:
             w = w * (1.0 - rate * decay)
-        size = (second / (1.0 - beta2 ** (t + j))).sqrt() + eps
-        w = w - (rate / (1.0 - beta1 ** (t + j))) * (mean / size)
+        elif decay:
+            gradient = decay * w
+            if j == 1 and gathered is not None:
+                gradient = gradient + gathered.to(mean.dtype)
+            mean, begun = beta1 * mean + (1.0 - beta1) * gradient, j
+        share = rate / (1.0 - beta1 ** (t + j)) * beta1 ** (j - begun)
+        w = w - share * mean / ((state["exp_avg_sq"] / (1.0 - beta2 ** (t + j))).sqrt() + eps)
     return w
-
-
-def _added(term: Tensor, gathered: Tensor | None, share: float) -> Tensor:
-    return term if gathered is None else term + share * gathered.to(term.dtype)
