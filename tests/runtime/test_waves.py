@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -277,7 +278,7 @@ def test_nobody_waits_for_a_pipeline_that_is_few_waves_behind(distance: int) -> 
 
 
 class Late(list[Any]):
-    """A batch that the second pipeline begins only when the first one has read another, or fails after ten seconds."""
+    """A batch that the second pipeline begins only when the first one has read another, or fails after long."""
 
     def __init__(self, number: int, other: int, folder: str, pairs: Any) -> None:
         super().__init__(pairs)
@@ -285,7 +286,7 @@ class Late(list[Any]):
 
     def __getitem__(self, k: Any) -> Any:
         (self.folder / f"{k // 2}-{self.number}").touch()
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 30
         while k // 2 == 1 and not (self.folder / f"0-{self.other}").exists():
             assert time.monotonic() < deadline, f"the other pipeline waits before batch {self.number}"
             time.sleep(0.005)
@@ -302,17 +303,73 @@ def trained(group: dist.ProcessGroup | None, case: Case, combine: Combine, folde
     return states_of(pipeline)
 
 
+def together(parts: Sequence[dict[int, State]]) -> dict[int, State]:
+    found: dict[int, State] = {}
+    for r, state in (pair for part in parts for pair in part.items()):
+        whole = found.setdefault(r, State())
+        for what in ("weights", "optimizer", "model"):
+            getattr(whole, what).update(getattr(state, what))
+    return found
+
+
 def test_processes_have_the_bits_of_one_and_do_not_wait_for_each_other(pool: Pool, tmp_path: Path) -> None:
     """The second pipeline is as far behind all the time as it may be, and its stages wait for nobody's word."""
     case, combine = case_of("stash", 2, 2, 2, "adamw", spans=(15,)), Combine("wsp", every=2, distance=2)
     wanted = trained(None, case, combine)
-    found: dict[int, State] = {}
-    for part in pool.submit(trained, case, combine, str(tmp_path), ranks=4):
-        for r, state in part.items():
-            whole = found.setdefault(r, State())
-            for what in ("weights", "optimizer", "model"):
-                getattr(whole, what).update(getattr(state, what))
-    assert_close(found, wanted, 0.0)
+    found = pool.submit(trained, case, combine, str(tmp_path), ranks=4)
+    assert_close(together(found), wanted, 0.0)
+
+
+RECORDED = Combine("wsp", every=2, distance=2, lag="record")
+
+
+def recorded(group: dist.ProcessGroup | None, case: Case) -> tuple[dict[int, State], dict[str, Any]]:
+    pipeline = make_pipeline(case, group, combine=RECORDED)
+    list(pipeline.run(make_batches(case)))
+    return states_of(pipeline), pipeline.lags()
+
+
+def test_what_has_come_is_taken_and_taken_down() -> None:
+    """In one process pipelines take turns, so lags differ, and a loop by hand makes the same of them."""
+    case = case_of("stash", 2, 2, 2, "adamw", spans=(6, 9))
+    pipeline, batches = make_pipeline(case, combine=RECORDED), make_batches(case)
+    list(pipeline.run(batches[:6]))
+    list(pipeline.run(batches[6:]))
+    lags = pipeline.lags()
+    assert {one for waves in lags.values() for taken in waves.values() for one in taken} >= {0, 1}
+    assert all(list(waves) == [1, 3, 5, 7, 9, 11, 13] for waves in lags.values())
+    wanted = by_hand(case, RECORDED)
+    wanted.record = lags
+    wanted.train(batches)
+    assert_close(states_of(pipeline), wanted.states(), 0.0)
+
+
+def test_what_processes_have_taken_down_makes_the_same_run_in_one(pool: Pool) -> None:
+    case = case_of("stash", 2, 2, 2, "adamw", spans=(15,))
+    parts = pool.submit(recorded, case, ranks=4)
+    lags = {place: waves for _, own in parts for place, waves in own.items()}
+    assert sorted(lags) == ["0/0", "0/1", "1/0", "1/1"]
+    again = make_pipeline(case, combine=replace(RECORDED, lag=lags))
+    list(again.run(make_batches(case)))
+    assert again.lags() == lags
+    assert_close(together([part for part, _ in parts]), states_of(again), 0.0)
+
+
+def test_a_record_that_does_not_fit_is_refused() -> None:
+    case = case_of("stash", 2, 2, 2, "adamw", spans=(4,))
+    _, lags = recorded(None, case)
+    longer = make_pipeline(case, combine=replace(RECORDED, lag=lags))
+    with pytest.raises(ConfigError, match="taken down at ./. after batches 1 to 3, and not after batch 5"):
+        list(longer.run(make_batches(replace(case, spans=(6,)))))
+    with pytest.raises(ConfigError, match=r"taken down at 0/2 \(pipeline/stage\), which is here"):
+        make_pipeline(replace(case, depth=3), combine=replace(RECORDED, lag=lags))
+    with pytest.raises(ConfigError, match="taken down with 2 pipelines, and here are 3"):
+        make_pipeline(replace(case, width=3), combine=replace(RECORDED, lag=lags))
+    with pytest.raises(ConfigError, match="they must be whole numbers from 0 to distance=0"):
+        replace(RECORDED, distance=0, lag=lags)
+    for changes in ({"tied": True}, {"method": "chimera", "m": 4}):
+        with pytest.raises(ConfigError, match="each stage takes what has come to it, so those that hold the same par"):
+            make_pipeline(replace(case, **changes), combine=RECORDED)
 
 
 def stops(group: dist.ProcessGroup, case: Case, combine: Combine) -> list[tuple[int, float]]:
@@ -375,9 +432,9 @@ def test_waves_that_never_come_are_named() -> None:
         ({"kind": "wsp", "distance": -1}, "distance must be a whole number of waves, at least 0, got -1"),
         ({"kind": "wsp", "distance": True}, "distance must be a whole number of waves"),
         ({"kind": "wsp", "lag": 1}, "lag must be a whole number of waves from 0 to distance=0, or one for each pipe"),
-        ({"kind": "wsp", "distance": 2, "lag": [0, 3]}, "from 0 to distance=2, or one for each pipeline; got (0, 3)"),
-        ({"kind": "wsp", "distance": 2, "lag": []}, "or one for each pipeline; got ()"),
-        ({"kind": "wsp", "distance": 2, "lag": "soon"}, "lag must be a whole number of waves"),
+        ({"kind": "wsp", "distance": 2, "lag": [0, 3]}, "from 0 to distance=2, or one for each pipeline, or 'record'"),
+        ({"kind": "wsp", "distance": 2, "lag": []}, "or what that has taken down; got ()"),
+        ({"kind": "wsp", "distance": 2, "lag": "soon"}, "or what that has taken down; got 'soon'"),
         ({"kind": "wsp", "share": 0.0}, "share must be a positive number, got 0.0"),
         ({"kind": "wsp", "optimizer_state": "average"}, "optimizer_state is an option of average, bmuf, elastic, not"),
         ({"kind": "average", "distance": 1}, "distance is an option of wsp, not of average"),
