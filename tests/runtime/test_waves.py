@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,6 +24,7 @@ from penstock.runtime.divergence import Divergence
 from penstock.runtime.evaluation import Evaluating
 from penstock.runtime.exchange import LocalExchange
 from penstock.runtime.pipeline import Pipeline
+from penstock.runtime.precision import Precision
 from penstock.runtime.reduction import Holder
 from penstock.runtime.snapshot import Saving, Snapshot
 from penstock.schedule.build import make_schedule
@@ -209,7 +211,7 @@ class Counts(nn.Module):
     forwards: ClassVar[list[tuple[int, int, list[float]]]] = []
 
 
-def count_missing(in_flight: int, distance: int) -> int:
+def count_missing(in_flight: int, distance: int, precision: Precision) -> int:
     """The most updates of minibatches before its own that a forward misses, of another pipeline."""
     width, count = 2, (distance + 3) * in_flight
     Counts.forwards.clear()
@@ -223,6 +225,7 @@ def count_missing(in_flight: int, distance: int) -> int:
         width=width,
         combine=Combine("wsp", every=in_flight, distance=distance),
         balance=[1] * in_flight,
+        precision=precision,
     )
     list(pipeline.run(batches))
     return max(t - int(seen[1 - r]) for t, r, seen in Counts.forwards)
@@ -240,13 +243,21 @@ class Pass(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("in_flight", "distance", "missing"), [(1, 0, 0), (2, 1, 4), (4, 0, 6), (4, 1, 10), (4, 4, 22), (7, 4, 40)]
+    ("in_flight", "distance", "missing", "precision"),
+    [
+        (1, 0, 0, "fp32"),
+        (2, 1, 4, "fp32"),
+        (4, 0, 6, "fp32"),
+        (4, 1, 10, "bf16"),
+        (4, 4, 22, "fp32"),
+        (7, 4, 40, "fp32"),
+    ],
 )
-def test_the_bound_on_missing_updates(in_flight: int, distance: int, missing: int) -> None:
+def test_the_bound_on_missing_updates(in_flight: int, distance: int, missing: int, precision: Precision) -> None:
     """HetPipe, section 5: s_global = (D + 1)(s_local + 1) + s_local - 1, which stashing reaches and does not pass."""
     local = in_flight - 1
     assert missing == (distance + 1) * (local + 1) + local - 1
-    assert count_missing(in_flight, distance) == missing
+    assert count_missing(in_flight, distance, precision) == missing
 
 
 class Watched(list[Any]):
@@ -342,6 +353,23 @@ def test_what_has_come_is_taken_and_taken_down() -> None:
     wanted.record = lags
     wanted.train(batches)
     assert_close(states_of(pipeline), wanted.states(), 0.0)
+
+
+def test_a_snapshot_has_what_was_taken_down() -> None:
+    case = case_of("stash", 2, 2, 2, "adamw", spans=(6, 4))
+    pipeline, batches = make_pipeline(case, combine=RECORDED), make_batches(case)
+    list(pipeline.run(batches[:6]))
+    kept = Kept(pipeline.snapshots())
+    kept.facts = json.loads(json.dumps(kept.facts))  # as files have it
+    list(pipeline.run(batches[6:]))
+    again = make_pipeline(case, combine=RECORDED)
+    again.load(kept)
+    list(again.run(batches[6:]))
+    assert again.lags() == pipeline.lags()
+    assert_close(states_of(again), states_of(pipeline), 0.0)
+    chosen = make_pipeline(case, combine=WAVES)
+    chosen.load(kept)
+    assert chosen.lags() == {}
 
 
 def test_what_processes_have_taken_down_makes_the_same_run_in_one(pool: Pool) -> None:

@@ -432,8 +432,8 @@ class Pipeline:
     def lags(self) -> dict[str, dict[int, list[int]]]:
         """After how many waves stages of this process have taken updates of others, where `combine` does not choose it.
 
-        By "pipeline/stage", batch after which a wave has ended, and pipeline, since this one was made. What all
-        processes have taken down together is a lag for `Combine`, and makes the same run again.
+        By "pipeline/stage", batch after which a wave has ended, and pipeline, since the start of training (snapshots
+        have it). What all processes have taken down together is a lag for `Combine`, and makes the same run again.
         """
         agreements = [node.agreement for worker in self._workers for node in worker.nodes.values()]
         return {waves.place: dict(waves.record) for waves in agreements if isinstance(waves, Waves) and waves.record}

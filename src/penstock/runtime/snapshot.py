@@ -164,7 +164,7 @@ def _add_trained(
     for (kind, name), value in updater.state().items():
         kept = tensors if isinstance(value, Tensor) else values
         kept[f"optimizer{own}/{kind}/{name}"] = value
-    facts |= {f"updates{own}": updater.updates}
+    facts |= {f"updates{own}": updater.updates} | ({} if agreement is None else agreement.facts())
     if apart and agreement is not None:
         facts |= {"pipelines": agreement.width}
     if own:
@@ -219,6 +219,7 @@ def restore(node: NodeRuntime, saved: Saved, older: bool) -> None:
     if node.older is not None:
         node.older.restart(batch, reader.find_delayed)
     if node.agreement is not None:
+        node.agreement.recall(saved.facts)
         common = [(kind, name) for kind in COMMON for name in views if reader.has(f"{kind}/", name)]
         node.agreement.load({f"{kind}/{name}": reader.read(f"{kind}/", name, views[name]) for kind, name in common})
     if node.average is not None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -187,6 +188,16 @@ class Waves:
         """Copies of the global model, by kind and name of the parameter, where the newest weights are not that."""
         views = {} if self.combine.agrees else self.model.views
         return {f"{COMMON}/{name}": view.clone() for name, view in views.items()}
+
+    def facts(self) -> dict[str, Any]:
+        """What was taken down of lags, by a name of its own."""
+        record = {str(batch): lags for batch, lags in self.record.items()}
+        return {f"lags.{self.place}": record} if record else {}
+
+    def recall(self, facts: Mapping[str, Any]) -> None:
+        """Go on taking down where `facts` ended."""
+        found = {} if self.combine.chosen else facts.get(f"lags.{self.place}", {})
+        self.record = {int(batch): list(lags) for batch, lags in found.items()}
 
     def load(self, saved: Mapping[str, Tensor]) -> None:
         """Go on with what `copies` said, or from the newest weights; no wave is under way then.
