@@ -19,7 +19,7 @@ from runtime_cases import OPTIMIZERS, Case, make_batches, make_blocks, make_pipe
 from torch import nn
 from waves_by_hand import Waved, reads_of
 
-from penstock.errors import CheckpointError, ConfigError, PenstockError, TransportError
+from penstock.errors import CheckpointError, ConfigError, PenstockError, TransportError, VersionError
 from penstock.runtime.divergence import Divergence
 from penstock.runtime.evaluation import Evaluating
 from penstock.runtime.exchange import LocalExchange
@@ -31,6 +31,8 @@ from penstock.schedule.build import make_schedule
 from penstock.schedule.combine import Combine
 from penstock.schedule.ir import Op
 from penstock.schedule.text import parse_schedule
+from penstock.weights.store import VersionStore
+from penstock.weights.waves import Waves
 from pool import Pool
 
 CASES = [
@@ -108,7 +110,7 @@ def test_a_run_goes_on_as_if_it_had_been_drained_there(method: str, combine: Com
     wanted = by_hand(case, combine)
     wanted.train(batches)
     assert_close(states_of(whole), wanted.states(), 0.0)
-    for kept, begin in zip(found[:3], first, strict=False):
+    for kept, begin in zip(found[:2], first, strict=False):
         pipeline = make_pipeline(case, combine=combine, blocks=make_blocks(case.model, seed=99))
         pipeline.load(kept)
         for end in first[first.index(begin) + 1 :]:
@@ -400,12 +402,15 @@ def test_a_record_that_does_not_fit_is_refused() -> None:
             make_pipeline(replace(case, **changes), combine=RECORDED)
 
 
+STOPS = ((0, 3, None), (3, 3, None), (3, 6, Saving(8, lambda _: None)))  # who asks at which report, and what else
+
+
 def stops(group: dist.ProcessGroup, case: Case, combine: Combine) -> list[tuple[int, float]]:
     found = []
-    for who in (0, 3):
+    for who, at, save in STOPS:
         pipeline = make_pipeline(case, group, combine=combine)
-        for report in pipeline.run(make_batches(case)):
-            if report.batch == 3 and dist.get_rank(group) == who:
+        for report in pipeline.run(make_batches(case), save=save):
+            if report.batch == at and dist.get_rank(group) == who:
                 pipeline.stop()
         total = sum(w.double().sum() for w in states_of(pipeline)[dist.get_rank(group) // 2].weights.values())
         found.append((pipeline.batches, float(total)))
@@ -413,14 +418,16 @@ def stops(group: dist.ProcessGroup, case: Case, combine: Combine) -> list[tuple[
 
 
 def test_any_rank_may_stop_the_run(pool: Pool) -> None:
-    """It ends after the same batch everywhere, and all pipelines have the same weights then."""
+    """It ends after the same batch everywhere, also where that is drained, and all pipelines have the same weights."""
     case = case_of("2bw", 2, 2, 2, "momentum", spans=(40,))
     ends = pool.submit(stops, case, Combine("wsp", every=2, distance=2), ranks=4)
-    for of_rank in zip(*ends, strict=True):
+    early, late, drained = zip(*ends, strict=True)
+    for of_rank in (early, late, drained):
         assert len({batch for batch, _ in of_rank}) == 1
-        assert 4 + 2 * 2 <= of_rank[0][0] <= 16
         assert of_rank[0] == of_rank[2]
         assert of_rank[1] == of_rank[3]
+    assert all(4 + 2 * 2 <= of_rank[0][0] <= 16 for of_rank in (early, late))
+    assert drained[0][0] == 8
 
 
 # --- failures and refusals --------------------------------------------------------------------------------------------
@@ -511,6 +518,21 @@ def test_a_written_schedule_with_waves() -> None:
     assert_close(states_of(written), states_of(made), 0.0)
     with pytest.raises(ConfigError, match="have them directly after the STEPs of these batches, of 4 batches before"):
         make_pipeline(case, schedule=schedule, combine=Combine("wsp", every=2, distance=2))
+
+
+def test_who_has_claimed_weights_notices_that_others_have_added_to_them() -> None:
+    stores = [VersionStore({"a": torch.zeros(3)}, 1, "here") for _ in range(2)]
+    first, second = (Waves(Combine("wsp"), 2, r, store, "0") for r, store in enumerate(stores))
+    handle = stores[0].read(0)
+    with torch.no_grad():
+        stores[1].master.views["a"].add_(1.0)
+    waves = [first.push(), second.push()]
+    waves[0].updates[1][0].copy_(waves[1].updates[1][0])
+    handle.check("somebody")
+    first.take([1, 1])
+    assert stores[0].master.views["a"].tolist() == [1.0, 1.0, 1.0]
+    with pytest.raises(VersionError, match="has been rewritten"):
+        handle.check("somebody")
 
 
 def test_bytes_of_waves_are_those_that_are_under_way() -> None:
