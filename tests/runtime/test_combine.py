@@ -336,6 +336,15 @@ def test_from_a_meeting_a_run_goes_on_with_other_pipelines(changes: dict[str, An
         make_pipeline(other, combine=changes.get("combine", combine)).load(kept)
 
 
+@pytest.mark.parametrize("kind", ["bmuf", "elastic"])
+def test_pipelines_that_differ_begin_no_common_model(kind: str) -> None:
+    """Each would begin with its own."""
+    case = Case("1f1b", 2, 2, width=2, spans=(6,), skips=())
+    _, kept, _ = saved_by(case, Combine("average", every=2), 5)
+    with pytest.raises(CheckpointError, match=f"no model that they have in common, from which combine={kind} goes on"):
+        make_pipeline(case, combine=Combine(kind, every=2)).load(kept)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_pipelines_that_added_their_gradients_go_apart(kind: str) -> None:
     """They begin from the same weights, with nothing in motion."""

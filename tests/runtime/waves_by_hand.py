@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import product
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ class Waved:
         every: H, batches of a wave.
         share: what updates of others count.
         drains: numbers of batches trained by then.
+        record: lags by pipeline/stage and batch, instead.
     """
 
     def __init__(
@@ -46,9 +48,10 @@ class Waved:
         depth: int,
         factory: Callable[..., torch.optim.Optimizer],
         reads: Reads,
+        record: Mapping[str, Mapping[int, Sequence[int]]] | None = None,
     ) -> None:
         self.lags, self.every, self.share, self.m, self.reads = lags, every, share, m, reads
-        self.drains, self.drained, self.done = set(drains), 0, 0
+        self.drains, self.drained, self.done, self.record = set(drains), 0, 0, record
         self.stages = [dict(part) for part in cut(make_blocks("mixed"), BALANCE[depth])]
         self.names = [
             [f"{n}.{own}" for n, b in part.items() if isinstance(b, nn.Module) for own, _ in b.named_parameters()]
@@ -70,7 +73,7 @@ class Waved:
         self.world = {name: w.clone() for name, w in initial.items()}  # W_g
         self.begun = [self._copy(r) for r in range(width)]
         self.updates: list[list[Weights]] = []  # by wave since the last drain, by pipeline
-        self.added: list[set[tuple[int, int]]] = [set() for _ in range(width)]
+        self.added: list[set[tuple[int, int, str]]] = [set() for _ in range(width)]
 
     def _copy(self, r: int) -> Weights:
         return {name: p.detach().clone() for name, p in self.weights[r].items()}
@@ -113,13 +116,14 @@ class Waved:
         width, c = len(self.lags), len(self.updates)
         self.updates.append([{n: p - self.begun[r][n] for n, p in self.weights[r].items()} for r in range(width)])
         for r in range(width):
-            for wave in range(c + 1):
-                for q in range(width):
-                    visible = q != r and (drains or wave <= c - self.lags[q]) and (wave, q) not in self.added[r]
-                    if visible:
-                        self.added[r].add((wave, q))
-                        for n, p in self.weights[r].items():
-                            p.copy_(torch.add(p, self.updates[wave][q][n], alpha=self.share))
+            for s, names in enumerate(self.names):
+                lags = self.lags if self.record is None or drains else self.record[f"{r}/{s}"][self.done - 1]
+                for wave, q, n in product(range(c + 1), range(width), names):
+                    visible = q != r and (drains or wave <= c - lags[q])
+                    if visible and (wave, q, n) not in self.added[r]:
+                        self.added[r].add((wave, q, n))
+                        p = self.weights[r][n]
+                        p.copy_(torch.add(p, self.updates[wave][q][n], alpha=self.share))
         if drains:
             for wave in self.updates:
                 for changed in wave:

@@ -189,6 +189,24 @@ def test_pipelines_that_meet_now_and_then(tmp_path, text):
     assert all(torch.equal(weight, saved[name]) for name, weight in pipeline.state_dict().items())
 
 
+def test_waves_as_they_come_are_taken_down(tmp_path, text):
+    """In one process their record gives the same weights again."""
+    changes = settings(
+        "width=2", "stages=1", "method=stash", "batches=6", "combine.kind=wsp", "combine.every=2", "combine.distance=1",
+        "combine.lag=record", "checkpoint.every=null", "sample_length=0",
+    )  # fmt: skip
+    ran = start("-m", "penstock", "train", *changes, "--set", f"out={tmp_path / 'runs'}", "--data", text)
+    assert ran.returncode == 0, ran.stderr
+    folder = only_folder(tmp_path / "runs")
+    found = json.loads((folder / "lags.json").read_text())
+    assert {place: list(waves) for place, waves in found.items()} == {"0/0": ["1", "3", "5"], "1/0": ["1", "3", "5"]}
+    prepared = prepare(load_config(folder / "config.yaml", [f"combine.lag={folder / 'lags.json'}"]))
+    pipeline = make_pipeline(prepared)
+    list(pipeline.run(list(batches(prepared.windows, 0, 6, prepared.microbatches, 2))))
+    saved = load_weights(folder)
+    assert all(torch.equal(weight, saved[name]) for name, weight in pipeline.state_dict().items())
+
+
 def test_models_of_tokens_make_no_text(tmp_path):
     np.save(tmp_path / "tokens.npy", np.arange(20_000, dtype=np.int32) % 700)
     changes = settings(f"out={tmp_path / 'runs'}", f"data={tmp_path / 'tokens.npy'}", "stages=1", "method=stash")

@@ -55,6 +55,7 @@ from penstock.timeline import Timeline
 from penstock.weights.corrections import Correction
 from penstock.weights.decision import Decision, LossScale, Policy
 from penstock.weights.update import OptimizerFactory
+from penstock.weights.waves import Waves
 
 
 class Pipeline:
@@ -175,6 +176,11 @@ class Pipeline:
         _check_combine(combine, plain, width, fast, correction, backward_delays if delays is None else delays)
         self.parts = cut_blocks(named, plain.cuts, balance)
         ties, inside = find_ties(named, self.parts, tied or {})
+        if combine.apart and not combine.chosen and (ties or plain.replicas > 1):
+            raise ConfigError(
+                "combine: with a lag that is not chosen each stage takes what has come to it, so those that hold the "
+                "same parameters (tied, or of two directions) would part; choose a lag, such as combine.lag=1"
+            )
         behind = resolve_delays(delays, named, tied or {}, plain.rule)
         late = resolve_backward_delays(backward_delays, behind, named, tied or {}, plain.rule)
         self.delays, self.backward_delays = behind.by_block, (late or behind).by_block
@@ -435,6 +441,15 @@ class Pipeline:
             if averaged and node.average is not None:
                 state.update(node.average.views)
         return state
+
+    def lags(self) -> dict[str, dict[int, list[int]]]:
+        """After how many waves stages of this process have taken updates of others, where `combine` does not choose it.
+
+        By "pipeline/stage", batch after which a wave has ended, and pipeline, since the start of training (snapshots
+        have it). What all processes have taken down together is a lag for `Combine`, and makes the same run again.
+        """
+        agreements = [node.agreement for worker in self._workers for node in worker.nodes.values()]
+        return {waves.place: dict(waves.record) for waves in agreements if isinstance(waves, Waves) and waves.record}
 
     def decided(self) -> tuple[Decision, ...]:
         """The updates made or skipped since the last report: after a run, those that it made when it drained."""

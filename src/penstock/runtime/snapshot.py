@@ -164,7 +164,7 @@ def _add_trained(
     for (kind, name), value in updater.state().items():
         kept = tensors if isinstance(value, Tensor) else values
         kept[f"optimizer{own}/{kind}/{name}"] = value
-    facts |= {f"updates{own}": updater.updates}
+    facts |= {f"updates{own}": updater.updates} | ({} if agreement is None else agreement.facts())
     if apart and agreement is not None:
         facts |= {"pipelines": agreement.width}
     if own:
@@ -219,6 +219,7 @@ def restore(node: NodeRuntime, saved: Saved, older: bool) -> None:
     if node.older is not None:
         node.older.restart(batch, reader.find_delayed)
     if node.agreement is not None:
+        node.agreement.recall(saved.facts)
         common = [(kind, name) for kind in COMMON for name in views if reader.has(f"{kind}/", name)]
         node.agreement.load({f"{kind}/{name}": reader.read(f"{kind}/", name, views[name]) for kind, name in common})
     if node.average is not None:
@@ -325,10 +326,10 @@ class _Reader:
 
 
 def check_pipelines(saved: Saved, combine: Combine, width: int) -> None:
-    """Make sure that there is a pipeline for each that has weights of its own.
+    """Make sure that there is a pipeline for each that has weights of its own, and what they have in common.
 
     Raises:
-        CheckpointError: there is none, or one too many.
+        CheckpointError: there is none, or one too many, or nothing in common.
     """
     apart = saved.facts.get("pipelines", 1)
     alike = combine.spec.drains and combine.agrees  # between two runs
@@ -337,6 +338,12 @@ def check_pipelines(saved: Saved, combine: Combine, width: int) -> None:
             f"the checkpoint of batch {saved.facts['batch']} has the weights of {apart} pipelines that differ, so it "
             f"goes on with width {apart} and pipelines that have weights of their own; here are {width}, combine="
             f"{combine.kind}. To change either, take a checkpoint from where pipelines have just been averaged"
+        )
+    if apart != 1 and combine.spec.buffers and not any(name.startswith("common/") for name in saved.names):
+        raise CheckpointError(
+            f"the checkpoint of batch {saved.facts['batch']} has the weights of {apart} pipelines that differ, and no "
+            f"model that they have in common, from which combine={combine.kind} goes on; go on as before, or take a "
+            "checkpoint from where pipelines have just been averaged"
         )
 
 

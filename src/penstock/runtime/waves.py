@@ -15,6 +15,7 @@ from penstock.runtime.exchange import Exchange, Posted
 from penstock.runtime.node import NodeRuntime
 from penstock.runtime.waiting import Wait
 from penstock.schedule.ir import Action, Node
+from penstock.schedule.lags import RECORD
 from penstock.weights.waves import Waves
 
 
@@ -44,7 +45,10 @@ class WaveCombining(Meetings):
         if isinstance(node.agreement, Waves):
             self._push(node.node, node.agreement)
             hold()
-            yield from self._collect(node.node, node.agreement, node.agreement.due(), batch, what)
+            counts = self._here(node.node, node.agreement, node.agreement.due(batch))
+            yield from self._collect(node.node, node.agreement, counts, batch, what)
+            if not self.combine.chosen:
+                node.agreement.take_down(batch, counts)
         if (node.node, batch) in self._votes:
             unread.append(batch)
             if self._is_due(node.node):
@@ -69,7 +73,7 @@ class WaveCombining(Meetings):
         for node in nodes:
             what = self._what(node, f"draining before batch {batch}")
             if isinstance(node.agreement, Waves):
-                yield from self._collect(node.node, node.agreement, node.agreement.due(True), batch - 1, what)
+                yield from self._collect(node.node, node.agreement, node.agreement.all(), batch - 1, what)
                 self._take(node.node, node.agreement)
                 node.agreement.pull()
             for unread in self._unread.pop(node.node):
@@ -89,6 +93,16 @@ class WaveCombining(Meetings):
         members, me = self._party.members(node)
         wave, number = waves.push(), waves.taken[waves.pipeline] - 1
         self._posted.setdefault(node, {})[number] = self._exchange.post(members, me, number, wave.updates)
+
+    def _here(self, node: Node, waves: Waves, due: list[int]) -> list[int]:
+        """Of each pipeline, how many waves are taken: those that are due, or also those that have come."""
+        if self.combine.lag != RECORD:
+            return due
+        posted, counts = self._posted[node], list(due)
+        for q in set(range(waves.width)) - {waves.pipeline}:
+            while counts[q] in posted and posted[counts[q]].came[q].done:
+                counts[q] += 1
+        return counts
 
     def _collect(self, node: Node, waves: Waves, counts: list[int], batch: int, what: str) -> Iterator[Wait]:
         """Wait until so many waves of each pipeline have come, and those that all have by then have left."""

@@ -168,7 +168,7 @@ class Worker:
         if recipe.combine.apart and store is not None and updater is not None:
             common = recipe.combine, recipe.width, self.seat.replica, store
             waves = recipe.combine.kind == "wsp"
-            runtime.agreement = Waves(*common) if waves else Agreement(*common, updater)
+            runtime.agreement = Waves(*common, node.name) if waves else Agreement(*common, updater)
         runtime.restore()  # from here on the modules' parameters live in the store's memory, not beside it
         return runtime
 

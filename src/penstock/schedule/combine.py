@@ -26,8 +26,9 @@ pipeline r of w directly after its update of such a batch, and mean is over all 
               share counts for the updates of others alone. They are added by wave, then by pipeline.
 
 The lag of wsp is D for all, or chosen for each pipeline; what a run takes is so the same every time. HetPipe takes
-whatever has come to its server by then, at least what is D waves old. Where it says nothing, this is our reading
-("penstock"): the global model is W_g = W(0) + sum of all u that every pipeline has by now. When a run ends, or is
+whatever has come to its server by then, at least what is D waves old. So does "record", but each stage for itself, and
+only of waves that its own pipeline has ended, too. Where HetPipe says nothing, this is our reading ("penstock"): the
+global model is W_g = W(0) + sum of all u that every pipeline has by now. When a run ends, or is
 drained, the wave under way ends early and is sent, too; all that is outstanding is awaited and added, so that W_g is
 that of all updates, and (where share is 1) every pipeline goes on from W_g itself, the same bits everywhere. Waves are
 counted anew from there, up to the next multiple of H batches since the start of training.
@@ -39,11 +40,12 @@ version that they have begun with, which is their pipeline's own.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from types import MappingProxyType
 
 from penstock.errors import ConfigError
+from penstock.schedule.lags import Lag, lag_fault, width_fault
 from penstock.schedule.versions import RULES
 
 STATES = ("keep", "average", "reset")
@@ -135,7 +137,8 @@ class Combine:
         pull: alpha of elastic; 0.9/w if None, at most 1/w.
         distance: D of wsp, waves that the slowest pipeline may be behind the fastest.
         lag: of wsp, after how many waves the updates of a pipeline are added to the weights of others: one number, or
-            one per pipeline, at most `distance`, which it is if None.
+            one per pipeline, at most `distance`, which it is if None; "record", or what that has taken down
+            (`penstock.schedule.lags`).
         share: of wsp, what the updates of others are multiplied by.
 
     Raises:
@@ -150,7 +153,7 @@ class Combine:
     nesterov: bool = False
     pull: float | None = None
     distance: int = 0
-    lag: int | Sequence[int] | None = None
+    lag: Lag | None = None
     share: float = 1.0
 
     def __post_init__(self) -> None:
@@ -186,13 +189,9 @@ class Combine:
             raise ConfigError(f"combine: distance must be a whole number of waves, at least 0, got {self.distance!r}")
         if not 0 < self.share < float("inf"):
             raise ConfigError(f"combine: share must be a positive number, got {self.share}")
-        lags = self.lag if isinstance(self.lag, tuple) else (0 if self.lag is None else self.lag,)
-        for lag in lags or [None]:
-            if isinstance(lag, bool) or not isinstance(lag, int) or not 0 <= lag <= self.distance:
-                raise ConfigError(
-                    f"combine: lag must be a whole number of waves from 0 to distance={self.distance}, or one for each "
-                    f"pipeline; got {self.lag!r}"
-                )
+        fault = None if self.lag is None else lag_fault(self.lag, self.distance)
+        if fault is not None:
+            raise ConfigError(f"combine: {fault}")
 
     @property
     def spec(self) -> CombineSpec:
@@ -210,9 +209,15 @@ class Combine:
         return self.kind != "elastic" and self.share == 1
 
     def lags(self, width: int) -> tuple[int, ...]:
-        """Of wsp, after how many waves the updates of each of `width` pipelines are added to the weights of others."""
-        lag = self.distance if self.lag is None else self.lag
-        return (lag,) * width if isinstance(lag, int) else tuple(lag)
+        """Of wsp, after how many waves the updates of each of `width` pipelines are added to others at the latest."""
+        if isinstance(self.lag, tuple):
+            return self.lag
+        return (self.lag if isinstance(self.lag, int) else self.distance,) * width
+
+    @property
+    def chosen(self) -> bool:
+        """Whether the lags of wsp are the same for all stages and waves."""
+        return self.lag is None or isinstance(self.lag, int | tuple)
 
     @property
     def behind(self) -> int:
@@ -237,8 +242,8 @@ class Combine:
             return f"combine={self.kind} takes parallel pipelines; set a width of at least 2"
         if self.pull is not None and self.pull * width > 1:
             return f"combine: pull must be at most 1/w = {1 / width:g} with {width} pipelines, got {self.pull:g}"
-        if len(self.lags(width)) != width:
-            return f"combine: lag has {len(self.lags(width))} numbers for {width} pipelines; give one for each, or one"
+        if self.lag is not None and (fault := width_fault(self.lag, width)) is not None:
+            return f"combine: {fault}"
         return combine_fault(self.kind, rule, correction)
 
 

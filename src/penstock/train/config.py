@@ -12,6 +12,7 @@ from pydantic_core import PydanticCustomError
 
 from penstock.errors import ConfigError
 from penstock.schedule.combine import Combine
+from penstock.train.lags import lag_of
 
 
 def _as_number(value: Any) -> Any:
@@ -147,8 +148,10 @@ class CombineSection(Strict):
     nesterov: bool = Field(default=False, description="bmuf looks ahead")
     pull: Number | None = Field(default=None, gt=0, le=1, description="of elastic, alpha; 0.9/width if not set")
     distance: int = Field(default=0, ge=0, description="of wsp, waves that pipelines may be apart")
-    lag: int | list[int] | None = Field(
-        default=None, description="of wsp, waves until updates of a pipeline are added to others; distance if not set"
+    lag: int | list[int] | str | None = Field(
+        default=None,
+        description="of wsp, waves until updates of a pipeline are added to others, as 1 or [0, 2]; record, or the "
+        "lags.json of a run with that; distance if not set",
     )
     share: Number = Field(default=1.0, gt=0, description="of wsp, what the updates of others are multiplied by")
 
@@ -157,9 +160,9 @@ class CombineSection(Strict):
         """As a pipeline takes it.
 
         Raises:
-            ConfigError: an option that the kind does not have.
+            ConfigError: an option that the kind does not have, or a file of lags that cannot be read.
         """
-        return Combine(**self.model_dump())
+        return Combine(**(self.model_dump() | {"lag": lag_of(self.lag)}))
 
 
 class TrainConfig(Strict):

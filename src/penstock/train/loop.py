@@ -21,6 +21,7 @@ from penstock.runtime.decisions import Evaluated
 from penstock.runtime.evaluation import Evaluating
 from penstock.runtime.reporting import Report
 from penstock.runtime.source import Batches
+from penstock.schedule.lags import RECORD
 from penstock.schedule.versions import RULES
 from penstock.timeline import Timeline
 from penstock.train.board import Board, BubbleMeter
@@ -31,6 +32,7 @@ from penstock.train.corpus import unigram_entropy
 from penstock.train.data import Microbatches, batches
 from penstock.train.drain import DrainRequest
 from penstock.train.job import local_ranks, process_group, shared_folder
+from penstock.train.lags import write_lags
 from penstock.train.metrics import Metrics
 from penstock.train.observer import Observer, Progress, Summary, Switched
 from penstock.train.patience import Patience
@@ -136,6 +138,7 @@ class _Loop:
             self._enter_phase()
             self._train()
             assert self.pipeline.batches <= self.phases.end, "a divergence was heard of too late"
+            self._keep_lags()
             over = self.pipeline.batches >= min(self.config.batches, self._patience.end)
             if any(self._gather(self.request.asked)) and not over:
                 self._interrupted(self.checkpoints.save())
@@ -154,6 +157,13 @@ class _Loop:
         peaks = {r: b for part in self._gather(list(self.pipeline.peak_bytes().items())) for r, b in part}
         if self.reports:
             self._finish(validation, seconds, timeline, peaks)
+
+    def _keep_lags(self) -> None:
+        """Leave in the folder after how many waves updates were added, if it is to be taken down."""
+        if self.config.combine.lag == RECORD:
+            parts = self._gather(self.pipeline.lags())
+            if self.rank == 0:
+                write_lags(self.folder, parts)
 
     def _enter_phase(self) -> None:
         """Go on with the method of the next batch."""

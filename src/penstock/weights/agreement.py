@@ -8,6 +8,7 @@ so what they have in common (the global model, its momentum, the reference) stay
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -139,6 +140,13 @@ class Agreement:
     def copies(self) -> dict[str, Tensor]:
         """Copies of what pipelines have in common, by kind and name of the parameter."""
         return {f"{kind}/{name}": view.clone() for kind, b in self._kept() for name, view in b.views.items()}
+
+    def facts(self) -> dict[str, Any]:
+        """Plain values that belong to it: none."""
+        return {}
+
+    def recall(self, facts: Mapping[str, Any]) -> None:
+        """Go on with what `facts` said."""
 
     def load(self, saved: Mapping[str, Tensor]) -> None:
         """Go on with what `copies` said; where that is missing, as at the start of training.

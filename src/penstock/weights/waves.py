@@ -12,11 +12,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from penstock.errors import ConfigError
 from penstock.schedule.combine import Combine
+from penstock.schedule.lags import place_of
 from penstock.weights.buffers import Buffer
 from penstock.weights.store import VersionStore
 
@@ -53,13 +56,18 @@ class Waves:
         model: W_g, as large as the weights.
         motion: there is none.
         taken: of each pipeline, how many waves the weights have.
+        place: what the stage is called where lags are taken down.
+        record: by batch after which a wave has ended, the lags that were taken, unless they are chosen.
     """
 
     motion: Buffer | None = None
 
-    def __init__(self, combine: Combine, width: int, pipeline: int, store: VersionStore) -> None:
+    def __init__(self, combine: Combine, width: int, pipeline: int, store: VersionStore, stage: str) -> None:
         self.combine, self.width, self.pipeline = combine, width, pipeline
-        self._store, self._lags = store, combine.lags(width)
+        self.place, self.record = place_of(pipeline, stage), dict[int, list[int]]()
+        self._store, self._known = store, combine.lag.get(self.place, {}) if isinstance(combine.lag, Mapping) else None
+        if self._known == {}:
+            raise ConfigError(f"combine: lag was not taken down at {self.place} (pipeline/stage), which is here")
         self.model = Buffer(store.layout, f"global model of {store.where}")
         self._begun = Buffer(store.layout, f"beginning of the wave of {store.where}")  # weights when it began
         self._open: deque[Wave] = deque()  # the oldest first
@@ -88,16 +96,35 @@ class Waves:
         self.taken[self.pipeline] += 1
         return self._open[-1]
 
-    def due(self, drained: bool = False) -> list[int]:
+    def due(self, batch: int) -> list[int]:
         """Of each pipeline, how many waves must have come now.
 
         Args:
-            drained: there is no later time for those that could come later.
+            batch: after which the wave has ended.
+
+        Raises:
+            ConfigError: lags are to be those of a record that has none of this batch.
         """
-        ended = self._ended
-        counts = [ended if drained else max(ended - lag, self.taken[q]) for q, lag in enumerate(self._lags)]
-        counts[self.pipeline] = ended
+        lags: Sequence[int] = self.combine.lags(self.width)
+        if self._known is not None:
+            if batch not in self._known:
+                raise ConfigError(
+                    f"combine: lag was taken down at {self.place} after batches {min(self._known)} to "
+                    f"{max(self._known)}, and not after batch {batch}, where a wave has ended; begin where that run "
+                    "began, and train no longer"
+                )
+            lags = self._known[batch]
+        counts = [max(self._ended - lag, self.taken[q]) for q, lag in enumerate(lags)]
+        counts[self.pipeline] = self._ended
         return counts
+
+    def all(self) -> list[int]:
+        """The same where there is no later time for those that could come later."""
+        return [self._ended] * self.width
+
+    def take_down(self, batch: int, counts: Sequence[int]) -> None:
+        """Of each pipeline so many waves are taken after a batch."""
+        self.record[batch] = [self._ended - count for count in counts]
 
     @torch.no_grad()
     def take(self, counts: Sequence[int]) -> None:
@@ -161,6 +188,16 @@ class Waves:
         """Copies of the global model, by kind and name of the parameter, where the newest weights are not that."""
         views = {} if self.combine.agrees else self.model.views
         return {f"{COMMON}/{name}": view.clone() for name, view in views.items()}
+
+    def facts(self) -> dict[str, Any]:
+        """What was taken down of lags, by a name of its own."""
+        record = {str(batch): lags for batch, lags in self.record.items()}
+        return {f"lags.{self.place}": record} if record else {}
+
+    def recall(self, facts: Mapping[str, Any]) -> None:
+        """Go on taking down where `facts` ended."""
+        found = {} if self.combine.chosen else facts.get(f"lags.{self.place}", {})
+        self.record = {int(batch): list(lags) for batch, lags in found.items()}
 
     def load(self, saved: Mapping[str, Tensor]) -> None:
         """Go on with what `copies` said, or from the newest weights; no wave is under way then.

@@ -1,0 +1,58 @@
+"""After how many waves pipelines add what others have changed (`wsp`): chosen, taken down, or as taken down.
+
+A number is for the updates of all pipelines, a sequence has one for each. "record" takes whatever has come at the end
+of a wave, at least what is `distance` waves old, and takes the lags down: by place (a stage of a pipeline, each of
+which takes for itself), and by the batch after which the wave ended. Such a record, given as lag, makes the same run
+again, bit for bit, if that is drained at the same batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+RECORD = "record"
+Record = Mapping[str, Mapping[int, Sequence[int]]]
+"""Place -> batch, counted from the start of training -> lag of the updates of each pipeline."""
+Lag = int | Sequence[int] | str | Record
+
+
+def place_of(pipeline: int, stage: str) -> str:
+    """What a stage of a pipeline is called in a record."""
+    return f"{pipeline}/{stage}"
+
+
+def lag_fault(lag: Any, distance: int) -> str | None:
+    """Why it cannot be a lag, or None."""
+    if lag == RECORD:
+        return None
+    if isinstance(lag, Mapping):
+        for place, waves in lag.items():
+            for batch, lags in waves.items():
+                if not lags or any(not _is_lag(one, distance) for one in lags):
+                    return (
+                        f"the lags taken down at {place} after batch {batch} are {list(lags)}; they must be whole "
+                        f"numbers from 0 to distance={distance}"
+                    )
+        return None
+    if (lags := lag if isinstance(lag, tuple) else (lag,)) and all(_is_lag(one, distance) for one in lags):
+        return None
+    return (
+        f"lag must be a whole number of waves from 0 to distance={distance}, or one for each pipeline, or {RECORD!r}, "
+        f"or what that has taken down; got {lag!r:.80}"
+    )
+
+
+def width_fault(lag: Lag, width: int) -> str | None:
+    """Why it cannot be a lag for so many pipelines, or None."""
+    if isinstance(lag, tuple) and len(lag) != width:
+        return f"lag has {len(lag)} numbers for {width} pipelines; give one for each, or one"
+    if isinstance(lag, Mapping):
+        widths = {len(lags) for waves in lag.values() for lags in waves.values()}
+        if widths - {width}:
+            return f"lag was taken down with {max(widths)} pipelines, and here are {width}"
+    return None
+
+
+def _is_lag(value: Any, distance: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= distance
