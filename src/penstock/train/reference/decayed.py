@@ -94,7 +94,8 @@ def _ahead(w: Tensor, n: int, known: Known, g: Tensor | None) -> Tensor:
         if g is not None:
             v = gamma * v + (1.0 - group["dampening"]) * g
         share = sum(rates[j - 1] * gamma ** (j if g is None else j - 1) for j in range(1, n + 1))
-        return w - share * v
+        moved: Tensor = w - share * v
+        return moved
     b1, b2 = group["betas"]
     first, done = state["exp_avg"], float(state["step"])
     if g is not None:
