@@ -52,6 +52,8 @@ What is done about the delay (`corrections`, `predictions`), m microbatches to a
     gap-aware                   stash, gradients divided by how far the weights have moved (arXiv 1909.10802)
     error-feedback              2bw; updates make up for what the update before would have been (`Feedback`)
 
+Pipelines that make updates of their own and tell each other the sums of waves of them are in `waves` (HetPipe's WSP).
+
 What concerns all stages is decided once per batch, on the gradient of all stages together (Megatron-LM, GPipe and
 others do so after a flush; nothing in it needs one):
 
@@ -72,5 +74,17 @@ from penstock.train.reference.decisions import Scaling
 from penstock.train.reference.methods import DOUBLE_BUFFER, FLUSH, METHODS
 from penstock.train.reference.order import Order
 from penstock.train.reference.run import Reference, train_reference
+from penstock.train.reference.waves import Waves, Wsp, train_wsp
 
-__all__ = ["DOUBLE_BUFFER", "FLUSH", "METHODS", "Order", "Reference", "Scaling", "train_reference"]
+__all__ = [
+    "DOUBLE_BUFFER",
+    "FLUSH",
+    "METHODS",
+    "Order",
+    "Reference",
+    "Scaling",
+    "Waves",
+    "Wsp",
+    "train_reference",
+    "train_wsp",
+]

@@ -93,8 +93,9 @@ def _ahead(w: Tensor, n: int, known: Known, g: Tensor | None) -> Tensor:
         gamma, v = group["momentum"], state["momentum_buffer"]
         if g is not None:
             v = gamma * v + (1.0 - group["dampening"]) * g
-        share = sum(rates[j - 1] * gamma ** (j if g is None else j - 1) for j in range(1, n + 1))
-        return w - share * v
+        share: float = sum(rates[j - 1] * gamma ** (j if g is None else j - 1) for j in range(1, n + 1))
+        moved: Tensor = w - share * v
+        return moved
     b1, b2 = group["betas"]
     first, done = state["exp_avg"], float(state["step"])
     if g is not None:

@@ -105,14 +105,14 @@ def train_reference(
     for node in nodes:
         node.cast_frozen(precision)
     scale = Scale(scaling)
-    run = _Run(nodes, loss, method, chosen, rate, divisor, drains, clip, scale, seed, parts, tied, precision, order)
+    run = Run(nodes, loss, method, chosen, rate, divisor, drains, clip, scale, seed, parts, tied, precision, order)
     for t, batch in enumerate(batches):
         run.train(t, batch)
-    return _with_end(run.result, nodes)
+    return with_end(run.result, nodes)
 
 
 @dataclass
-class _Run:
+class Run:
     """A run under way; the attributes are the arguments of `train_reference`."""
 
     nodes: list[Stage]
@@ -233,7 +233,7 @@ class _Run:
         return given
 
 
-def _with_end(result: Reference, nodes: list[Stage]) -> Reference:
+def with_end(result: Reference, nodes: list[Stage]) -> Reference:
     """Add what is known when the run is over."""
     versions = zip(*(node.versions for node in nodes), strict=True)
     result.versions = [{name: w for stage in parts for name, w in stage.items()} for parts in versions]

@@ -146,6 +146,13 @@ class Stage:
             self.step(self)
         return {name: p.grad.clone() for name, p in self.newest.items() if p.grad is not None}
 
+    def add(self, change: Weights, share: float) -> None:
+        """Add a share of a change to the newest version, before anybody has read it."""
+        with torch.no_grad():
+            for name, parameter in self.newest.items():
+                parameter.copy_(parameter + share * change[name])
+        self.versions[-1] = self.copy_newest()
+
     def bear(self, made: bool) -> None:
         """The newest weights are the next version, which an update has made or not."""
         self.made = made
