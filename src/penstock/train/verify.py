@@ -33,6 +33,7 @@ from penstock.train.build import make_pipeline
 from penstock.train.config import TrainConfig
 from penstock.train.data import Microbatches, batches
 from penstock.train.differences import Comparisons, Record, Value
+from penstock.train.moments import order_of
 from penstock.train.optimizers import optimizer_factory
 from penstock.train.plain import train_plain
 from penstock.train.prepare import Prepared, prepare
@@ -41,6 +42,7 @@ from penstock.train.reference import Reference, Scaling, train_reference
 from penstock.train.verification import Row, Verification
 from penstock.train.watch import Watch
 from penstock.weights.backprop import PipelinedBackprop
+from penstock.weights.blending import Blending
 from penstock.weights.corrections import Correction
 from penstock.weights.decision import Decision, LossScale
 from penstock.weights.feedback import ErrorFeedback
@@ -188,6 +190,7 @@ def _run_reference(prepared: Prepared, count: int) -> tuple[Reference, Watch]:
         tied=TIED_EMBEDDINGS if config.model.tied and config.stages > 1 else {},
         precision=low_precision(config.precision),
         options=_options(prepared.correction),
+        order=order_of(find_method(config.method), prepared.proof, config.recompute, config.segments),
     )
     return result, watch
 
@@ -206,6 +209,8 @@ def _options(correction: Correction | None) -> dict[str, Any]:
             return {"reschedule": correction.reschedule}
         case Prediction(name="xpipe"):
             return {"bias": "paper" if correction.uncorrected else "adam"}
+        case Blending():
+            return {"beta": correction.beta}
         case GapAware():
             return {"average": correction.average, "eps": correction.eps}
     return {}

@@ -1,0 +1,48 @@
+"""When passes run, as the sequential reference is told where an order is not one that it knows by itself."""
+
+from __future__ import annotations
+
+from penstock.schedule.build import extend
+from penstock.schedule.check import Proof
+from penstock.schedule.ir import Op, Schedule, passes
+from penstock.schedule.methods import Method
+from penstock.schedule.recompute import Segments
+from penstock.schedule.versions import RULES, Source
+from penstock.train.reference.order import USUAL, Order
+
+KNOWN = ("endless-1f1b",)
+"""Orders whose delays the reference knows; it also knows those of rules that do not depend on an order."""
+
+
+def order_of(row: Method, proof: Proof, recompute: str, segments: Segments) -> Order:
+    """What the reference of a method is to be told about a schedule.
+
+    Args:
+        row: the method.
+        proof: of its schedule, without recomputes of its own.
+        recompute, segments: as of `penstock.runtime.pipeline.Pipeline`.
+    """
+    source = RULES[row.rule].forward
+    depends = source in (Source.NEWEST, Source.ADMISSION) and row.order not in KNOWN and row.name != "wpipe"
+    delays = _updates_before_own(proof.schedule, Op.F) if depends else None
+    if recompute == "none" or RULES[row.rule].recompute is not Source.NEWEST:
+        return USUAL._replace(delays=delays)  # what runs again reads the same, so it changes nothing
+    if recompute == "block":
+        return Order(delays, "block")
+    again = extend(proof, recomputes=True, segments=segments).schedule
+    size = max((len(segment) for segment in again.segments), default=1)
+    return Order(delays, "stage", size, _updates_before_own(again, Op.R))
+
+
+def _updates_before_own(schedule: Schedule, op: Op) -> list[list[int]]:
+    """Per cut and microbatch of a batch, how many updates lie between what a pass reads and the batch's own."""
+    m = schedule.microbatches
+    found: dict[tuple[int, int], int] = {}
+    for program in schedule.programs:
+        for action in program.period:
+            for p in passes(action):
+                if p.op is op and p.reads is not None:
+                    for number in p.unit.microbatches:
+                        batch, k = divmod(number, m)
+                        found[p.node.cut, k] = batch - p.reads.versions[-1]
+    return [[found.get((cut, k), 0) for k in range(m)] for cut in range(schedule.cuts)]
