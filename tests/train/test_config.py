@@ -57,6 +57,7 @@ def test_changes_are_read_as_the_field_means_them():
             "lag has 2 numbers for 3 pipelines; give one for each, or one",
         ),
         (["combine.kind=wsp", "width=2", "combine.every=3"], "batches is 1000, but with combine.kind=wsp"),
+        (["combine.kind=wsp", "width=2", "combine.lag=record", "model.tied=true"], "parameters (tied ones) would part"),
         (["combine.kind=wsp", "width=2", "combine.lag=nowhere"], "combine.lag: cannot read 'nowhere': No such file"),
         (["combine.kind=wsp", "width=2", "combine.lag=/dev/null"], "'/dev/null' is not a lags.json that a run has"),
     ],

@@ -49,6 +49,7 @@ from penstock.schedule.build import prove_evaluation
 from penstock.schedule.check import Proof
 from penstock.schedule.combine import REDUCE, Combine
 from penstock.schedule.ir import Node, Schedule
+from penstock.schedule.lags import parting_fault
 from penstock.schedule.recompute import Segments
 from penstock.schedule.versions import RULES
 from penstock.timeline import Timeline
@@ -176,11 +177,9 @@ class Pipeline:
         _check_combine(combine, plain, width, fast, correction, backward_delays if delays is None else delays)
         self.parts = cut_blocks(named, plain.cuts, balance)
         ties, inside = find_ties(named, self.parts, tied or {})
-        if combine.apart and not combine.chosen and (ties or plain.replicas > 1):
-            raise ConfigError(
-                "combine: with a lag that is not chosen each stage takes what has come to it, so those that hold the "
-                "same parameters (tied, or of two directions) would part; choose a lag, such as combine.lag=1"
-            )
+        parting = parting_fault(combine.lag, plain.replicas, bool(ties))
+        if parting is not None:
+            raise ConfigError(f"combine: {parting}")
         behind = resolve_delays(delays, named, tied or {}, plain.rule)
         late = resolve_backward_delays(backward_delays, behind, named, tied or {}, plain.rule)
         self.delays, self.backward_delays = behind.by_block, (late or behind).by_block

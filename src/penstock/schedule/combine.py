@@ -20,18 +20,17 @@ pipeline r of w directly after its update of such a batch, and mean is over all 
               wave-synchronous parallel (HetPipe, Park et al., USENIX ATC 2020, arXiv 2005.14038, section 5). The
               clock c counts waves of H batches, in HetPipe the N_m minibatches in flight; u_r(c) is what wave c of
               pipeline r has changed by updates of its own, as its optimizer makes them, and W_r(c) its weights at the
-              end of it.
-              Each pipeline sends u_r(c) to the others there, and goes on; it waits only for those of wave c - lag_q,
-              0 <= lag_q <= D. Updates are added, not averaged: share is 1, as on HetPipe's parameter server. Another
-              share counts for the updates of others alone. They are added by wave, then by pipeline.
+              end of it. Each pipeline sends u_r(c) to the others there, and goes on; it waits only for those of wave
+              c - lag_q, 0 <= lag_q <= D. Updates are added, not averaged: share is 1, as on HetPipe's parameter server.
+              Another share counts for the updates of others alone. They are added by wave, then by pipeline.
 
 The lag of wsp is D for all, or chosen for each pipeline; what a run takes is so the same every time. HetPipe takes
 whatever has come to its server by then, at least what is D waves old. So does "record", but each stage for itself, and
 only of waves that its own pipeline has ended, too. Where HetPipe says nothing, this is our reading ("penstock"): the
-global model is W_g = W(0) + sum of all u that every pipeline has by now. When a run ends, or is
-drained, the wave under way ends early and is sent, too; all that is outstanding is awaited and added, so that W_g is
-that of all updates, and (where share is 1) every pipeline goes on from W_g itself, the same bits everywhere. Waves are
-counted anew from there, up to the next multiple of H batches since the start of training.
+global model is W_g = W(0) + sum of all u that every pipeline has by now. When a run ends, or is drained, the wave under
+way ends early and is sent, too; all that is outstanding is awaited and added, so that W_g is that of all updates, and
+(where share is 1) every pipeline goes on from W_g itself, the same bits everywhere. Waves are counted anew from there,
+up to the next multiple of H batches since the start of training.
 
 Where versions are double-buffered or stashed, W_r is the newest version alone: batches under way go on reading the
 version that they have begun with, which is their pipeline's own.

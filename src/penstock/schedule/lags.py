@@ -54,5 +54,21 @@ def width_fault(lag: Lag, width: int) -> str | None:
     return None
 
 
+def parting_fault(lag: Lag | None, replicas: int, tied: bool) -> str | None:
+    """Why stages cannot take each for itself, or None.
+
+    Args:
+        lag: as chosen.
+        replicas: how many stages of a pipeline hold the same cut.
+        tied: stages share parameters.
+    """
+    if lag is None or isinstance(lag, int | tuple) or (replicas == 1 and not tied):
+        return None
+    return (
+        "with a lag that is not chosen each stage takes what has come to it, so those that hold the same parameters "
+        f"({'tied ones' if tied else 'of two directions'}) would part; choose a lag, such as combine.lag=1"
+    )
+
+
 def _is_lag(value: Any, distance: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= distance

@@ -24,6 +24,8 @@ from penstock.schedule.batchwise import check_together
 from penstock.schedule.build import extend, prove
 from penstock.schedule.check import Proof
 from penstock.schedule.corrections import options_of
+from penstock.schedule.ir import Schedule
+from penstock.schedule.lags import parting_fault
 from penstock.schedule.methods import find_method
 from penstock.schedule.versions import RULES, Source
 from penstock.train.config import TrainConfig
@@ -97,7 +99,7 @@ def prepare(config: TrainConfig) -> Prepared:
     check_together(proof.schedule, config.decides, {0, proof.schedule.cuts - 1} if config.model.tied else ())
     others = _other_proofs(config, proof)
     _check_recompute(config, [proof, *others.values()])
-    _check_combine(config, proof.schedule.rule, row.correction)
+    _check_combine(config, proof.schedule, row.correction)
     corpus = load_corpus(config.data, partial(is_of_a_run, Path(config.out)))
     model = model_shape(config, corpus)
     blocks = gpt_blocks(model, config.seed)
@@ -177,7 +179,7 @@ def _check_recompute(config: TrainConfig, proofs: Iterable[Proof]) -> None:
         check_offered(extend(proof, recomputes=True, segments=config.segments).schedule)
 
 
-def _check_combine(config: TrainConfig, rule: str, correction: str) -> None:
+def _check_combine(config: TrainConfig, schedule: Schedule, correction: str) -> None:
     """Refuse what does not go with the way in which parallel pipelines agree.
 
     Raises:
@@ -186,7 +188,9 @@ def _check_combine(config: TrainConfig, rule: str, correction: str) -> None:
     combine = config.combine.chosen
     if not combine.apart:
         return
-    kind, every, fault = combine.kind, combine.every, combine.fault(rule, config.width, correction)
+    kind, every, fault = combine.kind, combine.every, combine.fault(schedule.rule, config.width, correction)
+    if fault is None:
+        fault = parting_fault(combine.lag, schedule.replicas, config.model.tied and schedule.cuts > 1)
     own = f"with combine.kind={kind} pipelines meet every {every} batches, and have weights of their own in between"
     if fault is None and config.reduce == "fast":
         fault = f"reduce=fast does not go with combine.kind={kind}, whose sums are added in order; leave it out"
