@@ -16,7 +16,7 @@ def test_drawings_and_figures_are_those_of_the_schedules() -> None:
     assert made_anew(text) == text, "run python tests/drawings.py"
 
 
-DRAWN = [row.name for row in METHODS.values() if row.rule == "flush" and row.order != "sequential"]
+DRAWN = [row.name for row in METHODS.values() if row.rule == "flush" and row.order != "sequential"] + ["v-timeprest"]
 
 
 @pytest.mark.parametrize("name", DRAWN)

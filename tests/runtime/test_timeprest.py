@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from runtime_cases import Case, Recording, assert_same, make_batches, make_pipeline, train, train_on_ranks
+from runtime_cases import Case, Recording, assert_same, expected, make_batches, make_pipeline, train, train_on_ranks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -20,6 +20,7 @@ from penstock.errors import CapabilityError, ConfigError, ScheduleError
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.snapshot import Saving, Snapshot
 from penstock.schedule.build import prove
+from penstock.schedule.text import parse_schedule
 from penstock.weights.blending import Blending
 from penstock.weights.methods import correction_of
 from penstock.weights.store import VersionStore
@@ -273,6 +274,32 @@ def test_blends_with_recompute_change_nothing() -> None:
     """The forward's version is there until the backward is over, so that is what the forward reads again."""
     case = Case("i-timeprest", 4, 3, correction=correction_of("i-timeprest"), spans=(9,))
     assert_same(train(None, replace(case, recompute="block")), train(None, case))
+
+
+WIDE = {
+    "other units on the next rank": """
+        nodes 0@0 1@1
+        rank 0: F0 F1 F2 B0 B1..2
+        rank 1: F0 F1 F2 B0..1 B2
+    """,
+    "both stages on one rank": """
+        nodes 0@0 1@0
+        rank 0: F0@0 F0@1 F1@0 F1@1 F2@0 F2@1 B0..2@1 B0..1@0 B2@0
+    """,
+    "with a forward": """
+        nodes 0@0 1@1
+        rank 0: F0 F1 F2 B0..2
+        rank 1: F0 F1 [F2+B0..1] B2
+    """,
+}
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_units_of_any_size(name: str) -> None:
+    """A message for each unit of the giver; whoever takes it needs another one or none."""
+    schedule = parse_schedule("schedule gpipe\nrule flush\nmicrobatches 3" + WIDE[name])
+    case = Case("gpipe", 2, 3, clip=0.6)
+    assert_same(train(None, case, schedule=schedule), expected(case))
 
 
 @pytest.mark.parametrize(("method", "m"), [("timeprest", 4), ("i-timeprest", 3)])
