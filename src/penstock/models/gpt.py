@@ -88,20 +88,6 @@ class Embedding(nn.Module):
         return F.embedding(tokens_BL, self.weight)
 
 
-class Norm(nn.RMSNorm):
-    """Root-mean-square norm; in low precision it is taken in float32, but the scale is not cast.
-
-    torch's own casts the scale there, and a backward on other weights than the forward's could not find them again.
-    """
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The norm of the last dimension."""
-        if x.dtype == torch.float32:
-            return super().forward(x)
-        whole = F.rms_norm(x.float(), self.normalized_shape, eps=self.eps)
-        return whole.to(x.dtype) * self.weight
-
-
 class Layer(nn.Module):
     """One transformer layer: (B, L, D) -> (B, L, D)."""
 
@@ -109,10 +95,10 @@ class Layer(nn.Module):
         super().__init__()
         d = config.width
         self.heads = config.heads
-        self.attention_norm = Norm(d)
+        self.attention_norm = nn.RMSNorm(d)
         self.query_key_value = nn.Linear(d, 3 * d, bias=False)
         self.attention_out = nn.Linear(d, d, bias=False)
-        self.mlp_norm = Norm(d)
+        self.mlp_norm = nn.RMSNorm(d)
         self.mlp_in = nn.Linear(d, 4 * d, bias=False)
         self.mlp_out = nn.Linear(4 * d, d, bias=False)
         for linear in (self.query_key_value, self.mlp_in):
@@ -159,7 +145,7 @@ class Head(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.norm = Norm(config.width)
+        self.norm = nn.RMSNorm(config.width)
         self.out = nn.Linear(config.width, config.vocabulary, bias=False)
         nn.init.normal_(self.out.weight, std=0.02)
 

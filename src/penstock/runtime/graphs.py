@@ -251,4 +251,4 @@ class Graphs:
                 "it as a block (not one of its methods), or detach it"
             )
         if self._rebinding is not None:
-            self._rebinding.check(result)
+            self._rebinding.check(result, {id(t) for t in opened})
