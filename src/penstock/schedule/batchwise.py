@@ -130,7 +130,7 @@ def check_together(schedule: Schedule, decides: bool, tied: Collection[int] = ()
     Raises:
         ConfigError: a rank updates one of its cuts before it runs the last backward of that batch on another one.
     """
-    found = _updated_early(schedule) if decides or len(tied) > 1 else None
+    found = _updated_early(schedule) if decides or tied else None
     if found is None:
         return
     node, late = found
