@@ -163,7 +163,7 @@ def _updated_early(schedule: Schedule) -> tuple[Node, Node] | None:
                     backwards[p.node] = max(backwards.get(p.node, when), when)
         for node, step in steps.items():
             late = next((other for other, last in backwards.items() if last > step), None)
-            if late is not None:
+            if late is not None and node in backwards and backwards[node] < step:  # else the proof refuses it
                 return node, late
     return None
 
