@@ -32,7 +32,7 @@ class Stage:
         self.w, self.s, self.d, self.m = w, s, d, m
         self.history, self.read, self.born = [w], {}, {}
         self.made, self.v = 0, 0.0
-        self.backwards = 0
+        self.backwards, self.partial = 0, 0.0  # how many in the span; what the open batch's gradient has come to
         self.tau = (d - 1 - s) / m
 
     def ahead(self, g: int) -> float:

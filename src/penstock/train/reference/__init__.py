@@ -23,19 +23,36 @@ which has one state whatever the method; s of d is the stage, counted from 0.
             the activations in them are those that the forward saved. It is the gradient of nothing.
             PipeMare without its corrections (Yang et al., arXiv 1910.05124); AMPNet, FTPipe's stale pipeline.
 
+    wpipe   W(t+1) = opt(W(t), grad f_t(...)), where the first half of the stages reads W(t-1), at the beginning of a
+            span W(t), and the second half W(t): in forward and backward the same (WPipe, ICLR 2022).
+    timeprest, v-timeprest
+            newest in the order nF1B: one backward for all microbatches of a batch. Its forwards read, on stage s, the
+            weights of min(b, d-1-s) updates before, b being the number of the batch in its span (TiMePReSt, Dutta et
+            al., arXiv 2410.14312; V-TiMePReSt, arXiv 2509.23241, which differs from it in what m may be).
+    i-timeprest
+            The same, but the backward reads weights between those of its forward and the newest (`Blend`; I-TiMePReSt,
+            arXiv 2509.23241).
+
+1F1B and nF1B are derived in `delays`; what another order comes to may be given instead.
+
 What is done about the delay (`corrections`, `predictions`), m microbatches to an update:
 
-    pipemare                    newest, T1 (`Rescheduling`) and T2 (`Discrepancy`)
+    pipemare                    newest, T1 (`Rescheduling`) and T2 (`Discrepancy`); if forwards are run again
+                                (`Order.recompute`), T2 estimates for them, too, at a moment of their own
     spectrain                   forward and backward read two predictions (`Prediction`) by floor(s/2) + d-s-1 and by
                                 floor(s/2) updates over m, rounded half to even (arXiv 1809.02839; m > 1 is our reading)
     spectrain-stash             forward and backward read one prediction by d-s-1 updates over m (the authors' code)
     xpipe                       predictions by (d+m-s/2-2)/m and (m+floor(s/2)-1)/m updates, rounded half to even; what
                                 the batch's first microbatch predicts serves them all (arXiv 1911.04610)
     pipeoptim                   forward as spectrain-stash, backward on the newest weights (arXiv 2312.00839)
+    ftpipe, ftpipe-aggregated   prediction by velocities that die away, the latter with the gradient of the open batch
+                                (`Decaying`; FTPipe, Eliad et al., USENIX ATC 2021)
     lwp, spike, spike-lwp       linear weight prediction, spike compensation, both (Kosson et al., arXiv 2003.11666)
     nag-pp, nag-pp-no-stash     NAdam on stash; on newest with T1 and a momentum for each stage (arXiv 2505.01099)
     gap-aware                   stash, gradients divided by how far the weights have moved (arXiv 1909.10802)
     error-feedback              2bw; updates make up for what the update before would have been (`Feedback`)
+
+Pipelines that make updates of their own and tell each other the sums of waves of them are in `waves` (HetPipe's WSP).
 
 What concerns all stages is decided once per batch, on the gradient of all stages together (Megatron-LM, GPipe and
 others do so after a flush; nothing in it needs one):
@@ -55,6 +72,19 @@ operations in one.
 
 from penstock.train.reference.decisions import Scaling
 from penstock.train.reference.methods import DOUBLE_BUFFER, FLUSH, METHODS
+from penstock.train.reference.order import Order
 from penstock.train.reference.run import Reference, train_reference
+from penstock.train.reference.waves import Waves, Wsp, train_wsp
 
-__all__ = ["DOUBLE_BUFFER", "FLUSH", "METHODS", "Reference", "Scaling", "train_reference"]
+__all__ = [
+    "DOUBLE_BUFFER",
+    "FLUSH",
+    "METHODS",
+    "Order",
+    "Reference",
+    "Scaling",
+    "Waves",
+    "Wsp",
+    "train_reference",
+    "train_wsp",
+]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch.optim import NAdam, Optimizer
 
 from penstock.errors import CapabilityError, ConfigError
 from penstock.train.reference.corrections import (
+    Blend,
     Discrepancy,
     Feedback,
     GapAware,
@@ -17,8 +18,9 @@ from penstock.train.reference.corrections import (
     Spike,
     adapt_momentum,
 )
-from penstock.train.reference.delays import horizons, mean_delay
-from penstock.train.reference.methods import NEWEST, PREDICTION
+from penstock.train.reference.decayed import Decaying
+from penstock.train.reference.delays import horizons, largest_delay, mean_delay
+from penstock.train.reference.methods import DECAYED, NEWEST, PREDICTION
 from penstock.train.reference.predictions import LastChange, Prediction, check_velocity
 from penstock.train.reference.stage import Reading, Stage, step
 
@@ -27,11 +29,12 @@ UNEQUAL = ("pipemare", "nag-pp-no-stash", "spike", "spike-lwp", "spike-lwp-weigh
 
 
 class Place(NamedTuple):
-    """Where a stage is: s of d, counted from 0, and m, the microbatches of a pipeline to an update."""
+    """Where a stage is: s of d, counted from 0; m, the microbatches of a pipeline to an update; its delays if given."""
 
     stage: int
     depth: int
     microbatches: int
+    delays: Sequence[int] | None = None
 
 
 def correct(stage: Stage, place: Place, method: str, options: Mapping[str, Any], tied: bool) -> Callable[[int], float]:
@@ -68,6 +71,10 @@ def _reading(method: str, options: Mapping[str, Any], place: Place, optimizer: O
         return Discrepancy(mean_delay(*place), options["decay"])
     if method in NEWEST or (method == "spike" and options["backward"] == "newest"):
         return Newest()
+    if method == "i-timeprest":
+        return Blend(options["beta"])
+    if method in DECAYED:
+        return Decaying(largest_delay(*place), options["backward"] == "stash", optimizer)
     if method not in PREDICTION:
         return Reading()
     forward, backward = horizons(method, *place)

@@ -17,13 +17,18 @@ class Newest(Reading):
         """The version, the newest."""
         return stage.versions[version], stage.versions[-1]
 
+    def again(self, stage: Stage, _version: int, moment: int) -> Weights | None:
+        """What is newest then."""
+        return stage.versions[moment]
+
 
 class Discrepancy(Reading):
     """PipeMare's T2 (arXiv 1910.05124): backwards read an estimate of what their forwards have read.
 
     delta <- gamma * delta + (1 - gamma) * (W(t+1) - W(t)) after each update, from 0 on, gamma = decay^(1/delay); the
     backward of a microbatch of batch t whose forward read version v reads W(t) - (t - v) * delta. T2 extrapolates back
-    in time. A stage without delay has no delta.
+    in time. A stage without delay has no delta. A forward that is run again when version r is newest reads
+    W(r) - (r - v) * delta of that moment: its backward's estimate if r = t, and W(v) itself if r = v.
 
     Args:
         delay: the mean delay of the stage, in updates.
@@ -33,6 +38,7 @@ class Discrepancy(Reading):
     def __init__(self, delay: float, decay: float) -> None:
         self.gamma = decay ** (1.0 / delay) if delay else None
         self.delta: Weights = {}
+        self.past: dict[int, Weights] = {}  # delta by the version that was newest
 
     def born(self, stage: Stage) -> None:
         """Follow the drift."""
@@ -40,13 +46,44 @@ class Discrepancy(Reading):
             before, after = stage.versions[-2:]
             delta = self.delta or {name: torch.zeros_like(w) for name, w in after.items()}
             self.delta = {n: self.gamma * delta[n] + (1.0 - self.gamma) * (w - before[n]) for n, w in after.items()}
+        self.past[len(stage.versions) - 1] = self.delta
 
     def read(self, stage: Stage, version: int) -> tuple[Weights, Weights | None]:
         """The version, and an estimate of it from the newest one."""
-        newest, delay = stage.versions[-1], len(stage.versions) - 1 - version
-        if not self.delta or not delay:
-            return stage.versions[version], newest
-        return stage.versions[version], {name: w - delay * self.delta[name] for name, w in newest.items()}
+        return stage.versions[version], self.again(stage, version, len(stage.versions) - 1)
+
+    def again(self, stage: Stage, version: int, moment: int) -> Weights:
+        """An estimate of the version from the one that is newest then."""
+        newest, delta, delay = stage.versions[moment], self.past.get(moment), moment - version
+        if not delta or not delay:
+            return newest
+        return {name: w - delay * delta[name] for name, w in newest.items()}
+
+
+class Blend(Reading):
+    """I-TiMePReSt (arXiv 2509.23241): backwards read weights between those of their forward and the newest.
+
+    lambda W(v) + (1 - lambda) W(t), lambda = beta^(t - v), for a microbatch of batch t whose forward read version v.
+    The abstract says that the share of the old weights falls exponentially with the updates in between, but neither
+    its base nor whether updates that are not made count: that it is one number, and that they do, is our reading
+    ("penstock"). Without updates in between they are W(v), bit for bit.
+
+    Args:
+        beta: from 0 (newest weights wherever there are newer ones) to 1 (those of the forward).
+    """
+
+    repeats = False
+
+    def __init__(self, beta: float) -> None:
+        self.beta = beta
+
+    def read(self, stage: Stage, version: int) -> tuple[Weights, Weights | None]:
+        """The version, and what lies between it and the newest."""
+        old, newest, updates = stage.versions[version], stage.versions[-1], len(stage.versions) - 1 - version
+        if not updates:
+            return old, None
+        share = self.beta**updates
+        return old, {name: share * w + (1.0 - share) * newest[name] for name, w in old.items()}
 
 
 class Rescheduling:

@@ -14,8 +14,12 @@ FLUSH = (
     "dualpipe-v", "bitpipe", "bpipe", "seq1f1b", "terapipe",
 )  # fmt: skip
 DOUBLE_BUFFER = ("2bw", "2bw-eager", "error-feedback")
-NEWEST = ("newest", "pipemare", "nag-pp-no-stash")
+NF1B = ("timeprest", "v-timeprest", "i-timeprest")
+NEWEST = ("newest", "pipemare", "nag-pp-no-stash", "timeprest", "v-timeprest")
 STASH = ("stash", "nag-pp", "gap-aware")
+OWN_DELAYS = (*FLUSH, *DOUBLE_BUFFER, "wpipe")
+"""Methods whose delays follow from what they are, not from the order of a schedule."""
+
 PREDICTION = (
     "spectrain",
     "spectrain-stash",
@@ -26,7 +30,8 @@ PREDICTION = (
     "spike-lwp",
     "spike-lwp-weights",
 )
-METHODS = (*FLUSH, *DOUBLE_BUFFER, "vertical-sync", *STASH, *NEWEST, "spike", *PREDICTION)
+DECAYED = ("ftpipe", "ftpipe-aggregated")
+METHODS = (*OWN_DELAYS, "vertical-sync", *STASH, *NEWEST, "i-timeprest", "spike", *PREDICTION, *DECAYED)
 
 NEEDED = "needed"
 _BACKWARD = {"backward": "newest"}
@@ -39,12 +44,16 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "lwp-weights": _BACKWARD,
         "spike-lwp": _BACKWARD,
         "spike-lwp-weights": _BACKWARD,
+        "ftpipe": _BACKWARD,
+        "ftpipe-aggregated": _BACKWARD,
         "nag-pp-no-stash": {"reschedule": NEEDED},
         "gap-aware": {"average": 0.999, "eps": 1e-8},
+        "i-timeprest": {"beta": 0.5},
     }
 )
 """What each method takes, with the paper's value or, of `gap-aware`, that of FTPipe's code. No paper has a number of
-updates for `reschedule`: a quarter of the first phase of a rate that falls in steps, five times a linear warm-up."""
+updates for `reschedule`: a quarter of the first phase of a rate that falls in steps, five times a linear warm-up. The
+`beta` of `i-timeprest` is ours."""
 
 _CHOICES = {"bias": ("paper", "adam"), "backward": ("newest", "stash")}
 
@@ -63,6 +72,8 @@ def options_of(method: str, given: Mapping[str, Any]) -> dict[str, Any]:
             raise ConfigError(f"{method} has no option {name!r}; it has: {', '.join(known) or 'none'}")
         if name in _CHOICES and value not in _CHOICES[name]:
             raise ConfigError(f"{method}: {name} is {value!r}; give one of {', '.join(_CHOICES[name])}")
+        if name == "beta" and not 0.0 <= value <= 1.0:
+            raise ConfigError(f"{method}: beta is {value}; give a number from 0 (newest weights) to 1 (the forward's)")
     options = {**known, **given}
     for name, value in options.items():
         if value == NEEDED:

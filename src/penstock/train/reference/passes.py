@@ -44,21 +44,16 @@ def run_microbatch(
     Returns:
         The sum of the loss, and its weight.
     """
-    leaves = [
-        {name: cast(w, precision).detach().clone().requires_grad_() for name, w in forward.items()}
-        for forward, _ in reads
-    ]
+    leaves = [leaves_of(forward, precision) for forward, _ in reads]
     x, target = cast(sample[0], precision), sample[1]
     for node, weights, (_, others) in zip(nodes, leaves, reads, strict=True):
-        with nullcontext() if others is None else _unguarded():
+        with nullcontext() if others is None else unguarded():
             x = node.forward(x, weights, draw)
     draw("loss")
-    result = loss(x, target)
-    sum_, weight = result if isinstance(result, tuple) else (result, 1.0)
-    sum_ = sum_.to(torch.promote_types(sum_.dtype, torch.float32))
+    sum_, weight = weighted(loss(x, target))
     for weights, (_, others) in zip(leaves, reads, strict=True):
         if others is not None:
-            _replace(weights, others)  # in the leaves' precision
+            replace(weights, others)  # in the leaves' precision
     gradients = iter(
         torch.autograd.grad(sum_ / c * scale, [w for ws in leaves for w in ws.values()], allow_unused=True)
     )
@@ -66,10 +61,21 @@ def run_microbatch(
         for name in weights:
             if (gradient := next(gradients)) is not None:  # a parameter that the loss does not see learns nothing
                 node.part[name] += gradient
-    return float(sum_.detach()), float(weight)
+    return float(sum_.detach()), weight
 
 
-def _unguarded() -> saved_tensors_hooks:
+def leaves_of(weights: Weights, precision: torch.dtype | None) -> Weights:
+    """Copies of weights for one graph, in the precision of the passes."""
+    return {name: cast(w, precision).detach().clone().requires_grad_() for name, w in weights.items()}
+
+
+def weighted(result: Tensor | tuple[Tensor, float | Tensor]) -> tuple[Tensor, float]:
+    """What a loss has returned: the sum, in at least fp32, and its weight."""
+    sum_, weight = result if isinstance(result, tuple) else (result, 1.0)
+    return sum_.to(torch.promote_types(sum_.dtype, torch.float32)), float(weight)
+
+
+def unguarded() -> saved_tensors_hooks:
     """What is saved for the backward shares its memory with what was saved, and may be changed.
 
     So a weight that a formula of the backward contains is whatever the leaf holds by then; activations, and whatever
@@ -78,7 +84,8 @@ def _unguarded() -> saved_tensors_hooks:
     return saved_tensors_hooks(lambda x: x.detach(), lambda x: x)
 
 
-def _replace(leaves: Mapping[str, Tensor], others: Weights) -> None:
+def replace(leaves: Mapping[str, Tensor], others: Weights) -> None:
+    """What the leaves hold from now on."""
     with torch.no_grad():
         for name, leaf in leaves.items():
             leaf.copy_(others[name])

@@ -2,16 +2,21 @@
 
 A velocity is what an update by a rate of 1 subtracts if gradients stay as they are: of SGD with momentum, also with
 Nesterov's, its buffer v; of Adam and AdamW m' / (sqrt(v') + eps), with m' = m / (1 - beta1^n), v' = v / (1 - beta2^n)
-after n updates. Decoupled weight decay is not part of it. It is zero before the first update.
+after n updates; of Muon the orthogonalised buffer (`muon_direction`). Decoupled weight decay is not part of it. It is
+zero before the first update. An optimizer may step some groups of its parameters as Muon does, others as AdamW.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from penstock.errors import CapabilityError
+from penstock.train.reference.muon import muon_direction
 from penstock.train.reference.stage import Reading, Stage, Weights
 
 
@@ -27,6 +32,7 @@ class Prediction(Reading):
 
     def __init__(self, forward: float, backward: float | None, stash: bool = False, bias: str = "adam") -> None:
         self.horizon, self.back, self.stash, self.bias = forward, backward, stash, bias
+        self.repeats = stash and backward is None
         self.ahead: list[Weights] = []  # per version, what forwards predict from it
         self.next: Weights = {}  # what backwards predict from the newest version
 
@@ -64,7 +70,7 @@ class LastChange(Reading):
     """
 
     def __init__(self, forward: float, stash: bool) -> None:
-        self.horizon, self.stash = forward, stash
+        self.horizon, self.stash, self.repeats = forward, stash, stash
         self.ahead: list[Weights] = []
         self.change: Weights | None = None
 
@@ -85,14 +91,20 @@ def check_velocity(optimizer: Optimizer) -> None:
     """Refuse an optimizer whose velocity is not known.
 
     Raises:
-        CapabilityError: it is neither SGD with momentum nor Adam nor AdamW.
+        CapabilityError: it is neither SGD with momentum nor Adam nor AdamW nor Muon, alone or beside AdamW.
     """
-    fits = isinstance(optimizer, SGD | Adam | AdamW)
+    muon = [group for group in optimizer.param_groups if _is_muon(group)]
+    others = [group for group in optimizer.param_groups if not _is_muon(group)]
+    fits = isinstance(optimizer, SGD | Adam | AdamW) or (muon and all("betas" in group for group in others))
     if not fits or any(group.get("momentum") == 0 or group.get("amsgrad") for group in optimizer.param_groups):
         raise CapabilityError(
-            f"{type(optimizer).__name__} has no velocity to predict weights by: take SGD with momentum, Adam or AdamW "
-            "(without amsgrad)"
+            f"{type(optimizer).__name__} has no velocity to predict weights by: take SGD with momentum, Adam, AdamW "
+            "(without amsgrad) or Muon"
         )
+
+
+def _is_muon(group: Mapping[str, Any]) -> bool:
+    return "ns_coefficients" in group
 
 
 def velocity(optimizer: Optimizer, parameter: nn.Parameter, bias: str) -> Tensor | None:
@@ -100,11 +112,13 @@ def velocity(optimizer: Optimizer, parameter: nn.Parameter, bias: str) -> Tensor
     state = optimizer.state.get(parameter)
     if not state:
         return None
-    if isinstance(optimizer, SGD):
+    (group,) = [g for g in optimizer.param_groups if any(p is parameter for p in g["params"])]
+    if _is_muon(group):
+        return muon_direction(state["momentum_buffer"], group)
+    if "betas" not in group:
         buffer = state["momentum_buffer"]
         assert isinstance(buffer, Tensor)
         return buffer.clone()
-    (group,) = [g for g in optimizer.param_groups if any(p is parameter for p in g["params"])]
     n = float(state["step"]) if bias == "adam" else 1.0
     beta1, beta2 = group["betas"]
     mean, square = state["exp_avg"] / (1.0 - beta1**n), state["exp_avg_sq"] / (1.0 - beta2**n)

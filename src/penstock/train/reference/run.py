@@ -12,12 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.errors import DataError
+from penstock.errors import CapabilityError, DataError
 from penstock.train.reference.choice import Place, correct
+from penstock.train.reference.decayed import Partials
 from penstock.train.reference.decisions import Scale, Scaling, equal_copies, factor_and_norm, tie_gradients
-from penstock.train.reference.delays import version_read
+from penstock.train.reference.delays import backwards_of_open_batch, check_early, version_read
 from penstock.train.reference.methods import DOUBLE_BUFFER, options_of
+from penstock.train.reference.order import USUAL, Order
 from penstock.train.reference.passes import Loss, draw_for, run_microbatch
+from penstock.train.reference.recompute import pieces_of, run_again
 from penstock.train.reference.stage import Block, Factory, Stage
 
 
@@ -63,6 +66,7 @@ def train_reference(
     tied: Mapping[str, str] = MappingProxyType({}),
     precision: torch.dtype | None = None,
     options: Mapping[str, Any] = MappingProxyType({}),
+    order: Order = USUAL,
 ) -> Reference:
     """Train a copy of a model as the equations of a method say.
 
@@ -74,7 +78,7 @@ def train_reference(
         method: one of `METHODS`.
         optimizer: makes the optimizer of a stage from its named parameters.
         rate: what the initial learning rates are multiplied by, from the number of updates made before. Methods that
-            predict weights ask for the rate of the next update as soon as the one before is made, also after the last.
+            predict weights ask for the rates of the next updates as soon as one is made, also after the last.
         divisor: the constant c that the loss is divided by before its backward; m if None.
         drains: batches before which the pipeline was drained, so that stash begins again without delay.
         clip: the largest norm of a gradient.
@@ -86,10 +90,12 @@ def train_reference(
         tied: name of a parameter -> name of the one, on a stage before, that it is the same as.
         options: of the method (`methods.OPTIONS`): reschedule (K of T1 in updates, 0 for no T1) and decay (D of T2,
             None for no T2); bias ("paper" or "adam": XPipe's corrections); backward ("newest" or "stash") of spike
-            compensation and linear weight prediction; average and eps of the gap-aware penalty.
+            compensation, linear weight prediction, FTPipe's; average and eps of gap-aware; beta of i-timeprest.
+        order: of the passes, where it is not the method's own.
 
     Raises:
-        ConfigError: unknown method or option; or tied parameters, whose stages the method updates differently.
+        ConfigError: unknown method or option; tied parameters, whose stages the method updates differently; an order
+            that does not fit.
         CapabilityError: the method does not work with this optimizer, or not with several microbatches.
         DataError: batches of different numbers of microbatches.
     """
@@ -98,14 +104,15 @@ def train_reference(
     equal_copies(nodes, tied)
     for node in nodes:
         node.cast_frozen(precision)
-    run = _Run(nodes, loss, method, chosen, rate, divisor, drains, clip, Scale(scaling), seed, parts, tied, precision)
+    scale = Scale(scaling)
+    run = Run(nodes, loss, method, chosen, rate, divisor, drains, clip, scale, seed, parts, tied, precision, order)
     for t, batch in enumerate(batches):
         run.train(t, batch)
-    return _with_end(run.result, nodes)
+    return with_end(run.result, nodes)
 
 
 @dataclass
-class _Run:
+class Run:
     """A run under way; the attributes are the arguments of `train_reference`."""
 
     nodes: list[Stage]
@@ -121,11 +128,13 @@ class _Run:
     parts: Sequence[Sequence[int]] | None
     tied: Mapping[str, str]
     precision: torch.dtype | None
+    order: Order
     result: Reference = field(default_factory=Reference)
     size: int = 0  # of a batch, in microbatches
     m: int = 0  # those of one pipeline
     first: int = 0  # batch of the span
     updates: int = 0
+    partials: Partials = field(default_factory=Partials)
 
     def train(self, t: int, batch: Sequence[tuple[Any, Any]]) -> None:
         """Batch t."""
@@ -154,32 +163,62 @@ class _Run:
     def begin(self, size: int) -> int:
         """The number of microbatches is known, and so are all delays."""
         self.m = len(self.parts[0]) if self.parts else size
+        self.order.check(self.method, len(self.nodes), self.m)
+        check_early(self.method, self.order, len(self.nodes), self.m)
         for s, node in enumerate(self.nodes):
-            momentary = correct(node, Place(s, len(self.nodes), self.m), self.method, self.options, bool(self.tied))
+            place = Place(s, len(self.nodes), self.m, self.order.of_stage(s))
+            momentary = correct(node, place, self.method, self.options, bool(self.tied))
             node.rate = partial(self.rate_of, momentary)
             node.reading.born(node)
+            if self.order.recompute is not None and not node.reading.repeats:
+                raise CapabilityError(
+                    f"{self.method}: no equation says what forwards read that are run again where their backward reads "
+                    "something else: leave recompute out"
+                )
         return size
 
-    def rate_of(self, momentary: Callable[[int], float]) -> float:
-        """What the initial rates of a stage are multiplied by in the next update."""
-        return self.rate(self.updates) * momentary(self.updates)
+    def rate_of(self, momentary: Callable[[int], float], ahead: int = 0) -> float:
+        """What the initial rates of a stage are multiplied by in the next update, or so many updates later."""
+        return self.rate(self.updates + ahead) * momentary(self.updates + ahead)
 
     def accumulate(self, t: int, batch: Sequence[tuple[Any, Any]], c: float, s: float) -> tuple[float, float]:
         """The gradients of batch t, times s / c; returns the sum of its losses and of their weights."""
         results = []
-        for part in self.parts or [range(self.size)]:
+        for number, part in enumerate(self.parts or [range(self.size)]):
             for place, k in enumerate(part):
-                reads = [n.reading.read(n, self.version(t, place, len(part), i)) for i, n in enumerate(self.nodes)]
-                draw = partial(draw_for, self.seed, t, k)
-                results.append(run_microbatch(self.nodes, batch[k], reads, draw, self.loss, c, s, self.precision))
+                results.append(self.microbatch(t, number, place, k, batch[k], c, s))
+                if self.method == "ftpipe-aggregated":
+                    self.partials.note(self.nodes, t, number, s)
             for node in self.nodes:
                 node.end_part()
         total, weight = (sum(numbers) for numbers in zip(*results, strict=True))
         return total, weight
 
+    def microbatch(
+        self, t: int, part: int, place: int, k: int, sample: tuple[Any, Any], c: float, s: float
+    ) -> tuple[float, float]:
+        """Number k of batch t, which is the one at `place` of its part."""
+        m, d = len(self.parts[part]) if self.parts else self.size, len(self.nodes)
+        versions = [self.version(t, place, m, i) for i in range(d)]
+        if self.method == "ftpipe-aggregated":
+            done = [backwards_of_open_batch(t, place, m, i, d, self.first) for i in range(d)]
+            self.partials.tell(self.nodes, versions, part, t, done)
+        reads = [n.reading.read(n, v) for n, v in zip(self.nodes, versions, strict=True)]
+        draw = partial(draw_for, self.seed, t, k)
+        rest = draw, self.loss, c, s, self.precision
+        how = self.order.recompute
+        if how is not None:
+            moments = [self.order.moment(t, i, place, v) for i, v in enumerate(versions)]
+            again = [n.reading.again(n, *vs) for n, *vs in zip(self.nodes, versions, moments, strict=True)]
+            others = [w for w in again if w is not None]
+            if others:
+                pieces = pieces_of(self.nodes, how, self.order.segment)
+                return run_again(self.nodes, sample, reads, others, pieces, how == "stage", *rest)
+        return run_microbatch(self.nodes, sample, reads, *rest)
+
     def version(self, t: int, k: int, m: int, s: int) -> int:
         """Which one stage s reads, or predicts from, for microbatch k of batch t."""
-        return version_read(self.method, t, k, m, s, len(self.nodes), self.first)
+        return version_read(self.method, t, k, m, s, len(self.nodes), self.first, self.order.delays)
 
     def update(self, t: int, factor: float) -> dict[str, Tensor]:
         """Step every stage, or copy its weights if there is nothing to learn; returns what optimizers were given."""
@@ -194,7 +233,7 @@ class _Run:
         return given
 
 
-def _with_end(result: Reference, nodes: list[Stage]) -> Reference:
+def with_end(result: Reference, nodes: list[Stage]) -> Reference:
     """Add what is known when the run is over."""
     versions = zip(*(node.versions for node in nodes), strict=True)
     result.versions = [{name: w for stage in parts for name, w in stage.items()} for parts in versions]

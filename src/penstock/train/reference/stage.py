@@ -19,7 +19,13 @@ Weights = dict[str, Tensor]
 
 
 class Reading:
-    """What the passes of a stage read: forwards a version, backwards the same. Others say what they do instead."""
+    """What the passes of a stage read: forwards a version, backwards the same. Others say what they do instead.
+
+    Attributes:
+        repeats: whether it is known what forwards read that are run again.
+    """
+
+    repeats = True
 
     def born(self, stage: Stage) -> None:
         """A version is there: the first one, or the next, by an update (`stage.made`) or without one."""
@@ -30,6 +36,9 @@ class Reading:
         Backwards run when all updates but that of their batch are made.
         """
         return stage.versions[version], None
+
+    def again(self, stage: Stage, version: int, moment: int) -> Weights | None:
+        """The weights of that forward when it is run again and `moment` is the newest version; None: the same."""
 
 
 def step(stage: Stage) -> None:
@@ -51,7 +60,7 @@ class Stage:
         gradient: of the present batch, when its parts have been added.
         made: whether the newest version has been made by an update.
         read: the version from which the forward of the present batch's first microbatch read.
-        rate: what the initial learning rates are multiplied by in the next update.
+        rate: what the initial learning rates are multiplied by in the next update, or so many updates later.
         reading, step: what is done about staleness.
     """
 
@@ -71,7 +80,7 @@ class Stage:
         self.rates = [group["lr"] for group in self.optimizer.param_groups] if self.optimizer else []
         self.versions = [self.copy_newest()]
         self.made, self.read = False, 0
-        self.rate: Callable[[], float] = lambda: 1.0
+        self.rate: Callable[..., float] = lambda _=0: 1.0
         self.reading: Reading = Reading()
         self.step: Callable[[Stage], None] = step
         self.parts: list[Weights] = []
@@ -105,11 +114,15 @@ class Stage:
 
     def forward(self, x: Any, leaves: Mapping[str, Tensor], draw: Callable[[str], None]) -> Any:
         """Apply the blocks in a row with the weights given; `draw` is called before each."""
-        for name, block in self.blocks.items():
-            draw(name)
-            own = {own: leaves[canonical] for own, canonical in self.names.get(name, {}).items()}
-            x = functional_call(self.modules[name], own, (x,)) if own else block(x)
+        for name in self.blocks:
+            x = self.apply(name, x, leaves, draw)
         return x
+
+    def apply(self, name: str, x: Any, leaves: Mapping[str, Tensor], draw: Callable[[str], None]) -> Any:
+        """Apply one block."""
+        draw(name)
+        own = {own: leaves[canonical] for own, canonical in self.names.get(name, {}).items()}
+        return functional_call(self.modules[name], own, (x,)) if own else self.blocks[name](x)
 
     def update(self, factor: float, read: int) -> Weights:
         """One update of the newest weights.
@@ -132,6 +145,13 @@ class Stage:
         with torch.no_grad():
             self.step(self)
         return {name: p.grad.clone() for name, p in self.newest.items() if p.grad is not None}
+
+    def add(self, change: Weights, share: float) -> None:
+        """Add a share of a change to the newest version, before anybody has read it."""
+        with torch.no_grad():
+            for name, parameter in self.newest.items():
+                parameter.copy_(parameter + share * change[name])
+        self.versions[-1] = self.copy_newest()
 
     def bear(self, made: bool) -> None:
         """The newest weights are the next version, which an update has made or not."""
