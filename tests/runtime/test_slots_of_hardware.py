@@ -149,7 +149,7 @@ def test_the_order_makes_a_difference() -> None:
 def test_the_reference_with_the_delays_of_the_order(
     method: str, order: str, forward_first: bool, p: int, n: int
 ) -> None:
-    """Microbatch k of a batch is read ceil((2 (P - i) + 1 - k) / N) updates late, or one microbatch less; bit for bit."""
+    """Microbatch k of a batch is read ceil((2 (P - i) + 1 - k) / N) updates late, or by one microbatch less."""
     options = {"reschedule": 4} if method == "pipemare" else {}
     correction = correction_of(method, **options) if method in ("pipemare", "lwp") else None
     case = Case(method, p, n, optimizer="momentum", correction=correction, spans=(9,), skips=(), rate=False)
