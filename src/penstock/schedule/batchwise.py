@@ -140,8 +140,8 @@ def check_together(schedule: Schedule, decides: bool, tied: Collection[int] = ()
     )
     if decides:
         raise ConfigError(
-            before + "that update cannot wait for a decision of all stages; leave out what needs one (clip, a loss "
-            "scale as in fp16, a width above 1), or take a method that can wait, such as 2bw"
+            before + "that update cannot wait for a decision of all stages; leave out what needs one (clip: "
+            "null for none; a loss scale as in fp16; a width above 1), or take a method that can wait, such as 2bw"
         )
     raise ConfigError(
         before + f"cuts {', '.join(map(str, sorted(tied)))} cannot share parameters, whose gradients are added up "
