@@ -77,6 +77,41 @@ def test_the_formulas_written_out(forward: int, backward: int) -> None:
         assert torch.allclose(pipeline.state_dict()[f"{place}.bias"], b, rtol=1e-10)
 
 
+class Fused(nn.Module):
+    """Two maps in one parameter: tanh(x A) B."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 6, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.weight.chunk(2, dim=1)
+        return torch.tanh(x @ first) @ second
+
+
+def test_a_part_of_a_parameter_is_looked_up_at_its_place() -> None:
+    """The gradient of A contains B as the backward reads it."""
+    torch.manual_seed(3)
+    block = Fused()
+    data = [(torch.randn(2, 3, dtype=torch.float64), torch.randn(2, 3, dtype=torch.float64)) for _ in range(8)]
+    history = [block.weight.detach().clone()]
+    pipeline = Pipeline(
+        [block],
+        make_schedule("1f1b", 1, 1),
+        loss=lambda y, t: ((y - t) ** 2).sum(),
+        optimizer=lambda named: torch.optim.SGD(named, lr=0.02),
+        backward_delays=2,
+    )
+    list(pipeline.run([[pair] for pair in data]))
+    for t, (x, target) in enumerate(data):
+        (a, b), late = history[t].chunk(2, dim=1), history[max(t - 2, 0)].chunk(2, dim=1)[1]
+        h = torch.tanh(x @ a)
+        g = 2 * (h @ b - target)
+        gradient = torch.cat([x.T @ (g @ late.T * (1 - h**2)), h.T @ g], dim=1)
+        history.append(history[t] - 0.02 * gradient)
+    assert torch.allclose(pipeline.state_dict()["0.weight"], history[-1], rtol=1e-10)
+
+
 @pytest.mark.parametrize(
     "case",
     [
@@ -115,7 +150,7 @@ def test_slices_of_sequences() -> None:
 
 
 def test_the_same_profile_twice_is_one_profile() -> None:
-    """To the bit, and to the byte; also given in another form."""
+    """To the bit, and to the byte; also given in another form, and with recompute, which two do not go with."""
     case = long_case(spans=(6,))
     once, twice = (
         make_pipeline(case, delays=VARIED),
@@ -125,6 +160,7 @@ def test_the_same_profile_twice_is_one_profile() -> None:
         list(pipeline.run(make_batches(case)))
     assert once.live_bytes() == twice.live_bytes()
     assert once.peak_bytes() == twice.peak_bytes()
+    make_pipeline(replace(case, recompute="block"), delays=VARIED, backward_delays=VARIED)
     assert once.backward_delays == twice.backward_delays == twice.delays
     assert_same(train(None, case, **(BOTH | {"backward_delays": VARIED})), train(None, case, delays=VARIED))
 
@@ -165,6 +201,19 @@ def test_a_run_goes_on_bit_for_bit(batch: int, depth: int, other: int) -> None:
     case = long_case(depth=depth, spans=(12,))
     kept = snapshots(case, batch, **BOTH)
     assert_trained(go_on(replace(case, depth=other), kept, **BOTH), sequential(case, VARIED, backward=LATE))
+
+
+def test_nothing_is_left_of_the_weights_before_a_load() -> None:
+    """A pipeline that has read batch 4 loads another run, without older versions, from the same batch."""
+    case = long_case(depth=1, spans=(8,))
+    kept = snapshots(replace(case, optimizer="adamw"), 4, None)
+    used = make_pipeline(case, blocks=make_blocks(case.model, seed=77), **BOTH)
+    list(used.run(make_batches(case)[:5]))
+    used.load(kept)
+    list(used.run(make_batches(case)[4:]))
+    fresh = go_on(case, kept, **BOTH)
+    for name, weight in used.state_dict().items():
+        assert torch.equal(weight, fresh.weights[name]), name
 
 
 def test_a_block_keeps_as_many_versions_as_the_later_pass_needs() -> None:

@@ -6,10 +6,24 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from runtime_cases import (
+    BALANCE,
+    OPTIMIZERS,
+    Case,
+    as_outcome,
+    assert_same,
+    cut,
+    make_batches,
+    make_blocks,
+    token_loss,
+    train,
+)
 from torch import Tensor, nn
 
 from penstock.runtime.pipeline import Pipeline
 from penstock.schedule.build import prove
+from penstock.train.reference import train_reference
+from penstock.train.reference.order import Order
 from penstock.weights.methods import correction_of
 
 RATE, MOMENTUM, FADE, DECAY = 0.05, 0.9, 9, 0.135
@@ -127,6 +141,31 @@ def test_the_order_makes_a_difference() -> None:
     )
     assert not torch.allclose(one, other)
     assert not torch.allclose(one, usual)
+
+
+@pytest.mark.parametrize(("p", "n"), [(2, 1), (4, 3)])
+@pytest.mark.parametrize(("order", "forward_first"), ORDERS, ids=[name for name, _ in ORDERS])
+@pytest.mark.parametrize("method", ["newest", "pipemare", "lwp", "stash"])
+def test_the_reference_with_the_delays_of_the_order(
+    method: str, order: str, forward_first: bool, p: int, n: int
+) -> None:
+    """Microbatch k of a batch is read ceil((2 (P - i) + 1 - k) / N) updates late, or by one microbatch less."""
+    options = {"reschedule": 4} if method == "pipemare" else {}
+    correction = correction_of(method, **options) if method in ("pipemare", "lwp") else None
+    case = Case(method, p, n, optimizer="momentum", correction=correction, spans=(9,), skips=(), rate=False)
+    late = [2 * (p - 1 - s) + forward_first for s in range(p)]
+    result = train_reference(
+        cut(make_blocks(case.model), BALANCE[p]),
+        token_loss,
+        make_batches(case),
+        method=method,
+        optimizer=OPTIMIZERS["momentum"],
+        divisor=case.divisor,
+        seed=0,
+        options=options,
+        order=Order([[-((k - w) // n) for k in range(n)] for w in late]),
+    )
+    assert_same(train(None, case, schedule=prove(method, p, n, order=order)), as_outcome(result))
 
 
 def test_with_adam_corrections_cost_a_quarter_more() -> None:

@@ -407,8 +407,9 @@ def test_what_the_runtime_or_an_optimizer_does_not_offer_is_refused() -> None:
 
 def test_chosen_delays_stay_with_their_schedule() -> None:
     case = case_of([("1f1b", 2)], 2, 4)
-    with pytest.raises(ConfigError, match="leave delays out"):
-        make_pipeline(case, delays=1).switch(schedule(case, "gpipe"))
+    for given in ({"delays": 1}, {"backward_delays": 1}):
+        with pytest.raises(ConfigError, match="leave delays out"):
+            make_pipeline(case, **given).switch(schedule(case, "gpipe"))
 
 
 def test_in_the_midst_of_a_run_it_is_refused() -> None:

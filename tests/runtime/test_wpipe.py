@@ -15,6 +15,7 @@ from runtime_cases import (
     Outcome,
     assert_equal_tensors,
     assert_same,
+    expected,
     make_batches,
     make_blocks,
     make_pipeline,
@@ -97,6 +98,13 @@ def test_the_equations(p: int, m: int, optimizer: str) -> None:
     """21 updates, bit for bit."""
     case = case_of(p, m, optimizer=optimizer)
     assert_trained(train(None, case), case)
+
+
+@pytest.mark.parametrize(("p", "m"), SHAPES)
+def test_the_reference(p: int, m: int) -> None:
+    """With drains and a skipped update."""
+    case = replace(case_of(p, m), spans=(5, 1, 4), skips=(3,), rate=True)
+    assert_same(train(None, case), expected(case))
 
 
 def test_a_drain_begins_anew() -> None:

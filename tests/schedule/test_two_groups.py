@@ -96,13 +96,13 @@ TIMES = [(1.0, 1.0, 1.0), (1.0, 0.5, 0.5), (2.0, 0.5, 0.5), (1.0, 2.0, 2.0)]
 
 
 @pytest.mark.parametrize("times", TIMES)
-@pytest.mark.parametrize("p", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize("p", [1, 2, 3, 5])
 def test_the_steady_bubble(p: int, times: tuple[float, float, float]) -> None:
     """None from m = p - 1 on, if there is time for a batch to come round; below, p - m ranks work in turn."""
     forward, backward = times[0], times[1] + times[2]
-    for m in range(1, 2 * p + 2):
+    for m in {1, max(p - 2, 1), max(p - 1, 1), p, p + 2}:
         schedule = make_schedule("wpipe", p, m)
-        bubble = steady_bubble(lower(schedule), Costs.uniform(schedule, *times), 12)
+        bubble = steady_bubble(lower(schedule), Costs.uniform(schedule, *times), 8)
         longer = max(forward, backward) / (forward + backward)
         if m < p - 1 and longer <= 2 / 3:
             assert bubble == pytest.approx(1 - 1 / (p - m))

@@ -130,7 +130,7 @@ def check_together(schedule: Schedule, decides: bool, tied: Collection[int] = ()
     Raises:
         ConfigError: a rank updates one of its cuts before it runs the last backward of that batch on another one.
     """
-    found = _updated_early(schedule) if decides or len(tied) > 1 else None
+    found = _updated_early(schedule) if decides or tied else None
     if found is None:
         return
     node, late = found
@@ -140,8 +140,8 @@ def check_together(schedule: Schedule, decides: bool, tied: Collection[int] = ()
     )
     if decides:
         raise ConfigError(
-            before + "that update cannot wait for a decision of all stages; leave out what needs one (clip, a loss "
-            "scale as in fp16, a width above 1), or take a method that can wait, such as 2bw"
+            before + "that update cannot wait for a decision of all stages; leave out what needs one (clip: "
+            "null for none; a loss scale as in fp16; a width above 1), or take a method that can wait, such as 2bw"
         )
     raise ConfigError(
         before + f"cuts {', '.join(map(str, sorted(tied)))} cannot share parameters, whose gradients are added up "
@@ -163,7 +163,7 @@ def _updated_early(schedule: Schedule) -> tuple[Node, Node] | None:
                     backwards[p.node] = max(backwards.get(p.node, when), when)
         for node, step in steps.items():
             late = next((other for other, last in backwards.items() if last > step), None)
-            if late is not None:
+            if late is not None and node in backwards and backwards[node] < step:  # else the proof refuses it
                 return node, late
     return None
 
