@@ -125,7 +125,7 @@ def test_on_ranks_as_in_one_process(pool: Pool, name: str) -> None:
 
 
 @pytest.mark.parametrize("changes", [{"clip": 0.6, "tied": True}, {"width": 2}, {"model": "gpt"}], ids=str)
-@pytest.mark.parametrize("name", ["newest", "spectrain", "pipeoptim", "error-feedback"])
+@pytest.mark.parametrize("name", ["newest", "spectrain", "pipeoptim", "error-feedback", "ftpipe-aggregated"])
 def test_whatever_else_a_run_does(name: str, changes: dict[str, Any]) -> None:
     case = case_of(name, 3, 2, **changes)
     assert_same(train(None, case), expected(case, options=KINDS[name].options))
