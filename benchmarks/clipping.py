@@ -4,8 +4,8 @@
 
 The same stages, data and optimizer as in `benchmarks.throughput`. Both arms take turns within a round, in slices and in
 shuffled order, and ratios are taken within a round, because machines drift. Both are halted between their slices, at
-the same cost, so slices may be shorter here. Bounds are the second lowest and the second
-highest ratio of the rounds. Raw data go to `benchmarks/results/`.
+the same cost, so slices may be shorter here. Bounds are those of a 95 % interval for the median. Raw data go to
+`benchmarks/results/`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def work(rank: int, port: int, arguments: argparse.Namespace, out: str) -> None:
 
 def print_summary(rows: list[dict[str, Any]]) -> None:
     """The ratio per m, as Markdown."""
-    print(f"\nthroughput / {WITHOUT}: median (second lowest, second highest) of the rounds\n")
+    print(f"\nthroughput / {WITHOUT}: median (95 % interval) of the rounds\n")
     table = summarise(rows, WITHOUT)
     print("| arm | " + " | ".join(f"m = {m}" for m in table) + " |")
     print("|---" * (len(table) + 1) + "|")

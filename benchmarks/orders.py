@@ -9,13 +9,12 @@ order allows: its throughput over that of the ceiling, divided by 1 - bubble of 
 from __future__ import annotations
 
 import argparse
-import statistics
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks.arms import STAGES, CeilingArm, Data, Maker, PenstockArm, TorchArm
-from benchmarks.throughput import RESULTS, collect, measure, summarise
+from benchmarks.throughput import RESULTS, collect, interval, measure, summarise
 from penstock import prove
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import simulate_schedule
@@ -63,9 +62,8 @@ def print_summary(rows: list[dict[str, Any]]) -> None:
             if f"penstock {method}" not in names:
                 continue
             here = [row["seconds"] for row in rows if row["m"] == m]
-            ratios = sorted(s[f"torch {name}"] / s[f"penstock {method}"] for s in here)
-            edge = 1 if len(ratios) > 2 else 0
-            pair = f"{statistics.median(ratios):.3f} ({ratios[edge]:.3f}, {ratios[-1 - edge]:.3f})"
+            median, low, high = interval([s[f"torch {name}"] / s[f"penstock {method}"] for s in here])
+            pair = f"{median:.3f} ({low:.3f}, {high:.3f})"
             limit = allowed(method, m)
             ours, theirs = (ceilings[m][arm][0] / limit for arm in (f"penstock {method}", f"torch {name}"))
             print(f"| {m} | {method} | {pair} | {ours:.3f} | {theirs:.3f} |")

@@ -6,19 +6,20 @@
 Every round runs every arm on at least 128 microbatches; ratios are taken within a round, because machines drift. The
 arms take turns within a round, in slices of `--slice` microbatches and in shuffled order, so that a slow minute hits
 them all, and none is always run after the same other one. 2bw runs in one span, which is halted between its slices and
-drained only at the end; a halt costs it about a forward, so slices are not short. Bounds are the second lowest and the
-second highest ratio of the rounds. Raw data go to `benchmarks/results/`.
+drained only at the end; a halt costs it about a forward, so slices are not short. Bounds are those of a 95 % interval
+for the median (`interval`). Raw data go to `benchmarks/results/`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,16 +80,27 @@ def time_run(arm: Arm, batches: int) -> float:
 
 
 def summarise(rows: list[dict[str, Any]], base: str) -> dict[int, dict[str, tuple[float, float, float]]]:
-    """Per m and arm: median throughput ratio to `base`, and its second lowest and second highest."""
+    """Per m and arm: median throughput ratio to `base`, and its bounds."""
     table: dict[int, dict[str, tuple[float, float, float]]] = {}
     for m in sorted({row["m"] for row in rows}):
         here = [row["seconds"] for row in rows if row["m"] == m]
         table[m] = {}
         for name in here[0]:
-            ratios = sorted(seconds[base] / seconds[name] for seconds in here)
-            edge = 1 if len(ratios) > 2 else 0
-            table[m][name] = (statistics.median(ratios), ratios[edge], ratios[-1 - edge])
+            table[m][name] = interval([seconds[base] / seconds[name] for seconds in here])
     return table
+
+
+def interval(ratios: Sequence[float], confidence: float = 0.95) -> tuple[float, float, float]:
+    """The median of the rounds, and an interval that holds the true median with at least this confidence.
+
+    Its ends are the k-th lowest and k-th highest ratio: the true median is below all but k - 1 of n rounds as often as
+    n coins show fewer than k heads, whatever the ratios are distributed like. With 9 rounds k is 2. With fewer than 6
+    there is no such interval, and the ends are the extremes.
+    """
+    ordered, n, k = sorted(ratios), len(ratios), 1
+    while 2 * sum(math.comb(n, heads) for heads in range(k + 1)) / 2**n <= 1 - confidence:
+        k += 1
+    return statistics.median(ordered), ordered[k - 1], ordered[n - k]
 
 
 def print_summary(rows: list[dict[str, Any]]) -> None:
@@ -97,7 +109,7 @@ def print_summary(rows: list[dict[str, Any]]) -> None:
         if base not in rows[0]["seconds"]:
             continue
         table = summarise(rows, base)
-        print(f"\nthroughput / {base}: median (second lowest, second highest)\n")
+        print(f"\nthroughput / {base}: median (95 % interval)\n")
         print("| arm | " + " | ".join(f"m = {m}" for m in table) + " |")
         print("|---" * (len(table) + 1) + "|")
         for name in rows[0]["seconds"]:

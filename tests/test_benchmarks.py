@@ -9,8 +9,13 @@ from unittest.mock import Mock, patch
 import pytest
 from benchmarks.clipping import ARMS
 from benchmarks.limits import factors, replay
+from benchmarks.quality import CAMPAIGNS, table
+from benchmarks.throughput import interval
 
 from penstock.schedule.build import prove
+from penstock.train.comparison import contenders
+from penstock.train.entrants import enter
+from penstock.train.tasks import make_task
 
 pytestmark = pytest.mark.processes
 
@@ -91,3 +96,40 @@ def test_replay_of_two_ranks():
     assert replay(lowered, slow) == 9.5
     found = factors(lowered, even, slow, seconds=12.0)
     assert found == {"order": 6.5 / 4.5, "work": 9.5 / 6.5, "messages": 12 / 9.5, "in all": 12 / 4.5}
+
+
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (5, 1), (6, 1), (8, 1), (9, 2), (12, 3), (25, 8)])
+def test_the_interval_of_a_median(n, k):
+    """As in tables of the sign test: n = 9 has k = 2, n = 12 has 3, n = 25 has 8."""
+    median, low, high = interval([float(x) for x in reversed(range(n))])
+    assert (median, low, high) == ((n - 1) / 2, k - 1, n - k)
+
+
+def test_campaigns_of_quality():
+    for campaign in CAMPAIGNS.values():
+        config = campaign.config
+        assert (config.stages, config.seeds, len(config.rates)) == (8, 3, 3)
+        assert contenders(config)[0].label == "1f1b"
+
+
+@pytest.mark.parametrize("name", ["text-1-nadam", "digits-1-sgd"])
+def test_the_optimizer_of_a_campaign_goes_with_its_methods(name):
+    config = CAMPAIGNS[name].config
+    task = make_task(config, ROOT)
+    synchronous, *others = (enter(config, task, contender).synchronous for contender in contenders(config))
+    assert synchronous
+    assert not any(others)
+
+
+def test_the_table_of_a_campaign(tmp_path):
+    folder = tmp_path / "digits"
+    folder.mkdir()
+    header = "method,lr,runs,diverged,loss,spread,accuracy,difference,difference_spread,verdict,simulated_time,delay"
+    rows = "1f1b,0.003,3,0,0.5,0.01,0.9,,,baseline,200,0", "2bw,0.001,3,1,0.6,0.02,0.8,20,3,worse,100,1"
+    (folder / "summary.csv").write_text("\n".join([header, *rows, "stash,0.01,3,3,,,,,,diverged,100,0.875"]))
+    _, _, *lines = table("digits", tmp_path).splitlines()
+    assert lines == [
+        "| 1f1b | 0.003 | 0.5000 ± 0.0100 | 90.0% | baseline | 0 | 1.00 |",
+        "| 2bw | 0.001 | 0.6000 ± 0.0200 (1 of 3 diverged) | 80.0% | +20.00 ± 3.00, worse | 1 | 0.50 |",
+        "| stash | 0.01 | diverged | | diverged | 0.875 | 0.50 |",
+    ]

@@ -18,6 +18,7 @@ from penstock.errors import ConfigError, InterruptedRunError, PenstockError, Wor
 
 if TYPE_CHECKING:
     from penstock.schedule.check import Proof
+    from penstock.train.comparison import ComparisonConfig
 
 app = typer.Typer(
     name="penstock",
@@ -308,6 +309,9 @@ def compare(
     batches: Annotated[int | None, typer.Option(help="Updates to make; 300 if not given.")] = None,
     seeds: Annotated[int | None, typer.Option(help="Runs of each method; 3 if not given.")] = None,
     lr: Annotated[str | None, typer.Option(help="Learning rates to try with each method, as in 1e-3,3e-3.")] = None,
+    tune: Annotated[
+        int | None, typer.Option(help="Seeds to try all rates with; the others get the best one. All if not given.")
+    ] = None,
     changes: Annotated[
         list[str] | None, typer.Option("--set", help="Change a value, as in [bold]--set clip=1.0[/bold].")
     ] = None,
@@ -321,11 +325,8 @@ def compare(
     All ranks run in this process, one run after the other. The folder gets results.csv, summary.csv, comparison.html.
     After Ctrl-C, or anything else that ends it, the same command goes on with the runs that have not finished.
     """
-    from penstock.train.comparing import ComparisonRun
     from penstock.train.comparison import ComparisonConfig, comparison_config
     from penstock.train.config import described_keys
-    from penstock.view.comparing import TerminalComparison, summary_table
-    from penstock.view.comparison_page import PAGE, write_findings
     from penstock.view.tables import keys_table
 
     if keys:
@@ -333,8 +334,15 @@ def compare(
         return
     if out is None:
         raise ConfigError("give the folder for what is found, as in --out comparisons/first")
-    numbers = {"stages": stages, "microbatches": microbatches, "batches": batches, "seeds": seeds}
-    settings = comparison_config(changes or [], {"methods": methods, "task": task, "lr": lr, **numbers})
+    numbers = {"stages": stages, "microbatches": microbatches, "batches": batches, "seeds": seeds, "tune": tune}
+    _compare(comparison_config(changes or [], {"methods": methods, "task": task, "lr": lr, **numbers}), out)
+
+
+def _compare(settings: ComparisonConfig, out: Path) -> None:
+    from penstock.train.comparing import ComparisonRun
+    from penstock.view.comparing import TerminalComparison, summary_table
+    from penstock.view.comparison_page import PAGE, write_findings
+
     observer, run = TerminalComparison(), None
     try:
         run = ComparisonRun(settings, out, observer)

@@ -23,7 +23,7 @@ from penstock.schedule.build import prove
 from penstock.simulate.costs import Costs
 from penstock.train import comparing
 from penstock.train.comparing import ComparisonRun
-from penstock.train.comparison import ComparisonConfig, Key, comparison_config, keys_of, parse_contender
+from penstock.train.comparison import ComparisonConfig, Key, comparison_config, grid_of, parse_contender
 from penstock.train.entrants import enter, make_optimizers, update_times
 from penstock.train.findings import Findings, Row, Summary, as_csv
 from penstock.train.rate import rate_schedule
@@ -276,9 +276,38 @@ def test_an_interrupted_comparison_goes_on(tmp_path: Path, monkeypatch: pytest.M
     assert len(list((tmp_path / "out/runs").iterdir())) == 2
     observer = Quiet()
     findings = compared(tmp_path / "out", *changes, observer=observer)
-    assert begun == [*keys_of(configured(*changes))][:3] + [*keys_of(configured(*changes))][2:]
+    assert begun == [*grid_of(configured(*changes))][:3] + [*grid_of(configured(*changes))][2:]
     assert (observer.seen["began"], observer.seen["finished"], observer.seen["progress"]) == (2, 2, 4)
     assert as_csv(findings.rows(), Row) == as_csv(expected.rows(), Row)
+
+
+def test_rates_are_tried_with_some_seeds_alone(tmp_path: Path) -> None:
+    changes, observer = ("methods=1f1b,2bw", "batches=3", "seeds=3", "lr=0.3,0.01,0.0001"), Quiet()
+    everything = compared(tmp_path / "all", *changes)
+    findings = compared(tmp_path / "some", *changes, "tune=1", observer=observer)
+    assert observer.seen["finished"] == 2 * (3 + 2)
+    chosen = {}
+    for entrant in findings.entrants:
+        ends = {k.lr: r.scores[-1].loss for k, r in everything.results.items() if k[:2] == (entrant.label, 0)}
+        chosen[entrant.label] = min(ends, key=lambda lr: ends[lr])
+        assert findings.by_rate(entrant).keys() == {0.3, 0.01, 0.0001}
+        assert [(r.key.seed, r.key.lr) for r in findings.at_best_rate(entrant)] == [
+            (seed, chosen[entrant.label]) for seed in range(3)
+        ]
+    assert {k for k in findings.results if k.seed} == {Key(m, seed, lr) for m, lr in chosen.items() for seed in (1, 2)}
+    for key, result in findings.results.items():
+        assert result.losses == everything.results[key].losses
+    again = Quiet()
+    compared(tmp_path / "some", *changes, "tune=1", observer=again)
+    assert again.seen["began"] == 0
+
+
+def test_seeds_may_be_added_with_the_best_rate_alone(tmp_path: Path) -> None:
+    first = ("methods=1f1b", "batches=2", "lr=0.01,0.1")
+    compared(tmp_path, *first, "seeds=1")
+    observer = Quiet()
+    findings = compared(tmp_path, *first, "seeds=2", "tune=1", observer=observer)
+    assert (observer.seen["finished"], len(findings.results)) == (1, 3)
 
 
 def test_methods_seeds_and_rates_may_be_added(tmp_path: Path) -> None:
@@ -410,7 +439,8 @@ def summarised(ends: dict[tuple[str, int, float], float | None]) -> dict[str, Su
         key, diverged = Key(*place), 3 if end is None else None
         scores = (Score(0, 5.0, None), *(() if end is None else (Score(6, end, None),)))
         results[key] = Result(key, scores, (5.0,) * 3, (1.0,) * 3, diverged, 1.0)
-    return {summary.method: summary for summary in Findings(config, task, methods, results).summaries()}
+    two_seeds = config.model_copy(update={"seeds": 2})
+    return {summary.method: summary for summary in Findings(two_seeds, task, methods, results).summaries()}
 
 
 def test_differences_are_those_of_the_same_seeds() -> None:

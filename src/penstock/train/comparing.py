@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-from penstock.train.comparison import ComparisonConfig, Key, contenders, keys_of
+from penstock.train.comparison import ComparisonConfig, Key, contenders, grid_of, keys_of
 from penstock.train.entrants import Entrant, enter
 from penstock.train.findings import Findings
 from penstock.train.records import Records
@@ -56,7 +56,6 @@ class ComparisonRun:
 
     def __init__(self, config: ComparisonConfig, folder: Path, observer: ComparisonObserver) -> None:
         self._config, self._observer = config, observer
-        self._keys = list(keys_of(config))
         self._task = make_task(config, folder)
         self._entrants: list[Entrant] = []
         for contender in contenders(config):
@@ -71,13 +70,14 @@ class ComparisonRun:
         Raises:
             PenstockError: as `Pipeline` says.
         """
-        there = {key: found for key in self._keys if (found := self._records.load(key)) is not None}
+        there = {key: found for key in grid_of(self._config) if (found := self._records.load(key)) is not None}
         self._results |= there
-        self._observer.started(self._task, len(self._keys), len(there))
+        wanted = sum(key in there for key in keys_of(self._config, self._best_rate))
+        self._observer.started(self._task, len(self._entrants) * self._config.runs, wanted)
         entrants = {entrant.label: entrant for entrant in self._entrants}
         with _threads(self._config.threads), torch.random.fork_rng(devices=[]):
-            for key in self._keys:
-                if key not in there:
+            for key in keys_of(self._config, self._best_rate):
+                if key not in self._results:
                     self._observer.began(key, self._config.batches)
                     result = run_trial(self._config, self._task, entrants[key.method], key, self._observer.progress)
                     self._records.save(result)
@@ -85,9 +85,13 @@ class ComparisonRun:
                     self._observer.finished(result)
         return self.findings()
 
+    def _best_rate(self, label: str) -> float | None:
+        """The best rate of a method by the runs that there are; None if there are none."""
+        return self.findings().best_rate(next(e for e in self._entrants if e.label == label))
+
     def findings(self) -> Findings:
         """What there is so far."""
-        ordered = {key: self._results[key] for key in self._keys if key in self._results}
+        ordered = {key: self._results[key] for key in grid_of(self._config) if key in self._results}
         return Findings(self._config, self._task, self._entrants, ordered)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -40,6 +40,11 @@ class ComparisonConfig(Strict):
     lr: list[Number] | None = Field(
         default=None, min_length=1, description="learning rates to try with each method; optimizer.lr if not set"
     )
+    tune: int | None = Field(
+        default=None,
+        ge=1,
+        description="seeds that all rates are tried with; the others get what was best for a method. All if not set",
+    )
     task: str = Field(default="text", description="text (a byte-level GPT) or digits (a residual CNN)")
     stages: int = Field(default=8, ge=1, description="d, ranks of the pipeline")
     microbatches: int = Field(default=8, ge=1, description="m, microbatches per batch (per update)")
@@ -71,11 +76,21 @@ class ComparisonConfig(Strict):
         return tuple(dict.fromkeys(map(float, self.lr or [self.optimizer.lr])))
 
     @property
+    def tuned(self) -> int:
+        """How many seeds are trained with all rates."""
+        return self.seeds if self.tune is None else min(self.tune, self.seeds)
+
+    @property
+    def runs(self) -> int:
+        """How many there are of each method."""
+        return self.tuned * len(self.rates) + self.seeds - self.tuned
+
+    @property
     def shared(self) -> dict[str, Any]:
         """What every run of the comparison has in common: all but methods, seeds and rates."""
         values = self.model_dump()
         del values["optimizer"]["lr"]
-        return {key: value for key, value in values.items() if key not in ("methods", "seeds", "lr")}
+        return {key: value for key, value in values.items() if key not in ("methods", "seeds", "lr", "tune")}
 
 
 def comparison_config(changes: Sequence[str], given: dict[str, Any]) -> ComparisonConfig:
@@ -208,10 +223,27 @@ class Key(NamedTuple):
         return f"{self.method}, seed {self.seed}, lr {self.lr:g}"
 
 
-def keys_of(config: ComparisonConfig) -> Iterator[Key]:
-    """All runs; one seed after the other, so that what is there early compares all methods."""
+def grid_of(config: ComparisonConfig) -> Iterator[Key]:
+    """Every run that there may be: all methods with all seeds and all rates."""
     labels = [contender.label for contender in contenders(config)]
     for seed in range(config.seeds):
         for lr in config.rates:
             for label in labels:
+                yield Key(label, seed, lr)
+
+
+def keys_of(config: ComparisonConfig, best: Callable[[str], float | None]) -> Iterator[Key]:
+    """All runs; one seed after the other, so that what is there early compares all methods.
+
+    Args:
+        config: the comparison.
+        best: label of a method -> its best rate, asked when all rates have been tried; None leaves its runs out.
+    """
+    tuned = config.tuned
+    yield from (key for key in grid_of(config) if key.seed < tuned)
+    labels = [contender.label for contender in contenders(config)]
+    for seed in range(tuned, config.seeds):
+        for label in labels:
+            lr = best(label)
+            if lr is not None:
                 yield Key(label, seed, lr)

@@ -56,7 +56,8 @@ class Summary:
 
     Attributes:
         method: its label.
-        lr: the rate at which the fewest seeds diverge, and among those the mean validation loss at the end is lowest.
+        lr: the rate at which the fewest of the seeds that all rates were tried with diverge, and among those the mean
+            validation loss at the end is lowest.
         runs: finished at this rate.
         diverged: how many of them did; the figures that follow are of the others.
         loss, spread: mean and sample standard deviation over seeds of the validation loss at the end.
@@ -146,7 +147,7 @@ class Findings:
     def at_best_rate(self, entrant: Entrant) -> list[Result]:
         """The runs of a method at its best rate; none if none has finished."""
         best = self.best_rate(entrant)
-        return [] if best is None else self.by_rate(entrant)[best]
+        return [found for key, found in self.results.items() if (key.method, key.lr) == (entrant.label, best)]
 
     def best_rate(self, entrant: Entrant) -> float | None:
         """See `Summary.lr`; None if no run has finished."""
@@ -160,10 +161,13 @@ class Findings:
         return min(runs, key=badness, default=None)
 
     def by_rate(self, entrant: Entrant) -> dict[float, list[Result]]:
-        """The finished runs of a method by learning rate, those rates left out that have fewer than others."""
+        """The finished runs of a method by learning rate, of the seeds that all rates were tried with.
+
+        Rates are left out that have fewer runs than others.
+        """
         runs: dict[float, list[Result]] = {}
         for key, result in self.results.items():
-            if key.method == entrant.label:
+            if key.method == entrant.label and key.seed < self.config.tuned:
                 runs.setdefault(key.lr, []).append(result)
         most = max(map(len, runs.values()), default=0)
         return {lr: found for lr, found in runs.items() if len(found) == most}

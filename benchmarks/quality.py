@@ -1,0 +1,130 @@
+"""What delays cost, and what is got back: losses after equal numbers of tokens, under every asynchronous method.
+
+    python -m benchmarks.quality                       # all campaigns: many hours on one core
+    python -m benchmarks.quality --only text digits    # some, one after the other
+    python -m benchmarks.quality --summary             # the tables of what there is
+
+Each campaign is a `penstock compare` of 8 stages with one optimizer for all of its methods, the synchronous one among
+them; every method is tuned over the same three learning rates, on the first of three seeds. An interrupted campaign
+goes on. What was found lies in `benchmarks/results/quality/`: results.csv, summary.csv and comparison.html of each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from benchmarks.throughput import RESULTS
+from penstock.train.comparing import ComparisonRun
+from penstock.train.comparison import ComparisonConfig, comparison_config
+from penstock.view.comparing import TerminalComparison
+from penstock.view.comparison_page import SUMMARY, write_findings
+
+SHARED = ("stages=8", "batches=300", "seeds=3", "tune=1")
+EIGHT = ("microbatches=8", "microbatch_size=4")
+ONE = ("microbatches=1", "microbatch_size=32")
+"""The same 32 samples per update, all in one microbatch: the delay of the first stage is then 7 updates."""
+
+STALE = "stash,vertical-sync,newest,pipemare,spectrain,spectrain-stash,xpipe,pipeoptim,lwp"
+MATRICES = ("lr=1e-3,3e-3,1e-2",)
+MOMENTUM = ("optimizer.name=sgd", "optimizer.nesterov=false", "optimizer.weight_decay=0", "lr=0.01,0.03,0.1")
+NADAM = ("optimizer.name=nadam", "optimizer.beta1=0.99", *MATRICES)
+
+
+@dataclass(frozen=True)
+class Campaign:
+    """One comparison.
+
+    Attributes:
+        title: for the docs.
+        methods: with commas between them; the first one is synchronous.
+        changes: as after --set.
+    """
+
+    title: str
+    methods: str
+    changes: tuple[str, ...]
+
+    @property
+    def config(self) -> ComparisonConfig:
+        """All of it."""
+        return comparison_config([*SHARED, *self.changes], {"methods": self.methods})
+
+
+CAMPAIGNS = {
+    "text": Campaign("GPT on text, AdamW, m = 8", f"1f1b,2bw,error-feedback,{STALE}", (*EIGHT, *MATRICES)),
+    "digits": Campaign(
+        "residual CNN on digits, AdamW, m = 8",
+        f"1f1b,2bw,error-feedback,{STALE}",
+        ("task=digits", *EIGHT, *MATRICES),
+    ),
+    "text-1": Campaign("GPT on text, AdamW, m = 1", f"1f1b,{STALE}", (*ONE, *MATRICES)),
+    "text-1-nadam": Campaign("GPT on text, NAdam, m = 1", "1f1b,stash,newest,nag-pp,nag-pp-no-stash", (*ONE, *NADAM)),
+    "digits-1-sgd": Campaign(
+        "residual CNN on digits, SGD with momentum, m = 1",
+        f"1f1b,{STALE},lwp-weights,spike,spike-lwp,spike-lwp-weights,gap-aware",
+        ("task=digits", *ONE, *MOMENTUM),
+    ),
+}
+"""By name of the folder."""
+
+
+def run(name: str, out: Path) -> None:
+    """Train what has not been trained, and write down what was found."""
+    observer = TerminalComparison()
+    folder = out / name
+    comparison = ComparisonRun(CAMPAIGNS[name].config, folder, observer)
+    try:
+        comparison.run()
+    finally:
+        observer.close()
+        write_findings(comparison.findings(), folder)
+
+
+def table(name: str, out: Path) -> str:
+    """What a campaign has found, as Markdown."""
+    with open(out / name / SUMMARY) as file:
+        rows = list(csv.DictReader(file))
+    images = any(row["accuracy"] for row in rows)
+    lines = [
+        f"| {CAMPAIGNS[name].title} | rate | loss | {'accuracy | ' if images else ''}difference, % | delay | time |",
+        "|---" * (7 if images else 6) + "|",
+    ]
+    base = next(float(row["simulated_time"]) for row in rows if row["verdict"] == "baseline")
+    for row in rows:
+        loss = "diverged" if not row["loss"] else f"{float(row['loss']):.4f} ± {float(row['spread'] or 'nan'):.4f}"
+        lost = f" ({row['diverged']} of {row['runs']} diverged)" if row["diverged"] != "0" and row["loss"] else ""
+        difference = (
+            f"{float(row['difference']):+.2f} ± {float(row['difference_spread'] or 'nan'):.2f}, {row['verdict']}"
+            if row["difference"]
+            else row["verdict"]
+        )
+        accuracy = f"{float(row['accuracy']):.1%} | " if images and row["accuracy"] else "| " if images else ""
+        lines.append(
+            f"| {row['method']} | {float(row['lr']):g} | {loss}{lost} | {accuracy}{difference} | "
+            f"{float(row['delay']):.3g} | {float(row['simulated_time']) / base:.2f} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Run campaigns, or print what there is of them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", default=list(CAMPAIGNS), choices=list(CAMPAIGNS), help="these campaigns")
+    parser.add_argument("--summary", action="store_true", help="print the tables of what there is, and train nothing")
+    parser.add_argument("--out", type=Path, default=RESULTS / "quality", help="folder for what is found")
+    arguments = parser.parse_args()
+    for name in arguments.only:
+        if not arguments.summary:
+            arguments.out.mkdir(parents=True, exist_ok=True)
+            run(name, arguments.out)
+        if (arguments.out / name / SUMMARY).exists():
+            Console(soft_wrap=True).print(f"\n{table(name, arguments.out)}\n", markup=False, highlight=False)
+
+
+if __name__ == "__main__":
+    main()
