@@ -17,6 +17,7 @@ from penstock.models.gpt import GPTConfig, gpt_blocks
 from penstock.runtime.blocks import LazyBlock
 from penstock.train.config import OptimizerName, OptimizerSection, TrainConfig, load_config
 from penstock.train.optimizers import is_hidden, optimizer_factory
+from penstock.train.prepare import prepare
 from penstock.weights.basis import BasisRotation
 from penstock.weights.optimizers import ByParameter, Joined, is_separable, name_of, part_of
 from penstock.weights.predictors import check_predictable, direction
@@ -366,3 +367,21 @@ def test_names_in_a_configuration() -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             load_config(None, [change])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["method=ftpipe", "optimizer.name=muon"], "not for Muon"),
+        (["method=spectrain", "optimizer.name=adan"], "not of Adan"),
+        (["method=zb-h2-post", "undo=in-place", "optimizer.name=basis-rotation"], "BasisRotation cannot be undone"),
+        (
+            ["method=2bw", "width=2", "combine.kind=average", "combine.optimizer_state=average", "optimizer.name=soap"],
+            "SOAP remembers bases",
+        ),
+    ],
+    ids=str,
+)
+def test_what_does_not_go_together_is_refused_before_anything_runs(changes: list[str], message: str) -> None:
+    with pytest.raises(CapabilityError, match=message):
+        prepare(load_config(None, [*changes, f"data={__file__}", "model.context=8", "held_out=0.2"]))
