@@ -97,3 +97,16 @@ def test_keys_are_listed(monkeypatch, capsys):
     assert code == 0
     assert "evaluate.every" in out
     assert "keys of --set" in out
+
+
+def test_an_optimizer_for_hidden_layers(tmp_path):
+    """Goes with a GPT; of a CNN, whose only matrix is that of its head, it would step nothing."""
+    done = compare("--set", "optimizer.name=muon", "--methods", "2bw,pipeoptim", "--seeds", 1, "--out", tmp_path / "a")
+    assert done.exit_code == 0, done.output
+    refused = compare("--set", "optimizer.name=soap", "--methods", "pipeoptim", "--out", tmp_path / "b")
+    assert refused.exit_code != 0
+    assert "not of SOAP" in str(refused.exception)
+    digits = ("compare", "--methods", "1f1b", "--stages", "2", "--batches", "2", "--set", "task=digits")
+    refused = CliRunner().invoke(app, [*digits, "--set", "optimizer.name=muon", "--out", str(tmp_path / "c")])
+    assert refused.exit_code != 0
+    assert "task digits has none" in str(refused.exception)

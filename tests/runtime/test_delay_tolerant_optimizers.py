@@ -83,7 +83,7 @@ def test_another_optimizer_does_not_take_over() -> None:
         ("muon", {"width": 2}),
         ("soap", {"width": 2}),
         ("adan", {"tied": True}),
-        ("basis-rotation", {"tied": True}),
+        ("basis-rotation", {"tied": True, "model": "gpt"}),
         ("muon", {"method": "zb-h2-post", "m": 4, "clip": 0.1}),
         ("adan", {"method": "zb-h2-post", "m": 4, "clip": 0.1}),
         ("soap", {"method": "stash"}),

@@ -17,6 +17,7 @@ from penstock.models.gpt import GPTConfig, gpt_blocks
 from penstock.runtime.blocks import LazyBlock
 from penstock.train.config import OptimizerName, OptimizerSection, TrainConfig, load_config
 from penstock.train.optimizers import is_hidden, optimizer_factory
+from penstock.train.prepare import prepare
 from penstock.weights.basis import BasisRotation
 from penstock.weights.optimizers import ByParameter, Joined, is_separable, name_of, part_of
 from penstock.weights.predictors import check_predictable, direction
@@ -114,10 +115,47 @@ def test_joined_optimizers_load_their_state() -> None:
     second.load_state_dict(copy.deepcopy(first.state_dict()))
     for (_, p), (_, q) in zip(named, other, strict=True):
         q.data.copy_(p.data)
+    for optimizer in (first, second):
+        optimizer.param_groups[0]["lr"] = 0.5
     run(first, named, 2)
     run(second, other, 2)
     for (name, p), (_, q) in zip(named, other, strict=True):
         assert torch.equal(p, q), name
+
+
+class Rude(Optimizer):
+    """Counts in its groups, keeps a list, and writes into gradients."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            for p in group["params"]:
+                if p.grad is not None:
+                    kept = self.state[p].setdefault("kept", [torch.zeros_like(p), []])
+                    kept[0].add_(p.grad.neg_())
+                    p.add_(kept[0], alpha=group["lr"] / group["step"])
+
+
+def test_by_parameter_keeps_to_itself_what_a_class_does() -> None:
+    named, other = some(), some()
+    groups = [{"params": named[:2], "lr": 0.5}, {"params": named[2:], "lr": 0.25}]
+    optimizer = ByParameter(Rude(groups, 1.0))
+    run(optimizer, named, 4)
+    plain = Rude([{"params": other[:2], "lr": 0.5}, {"params": other[2:], "lr": 0.25}], 1.0)
+    for found in gradients(other, 4):
+        for (_, p), g in zip(other, found, strict=True):
+            p.grad = g
+        plain.step()
+    for (name, p), (_, q) in zip(named, other, strict=True):
+        assert torch.equal(p, q), name
+        assert optimizer.state[p].keys() == {"step", "kept.length", "kept.0"}
+    assert not is_separable(Joined([Rude(some()[:1], 1.0), torch.optim.SGD(some()[1:], lr=1.0)]))
+    assert is_separable(Joined([optimizer]))
+    assert not is_separable(plain)
 
 
 @pytest.mark.parametrize(("name", "kind"), [("adan", "Adan"), ("soap", "SOAP")])
@@ -329,3 +367,21 @@ def test_names_in_a_configuration() -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             load_config(None, [change])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["method=ftpipe", "optimizer.name=muon"], "not for Muon"),
+        (["method=spectrain", "optimizer.name=adan"], "not of Adan"),
+        (["method=zb-h2-post", "undo=in-place", "optimizer.name=basis-rotation"], "BasisRotation cannot be undone"),
+        (
+            ["method=2bw", "width=2", "combine.kind=average", "combine.optimizer_state=average", "optimizer.name=soap"],
+            "SOAP remembers bases",
+        ),
+    ],
+    ids=str,
+)
+def test_what_does_not_go_together_is_refused_before_anything_runs(changes: list[str], message: str) -> None:
+    with pytest.raises(CapabilityError, match=message):
+        prepare(load_config(None, [*changes, f"data={__file__}", "model.context=8", "held_out=0.2"]))
