@@ -117,8 +117,6 @@ class Worker:
         ways = ways_of(schedule, node)
         if schedule.slices > 1:
             check_blocks(blocks, where)
-            if recipe.recompute == "block":
-                raise ConfigError("recompute='block' does not go with slices of sequences; take 'stage' or 'none'")
         recipe.delays.check_trained(blocks)
         loss = self._loss_of(node) if ways.has_loss else None
         stage = Stage(blocks, loss, where, recipe.seed, recipe.precision, bool(ways.outputs))
