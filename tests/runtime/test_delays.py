@@ -22,6 +22,7 @@ from runtime_cases import (
     Recording,
     assert_equal_tensors,
     assert_same,
+    cut,
     finish,
     make_batches,
     make_blocks,
@@ -73,7 +74,7 @@ def sequential(
     dtype: torch.dtype = torch.float32,
 ) -> Sequential:
     """One microbatch after the other, through one model whose weights are set before each batch."""
-    blocks = make_blocks(case.model)
+    (blocks,) = cut(make_blocks(case.model), BALANCE[1])
     modules = {name: block for name, block in blocks.items() if isinstance(block, nn.Module)}
     read = {f"{name}.{key}": p for name, module in modules.items() for key, p in module.named_parameters()}
     behind = {name: delays.get(name.split(".")[0], 0) for name in read}
