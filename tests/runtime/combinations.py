@@ -31,6 +31,7 @@ SCALING = Scaling(initial=2.0**4, growth=2.0, backoff=0.5, interval=2)
 AVERAGE = 0.8
 MEETING = Combine("average", every=2)
 DELAYS = {"mixed": {"table": 2, "second": 1}, "gpt": {"embedding": 2, "head": 1}}
+BLOCKS = 6  # of each model
 _OPTIMIZERS = ("adamw", "momentum", "undecayed", "nadam")
 
 
@@ -39,6 +40,8 @@ def case_of(method: str) -> Case:
     """A small run of a method: the depth shows its delays, the optimizer is one that it takes."""
     row = METHODS[method]
     depth = 2 if RULES[row.rule].forward is Source.BATCH else 4
+    if make_schedule(method, depth, smallest_microbatches(method, depth, beyond=1) or 1).cuts > BLOCKS:
+        depth = 2
     options = {"reschedule": 3} if "reschedule" in CORRECTIONS[row.correction].options else {}
     for m in (smallest_microbatches(method, depth, beyond=1), 1):
         model = "gpt" if make_schedule(method, depth, m).slices > 1 else "mixed"
