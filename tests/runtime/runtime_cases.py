@@ -287,12 +287,11 @@ class Recording:
 
     def __init__(self, factory: Callable[[Named], torch.optim.Optimizer]) -> None:
         self._factory = factory
-        self._updates: list[list[dict[str, Tensor]]] = []  # per optimizer
+        self._updates: dict[torch.optim.Optimizer, list[dict[str, Tensor]]] = {}
 
     def __call__(self, named: Named) -> torch.optim.Optimizer:
         optimizer = self._factory(named)
-        updates: list[dict[str, Tensor]] = []
-        self._updates.append(updates)
+        updates = self._updates[optimizer] = []
 
         def take_down(*_: object) -> None:
             here = {name: p.grad.clone() for name, p in named if p.grad is not None}
@@ -305,7 +304,11 @@ class Recording:
 
     @property
     def gradients(self) -> list[dict[str, Tensor]]:
-        return merged(self._updates)
+        return merged(list(self._updates.values()))
+
+    def undone(self, optimizer: torch.optim.Optimizer) -> None:
+        """Its last update was taken back, and will be made again."""
+        self._updates[optimizer].pop()
 
 
 def merged(parts: Iterable[Sequence[Mapping[str, Tensor]]]) -> list[dict[str, Tensor]]:
@@ -441,7 +444,12 @@ def cut(blocks: Mapping[str, Any], balance: Sequence[int]) -> list[dict[str, Any
 
 def expected(case: Case, batches: int | None = None, options: Mapping[str, Any] | None = None) -> Outcome:
     """The outcome that the reference says, of the first so many batches, with options of the method."""
-    result = train_reference(
+    return outcome_of(case, reference_run(case, batches, options))
+
+
+def reference_run(case: Case, batches: int | None = None, options: Mapping[str, Any] | None = None) -> Reference:
+    """All that the reference says, of the first so many batches."""
+    return train_reference(
         cut(make_blocks(case.model, device=case.device), BALANCE[case.schedule.cuts]),
         LOSSES[case.loss],
         make_batches(case)[:batches],
@@ -458,6 +466,10 @@ def expected(case: Case, batches: int | None = None, options: Mapping[str, Any] 
         options=options or {},
         **({"rate": warm_up} if case.rate else {}),
     )
+
+
+def outcome_of(case: Case, result: Reference) -> Outcome:
+    """What of a reference is compared with a case's run."""
     outcome = as_outcome(result)
     if case.decides:
         skipped = [not gradients for gradients in result.gradients]
@@ -476,7 +488,7 @@ def parts_of(case: Case) -> list[list[int]]:
             for p in passes(action):
                 if p.op is Op.F and p.node.cut == 0:
                     parts.setdefault(p.node.replica, []).append(p.unit.first)
-    return [[w * case.m + k for k in sorted(parts[r])] for w in range(case.width) for r in sorted(parts)]
+    return [[w * case.m + k for k in sorted(set(parts[r]))] for w in range(case.width) for r in sorted(parts)]
 
 
 def reference_of(case: Case, make: Callable[[], dict[str, Any]], balance: tuple[int, ...]) -> Reference:

@@ -22,6 +22,7 @@ from runtime_cases import (
     Recording,
     assert_equal_tensors,
     assert_same,
+    cut,
     finish,
     make_batches,
     make_blocks,
@@ -78,7 +79,7 @@ def sequential(
 
     What autograd keeps of weights is their memory, so a formula finds in it what was written there last.
     """
-    blocks = make_blocks(case.model)
+    (blocks,) = cut(make_blocks(case.model), BALANCE[1])
     modules = {name: block for name, block in blocks.items() if isinstance(block, nn.Module)}
     read = {f"{name}.{key}": p for name, module in modules.items() for key, p in module.named_parameters()}
     behind = {name: delays.get(name.split(".")[0], 0) for name in read}

@@ -59,7 +59,7 @@ class Lookout:
     def __init__(self, divergence: Divergence | None, scaled: bool) -> None:
         self._divergence, self._scaled = divergence, scaled
         self._losses: deque[float] = deque(maxlen=1 if divergence is None else divergence.window)
-        self._first = math.inf
+        self._first = 0.0
         self.trouble: Trouble | None = None
 
     def look(self, first: float) -> None:

@@ -6,6 +6,7 @@ import torch
 
 from penstock.errors import CapabilityError, ConfigError
 from penstock.runtime.joints import needs_decisions
+from penstock.runtime.slicing import EQUAL_SLICES, Slicing
 from penstock.schedule.combine import REDUCE, Combine
 from penstock.schedule.corrections import CORRECTIONS
 from penstock.schedule.ir import Kind, Op, Schedule, passes
@@ -87,6 +88,23 @@ def _check_provisional(schedule: Schedule) -> None:
             raise CapabilityError(
                 f"{schedule.name}: rank {rank} runs all forwards before VALIDATE; the last one must come after it"
             )
+
+
+def check_slices(schedule: Schedule, recompute: str, slicing: Slicing = EQUAL_SLICES) -> None:
+    """Make sure that what is wanted goes with slices of sequences, or with whole ones.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    if schedule.slices == 1 and slicing != EQUAL_SLICES:
+        raise ConfigError(
+            f"{schedule.name}: slicing says how sequences are cut, but this method takes whole ones; take seq1f1b or "
+            "terapipe, or leave slicing out"
+        )
+    if schedule.slices > 1 and recompute == "block":
+        raise ConfigError(
+            f"{schedule.name}: recompute='block' does not go with slices of sequences; take 'stage' or 'none'"
+        )
 
 
 def check_correction(

@@ -28,7 +28,7 @@ from penstock.runtime.links import holders_of
 from penstock.runtime.mesh import from_mesh, groups_of_holders
 from penstock.runtime.nccl import LaneGroups, lane_groups
 from penstock.runtime.node import NodeRuntime
-from penstock.runtime.offer import check_correction
+from penstock.runtime.offer import check_correction, check_slices
 from penstock.runtime.precision import Precision, low_precision
 from penstock.runtime.recompute import Recompute, check_segments
 from penstock.runtime.recorder import Recorder, merge_recordings
@@ -175,6 +175,7 @@ class Pipeline:
         width = 1 if width is None else width
         self.timeout, self.combine = timeout, combine
         _check_combine(combine, plain, width, fast, correction, backward_delays if delays is None else delays)
+        check_slices(plain, recompute, slicing)
         self.parts = cut_blocks(named, plain.cuts, balance)
         ties, inside = find_ties(named, self.parts, tied or {})
         parting = parting_fault(combine.lag, plain.replicas, bool(ties))

@@ -120,8 +120,6 @@ class Worker:
         ways = ways_of(schedule, node)
         if schedule.slices > 1:
             check_blocks(blocks, where)
-            if recipe.recompute == "block":
-                raise ConfigError("recompute='block' does not go with slices of sequences; take 'stage' or 'none'")
         for delays in (recipe.delays, recipe.backward_delays):
             if delays is not None:
                 delays.check_trained(blocks)

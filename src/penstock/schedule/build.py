@@ -242,7 +242,7 @@ def call_order(function: OrderFunction, stages: int, microbatches: int, options:
         ScheduleError: the function returned something that is not an order.
     """
     name = getattr(function, "__name__", "order")
-    check_options(function, options)
+    check_options(function, options, ORDERS)
     defaults = options_of(function)
     for what, value in (("stages", stages), ("microbatches", microbatches), *options.items()):
         least = 0 if defaults.get(what) == 0 else 1

@@ -255,9 +255,15 @@ def combine_fault(kind: str, rule: str, correction: str = "none") -> str | None:
     if kind == "reduce":
         return None
     if correction != "none":
-        return f"combine {kind!r} is not offered with correction {correction!r}, which would take meetings for updates"
+        return (
+            f"combine {kind!r} is not offered with correction {correction!r}, which would take meetings for updates; "
+            "take a method without correction, such as 2bw, or leave combine out"
+        )
     if RULES[rule].rebinds or RULES[rule].copies_forward:
-        return f"combine {kind!r} is not offered with rule {rule!r}, under which a microbatch reads several weights"
+        return (
+            f"combine {kind!r} is not offered with rule {rule!r}, under which a microbatch reads several weights; take "
+            "a method whose backwards read what their forwards have read, such as stash, or leave combine out"
+        )
     if RULES[rule].provisional:
         return (
             f"combine {kind!r} changes weights directly after an update, but under rule {rule!r} forwards read them "

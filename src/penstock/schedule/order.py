@@ -52,8 +52,15 @@ def options_of(function: OrderFunction) -> dict[str, int | None]:
     return {p.name: p.default for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
 
 
-def check_options(function: OrderFunction, options: Options) -> None:
+def check_options(
+    function: OrderFunction, options: Options, others: Mapping[str, OrderFunction] = MappingProxyType({})
+) -> None:
     """Make sure that an order has these options.
+
+    Args:
+        function: the order.
+        options: that it is to have.
+        others: orders that may have them instead, by name.
 
     Raises:
         ConfigError: it does not.
@@ -62,7 +69,9 @@ def check_options(function: OrderFunction, options: Options) -> None:
     for option in options:
         if option not in known:
             offers = f"it has {', '.join(known)}" if known else "it has none"
-            raise ConfigError(f"order {name} has no option {option!r}; {offers}")
+            owners = ", ".join(name for name, other in others.items() if option in options_of(other))
+            hint = f". Leave it out, or take an order that has it: {owners}" if owners else ""
+            raise ConfigError(f"order {name} has no option {option!r}; {offers}{hint}")
 
 
 def make_order(

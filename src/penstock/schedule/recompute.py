@@ -45,7 +45,9 @@ def with_recompute(schedule: Schedule, segments: Segments = 1) -> Schedule:
     length = length_of(segments, schedule.cuts)
     rule = RULES[schedule.rule]
     if Source.COPY in (rule.backward, rule.recompute):
-        raise ScheduleError(f"{schedule.name}: rule {rule.name!r} needs an order that places its own recomputes")
+        raise ScheduleError(
+            f"{schedule.name}: rule {rule.name!r} needs an order that places its own recomputes; do without recompute"
+        )
     cuts = {action.node.cut for program in schedule.programs for action in _delayed(program)}
     groups = _groups(schedule, cuts, length)
     ahead = _leads(schedule, groups)

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from penstock.models.gpt import TIED_EMBEDDINGS, gpt_blocks, language_loss
 from penstock.runtime.divergence import Divergence
 from penstock.runtime.pipeline import Pipeline
-from penstock.runtime.slicing import Slicing, equal_time_lengths
+from penstock.runtime.slicing import EQUAL_SLICES, Slicing, equal_time_lengths
 from penstock.train.course import Course
 from penstock.train.optimizers import optimizer_factory
 from penstock.train.prepare import Prepared
@@ -30,6 +30,7 @@ def make_pipeline(
         fallback.spike if "spike" in fallback.when else None, fallback.window, "nonfinite" in fallback.when
     )
     first = Course(config).phase(0)
+    equal_times = Slicing(lengths=equal_time_lengths(1 / (12 * prepared.model.width)))
     return Pipeline(
         gpt_blocks(prepared.model, config.seed),
         prepared.proof_of(first),
@@ -47,7 +48,7 @@ def make_pipeline(
         reduce=config.reduce,
         combine=config.combine.chosen,
         tied=TIED_EMBEDDINGS if config.model.tied else None,
-        slicing=Slicing(lengths=equal_time_lengths(1 / (12 * prepared.model.width))),
+        slicing=equal_times if prepared.proof.schedule.slices > 1 else EQUAL_SLICES,
         correction=prepared.correction_of(first),
         delays=config.delays,
         backward_delays=config.backward_delays,

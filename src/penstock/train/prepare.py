@@ -16,7 +16,7 @@ from penstock.errors import ConfigError, PenstockError
 from penstock.models.gpt import TIED_EMBEDDINGS, GPTConfig, gpt_blocks, preset
 from penstock.runtime.blocks import cut_blocks
 from penstock.runtime.delays import check_backward_delays, resolve_backward_delays, resolve_delays
-from penstock.runtime.offer import check_correction, check_offered
+from penstock.runtime.offer import check_correction, check_offered, check_slices
 from penstock.runtime.precision import low_precision
 from penstock.runtime.recompute import check_segments
 from penstock.runtime.switching import check_same_places
@@ -116,6 +116,7 @@ def prepare(config: TrainConfig) -> Prepared:
             "evaluate.patience needs stages that decide together, so that all end after the same batch; set clip, or "
             "a width above 1"
         )
+    check_slices(proof.schedule, config.recompute)
     options = options_of(row.correction, config.correction)
     correction = make_correction(row.correction, options, config.batches, config.rate.warm_up)
     check_correction(proof.schedule, correction, low_precision(config.precision), config.recompute, config.model.tied)

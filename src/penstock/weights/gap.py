@@ -11,6 +11,7 @@ by which gradients are clipped is that before the division.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -42,7 +43,9 @@ class GapAware:
 
     def refuses(self, _precision: torch.dtype | None, _recompute: str) -> str | None:
         """Low precision has no stash of full weights."""
-        return "gap-aware gradients are offered in fp32" if _precision is not None else None
+        if _precision is not None:
+            return "gap-aware gradients are offered in fp32 so far; set precision to fp32, or take method stash"
+        return None
 
     def on(self, layout: Layout, place: Place) -> _OnStage:
         """For a stage."""
@@ -88,12 +91,21 @@ class _OnStage(Corrector):
         while self._rated < updates:  # many at once after a restart
             self._rate = max(self._rate, updater.rate_of(self.began + self._rated))
             self._rated += 1
+        if updates == 1:
+            self._begin(updater.optimizer, updater.parameters)
         with torch.no_grad():
             for name, penalty in self._buffers["penalty"].views.items():
                 mean = self._buffers["squares"].views[name] / (1.0 - self._wanted.average**updates)
                 size = mean.sqrt_().add_(self._wanted.eps).mul_(self._rate)
                 gap = (newest.views[name] - read.views[name]).abs_()
                 penalty.copy_(gap.div_(size).add_(1.0) if self._rate else torch.ones_like(gap))
+
+    def _begin(self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        """The mean begins with the momentum that the first update finds: of a method before this one, or none."""
+        for name, squares in self._buffers["squares"].views.items():
+            velocity = optimizer.state.get(parameters[name], {}).get("momentum_buffer")
+            if velocity is not None:
+                squares.copy_(velocity**2 * (1.0 - self._wanted.average))
 
     def before_step(self, gradient: Buffer) -> None:
         """Divide."""
