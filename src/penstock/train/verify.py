@@ -76,6 +76,11 @@ def verify(config: TrainConfig, count: int) -> Verification:
         )
     if config.delays is not None:
         raise ConfigError("delays: there is no reference of chosen delays to verify against; leave delays out")
+    if config.recompute != "none" and RULES[find_method(config.method).rule].recompute is Source.NEWEST:
+        raise ConfigError(
+            f"recompute={config.recompute}: method {config.method!r} runs forwards again on other weights, which the "
+            "reference here does not; set recompute=none (tests compare it with equations of its own)"
+        )
     prepared, left_out = prepare(config), _no_plain(config)
     if isinstance(prepared.correction, ErrorFeedback) or (
         isinstance(prepared.correction, PipelinedBackprop) and prepared.correction.spike
