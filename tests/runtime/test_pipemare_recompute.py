@@ -36,7 +36,7 @@ from torch.func import functional_call
 
 from least import least
 from penstock.errors import ConfigError, ScheduleError
-from penstock.runtime.recompute import Recompute
+from penstock.runtime.recompute import Kept, Recompute
 from penstock.schedule.build import extend, make_schedule, prove
 from penstock.schedule.ir import Op, Payload
 from penstock.schedule.recompute import length_of, with_recompute
@@ -402,6 +402,19 @@ def test_only_the_first_of_a_segment_keeps_its_input() -> None:
             waiting = 8 - s - int(proof.activations[s]) + 1
             wanted += waiting * 2 * ((LENGTH + 1) * 8 if s == 0 else LENGTH * WIDTH * 4)
         assert found == wanted, s
+
+
+def test_inputs_that_come_again_are_let_go_of() -> None:
+    """Not only not counted."""
+    case = case_of(4, 1, recompute="stage")
+    pipeline = make_pipeline(case, **changes_of(case, "elementary", 3))
+    there: list[tuple[int, bool]] = []
+    for _ in pipeline.run(make_batches(case)):
+        for node, runtime in pipeline.nodes.items():
+            waiting = [piece for flight in runtime.flights.values() for piece in flight.work if isinstance(piece, Kept)]
+            there += [(node.cut, piece.value is not None) for piece in waiting]
+    assert {cut for cut, _ in there} == {0, 1, 2}  # the last stage does not recompute
+    assert all(has == (cut == 0) for cut, has in there)
 
 
 def kept(depth: int, segments: int | None) -> int:
