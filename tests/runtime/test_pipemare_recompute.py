@@ -335,6 +335,13 @@ def test_estimates_in_low_precision(recompute: Recompute, m: int) -> None:
     assert_same(train(None, case, **changes_of(case, "elementary", segments)), wanted)
 
 
+@pytest.mark.parametrize("depth", [2, 4])
+def test_what_a_stage_has_received_may_be_cast(depth: int) -> None:
+    """In low precision a norm casts its input, which is no weight."""
+    case = Case("newest", depth, 2, model="gpt", precision="bf16")
+    assert_same(train(None, case), expected(case))
+
+
 def on_rank(group: dist.ProcessGroup, case: Case) -> Outcome:
     return train(group, case, **changes_of(case, "elementary", 3))
 
