@@ -36,7 +36,7 @@ from torch.func import functional_call
 
 from least import least
 from penstock.errors import ConfigError, ScheduleError
-from penstock.runtime.recompute import Recompute
+from penstock.runtime.recompute import Kept, Recompute
 from penstock.schedule.build import extend, make_schedule, prove
 from penstock.schedule.ir import Op, Payload
 from penstock.schedule.recompute import length_of, with_recompute
@@ -335,6 +335,13 @@ def test_estimates_in_low_precision(recompute: Recompute, m: int) -> None:
     assert_same(train(None, case, **changes_of(case, "elementary", segments)), wanted)
 
 
+@pytest.mark.parametrize("depth", [2, 4])
+def test_what_a_stage_has_received_may_be_cast(depth: int) -> None:
+    """In low precision a norm casts its input, which is no weight."""
+    case = Case("newest", depth, 2, model="gpt", precision="bf16")
+    assert_same(train(None, case), expected(case))
+
+
 def on_rank(group: dist.ProcessGroup, case: Case) -> Outcome:
     return train(group, case, **changes_of(case, "elementary", 3))
 
@@ -402,6 +409,19 @@ def test_only_the_first_of_a_segment_keeps_its_input() -> None:
             waiting = 8 - s - int(proof.activations[s]) + 1
             wanted += waiting * 2 * ((LENGTH + 1) * 8 if s == 0 else LENGTH * WIDTH * 4)
         assert found == wanted, s
+
+
+def test_inputs_that_come_again_are_let_go_of() -> None:
+    """Not only not counted."""
+    case = case_of(4, 1, recompute="stage")
+    pipeline = make_pipeline(case, **changes_of(case, "elementary", 3))
+    there: list[tuple[int, bool]] = []
+    for _ in pipeline.run(make_batches(case)):
+        for node, runtime in pipeline.nodes.items():
+            waiting = [piece for flight in runtime.flights.values() for piece in flight.work if isinstance(piece, Kept)]
+            there += [(node.cut, piece.value is not None) for piece in waiting]
+    assert {cut for cut, _ in there} == {0, 1, 2}  # the last stage does not recompute
+    assert all(has == (cut == 0) for cut, has in there)
 
 
 def kept(depth: int, segments: int | None) -> int:
@@ -489,9 +509,10 @@ def test_a_load_leaves_no_estimate_of_other_weights() -> None:
     source = make_pipeline(case, **changes_of(case, "elementary", 2))
     list(source.run(make_batches(case)[:4]))
     snapshots, ends = InMemory(source.snapshots()), []
-    for before in (0, 9):
+    for before in ((), (4, 2)):  # the last estimate is that of the first backward after a load that is late
         other = make_pipeline(case, **changes_of(case, "elementary", 2))
-        list(other.run(make_batches(case)[::-1][:before]))
+        for length in before:
+            list(other.run(make_batches(case)[::-1][:length]))
         other.load(snapshots)
         list(other.run(make_batches(case)[4:]))
         ends.append({name: tensor.clone() for name, tensor in other.state_dict().items()})

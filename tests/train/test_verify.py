@@ -100,6 +100,12 @@ def test_every_method_passes(text: str, method: str) -> None:
         assert row.plain is None or row.plain.compared == row.reference.compared
 
 
+@pytest.mark.parametrize("recompute", ["block", "stage"])
+def test_forwards_that_are_run_again_on_other_weights_are_refused(text: str, recompute: str) -> None:
+    with pytest.raises(ConfigError, match=f"recompute={recompute}: .*set recompute=none"):
+        verified(text, "method=pipemare", f"recompute={recompute}")
+
+
 @pytest.mark.parametrize("method", LATER)
 def test_updates_that_end_after_the_optimizer_s_step_are_refused(text: str, method: str) -> None:
     needs = [] if method == "error-feedback" else MOMENTUM

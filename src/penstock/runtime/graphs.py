@@ -250,5 +250,5 @@ class Graphs:
                 "belongs to no module among the blocks, so no optimizer would ever step it; pass the module that owns "
                 "it as a block (not one of its methods), or detach it"
             )
-        if self._rebinding is not None:
-            self._rebinding.check(result, {id(t) for t in opened})
+        if self._rebinding is not None and handle is not None:
+            self._rebinding.check(result, handle.buffer.leaves.values())

@@ -8,7 +8,7 @@ Which version is read is proven beforehand, and looked up in the store.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -78,18 +78,19 @@ class Rebinding:
         motion = self._motion[place.dtype].as_strided(place.shape, place.stride, place.offset)
         return found - self._gap * motion
 
-    def check(self, result: Any, inputs: Collection[int]) -> None:
+    def check(self, result: Any, weights: Iterable[Tensor]) -> None:
         """Make sure that a graph reads the weights themselves.
 
         Args:
-            result: where it ends.
-            inputs: ids of the leaves that are no weights.
+            result: of the forward, in its graph.
+            weights: its leaves; others are what the stage has received, of which casts do no harm.
 
         Raises:
             CapabilityError: it reads casts of them, as under autocast, which stay as the forward made them.
         """
+        ours = {id(leaf) for leaf in weights}
         for node in graph_nodes(result):
-            if type(node).__name__ == "ToCopyBackward0" and _is_of_weights(node, inputs):
+            if type(node).__name__ == "ToCopyBackward0" and _is_of(ours, node):
                 raise CapabilityError(
                     f"{self._where}: a block casts its weights (torch.autocast, or .to()), so its backward would read "
                     f"those of its forward, not {self.others}; pass precision='bf16' or 'fp16' to the pipeline "
@@ -129,12 +130,12 @@ def _complex(trained: Mapping[str, Tensor]) -> str | None:
     return next((name for name, weight in trained.items() if weight.is_complex()), None)
 
 
-def _is_of_weights(node: Any, inputs: Collection[int]) -> bool:
-    """Whether the input of a cast is a parameter, or a view of one."""
+def _is_of(ours: set[int], node: Any) -> bool:
+    """Whether the input of a cast is a weight, or a view of one."""
     following = node.next_functions[0][0]
     while type(following).__name__.removesuffix("0").removesuffix("1") in _VIEWS:
         following = following.next_functions[0][0]
-    return type(following).__name__ == "AccumulateGrad" and id(following.variable) not in inputs
+    return type(following).__name__ == "AccumulateGrad" and id(following.variable) in ours
 
 
 _VIEWS = frozenset(

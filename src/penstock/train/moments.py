@@ -30,8 +30,10 @@ def order_of(row: Method, proof: Proof, recompute: str, segments: Segments) -> O
     if recompute == "block":
         return Order(delays, "block")
     again = extend(proof, recomputes=True, segments=segments).schedule
-    size = max((len(segment) for segment in again.segments), default=1)
-    return Order(delays, "stage", size, _updates_before_own(again, Op.R))
+    members = {cut for segment in again.segments for cut in segment[1:]}
+    firsts = [cut for cut in range(again.cuts) if cut not in members]
+    sizes = [end - first for first, end in zip(firsts, [*firsts[1:], again.cuts], strict=True)]
+    return Order(delays, "stage", sizes, _updates_before_own(again, Op.R))
 
 
 def _updates_before_own(schedule: Schedule, op: Op) -> list[list[int]]:

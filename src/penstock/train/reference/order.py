@@ -19,18 +19,26 @@ class Order(NamedTuple):
         delays: the updates that a stage makes between the forward of a microbatch and the microbatch's own update, away
             from the beginning of a span; if None, those of 1F1B, or of nF1B for the TiMePReSt methods.
         recompute: None, "block" or "stage": what keeps its input, and runs forward a second time.
-        segment: of so many stages in a row only the first one keeps its input ("stage").
+        segment: of so many stages in a row only the first one keeps its input ("stage"); a number for all segments, or
+            one for each.
         early: the updates that a stage makes between the second run and the microbatch's own update; none if None.
     """
 
     delays: Delays | None = None
     recompute: str | None = None
-    segment: int = 1
+    segment: int | Sequence[int] = 1
     early: Delays | None = None
 
     def of_stage(self, s: int) -> Sequence[int] | None:
         """The delays of stage s."""
         return None if self.delays is None else self.delays[s]
+
+    def sizes(self, d: int) -> list[int]:
+        """How many of d stages each segment has."""
+        if not isinstance(self.segment, int):
+            return list(self.segment)
+        size = self.segment
+        return [min(size, d - s) for s in range(0, d, size)] if size > 0 else [size]
 
     def moment(self, t: int, s: int, k: int, version: int) -> int:
         """The newest version when stage s runs microbatch k of batch t again, whose forward has read `version`."""
@@ -46,9 +54,11 @@ class Order(NamedTuple):
         """
         if self.recompute not in (None, "block", "stage"):
             raise ConfigError(f"recompute is {self.recompute!r}; give None, 'block' or 'stage'")
-        if self.segment < 1 or (self.segment > 1 and self.recompute != "stage"):
+        sizes = self.sizes(d)
+        if min(sizes) < 1 or sum(sizes) != d or (max(sizes) > 1 and self.recompute != "stage"):
             raise ConfigError(
-                f"segment is {self.segment}: give a number above 0, and above 1 only if recompute='stage'"
+                f"segment is {self.segment}: give a number above 0 (or such numbers that make {d} together), and above "
+                "1 only if recompute='stage'"
             )
         if self.early is not None:
             if self.recompute is None:

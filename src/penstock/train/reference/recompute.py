@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -28,12 +28,13 @@ Piece = list[tuple[int, str]]
 """Blocks in a row of which one input is kept: stage and name of each."""
 
 
-def pieces_of(nodes: Sequence[Stage], how: str, segment: int) -> list[Piece]:
-    """What is run again from one input: each block, or each `segment` stages."""
+def pieces_of(nodes: Sequence[Stage], how: str, sizes: Sequence[int]) -> list[Piece]:
+    """What is run again from one input: each block, or each segment of so many stages."""
     blocks = [[(s, name) for name in node.blocks] for s, node in enumerate(nodes)]
     if how == "block":
         return [[block] for stage in blocks for block in stage]
-    return [list(chain(*blocks[s : s + segment])) for s in range(0, len(blocks), segment)]
+    stages = iter(blocks)
+    return [list(chain(*islice(stages, size))) for size in sizes]
 
 
 def run_again(

@@ -212,7 +212,7 @@ class Run:
             again = [n.reading.again(n, *vs) for n, *vs in zip(self.nodes, versions, moments, strict=True)]
             others = [w for w in again if w is not None]
             if others:
-                pieces = pieces_of(self.nodes, how, self.order.segment)
+                pieces = pieces_of(self.nodes, how, self.order.sizes(len(self.nodes)))
                 return run_again(self.nodes, sample, reads, others, pieces, how == "stage", *rest)
         return run_microbatch(self.nodes, sample, reads, *rest)
 
