@@ -22,7 +22,9 @@ from penstock.runtime.recompute import Recompute
 from penstock.runtime.reduction import Reduce
 from penstock.schedule.build import make_schedule
 from penstock.schedule.ir import Op, Schedule, passes
+from penstock.schedule.methods import find_method
 from penstock.train.config import OptimizerName, OptimizerSection
+from penstock.train.moments import order_of
 from penstock.train.optimizers import optimizer_factory
 from penstock.train.reference import Reference, Scaling, train_reference
 from penstock.weights.corrections import Correction
@@ -464,6 +466,7 @@ def reference_run(case: Case, batches: int | None = None, options: Mapping[str, 
         precision=low_precision(case.precision),
         tied=TIED[case.model] if case.tied and case.schedule.cuts > 1 else {},
         options=options or {},
+        order=order_of(find_method(case.method).order, case.schedule, case.recompute),
         **({"rate": warm_up} if case.rate else {}),
     )
 

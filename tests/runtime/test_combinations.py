@@ -57,7 +57,6 @@ from test_delays import assert_trained, sequential
 from test_late_weights import assert_near
 from test_snapshots import rest_of
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from penstock.errors import ConfigError
 from penstock.runtime.decisions import Evaluated
@@ -72,12 +71,9 @@ from penstock.schedule.border import border_fault
 from penstock.schedule.build import make_schedule, prove
 from penstock.schedule.methods import METHODS
 from penstock.schedule.orders import ORDERS
-from penstock.schedule.versions import RULES
 from penstock.train.reference import Reference, train_reference
-from penstock.train.reference import run as reference
 from penstock.train.reference.delays import version_read
 from penstock.train.reference.methods import FLUSH
-from penstock.train.reference.passes import cast
 from penstock.train.verify import _options
 from penstock.weights.corrections import Correction
 from penstock.weights.pipemare import PipeMare
@@ -238,57 +234,14 @@ def with_recompute(feature: str, changes: Mapping[str, Any], again: Recompute) -
     """A change that is told to the reference, and recompute, which changes numbers under late weights alone."""
 
     def check(case: Case, chosen: Features) -> None:
-        runs_again = f"recompute {again}" in chosen
         case = replace(case, **(changes if feature in chosen else {}))
-        found = train(None, replace(case, recompute=again if runs_again else "none"))
-        if runs_again and RULES[case.schedule.rule].rebinds:
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(reference, "run_microbatch", run_again(by_block=again == "block"))
-                result = reference_run(case, options=_options(case.correction))
-        else:
-            result = wanted(case)
-        compare(case, found, outcome_of(case, result))
+        case = replace(case, recompute=again if f"recompute {again}" in chosen else "none")
+        found = train(None, case)
+        compare(case, found, outcome_of(case, wanted(case)))
         for name, owner in TIED[case.model].items() if case.tied else ():
             assert torch.equal(found.weights[name], found.weights[owner])
 
     return check
-
-
-def run_again(by_block: bool) -> Callable[..., tuple[float, float]]:
-    """Passes of a microbatch whose forwards are run again, on the backward's weights, from what went in at first."""
-
-    def run(nodes: Any, sample: Any, reads: Any, _: Any, loss: Any, c: float, scale: float, precision: Any) -> Any:
-        parts: list[tuple[Any, Any, Mapping[str, Any], Any]] = []
-        x, target = cast(sample[0], precision), sample[1]
-        with torch.no_grad():
-            for node, (forward, backward) in zip(nodes, reads, strict=True):
-                for blocks in [{name: b} for name, b in node.blocks.items()] if by_block else [node.blocks]:
-                    parts.append((node, forward if backward is None else backward, blocks, x))
-                    x = _through(node, blocks, x, {n: cast(w, precision) for n, w in forward.items()})
-        result = loss(x.requires_grad_(), target)
-        total, weight = result if isinstance(result, tuple) else (result, 1.0)
-        (g,) = torch.autograd.grad(total / c * scale, x)
-        for node, weights, blocks, value in reversed(parts):
-            leaves = {n: cast(w, precision).clone().requires_grad_() for n, w in weights.items()}
-            begin = value.detach().requires_grad_(value.is_floating_point())
-            y = _through(node, blocks, begin, leaves)
-            used = [*leaves.items(), *([("", begin)] if begin.requires_grad else [])]
-            found = torch.autograd.grad(y, [tensor for _, tensor in used], g, allow_unused=True)
-            for (name, _), d in zip(used, found, strict=True):
-                if not name:
-                    g = d
-                elif d is not None:
-                    node.part[name] += d
-        return float(total.detach()), float(weight)
-
-    return run
-
-
-def _through(node: Any, blocks: Mapping[str, Any], x: Any, leaves: Mapping[str, Tensor]) -> Any:
-    for name, block in blocks.items():
-        own = {own: leaves[canonical] for own, canonical in node.names.get(name, {}).items()}
-        x = functional_call(node.modules[name], own, (x,)) if own else block(x)
-    return x
 
 
 # --- parallel pipelines, delays by choice, slices ---------------------------------------------------------------------

@@ -73,6 +73,9 @@ KINDS = {
         "ftpipe", correction_of("ftpipe"), {"backward": "stash"}, ("sgd",), rule="predicted-stash"
     ),
     "ftpipe-aggregated": Kind("ftpipe-aggregated", correction_of("ftpipe-aggregated"), {}, ("adamw",)),
+    "timeprest": Kind("timeprest", None),
+    "v-timeprest": Kind("v-timeprest", None),
+    "i-timeprest": Kind("i-timeprest", correction_of("i-timeprest", beta=0.7), {"beta": 0.7}),
     "spectrain of Muon": Kind("spectrain", correction_of("spectrain"), {}, ("configured muon",)),
 }
 SHAPES = [(1, 2), (2, 1), (4, 3), (8, 2)]
@@ -81,7 +84,7 @@ SHAPES = [(1, 2), (2, 1), (4, 3), (8, 2)]
 def case_of(name: str, depth: int, m: int, **changes: Any) -> Case:
     kind = KINDS[name]
     m = min(m, kind.largest or m)
-    if kind.method == "error-feedback":
+    if kind.method in ("error-feedback", "v-timeprest"):
         m = max(m, depth - 1)
     case = Case(kind.method, depth, m, correction=kind.correction, optimizer=kind.optimizers[0], rule=kind.rule)
     return replace(case, **({"model": "long" if depth == 8 else "mixed"} | changes))

@@ -3,33 +3,31 @@
 from __future__ import annotations
 
 from penstock.schedule.build import extend
-from penstock.schedule.check import Proof
 from penstock.schedule.ir import Op, Schedule, passes
-from penstock.schedule.methods import Method
 from penstock.schedule.recompute import Segments
 from penstock.schedule.versions import RULES, Source
 from penstock.train.reference.order import USUAL, Order
 
-KNOWN = ("endless-1f1b",)
-"""Orders whose delays the reference knows; it also knows those of rules that do not depend on an order."""
+KNOWN = ("endless-1f1b", "wpipe")
+"""Orders whose delays the reference knows. It also knows those of rules that do not depend on an order."""
 
 
-def order_of(row: Method, proof: Proof, recompute: str, segments: Segments) -> Order:
-    """What the reference of a method is to be told about a schedule.
+def order_of(order: str, schedule: Schedule, recompute: str = "none", segments: Segments = 1) -> Order:
+    """What the reference is to be told about a schedule.
 
     Args:
-        row: the method.
-        proof: of its schedule, without recomputes of its own.
+        order: its name in `penstock.schedule.orders.ORDERS`.
+        schedule: without recomputes of its own.
         recompute, segments: as of `penstock.runtime.pipeline.Pipeline`.
     """
-    source = RULES[row.rule].forward
-    depends = source in (Source.NEWEST, Source.ADMISSION) and row.order not in KNOWN and row.name != "wpipe"
-    delays = _updates_before_own(proof.schedule, Op.F) if depends else None
-    if recompute == "none" or RULES[row.rule].recompute is not Source.NEWEST:
+    rule = RULES[schedule.rule]
+    depends = rule.forward in (Source.NEWEST, Source.ADMISSION) and order not in KNOWN
+    delays = _updates_before_own(schedule, Op.F) if depends else None
+    if recompute == "none" or rule.recompute is not Source.NEWEST:
         return USUAL._replace(delays=delays)  # what runs again reads the same, so it changes nothing
     if recompute == "block":
         return Order(delays, "block")
-    again = extend(proof, recomputes=True, segments=segments).schedule
+    again = extend(schedule, recomputes=True, segments=segments).schedule
     members = {cut for segment in again.segments for cut in segment[1:]}
     firsts = [cut for cut in range(again.cuts) if cut not in members]
     sizes = [end - first for first, end in zip(firsts, [*firsts[1:], again.cuts], strict=True)]

@@ -190,7 +190,7 @@ def _run_reference(prepared: Prepared, count: int) -> tuple[Reference, Watch]:
         tied=TIED_EMBEDDINGS if config.model.tied and config.stages > 1 else {},
         precision=low_precision(config.precision),
         options=_options(prepared.correction),
-        order=order_of(find_method(config.method), prepared.proof, config.recompute, config.segments),
+        order=order_of(find_method(config.method).order, prepared.proof.schedule, config.recompute, config.segments),
     )
     return result, watch
 
