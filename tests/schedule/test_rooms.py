@@ -104,3 +104,14 @@ def test_the_reference_shares_nothing_with_what_it_judges():
     ours = {target for target in used if target.split(".")[0] == "penstock"}
     assert len(parts) > 5
     assert {target for target in ours if not target.startswith("penstock.train.reference")} == {"penstock.errors"}
+
+
+def test_no_function_is_long():
+    """Sixty lines, the signature and the docstring included."""
+    found = {
+        f"{name}.{node.name}": node.end_lineno - node.lineno + 1
+        for name, path in modules()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef)
+    }
+    assert {name: lines for name, lines in found.items() if lines > 60} == {}

@@ -112,6 +112,25 @@ def resolve_backward_delays(
     return None if found.by_block == forward.by_block else found
 
 
+def resolve_both(
+    delays: Delays | None,
+    backward_delays: Delays | None,
+    blocks: Mapping[str, Any],
+    tied: Mapping[str, str],
+    schedule: Schedule,
+    recompute: str,
+) -> tuple[BlockDelays, BlockDelays | None]:
+    """The delays of forwards, and those of backwards where they are others.
+
+    Raises:
+        ConfigError: as `resolve_delays`, `check_backward_delays`.
+    """
+    forward = resolve_delays(delays, blocks, tied, schedule.rule)
+    backward = resolve_backward_delays(backward_delays, forward, blocks, tied, schedule.rule)
+    check_backward_delays(schedule, backward, recompute)
+    return forward, backward
+
+
 def check_backward_delays(schedule: Schedule, backward: BlockDelays | None, recompute: str) -> None:
     """Make sure that backwards can look up other weights than their forwards read.
 

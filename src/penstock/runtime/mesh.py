@@ -20,12 +20,12 @@ Groups = Mapping[frozenset[int], dist.ProcessGroup]
 
 
 def from_mesh(
-    mesh: DeviceMesh, width: int | None, depth: int, group: dist.ProcessGroup | None
-) -> tuple[int, dist.ProcessGroup]:
+    mesh: DeviceMesh | None, width: int | None, depth: int, group: dist.ProcessGroup | None
+) -> tuple[int, dist.ProcessGroup | None]:
     """The number of pipelines and the group of all ranks, as `Team` takes them.
 
     Args:
-        mesh: with dimensions (width, depth) or (width, depth, inner).
+        mesh: with dimensions (width, depth) or (width, depth, inner); without one they are what the user says.
         width: what the user says of it; None for nothing.
         depth: ranks of the schedule.
         group: of the mesh's ranks, in its order; the whole job if None.
@@ -34,6 +34,8 @@ def from_mesh(
         ConfigError: they do not fit.
         CapabilityError: stages are to be split over several ranks.
     """
+    if mesh is None:
+        return 1 if width is None else width, group
     if not isinstance(mesh, DeviceMesh):
         raise ConfigError(f"mesh must be a torch.distributed.device_mesh.DeviceMesh, got {mesh!r:.80}")
     names = mesh.mesh_dim_names or ()

@@ -6,9 +6,7 @@ numbers, bit for bit.
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -16,40 +14,38 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from penstock.errors import CapabilityError, ConfigError
-from penstock.runtime.blocks import Blocks, cut_blocks, deal, named_blocks
-from penstock.runtime.clock import common_origin
+from penstock.errors import ConfigError
+from penstock.runtime.assembly import check_combine, loss_constant, make_lane_groups, make_workers
+from penstock.runtime.blocks import Blocks, cut_blocks, named_blocks
 from penstock.runtime.collective import gather_json
 from penstock.runtime.decisions import Evaluated
-from penstock.runtime.delays import Delays, check_backward_delays, resolve_backward_delays, resolve_delays
+from penstock.runtime.delays import Delays, resolve_both
 from penstock.runtime.divergence import Divergence, Trouble
 from penstock.runtime.evaluation import Evaluating, check_every
 from penstock.runtime.links import holders_of
 from penstock.runtime.mesh import from_mesh, groups_of_holders
-from penstock.runtime.nccl import LaneGroups, lane_groups
+from penstock.runtime.nccl import LaneGroups
 from penstock.runtime.node import NodeRuntime
 from penstock.runtime.offer import check_correction, check_slices
 from penstock.runtime.precision import Precision, low_precision
-from penstock.runtime.recompute import Recompute, check_segments
-from penstock.runtime.recorder import Recorder, merge_recordings
+from penstock.runtime.recompute import Recompute
+from penstock.runtime.recorder import merge_recordings
 from penstock.runtime.reduction import Reduce, is_fast
 from penstock.runtime.reporting import Report
-from penstock.runtime.sharing import check_equal, equalise
 from penstock.runtime.slicing import EQUAL_SLICES, Slicing
 from penstock.runtime.snapshot import Saved, Saving, Snapshot, check_names, check_pipelines, restore
 from penstock.runtime.source import Batches
 from penstock.runtime.spans import Spans
 from penstock.runtime.stage import LossFunction
 from penstock.runtime.switching import Wants, check_heard, check_same_places, extended, schedule_of
-from penstock.runtime.team import Team, backends
+from penstock.runtime.team import Team
 from penstock.runtime.ties import find_ties
 from penstock.runtime.transport import Channel
-from penstock.runtime.worker import Recipe, Worker
+from penstock.runtime.worker import Recipe
 from penstock.schedule.build import prove_evaluation
 from penstock.schedule.check import Proof
 from penstock.schedule.combine import REDUCE, Combine
 from penstock.schedule.ir import Node, Schedule
-from penstock.schedule.lags import parting_fault
 from penstock.schedule.recompute import Segments
 from penstock.schedule.versions import RULES
 from penstock.timeline import Timeline
@@ -171,28 +167,16 @@ class Pipeline:
         policy = Policy(clip, loss_scale or (LossScale() if precision == "fp16" else None))
         low, fast = low_precision(precision), is_fast(reduce)
         named, plain = named_blocks(blocks), schedule_of(schedule)
-        width, group = (width, group) if mesh is None else from_mesh(mesh, width, plain.ranks, group)
-        width = 1 if width is None else width
+        width, group = from_mesh(mesh, width, plain.ranks, group)
         self.timeout, self.combine = timeout, combine
-        _check_combine(combine, plain, width, fast, correction, backward_delays if delays is None else delays)
-        check_slices(plain, recompute, slicing)
         self.parts = cut_blocks(named, plain.cuts, balance)
         ties, inside = find_ties(named, self.parts, tied or {})
-        parting = parting_fault(combine.lag, plain.replicas, bool(ties))
-        if parting is not None:
-            raise ConfigError(f"combine: {parting}")
-        behind = resolve_delays(delays, named, tied or {}, plain.rule)
-        late = resolve_backward_delays(backward_delays, behind, named, tied or {}, plain.rule)
+        name, delayed = "none" if correction is None else correction.name, (delays, backward_delays) != (None, None)
+        check_combine(combine, plain, width, ties, fast=fast, correction=name, delayed=delayed)
+        check_slices(plain, recompute, slicing)
+        behind, late = resolve_both(delays, backward_delays, named, tied or {}, plain, recompute)
         self.delays, self.backward_delays = behind.by_block, (late or behind).by_block
-        check_backward_delays(plain, late, recompute)
-        wants = Wants(
-            decides=policy.decides or width != 1,
-            reduces=width != 1 and not combine.apart,
-            recomputes=recompute == "stage",
-            tied={cut for tie in ties for cut in tie.cuts},
-            combine=combine,
-            segments=check_segments(recompute, segments),
-        )
+        wants = Wants.of(policy, width, combine, recompute, segments, ties)
         self._extended = partial(extended, wants)
         self.proof = self._extended(schedule)
         self.schedule = self.proof.schedule
@@ -201,50 +185,18 @@ class Pipeline:
         self._check_correction(self.schedule, correction)
         self.team = Team(width, self.schedule.ranks, group, timeout)
         alike = groups_of_holders(self.team, holders_of(self.schedule, width).values(), mesh, timeout) if fast else {}
-        c = _constant((1 if combine.apart else width) * plain.microbatches if divisor is None else divisor, low)
+        c = loss_constant((1 if combine.apart else width) * plain.microbatches if divisor is None else divisor, low)
         recipe = Recipe(
-            loss,
-            optimizer,
-            rate,
-            c,
-            policy,
-            recompute,
-            seed,
-            low,
-            average,
-            slicing,
-            correction,
-            behind,
-            divergence,
-            combine,
-            width,
-            late,
-        )
-        origin = time.perf_counter() if group is None else common_origin(self.team.control)
-        here = [(seat.replica, node) for seat in self.team.seats for node in self.schedule.on_rank(seat.rank)]
-        dealt = deal(named, self.parts, here)
-        self._workers = [
-            Worker(seat, self.proof, dealt[seat.replica], ties, inside, recipe, Recorder(row, origin))
-            for seat, row in zip(self.team.seats, self.team.workers, strict=True)
-        ]
-        equalise(ties, self.schedule, self.team, self._workers)
-        check_equal(self.schedule, self.team, self._workers)
-        evaluation = prove_evaluation(self.schedule)
-        self._groups = self._make_lane_groups(
-            {Channel.TRAINING: self.proof, Channel.EVALUATION: evaluation}, bool(ties)
-        )
+            loss, optimizer, rate, c, policy, recompute, seed, low, average, slicing, correction, behind, divergence,
+            combine, width, late,
+        )  # fmt: skip
+        self._workers = make_workers(named, self.parts, self.proof, self.team, ties, inside, recipe)
+        evaluation, proofs = prove_evaluation(self.schedule), {Channel.TRAINING: self.proof}
+        self._groups = self._make_lane_groups(proofs | {Channel.EVALUATION: evaluation}, bool(ties))
         self._spans = Spans(self.team, self._workers, self.proof, evaluation, self._groups, alike, timeout, combine)
 
     def _make_lane_groups(self, proofs: Mapping[Channel, Proof], ties: bool) -> dict[Channel, list[LaneGroups]]:
-        """Communicators for tensors, where they travel over NCCL."""
-        group, control = self.team.group, self.team.control
-        if group is None or control is None or not _needs_nccl(group, self.nodes.values()):
-            return {}
-        if self.team.width > 1:
-            raise CapabilityError("parallel pipelines are offered over gloo so far, not over NCCL")
-        if ties:
-            raise CapabilityError("parameters that stages share are offered over gloo so far, not over NCCL")
-        return {channel: lane_groups(proof.lowered.lanes, control, "nccl") for channel, proof in proofs.items()}
+        return make_lane_groups(self.team, self.nodes.values(), proofs, ties)
 
     @property
     def nodes(self) -> dict[Node, NodeRuntime]:
@@ -500,33 +452,3 @@ class Pipeline:
             gathered = gather_json(parts, "gathering the timeline", self.team.control)
             parts = [part for others in gathered for part in others]
         return merge_recordings(parts, self.team.width * self.team.depth)
-
-
-def _check_combine(
-    combine: Combine, schedule: Schedule, width: int, fast: bool, correction: Correction | None, delays: Delays | None
-) -> None:
-    """Refuse ways to combine parallel pipelines that cannot be had here."""
-    if not isinstance(combine, Combine):
-        raise ConfigError(f"combine must be a Combine, such as Combine('average', every=4); got {combine!r:.80}")
-    fault = combine.fault(schedule.rule, width, "none" if correction is None else correction.name)
-    if fault is None and combine.apart and fast:
-        fault = f"reduce='fast' does not go with combine={combine.kind}, whose sums are added in order; leave it out"
-    if fault is None and combine.apart and delays is not None:
-        fault = (
-            f"delays do not go with combine={combine.kind}, which changes versions that are kept; leave one of them out"
-        )
-    if fault is not None:
-        raise ConfigError(fault)
-
-
-def _constant(divisor: float, precision: torch.dtype | None) -> float:
-    """c, which losses are divided by: in low precision a power of two, so that the gradient S / c is not rounded."""
-    if not divisor > 0:
-        raise ConfigError(f"divisor must be positive, got {divisor}")
-    return float(divisor) if precision is None else 2.0 ** round(math.log2(divisor))
-
-
-def _needs_nccl(group: dist.ProcessGroup, nodes: Iterable[NodeRuntime]) -> bool:
-    """Whether tensors travel over NCCL: it is there, and this rank does not compute on the CPU."""
-    devices = {tensor.device.type for node in nodes for tensor in node.stage.state().values()}
-    return backends(group).get("cuda") == "nccl" and "cpu" not in devices

@@ -13,12 +13,15 @@ from penstock.errors import ConfigError
 from penstock.runtime.divergence import Divergence
 from penstock.runtime.joints import needs_decisions
 from penstock.runtime.offer import check_offered
+from penstock.runtime.recompute import Recompute, check_segments
+from penstock.runtime.ties import Tie
 from penstock.schedule.build import extend
 from penstock.schedule.check import Proof
 from penstock.schedule.combine import Combine
 from penstock.schedule.ir import Schedule
 from penstock.schedule.recompute import Segments
 from penstock.schedule.versions import RULES
+from penstock.weights.decision import Policy
 
 
 def schedule_of(given: Schedule | Proof) -> Schedule:
@@ -50,6 +53,21 @@ class Wants(NamedTuple):
     tied: Collection[int]
     combine: Combine
     segments: Segments = 1
+
+    @classmethod
+    def of(
+        cls,
+        policy: Policy,
+        width: int,
+        combine: Combine,
+        recompute: Recompute,
+        segments: Segments,
+        ties: Collection[Tie],
+    ) -> Wants:
+        """What follows from a user's choices (see `penstock.runtime.pipeline.Pipeline`)."""
+        several, again = width != 1, check_segments(recompute, segments)
+        tied = {cut for tie in ties for cut in tie.cuts}
+        return cls(policy.decides or several, several and not combine.apart, recompute == "stage", tied, combine, again)
 
 
 def extended(wants: Wants, given: Schedule | Proof) -> Proof:

@@ -15,7 +15,7 @@ import yaml
 from penstock.errors import ConfigError, PenstockError
 from penstock.models.gpt import TIED_EMBEDDINGS, GPTConfig, gpt_blocks, preset
 from penstock.runtime.blocks import cut_blocks
-from penstock.runtime.delays import check_backward_delays, resolve_backward_delays, resolve_delays
+from penstock.runtime.delays import resolve_both
 from penstock.runtime.offer import check_correction, check_offered, check_slices
 from penstock.runtime.precision import low_precision
 from penstock.runtime.recompute import check_segments
@@ -104,10 +104,8 @@ def prepare(config: TrainConfig) -> Prepared:
     model = model_shape(config, corpus)
     blocks = gpt_blocks(model, config.seed)
     cut_blocks(blocks, proof.schedule.cuts, config.balance)
-    tied, rule_name = TIED_EMBEDDINGS if config.model.tied else {}, proof.schedule.rule
-    behind = resolve_delays(config.delays, blocks, tied, rule_name)
-    late = resolve_backward_delays(config.backward_delays, behind, blocks, tied, rule_name)
-    check_backward_delays(proof.schedule, late, config.recompute)
+    tied = TIED_EMBEDDINGS if config.model.tied else {}
+    resolve_both(config.delays, config.backward_delays, blocks, tied, proof.schedule, config.recompute)
     windows = Windows(corpus, model.context, config.held_out, config.seed)
     if corpus.text and config.sample_length and not config.prompt:
         raise ConfigError("prompt must not be empty while sample_length is not 0")
