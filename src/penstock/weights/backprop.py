@@ -21,7 +21,8 @@ from torch.optim import SGD
 from penstock.errors import CapabilityError
 from penstock.weights.buffers import Buffer, Layout
 from penstock.weights.corrections import Corrector, Place
-from penstock.weights.update import Step, Updater
+from penstock.weights.steps import Step
+from penstock.weights.update import Updater
 
 Form = Literal["none", "velocity", "weights"]
 

@@ -13,7 +13,8 @@ import torch
 from penstock.errors import ConfigError
 from penstock.weights.buffers import Buffer, Layout
 from penstock.weights.predictors import check_predictable
-from penstock.weights.update import Step, Updater
+from penstock.weights.steps import Step
+from penstock.weights.update import Updater
 
 
 class Place(NamedTuple):

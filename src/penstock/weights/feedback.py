@@ -19,7 +19,7 @@ import torch
 from penstock.errors import ConfigError
 from penstock.weights.buffers import Buffer, Layout
 from penstock.weights.corrections import Corrector, Place
-from penstock.weights.update import Step
+from penstock.weights.steps import Step
 
 
 @dataclass(frozen=True)

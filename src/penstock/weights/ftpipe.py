@@ -32,7 +32,8 @@ from penstock.weights.buffers import Buffer, Layout
 from penstock.weights.corrections import Corrector, Place
 from penstock.weights.optimizers import name_of
 from penstock.weights.predictors import check_predictable
-from penstock.weights.update import Forecast, Updater
+from penstock.weights.steps import Forecast
+from penstock.weights.update import Updater
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from penstock.schedule.check import NodeFacts
 from penstock.weights.buffers import Buffer, Layout
+from penstock.weights.steps import Stepped
 from penstock.weights.store import VersionStore
-from penstock.weights.update import Stepped, Updater
+from penstock.weights.update import Updater
 
 
 class MixedStore(VersionStore):

@@ -9,7 +9,7 @@ import torch
 from penstock.errors import ConfigError
 from penstock.weights.buffers import Buffer, Layout
 from penstock.weights.corrections import Corrector, Place, check_reschedule, rescheduled
-from penstock.weights.update import Step
+from penstock.weights.steps import Step
 
 
 @dataclass(frozen=True)

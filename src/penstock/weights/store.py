@@ -16,7 +16,8 @@ from penstock.errors import VersionError
 from penstock.schedule.check import NodeFacts
 from penstock.schedule.ir import Copy
 from penstock.weights.buffers import Buffer, Handle, Layout
-from penstock.weights.update import Stepped, Updater
+from penstock.weights.steps import Stepped
+from penstock.weights.update import Updater
 
 
 class VersionStore:

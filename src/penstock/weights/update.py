@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,55 +22,13 @@ from penstock.errors import CapabilityError
 from penstock.weights.buffers import Buffer, Layout
 from penstock.weights.optimizers import is_separable, name_of
 from penstock.weights.predictors import direction
+from penstock.weights.scratch import Scratch
+from penstock.weights.steps import Forecast, Step, Stepped
 from penstock.weights.undo import check_undoable, undo_step
 
-_CHUNK = 1 << 20  # elements of the scratch, at least: a call of an optimizer costs 0.3 ms, however little it steps
 _COUNTERS = ("step", "mu_product")  # as torch's optimizers call them
 OptimizerFactory = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 """Named parameters of a stage -> its optimizer, such as ``lambda named: torch.optim.AdamW(named, lr=1e-3)``."""
-
-
-class Forecast(NamedTuple):
-    """What is known of one parameter when its next values are guessed.
-
-    Attributes:
-        name: canonical.
-        weights: its newest values.
-        optimizer, parameter, group: whose, with its settings.
-        rate: the learning rate of the j-th update from now, j from 1.
-    """
-
-    name: str
-    weights: Tensor
-    optimizer: torch.optim.Optimizer
-    parameter: nn.Parameter
-    group: Mapping[str, Any]
-    rate: Callable[[int], float]
-
-
-class Step(NamedTuple):
-    """What an update did to one parameter.
-
-    Attributes:
-        name: canonical.
-        before, after: its values; `after` may be written into.
-        gradient: that the optimizer was given.
-        update: its number, from 0.
-        optimizer, parameter, group: whose, with its settings and the rate of this update.
-    """
-
-    name: str
-    before: Tensor
-    after: Tensor
-    gradient: Tensor
-    update: int
-    optimizer: torch.optim.Optimizer
-    parameter: nn.Parameter
-    group: Mapping[str, Any]
-
-
-Stepped = Callable[[Step], None]
-"""Is told of each parameter that an update has changed."""
 
 
 class Updater:
@@ -106,8 +64,7 @@ class Updater:
         self.updates = 0
         self._told: Callable[[torch.optim.Optimizer], None] | None = getattr(factory, "undone", None)
         self._rate = rate
-        self._scratch: dict[torch.dtype, Tensor] = {}
-        self._chunks: list[dict[str, Tensor]] = []
+        self._scratch: Scratch | None = None
         if self.optimizer is None:
             return
         _check_capability(self.optimizer, self.parameters)
@@ -138,11 +95,9 @@ class Updater:
     def prepare(self, layout: Layout, rotates: bool) -> None:
         """Make the scratch that updates over the gradient take, or let go of it where there are none."""
         if not rotates or self.optimizer is None:
-            self._scratch, self._chunks = {}, []
-        elif not self._chunks:
-            chunks = list(_chunks(layout, separable=is_separable(self.optimizer)))
-            self._scratch = _scratch(layout, chunks)
-            self._chunks = [_places(layout, chunk, self._scratch) for chunk in chunks]
+            self._scratch = None
+        elif self._scratch is None:
+            self._scratch = Scratch(layout, separable=is_separable(self.optimizer))
 
     def follow(self, weights: Buffer) -> None:
         """Let go of whatever buffer the parameters lie in, for this one: after a skipped update it is another."""
@@ -161,7 +116,7 @@ class Updater:
     @property
     def nbytes(self) -> int:
         """Bytes of optimizer state and scratch."""
-        return sum(t.nbytes for t in (*self.tensors, *self._scratch.values()))
+        return sum(t.nbytes for t in self.tensors) + (self._scratch.nbytes if self._scratch else 0)
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -258,7 +213,7 @@ class Updater:
         """Step a few parameters at a time, so that what they were takes no more than the scratch."""
         self._schedule_rate()
         with torch.no_grad():
-            for before in self._chunks:
+            for before in self._scratch.groups if self._scratch else ():
                 for name, scratch in before.items():
                     scratch.copy_(weights.views[name])
                 self._point(before, weights, gradient.views)
@@ -363,7 +318,7 @@ class Updater:
         new.rewrite()
         self._schedule_rate()
         with torch.no_grad():
-            for gradients in self._chunks:
+            for gradients in self._scratch.groups if self._scratch else ():
                 for name, scaled in gradients.items():
                     if factor == 1.0:
                         scaled.copy_(source[name])
@@ -416,44 +371,6 @@ def _check_capability(optimizer: torch.optim.Optimizer, parameters: dict[str, nn
             f"the optimizer factory left out {len(missing)} trained parameters, the first of them {missing[0]}; "
             "pass them all to the optimizer, or freeze some with requires_grad=False"
         )
-
-
-def _chunks(layout: Layout, separable: bool) -> Iterable[list[str]]:
-    """Groups of parameters that are stepped together: no larger than the largest parameter, or than `_CHUNK`."""
-    if not separable:
-        yield list(layout.slots)
-        return
-    limit = max([_CHUNK, *(slot.padded for slot in layout.slots.values())])
-    chunk: list[str] = []
-    size = 0
-    for name, slot in layout.slots.items():
-        if chunk and size + slot.padded > limit:
-            yield chunk
-            chunk, size = [], 0
-        chunk.append(name)
-        size += slot.padded
-    if chunk:
-        yield chunk
-
-
-def _scratch(layout: Layout, chunks: list[list[str]]) -> dict[torch.dtype, Tensor]:
-    sizes = dict.fromkeys(layout.sizes, 0)
-    for chunk in chunks:
-        for dtype in sizes:
-            here = (slot.padded for slot in map(layout.slots.__getitem__, chunk) if slot.dtype == dtype)
-            sizes[dtype] = max(sizes[dtype], sum(here))
-    return {dtype: torch.empty(size, dtype=dtype, device=layout.device) for dtype, size in sizes.items()}
-
-
-def _places(layout: Layout, chunk: list[str], scratch: dict[torch.dtype, Tensor]) -> dict[str, Tensor]:
-    """Where in the scratch the gradients of a chunk go."""
-    places, used = {}, dict.fromkeys(scratch, 0)
-    for name in chunk:
-        slot = layout.slots[name]
-        start = used[slot.dtype]
-        used[slot.dtype] = start + slot.padded
-        places[name] = scratch[slot.dtype][start : start + slot.numel].view(slot.shape)
-    return places
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
