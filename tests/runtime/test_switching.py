@@ -89,7 +89,7 @@ def expected_of(case: Case, phases: Phases, patch: pytest.MonkeyPatch) -> Outcom
     With double buffering batch t reads W(t-1), but the first two after another rule both read what that has left.
     """
     starts = dict(zip((0, *accumulate(count for _, count in phases)), (method for method, _ in phases), strict=False))
-    train, version = run._Run.train, run.version_read
+    train, version = run.Run.train, run.version_read
     since = 0
 
     def train_one(self: Any, t: int, batch: Any) -> None:
@@ -106,11 +106,11 @@ def expected_of(case: Case, phases: Phases, patch: pytest.MonkeyPatch) -> Outcom
                     node.reading.ahead[:0] = [{}] * t
         train(self, t, batch)
 
-    def version_of(method: str, t: int, k: int, m: int, s: int, d: int, first: int) -> int:
-        return max(t - 1, since) if method in DOUBLE_BUFFER else version(method, t, k, m, s, d, first)
+    def version_of(method: str, t: int, *where: Any) -> int:
+        return max(t - 1, since) if method in DOUBLE_BUFFER else version(method, t, *where)
 
     with patch.context() as planted:
-        planted.setattr(run._Run, "train", train_one)
+        planted.setattr(run.Run, "train", train_one)
         planted.setattr(run, "version_read", version_of)
         return expected(case)
 

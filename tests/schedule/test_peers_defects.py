@@ -91,7 +91,7 @@ def test_activations_do_not_grow_with_the_microbatches(method: str) -> None:
 
 OTHER_VALUES = {
     "chunks": 3, "group": 6, "waves": 2, "backward": 1, "in_flight": 2, "slices": 3, "limit": 3, "forward": 2,
-    "input": 2, "weight": 2, "hop": 1, "held": 50, "pairs": 2,
+    "input": 2, "weight": 2, "hop": 1, "held": 50, "pairs": 2, "ahead": 3,
 }  # fmt: skip
 OPTIONS = [
     (name, option)
@@ -107,7 +107,8 @@ def test_every_option_of_an_order_changes_it(name: str, option: str) -> None:
     given = {"limit": 7} if option == "held" else {}
     other = given | {option: OTHER_VALUES[option]}
     assert call_order(ORDERS[name], 4, 8, other) != call_order(ORDERS[name], 4, 8, given)
-    prove(ORDERS[name], 4, 8, options=other)
+    endless = call_order(ORDERS[name], 4, 8, other).endless
+    prove(ORDERS[name], 4, 8, options=other, rule="newest" if endless else "flush")
 
 
 def test_wrong_schedules_are_refused_without_asserts_too() -> None:

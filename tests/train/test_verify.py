@@ -100,10 +100,19 @@ def test_every_method_passes(text: str, method: str) -> None:
         assert row.plain is None or row.plain.compared == row.reference.compared
 
 
-@pytest.mark.parametrize("recompute", ["block", "stage"])
-def test_forwards_that_are_run_again_on_other_weights_are_refused(text: str, recompute: str) -> None:
-    with pytest.raises(ConfigError, match=f"recompute={recompute}: .*set recompute=none"):
-        verified(text, "method=pipemare", f"recompute={recompute}")
+@pytest.mark.parametrize(
+    "changes",
+    [
+        ("method=pipemare", "recompute=block"),
+        ("method=pipemare", "recompute=stage", "segments=2", "stages=4", "model.layers=4"),
+        ("method=newest", "recompute=stage", "precision=bf16"),
+        ("method=timeprest", "options.ahead=3"),
+    ],
+    ids=" ".join,
+)
+def test_what_the_reference_is_told_about_an_order(text: str, changes: tuple[str, ...]) -> None:
+    """When forwards are run again, on other weights than before, and how far a stage is ahead."""
+    clean(text, *changes)
 
 
 @pytest.mark.parametrize("method", LATER)

@@ -21,10 +21,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from itertools import product
+from itertools import pairwise, product
 
 from penstock.errors import ScheduleError
-from penstock.schedule.ir import Action, Op, straight
+from penstock.schedule.ir import WINDOW, Action, Op, straight
 from penstock.schedule.order import Order, make_order, pass_of
 
 
@@ -84,7 +84,18 @@ def zb_auto(
     task = _Task(stages, microbatches, times, hop, 100 * (limit or 2 * stages), held)
     tried = [_search(task, *choices) for choices in product((False, True), repeat=3)]
     best = min(tried, key=lambda ranks: max(r.free - r.ends[Op.F][0] for r in ranks))
-    return make_order([rank.found for rank in best])
+    return make_order([rank.found for rank in best], window=_window(task, best))
+
+
+def _window(task: _Task, ranks: list[_Rank]) -> int:
+    """Messages that are under way on a lane when one is taken, where the search has let ranks run far ahead."""
+    most = WINDOW
+    for op, pairs in ((Op.F, pairwise(ranks)), (Op.I, pairwise(reversed(ranks)))):
+        for source, target in pairs:
+            for k, end in enumerate(target.ends[op]):
+                begin = end - task.times[op]
+                most = max(most, sum(sent <= begin for sent in source.ends[op]) - k)
+    return most
 
 
 def check_percentage(order: str, held: int) -> None:
