@@ -127,6 +127,16 @@ def test_stash_is_drained_for_a_snapshot() -> None:
     assert_same(go_on(None, case, kept), rest_of(wanted, 6))
 
 
+@pytest.mark.parametrize("method", ["stash", "2bw"])
+def test_whoever_is_given_a_snapshot_may_end_the_run(method: str) -> None:
+    """Also where the run is drained for it, and goes on with another span."""
+    case = Case(method, 3, 2, spans=(8,))
+    pipeline = make_pipeline(case)
+    reports = list(pipeline.run(make_batches(case), save=Saving(2, lambda _: pipeline.stop())))
+    assert len(reports) == (2 if method == "stash" else 4)
+    assert len(list(pipeline.run(make_batches(case)[:3]))) == 3
+
+
 @pytest.mark.parametrize("depth", [1, 3, 4])
 @pytest.mark.parametrize("method", ["2bw", "1f1b"])
 def test_a_snapshot_loads_at_another_depth(method: str, depth: int) -> None:

@@ -77,7 +77,7 @@ class Spans:
         self.batches, self.keeps_older = 0, False
         self._bases = RULES[self.schedule.rule].bases
         self._broken: BaseException | None = None
-        self._running = self._abandoned = False
+        self._running = self._abandoned = self._stops = False
         self._source: Source | None = None
         self._last = self.schedule.node_at[self.schedule.cuts - 1, 0].rank
         self._entrances = {n.rank for n in self.schedule.nodes if not self.schedule.predecessors[n.cut]}
@@ -89,29 +89,31 @@ class Spans:
         """Train on batches, in as many spans as it takes."""
         if not torch.is_grad_enabled():
             raise ConfigError("training needs gradients, but run() was called under torch.no_grad()")
+        self.check_idle()
+        self._stops = False
+        for worker in self._workers:
+            worker.decisions.stopping = False
         stays_full = border_fault(self._proof.lowered) is None and not self._combine.spec.drains
         if (save is None and evaluate is None) or stays_full:
             yield from self._train_once(batches, save, evaluate)
             return
-        rest, stopped = iter(batches), False
+        rest = iter(batches)
         while True:
             size = min(plan.every - self.batches % plan.every for plan in (save, evaluate) if plan is not None)
             before = self.batches
-            yield from self._train_once(islice(rest, size), None, None, stopped)
+            yield from self._train_once(islice(rest, size), None, None)
             if self.batches - before < size:
                 return
-            stopped = self._source is not None and self._source.stopped
+            self._stops |= self._source is not None and self._source.stopped
             if evaluate is not None and evaluate.wants(self.batches):
                 self._evaluate_now(evaluate, self.batches)
             if save is not None and save.wants(self.batches) and save.make_room(self.batches):
                 for snapshot in self.snapshots():
                     save.sink(snapshot)
 
-    def _train_once(
-        self, batches: Batches, save: Saving | None, evaluate: Evaluating | None, stopped: bool = False
-    ) -> Iterator[Report]:
+    def _train_once(self, batches: Batches, save: Saving | None, evaluate: Evaluating | None) -> Iterator[Report]:
         source = self._open(batches, self.schedule)
-        source.stopped = stopped
+        source.stopped = self._stops
         if not self._begin(source):
             return
         executors = self._executors(self._proof)
@@ -179,8 +181,10 @@ class Spans:
         for worker in self._workers:
             worker.decisions.stopping = True
         alone = self._team.width == 1 and len(self._entrances) == 1  # who asks the data is the only one to do so
-        if source is not None and (self._team.group is None or alone):
-            source.stopped = True
+        if self._team.group is None or alone:
+            self._stops = True  # also where the run is drained just now, and another source will be opened
+            if source is not None:
+                source.stopped = True
 
     def break_off(self, error: BaseException) -> None:
         """Nothing can go on any more."""
@@ -278,7 +282,6 @@ class Spans:
         """Make everything ready for a span; whether there is a first batch, which all ranks agree on."""
         for worker in self._workers:
             worker.recorder.begin_span()
-            worker.decisions.stopping = False
             for node in worker.nodes.values():
                 node.refresh()
                 if node.agreement is not None:
