@@ -87,7 +87,7 @@ def resolve_delays(
     if any(delays.values()) and rule != "flush":
         raise ConfigError(
             f"{what} need version rule 'flush', under which batch t would read W(t) everywhere; rule {rule!r} chooses "
-            "versions itself. Take a method that flushes, such as 1f1b, or leave {what} out"
+            f"versions itself. Take a method that flushes, such as 1f1b, or leave {what} out"
         )
     for first, other in _sharing(blocks, tied):
         if delays[first] != delays[other]:

@@ -45,6 +45,7 @@ from penstock.runtime.team import Team, backends
 from penstock.runtime.ties import find_ties
 from penstock.runtime.transport import Channel
 from penstock.runtime.worker import Recipe, Worker
+from penstock.schedule.batchwise import what_decides
 from penstock.schedule.build import prove_evaluation
 from penstock.schedule.check import Proof
 from penstock.schedule.combine import REDUCE, Combine
@@ -186,7 +187,13 @@ class Pipeline:
         self.delays, self.backward_delays = behind.by_block, (late or behind).by_block
         check_backward_delays(plain, late, recompute)
         wants = Wants(
-            decides=policy.decides or width != 1,
+            deciding=what_decides(
+                clip is not None,
+                policy.loss_scale is not None,
+                loss_scale is None,
+                width,
+                combine.kind if combine.apart else None,
+            ),
             reduces=width != 1 and not combine.apart,
             recomputes=recompute == "stage",
             tied={cut for tie in ties for cut in tie.cuts},
@@ -196,7 +203,7 @@ class Pipeline:
         self._extended = partial(extended, wants)
         self.proof = self._extended(schedule)
         self.schedule = self.proof.schedule
-        check_heard(divergence, wants.decides, combine)
+        check_heard(divergence, bool(wants.deciding), combine)
         self._check_correction = partial(check_correction, precision=low, recompute=recompute, tied=bool(ties))
         self._check_correction(self.schedule, correction)
         self.team = Team(width, self.schedule.ranks, group, timeout)

@@ -6,13 +6,14 @@ seen to by `penstock.runtime.worker.Worker.switch`.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 from penstock.errors import ConfigError
 from penstock.runtime.divergence import Divergence
 from penstock.runtime.joints import needs_decisions
 from penstock.runtime.offer import check_offered
+from penstock.schedule.batchwise import check_together
 from penstock.schedule.build import extend
 from penstock.schedule.check import Proof
 from penstock.schedule.combine import Combine
@@ -36,7 +37,7 @@ class Wants(NamedTuple):
     """What a pipeline wants of every schedule.
 
     Attributes:
-        decides: updates wait for what all stages decide together.
+        deciding: for what all stages decide together before an update (`what_decides`).
         reduces: parallel pipelines add their gradients.
         recomputes: forwards are run again, in actions of their own.
         tied: cuts that share parameters.
@@ -44,7 +45,7 @@ class Wants(NamedTuple):
         segments: how many stages run forwards again together.
     """
 
-    decides: bool
+    deciding: Mapping[str, str]
     reduces: bool
     recomputes: bool
     tied: Collection[int]
@@ -57,11 +58,13 @@ def extended(wants: Wants, given: Schedule | Proof) -> Proof:
 
     Raises:
         CapabilityError: the runtime does not offer it.
+        ConfigError: its updates cannot wait for what all stages decide together.
     """
     plain = schedule_of(given)
+    check_together(plain, wants.deciding, wants.tied)
     proof = extend(
         given,
-        decides=wants.decides or needs_decisions(plain) or RULES[plain.rule].provisional,
+        decides=bool(wants.deciding) or needs_decisions(plain) or RULES[plain.rule].provisional,
         reduces=wants.reduces,
         recomputes=wants.recomputes,
         segments=wants.segments,
