@@ -78,9 +78,11 @@ def delayed(case: Case) -> Pipeline:
 
 
 def fallen(case: Case) -> Pipeline:
-    """Under the method, looking for divergence; and on under 1F1B."""
+    """On under 1F1B, from a batch on; and where one has diverged, which stages decide together."""
+    other = make_schedule("1f1b", case.depth, case.m)
+    make_pipeline(case).switch(other)
     pipeline = make_pipeline(replace(case, clip=0.6), divergence=Divergence())
-    pipeline.switch(make_schedule("1f1b", case.depth, case.m))
+    pipeline.switch(other)
     return pipeline
 
 

@@ -71,6 +71,7 @@ from penstock.schedule.border import border_fault
 from penstock.schedule.build import make_schedule, prove
 from penstock.schedule.methods import METHODS
 from penstock.schedule.orders import ORDERS
+from penstock.train.moments import order_of
 from penstock.train.reference import Reference, train_reference
 from penstock.train.reference.delays import version_read
 from penstock.train.reference.methods import FLUSH
@@ -334,6 +335,7 @@ def chained(case: Case, phases: Sequence[Phase]) -> Reference:
             clip=case.clip,
             parts=parts_of(case),
             options=_options(correction),
+            order=order_of(METHODS[method].order, make_schedule(method, case.depth, case.m)),
         )
         begin, states = result.versions[-1] | result.buffers, result.optimizers
         for what in ("losses", "weights", "gradients", "norms", "scales"):
@@ -365,6 +367,9 @@ CHECKS: Mapping[tuple[str, ...], Check] = {
     ("fallback", "sync"): with_others,
 }
 WORDS = {
+    "clip": "which clip needs",
+    "loss scale": "which loss_scale needs",
+    "width": "which a width of 2 needs",
     "bf16": "fp32",
     "tied": "untie",
     "recompute block": "recompute",
@@ -409,7 +414,7 @@ def assert_helps(method: str, feature: str, refusal: str) -> None:
 
 @pytest.mark.parametrize("features", list(CHECKS)[1:3], ids=", ".join)
 def test_pipemare_without_t2(features: tuple[str, ...]) -> None:
-    """Of which the page says that it goes with more."""
+    """All whose passes then read the newest weights."""
     chosen = [feature for feature in features if feature != "tied"]
     CHECKS[features](replace(case_of("pipemare"), correction=PipeMare(3, None)), chosen)
 

@@ -15,7 +15,8 @@ from penstock.train.course import FALLBACK, SYNC
 from penstock.train.prepare import Prepared, prepare
 
 CHANGES: Mapping[str, tuple[str, ...]] = {
-    "resume": ("clip=0.6", "evaluate.every=2", "average=0.9", "checkpoint.every=2"),  # what no method refuses
+    "resume": ("evaluate.every=2", "average=0.9", "checkpoint.every=2"),  # what no method refuses
+    "clip": ("clip=0.6",),
     "bf16": ("precision=bf16",),
     "tied": ("model.tied=true",),
     "recompute block": ("recompute=block",),
@@ -51,7 +52,8 @@ def changes_of(method: str, feature: str, data: Path) -> list[str]:
     case = case_of(method)
     small = ("batches=6", "microbatch_size=1", "model.layers=4", "model.width=8", "model.heads=2", "model.context=8")
     shape = (f"method={method}", f"stages={case.depth}", f"microbatches={case.m}", f"data={data}", "held_out=0.2")
-    return [*small, *shape, *OPTIMIZERS[case.optimizer], *CHANGES[feature]]
+    plain = () if answer(method, "clip") is None else ("clip=null",)  # there is clipping by default
+    return [*small, *shape, *plain, *OPTIMIZERS[case.optimizer], *CHANGES[feature]]
 
 
 def built(prepared: Prepared) -> None:
@@ -77,8 +79,8 @@ def test_what_cannot_be_built_is_refused_before(method: str, feature: str, data:
 
 
 def test_low_precision_is_refused_whatever_it_is(data: Path) -> None:
-    with pytest.raises(REFUSALS, match="set its decay to null, or precision to fp32"):
-        prepare(load_config(None, [*changes_of("pipemare", "resume", data), "precision=fp16"]))
+    with pytest.raises(REFUSALS, match="blends of two versions are offered in fp32 so far"):
+        prepare(load_config(None, [*changes_of("i-timeprest", "resume", data), "precision=fp16"]))
 
 
 @pytest.mark.parametrize(
@@ -89,6 +91,8 @@ def test_low_precision_is_refused_whatever_it_is(data: Path) -> None:
         ("spectrain", "combine", "combine 'average' is not offered with correction 'spectrain'"),
         ("zb-v", "sync", "sync.method: zb-v cannot be followed by 1f1b: they differ in stages"),
         ("2bw", "delays", "delays need version rule 'flush'"),
+        ("wpipe", "clip", "wait for a decision of all stages, which clip needs; set clip to null"),
+        ("i-timeprest", "recompute stage", "needs an order that places its own recomputes"),
     ],
 )
 def test_the_command_says_so_and_starts_nothing(

@@ -26,6 +26,7 @@ from penstock.errors import CapabilityError, ConfigError, ScheduleError
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.snapshot import Saving, Snapshot
 from penstock.schedule.build import prove
+from penstock.train.reference import Scaling
 from penstock.weights.corrections import Correction
 from penstock.weights.methods import correction_of
 from penstock.weights.pipemare import PipeMare
@@ -127,7 +128,14 @@ def test_on_ranks_as_in_one_process(pool: Pool, name: str) -> None:
     assert_same(train_on_ranks(pool, case), train(None, case))
 
 
-@pytest.mark.parametrize("changes", [{"clip": 0.6, "tied": True}, {"width": 2}, {"model": "gpt"}], ids=str)
+SCALED = {"precision": "fp16", "scaling": Scaling(2.0**10, 2.0, 0.5, 2)}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"clip": 0.6, "tied": True}, {"width": 2}, {"model": "gpt"}, SCALED],
+    ids=["tied", "width", "gpt", "fp16"],
+)
 @pytest.mark.parametrize("name", ["newest", "spectrain", "pipeoptim", "error-feedback", "ftpipe-aggregated"])
 def test_whatever_else_a_run_does(name: str, changes: dict[str, Any]) -> None:
     case = case_of(name, 3, 2, **changes)

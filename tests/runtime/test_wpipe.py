@@ -136,11 +136,14 @@ def test_whatever_else_a_run_does(changes: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"clip": 1.0}, "rank 0 updates cut 2 before cut 0 .* cannot wait for a decision of all stages; leave out"),
-        ({"loss_scale": LossScale()}, "cannot wait for a decision"),
-        ({"precision": "fp16"}, "cannot wait for a decision"),
-        ({"width": 2}, "cannot wait for a decision"),
-        ({"width": 2, "combine": Combine("average", every=2)}, "cannot wait for a decision"),
+        (
+            {"clip": 1.0},
+            "rank 0 updates cut 2 before cut 0 .* cannot wait for a .*, which clip needs; set clip to null",
+        ),
+        ({"loss_scale": LossScale()}, "which loss_scale needs; leave it out, or"),
+        ({"precision": "fp16"}, "which the loss scale of fp16 needs; set precision to bf16 or fp32, or"),
+        ({"width": 2, "clip": 1.0}, r"which clip and a width of 2 need; set clip to null \(None\), set width to 1, or"),
+        ({"width": 2, "combine": Combine("average", every=2)}, "which combine 'average' needs; set width to 1, or"),
         ({"tied": {"head.weight": "table.weight"}}, "cuts 0, 3 cannot share parameters, whose gradients are added up"),
     ],
     ids=["clip", "loss scale", "fp16", "width", "average", "tied"],

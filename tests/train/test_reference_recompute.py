@@ -127,6 +127,18 @@ def test_blocks_keep_their_own_inputs(options: dict[str, Any]) -> None:
     assert float(one.versions[-1]["b0.w"]) != float(plain.versions[-1]["b0.w"])
 
 
+def test_the_loss_is_run_again_with_the_last_block() -> None:
+    """Which is seen where the last stage reads late weights, too: blocks are the same as stages of one block each."""
+    delays = [[2], [2], [1], [1]]
+    for optimizer in (sgd, adamw):
+        block, stage, none = (
+            trained("newest", bent_blocks(4), 1, optimizer, order=Order(delays, how))
+            for how in ("block", "stage", None)
+        )
+        assert_same(block, stage)
+        assert float(block.versions[-1]["b3.w"]) != float(none.versions[-1]["b3.w"])
+
+
 class Seen(nn.Module):
     """Dropout, a batch norm, whose statistics move, and a counter that it multiplies by."""
 

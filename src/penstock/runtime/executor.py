@@ -274,7 +274,7 @@ class Executor:
                 copy = self._copy(action, t)
                 assert copy is not None
                 versions = self._versions(action, t, self._books[action.node])
-                node.predict(copy, versions, self._start + copy.first // self.m)
+                node.predict(copy, versions, self._start + copy.first // self.m, self.decisions.scaler.scale)
             case Op.R:
                 for each in keys:
                     again = node.recompute(each, version, self.joints.input_again(node.node, each))

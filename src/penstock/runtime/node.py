@@ -332,19 +332,20 @@ class NodeRuntime:
         self.stage.bind(handle.buffer.leaves)
         return handle
 
-    def predict(self, copy: Copy, versions: tuple[int, ...], batch: int) -> None:
+    def predict(self, copy: Copy, versions: tuple[int, ...], batch: int, scale: float) -> None:
         """Make a derived copy of the newest version, or of the one that a forward read and the newest.
 
         Args:
             copy: its name.
             versions: what it is made of, the newest last.
             batch: of the microbatch that it is for.
+            scale: S of the batch whose gradient the next update is made of: all batches before are decided.
         """
         if self.store is None or self.updater is None:
             return
         assert self.corrector is not None
         *older, newest = versions
-        depends = self.corrector.look_ahead(batch - newest, self.store.gradients.get(newest))
+        depends = self.corrector.look_ahead(batch - newest, self.store.gradients.get(newest), scale)
         if older:
             first, last = (self.store.read(version).whole for version in versions)
             write = partial(self.corrector.blend, first, last, newest - older[0])

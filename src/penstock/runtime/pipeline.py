@@ -176,11 +176,11 @@ class Pipeline:
         check_slices(plain, recompute, slicing)
         behind, late = resolve_both(delays, backward_delays, named, tied or {}, plain, recompute)
         self.delays, self.backward_delays = behind.by_block, (late or behind).by_block
-        wants = Wants.of(policy, width, combine, recompute, segments, ties)
+        wants = Wants.of(policy, width, combine, recompute, segments, ties, fp16=loss_scale is None)
         self._extended = partial(extended, wants)
         self.proof = self._extended(schedule)
         self.schedule = self.proof.schedule
-        check_heard(divergence, wants.decides, combine)
+        check_heard(divergence, bool(wants.deciding), combine)
         self._check_correction = partial(check_correction, precision=low, recompute=recompute, tied=bool(ties))
         self._check_correction(self.schedule, correction)
         self.team = Team(width, self.schedule.ranks, group, timeout)

@@ -6,7 +6,7 @@ seen to by `penstock.runtime.worker.Worker.switch`.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 from penstock.errors import ConfigError
@@ -15,6 +15,7 @@ from penstock.runtime.joints import needs_decisions
 from penstock.runtime.offer import check_offered
 from penstock.runtime.recompute import Recompute, check_segments
 from penstock.runtime.ties import Tie
+from penstock.schedule.batchwise import check_together, what_decides
 from penstock.schedule.build import extend
 from penstock.schedule.check import Proof
 from penstock.schedule.combine import Combine
@@ -39,7 +40,7 @@ class Wants(NamedTuple):
     """What a pipeline wants of every schedule.
 
     Attributes:
-        decides: updates wait for what all stages decide together.
+        deciding: for what all stages decide together before an update (`what_decides`).
         reduces: parallel pipelines add their gradients.
         recomputes: forwards are run again, in actions of their own.
         tied: cuts that share parameters.
@@ -47,7 +48,7 @@ class Wants(NamedTuple):
         segments: how many stages run forwards again together.
     """
 
-    decides: bool
+    deciding: Mapping[str, str]
     reduces: bool
     recomputes: bool
     tied: Collection[int]
@@ -63,11 +64,20 @@ class Wants(NamedTuple):
         recompute: Recompute,
         segments: Segments,
         ties: Collection[Tie],
+        *,
+        fp16: bool,
     ) -> Wants:
-        """What follows from a user's choices (see `penstock.runtime.pipeline.Pipeline`)."""
-        several, again = width != 1, check_segments(recompute, segments)
-        tied = {cut for tie in ties for cut in tie.cuts}
-        return cls(policy.decides or several, several and not combine.apart, recompute == "stage", tied, combine, again)
+        """What follows from a user's choices (see `penstock.runtime.pipeline.Pipeline`).
+
+        Args:
+            policy, width, combine, recompute, segments: as chosen.
+            ties: what stages share.
+            fp16: losses are scaled because of fp16 alone.
+        """
+        apart = combine.kind if combine.apart else None
+        deciding = what_decides(policy.clip is not None, policy.loss_scale is not None, fp16, width, apart)
+        tied, again = {cut for tie in ties for cut in tie.cuts}, check_segments(recompute, segments)
+        return cls(deciding, width != 1 and not combine.apart, recompute == "stage", tied, combine, again)
 
 
 def extended(wants: Wants, given: Schedule | Proof) -> Proof:
@@ -75,11 +85,13 @@ def extended(wants: Wants, given: Schedule | Proof) -> Proof:
 
     Raises:
         CapabilityError: the runtime does not offer it.
+        ConfigError: its updates cannot wait for what all stages decide together.
     """
     plain = schedule_of(given)
+    check_together(plain, wants.deciding, wants.tied)
     proof = extend(
         given,
-        decides=wants.decides or needs_decisions(plain) or RULES[plain.rule].provisional,
+        decides=bool(wants.deciding) or needs_decisions(plain) or RULES[plain.rule].provisional,
         reduces=wants.reduces,
         recomputes=wants.recomputes,
         segments=wants.segments,

@@ -8,7 +8,7 @@ parallel pipelines do now and then instead of adding up gradients.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from itertools import combinations
 
@@ -105,7 +105,7 @@ def with_ties(schedule: Schedule, cuts: Collection[int]) -> Schedule:
     Raises:
         ConfigError: a cut is updated before another one on its rank has its gradient.
     """
-    check_together(schedule, False, cuts)
+    check_together(schedule, {}, cuts)
     return _with(schedule, Op.TIE, lambda node: node.cut in cuts)
 
 
@@ -115,16 +115,35 @@ def with_decisions(schedule: Schedule) -> Schedule:
     Raises:
         ConfigError: a cut is updated before another one on its rank has its gradient.
     """
-    check_together(schedule, decides=True)
+    check_together(schedule, {"decides": "leave decides out"})
     return _with(schedule, Op.DECIDE, lambda _: True)
 
 
-def check_together(schedule: Schedule, decides: bool, tied: Collection[int] = ()) -> None:
+def what_decides(clip: bool, loss_scale: bool, fp16: bool, width: int, apart: str | None) -> dict[str, str]:
+    """For what all stages decide together: its name, and how to be without it.
+
+    Args:
+        clip: gradients are clipped.
+        loss_scale: losses are scaled.
+        fp16: and that because passes compute in float16.
+        width: parallel pipelines.
+        apart: how they agree, where they have weights of their own.
+    """
+    found = {"clip": "set clip to null (None)"} if clip else {}
+    if loss_scale:
+        scale = ("the loss scale of fp16", "set precision to bf16 or fp32") if fp16 else ("loss_scale", "leave it out")
+        found[scale[0]] = scale[1]
+    if width > 1:
+        found[f"a width of {width}" if apart is None else f"combine {apart!r}"] = "set width to 1"
+    return found
+
+
+def check_together(schedule: Schedule, decides: Mapping[str, str], tied: Collection[int] = ()) -> None:
     """Make sure that updates can wait for what other cuts know of the same batch.
 
     Args:
         schedule: with its STEPs.
-        decides: they wait for what all stages decide together.
+        decides: for what they wait for a decision of all stages, and how to be without it (`what_decides`).
         tied: cuts that share parameters.
 
     Raises:
@@ -140,8 +159,9 @@ def check_together(schedule: Schedule, decides: bool, tied: Collection[int] = ()
     )
     if decides:
         raise ConfigError(
-            before + "that update cannot wait for a decision of all stages; leave out what needs one (clip: "
-            "null for none; a loss scale as in fp16; a width above 1), or take a method that can wait, such as 2bw"
+            before + f"that update cannot wait for a decision of all stages, which {' and '.join(decides)} "
+            f"need{'' if len(decides) > 1 else 's'}; {', '.join(decides.values())}, or take a method that can wait, "
+            "such as 2bw"
         )
     raise ConfigError(
         before + f"cuts {', '.join(map(str, sorted(tied)))} cannot share parameters, whose gradients are added up "

@@ -11,6 +11,7 @@ from pydantic import AllowInfNan, BaseModel, BeforeValidator, ConfigDict, Field,
 from pydantic_core import PydanticCustomError
 
 from penstock.errors import ConfigError
+from penstock.schedule.batchwise import what_decides
 from penstock.schedule.combine import Combine
 from penstock.train.lags import lag_of
 
@@ -237,7 +238,13 @@ class TrainConfig(Strict):
     @property
     def decides(self) -> bool:
         """Whether an update waits for what all stages decide about it together."""
-        return self.width > 1 or self.clip is not None or self.precision == "fp16"
+        return bool(self.deciding)
+
+    @property
+    def deciding(self) -> dict[str, str]:
+        """For what, and how to be without it."""
+        kind, fp16 = self.combine.kind, self.precision == "fp16"
+        return what_decides(self.clip is not None, fp16, fp16, self.width, None if kind == "reduce" else kind)
 
     @property
     def delayed(self) -> bool:

@@ -27,6 +27,7 @@ from penstock.schedule.corrections import options_of
 from penstock.schedule.ir import Schedule
 from penstock.schedule.lags import parting_fault
 from penstock.schedule.methods import find_method
+from penstock.schedule.recompute import with_recompute
 from penstock.schedule.versions import RULES, Source
 from penstock.train.config import TrainConfig
 from penstock.train.corpus import Corpus, load_corpus
@@ -96,7 +97,7 @@ def prepare(config: TrainConfig) -> Prepared:
         raise ConfigError(f"undo=in-place: method {row.name!r} never takes an update back; leave undo out")
     rule = "provisional-in-place" if in_place else None
     proof = prove(row.name, config.stages, config.microbatches, options=config.options, rule=rule)
-    check_together(proof.schedule, config.decides, {0, proof.schedule.cuts - 1} if config.model.tied else ())
+    check_together(proof.schedule, config.deciding, {0, proof.schedule.cuts - 1} if config.model.tied else ())
     others = _other_proofs(config, proof)
     _check_recompute(config, [proof, *others.values()])
     _check_combine(config, proof.schedule, row.correction)
@@ -167,15 +168,18 @@ def _other_proofs(config: TrainConfig, proof: Proof) -> dict[str, Proof]:
 
 
 def _check_recompute(config: TrainConfig, proofs: Iterable[Proof]) -> None:
-    """Refuse segments of stages that do not go with a method.
+    """Refuse recomputes of stages, or of segments of them, that do not go with a method.
 
     Raises:
         ConfigError: nothing is recomputed in segments, or there are not as many stages.
-        PenstockError: the order is not one for them.
+        PenstockError: the order, or its rule, is not one for them.
     """
     check_segments(config.recompute, config.segments)
-    for proof in proofs if config.recompute == "stage" and config.segments != 1 else ():
-        check_offered(extend(proof, recomputes=True, segments=config.segments).schedule)
+    for proof in proofs if config.recompute == "stage" else ():
+        if config.segments == 1 and not proof.schedule.recomputed:
+            with_recompute(proof.schedule)
+        elif config.segments != 1:
+            check_offered(extend(proof, recomputes=True, segments=config.segments).schedule)
 
 
 def _check_combine(config: TrainConfig, schedule: Schedule, correction: str) -> None:

@@ -85,11 +85,6 @@ class Policy:
         if self.clip is not None and not 0 < self.clip < math.inf:
             raise ConfigError(f"clip must be a positive number, got {self.clip}")
 
-    @property
-    def decides(self) -> bool:
-        """Whether it takes all stages."""
-        return self.clip is not None or self.loss_scale is not None
-
 
 class Decision(NamedTuple):
     """What became of a batch.

@@ -8,11 +8,12 @@ then are zero. For j = 1..n, with lr_j the rate of the j-th update from now (its
     Adam        w <- w - lr_j / (1 - beta1^(t+j)) beta1^j m / (sqrt(s / (1 - beta2^(t+j))) + eps), after t updates
 
 v is SGD's buffer, also under Nesterov's momentum. Aggregated, the gradient g that the next update has gathered so far
-is added at j = 1: v <- gamma v + g, m <- beta1 m + (1 - beta1) g. It is over the constant c, not clipped, and of this
-pipeline alone where there are several. FTPipe aggregates with Adam and AdamW; the same for SGD is our reading (variant
-"penstock"). Weight decay is no part of a prediction, as with the other methods here, unless that is wanted (`decays`);
-then it goes on as in FTPipe's code: decoupled, w is multiplied by 1 - lr_j decay before each update; else decay w is
-added to the gradient of each.
+is added at j = 1: v <- gamma v + g, m <- beta1 m + (1 - beta1) g. It is over the constant c, without the loss scale,
+not clipped, and of this pipeline alone where there are several; elements that are not finite count as zero, since their
+batch will make no update, and no others should read what came of it. FTPipe aggregates with Adam and AdamW; the same
+for SGD is our reading (variant "penstock"), and so is what is said of g. Weight decay is no part of a prediction, as
+with the other methods here, unless that is wanted (`decays`); then it goes on as in FTPipe's code: decoupled, w is
+multiplied by 1 - lr_j decay before each update; else decay w is added to the gradient of each.
 
 n is what FTPipe's scheduler expects: the microbatches b with done backwards <= b < done forwards that end an update, b
 mod m = m - 1. Here it is the number of the forward's batch less that of the version it finds. Before the first update
@@ -55,12 +56,10 @@ class FTPipe:
         """In the table of corrections."""
         return "ftpipe-aggregated" if self.aggregated else "ftpipe"
 
-    def refuses(self, precision: torch.dtype | None, recompute: str) -> str | None:
-        """A forward that is run again would need its copy again; gradients in float16 are scaled."""
+    def refuses(self, _precision: torch.dtype | None, recompute: str) -> str | None:
+        """A forward that is run again would need its copy again."""
         if recompute != "none":
             return "what a forward has read is gone when it would be run again; do without recompute"
-        if self.aggregated and precision == torch.float16:
-            return "gradients under way are scaled in fp16, and predictions would be, too; take bf16, or method ftpipe"
         return None
 
     def on(self, layout: Layout, place: Place) -> _OnStage:
@@ -74,7 +73,7 @@ class _OnStage(Corrector):
     def __init__(self, wanted: FTPipe, layout: Layout, place: Place) -> None:
         super().__init__(layout, place)
         self._wanted = wanted
-        self._updates = 0
+        self._updates, self._scale = 0, 1.0
         self._gradient: Buffer | None = None
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
@@ -86,9 +85,9 @@ class _OnStage(Corrector):
             )
         check_predictable(optimizer)
 
-    def look_ahead(self, updates: int, gradient: Buffer | None) -> object:
+    def look_ahead(self, updates: int, gradient: Buffer | None, scale: float) -> object:
         """How many updates ahead the copy is, and what of the next one there is; that makes a copy one of its own."""
-        self._updates = updates
+        self._updates, self._scale = updates, scale
         self._gradient = gradient if self._wanted.aggregated and updates else None
         return updates if self._gradient is None else (updates, object())
 
@@ -109,7 +108,8 @@ class _OnStage(Corrector):
         """The gradient under way of a parameter; None as long as no backward has reached it."""
         if self._gradient is None or name in self._gradient.unwritten:
             return None
-        return self._gradient.views[name]
+        g = self._gradient.views[name] / self._scale
+        return torch.where(g.isfinite(), g, 0.0)
 
 
 def _walk_sgd(known: Forecast, rates: list[float], gathered: Tensor | None, decay: float) -> Tensor:

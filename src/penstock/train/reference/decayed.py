@@ -41,8 +41,9 @@ class Decaying(Reading):
     where v is SGD's buffer, also under Nesterov's momentum, m and s are Adam's two moments and i its steps so far. The
     code has the aggregated form for Adam only; for SGD it is written by analogy ("penstock"). What else is our reading:
     g is the sum of the gradients of loss / c, neither multiplied by c / N nor clipped, since nothing of that is known
-    before the batch is complete; before the first update nothing is predicted (s is 0 then, and the code would go by
-    g / eps); weight decay is no part of a prediction.
+    before the batch is complete; what is infinite or not a number in it is taken for zero, since its batch makes no
+    update; before the first update nothing is predicted (s is 0 then, and the code would go by g / eps); weight decay
+    is no part of a prediction.
 
     Args:
         updates: the largest n of the stage.
@@ -116,7 +117,9 @@ class Partials:
     def note(self, nodes: list[Stage], t: int, part: int, scale: float) -> None:
         """One more microbatch of batch t, whose loss is multiplied by `scale`, has gone through a part."""
         for s, node in enumerate(nodes):
-            self.sums.setdefault((s, t, part), []).append({name: g / scale for name, g in node.part.items()})
+            self.sums.setdefault((s, t, part), []).append(
+                {name: (g / scale).nan_to_num(0.0, 0.0, 0.0) for name, g in node.part.items()}
+            )
 
     def tell(self, nodes: list[Stage], versions: list[int], part: int, t: int, done: list[int]) -> None:
         """A microbatch of batch t comes to a part; there, each stage has so many of its open batch behind it."""

@@ -3,9 +3,8 @@
 Of the first run only inputs stay: of each block, or of the first stage of each segment. The second run begins from
 them, on other weights; inside a segment a stage gets what the one before it has made in its second run. The second
 graph is the one that goes back: its activations, and wherever a formula of the backward contains a weight, the
-backward's. The gradient of the loss is taken at the second output where whole stages are run again, at the first one
-where blocks are, since the loss is part of the last stage and no block. What is reported is the loss of the first
-run.
+backward's. The loss is run again with the last block, so its gradient is taken at the second output. What is reported
+is the loss of the first run.
 
 Both runs draw the same random numbers and see module buffers as they were; only the first one changes them.
 """
@@ -43,7 +42,6 @@ def run_again(
     reads: list[tuple[Weights, Weights | None]],
     again: list[Weights],
     pieces: list[Piece],
-    whole: bool,
     draw: Callable[[str], None],
     loss: Loss,
     c: float,
@@ -56,7 +54,6 @@ def run_again(
         nodes, sample, reads, draw, loss, c, scale, precision: as there.
         again: per stage, the weights of the second run.
         pieces: what is run again, from the first stage to the last.
-        whole: whether these are stages, so that the loss is run again, too.
 
     Returns:
         The sum of the loss in the first run, and its weight.
@@ -66,12 +63,10 @@ def run_again(
     leaves = [leaves_of(w, precision) for w in again]
     outputs = _second_run(nodes, inputs, leaves, pieces, buffers, draw)
     draw("loss")
-    end = inputs.pop()
-    reported, weight = sum_, _ = weighted(loss(end, target))
-    if whole:
-        end = _differentiable(outputs[-1])
-        draw("loss")
-        sum_, _ = weighted(loss(end, target))
+    reported, weight = weighted(loss(inputs.pop(), target))
+    end = _differentiable(outputs[-1])
+    draw("loss")
+    sum_, _ = weighted(loss(end, target))
     seed = sum_ / c * scale
     slopes = _slopes([seed], [torch.ones_like(seed)], _tensors(end))
     for weights, (forward, others) in zip(leaves, reads, strict=True):

@@ -213,7 +213,7 @@ class Run:
             others = [w for w in again if w is not None]
             if others:
                 pieces = pieces_of(self.nodes, how, self.order.sizes(len(self.nodes)))
-                return run_again(self.nodes, sample, reads, others, pieces, how == "stage", *rest)
+                return run_again(self.nodes, sample, reads, others, pieces, *rest)
         return run_microbatch(self.nodes, sample, reads, *rest)
 
     def version(self, t: int, k: int, m: int, s: int) -> int:
