@@ -173,7 +173,8 @@ BY_NAME: tuple[OptimizerName, ...] = ("muon", "adan", "soap", "basis-rotation")
 
 
 def configured(name: OptimizerName, named: Named) -> torch.optim.Optimizer:
-    return optimizer_factory(OptimizerSection(name=name, lr=0.02, refresh=3))(named)
+    often = {"refresh": 3} if name in ("soap", "basis-rotation") else {}
+    return optimizer_factory(OptimizerSection(name=name, lr=0.02, **often))(named)
 
 
 OPTIMIZERS |= {f"configured {name}": partial(configured, name) for name in BY_NAME}

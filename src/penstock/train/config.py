@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
-from pydantic import AllowInfNan, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError
+from pydantic import (
+    AllowInfNan,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    ValidationError,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from penstock.errors import ConfigError
@@ -65,6 +76,19 @@ class ModelSection(Strict):
     )
 
 
+_TAKERS: Mapping[str, tuple[OptimizerName, ...]] = MappingProxyType(
+    {
+        "beta2": ("adamw", "adam", "nadam", "muon", "adan", "soap", "basis-rotation"),
+        "nesterov": ("sgd", "muon"),
+        "momentum": ("muon",),
+        "difference": ("adan",),
+        "refresh": ("soap", "basis-rotation"),
+        "sides": ("basis-rotation",),
+    }
+)
+"""Options of optimizers that not all of them take."""
+
+
 class OptimizerSection(Strict):
     """The optimizer, one per stage."""
 
@@ -80,6 +104,20 @@ class OptimizerSection(Strict):
     difference: Number = Field(default=0.92, ge=0, lt=1, description="of adan, the mean of differences of gradients")
     refresh: int = Field(default=10, ge=1, description="of soap and basis-rotation, updates between new bases")
     sides: Literal["both", "smaller"] = Field(default="both", description="of a matrix, which basis-rotation rotates")
+
+    @model_validator(mode="after")
+    def _takes_what_is_set(self) -> OptimizerSection:
+        """Nothing is set that the optimizer does not take."""
+        for key, takers in _TAKERS.items():
+            field = type(self).model_fields[key]
+            if getattr(self, key) != field.default and self.name not in takers:
+                instead = " (whose momentum is beta1)" if (key, self.name) == ("momentum", "sgd") else ""
+                raise PydanticCustomError(
+                    "apart",
+                    "{key} is an option of {takers}, not of {name}; leave it out",
+                    {"key": key, "takers": ", ".join(takers), "name": self.name + instead},
+                )
+        return self
 
 
 class RateSection(Strict):
@@ -341,7 +379,7 @@ def _explain(schema: type[BaseModel], path: tuple[str, ...], kind: str, message:
         return f"unknown configuration key {key!r}{hint}"
     if kind in ("model_type", "dict_type"):
         return f"{key}: expected a section with keys, such as {key}.{_section_keys(schema, key)}, got {value!r}"
-    return f"{key}: {message[0].lower()}{message[1:]}, got {value!r}"
+    return f"{key}: {message[0].lower()}{message[1:]}" + (f", got {value!r}" if kind != "apart" else "")
 
 
 def described_keys(schema: type[BaseModel] = TrainConfig) -> list[tuple[str, Any, str]]:
