@@ -1,5 +1,6 @@
 """The configuration: strict, and helpful when it refuses."""
 
+import json
 import re
 
 import pytest
@@ -65,6 +66,28 @@ def test_changes_are_read_as_the_field_means_them():
 def test_what_does_not_go_with_a_way_to_combine_is_refused_before_the_start(changes, message):
     with pytest.raises(ConfigError) as refused:
         prepare(load_config(None, changes))
+    assert message in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ([], None),
+        (["stages=2"], "combine.lag: lag was not taken down at 0/1 (pipeline/stage), which this run has"),
+        (["combine.every=3"], "lag was taken down where waves ended after 2 batches, and here they have 3"),
+        (["batches=12"], "lag was taken down in a run of about 6 batches, and this one is to have 12"),
+    ],
+)
+def test_lags_of_another_run_are_refused_before_the_start(tmp_path, changes, message):
+    path, taken = tmp_path / "lags.json", {"1": [0, 1], "3": [0, 0], "5": [0, 0]}
+    path.write_text(json.dumps({"0/0": taken, "1/0": taken}))
+    waves = ["combine.kind=wsp", "width=2", "combine.every=2", "combine.distance=1", f"combine.lag={path}"]
+    config = load_config(None, ["method=stash", "stages=1", "batches=6", *waves, *changes])
+    if message is None:
+        prepare(config)
+        return
+    with pytest.raises(ConfigError) as refused:
+        prepare(config)
     assert message in str(refused.value)
 
 

@@ -8,7 +8,7 @@ again, bit for bit, if that is drained at the same batches.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 RECORD = "record"
@@ -51,6 +51,28 @@ def width_fault(lag: Lag, width: int) -> str | None:
         widths = {len(lags) for waves in lag.values() for lags in waves.values()}
         if widths - {width}:
             return f"lag was taken down with {max(widths)} pipelines, and here are {width}"
+    return None
+
+
+def record_fault(lag: Lag | None, places: Iterable[str], every: int, batches: int) -> str | None:
+    """Why a run cannot take the lags of a record, as far as that is known before it begins, or None.
+
+    Args:
+        lag: as chosen; any but a record is fine.
+        places: the stages of all pipelines (`place_of`).
+        every: batches of a wave.
+        batches: of the run. How many of its last waves end in a drain, without a lag, is not known; one may.
+    """
+    if not isinstance(lag, Mapping):
+        return None
+    missing = [place for place in places if not lag.get(place)]
+    if missing:
+        return f"lag was not taken down at {missing[0]} (pipeline/stage), which this run has; give it the same stages"
+    ends = {batch + 1 for waves in lag.values() for batch in waves}
+    if any(end % every for end in ends):
+        return f"lag was taken down where waves ended after {min(ends)} batches, and here they have {every}"
+    if batches // every * every > max(ends) + every:
+        return f"lag was taken down in a run of about {max(ends)} batches, and this one is to have {batches}"
     return None
 
 

@@ -25,7 +25,7 @@ from penstock.schedule.build import extend, prove
 from penstock.schedule.check import Proof
 from penstock.schedule.corrections import options_of
 from penstock.schedule.ir import Schedule
-from penstock.schedule.lags import parting_fault
+from penstock.schedule.lags import parting_fault, place_of, record_fault
 from penstock.schedule.methods import find_method
 from penstock.schedule.recompute import with_recompute
 from penstock.schedule.versions import RULES, Source
@@ -194,6 +194,10 @@ def _check_combine(config: TrainConfig, schedule: Schedule, correction: str) -> 
     kind, every, fault = combine.kind, combine.every, combine.fault(schedule.rule, config.width, correction)
     if fault is None:
         fault = parting_fault(combine.lag, schedule.replicas, config.model.tied and schedule.cuts > 1)
+    if fault is None:
+        places = (place_of(r, node.name) for r in range(config.width) for node in schedule.nodes)
+        recorded = record_fault(combine.lag, places, every, config.batches)
+        fault = None if recorded is None else f"combine.lag: {recorded}"
     own = f"with combine.kind={kind} pipelines meet every {every} batches, and have weights of their own in between"
     if fault is None and config.reduce == "fast":
         fault = f"reduce=fast does not go with combine.kind={kind}, whose sums are added in order; leave it out"
