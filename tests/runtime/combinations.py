@@ -140,7 +140,7 @@ def reason(method: str, feature: str) -> str | None:
     text = re.sub(r" \(\d+ and \d+\)", "", text)
     for kind, own in (("rule", row.rule), ("correction", row.correction)):
         text = text.replace(f"{kind} {own!r}", f"its {kind}")
-    return re.sub(rf"(?<![\w-]){re.escape(method)}(?![\w-])", "the method", text)
+    return re.sub(rf"(?<![\w-]){re.escape(method)}(?![\w-]| gradients)", "the method", text)
 
 
 def table() -> str:
