@@ -86,6 +86,7 @@ class NodeRuntime:
         older: versions that training passes read instead of the newest; None where none is delayed.
         rebinding: which weights backwards read, where the rule does not say those of their forwards.
         corrector: what is done about staleness.
+        mean: c / N by the last batch that the stage has been updated with and that had a loss weight.
         agreement: what becomes of the weights when parallel pipelines meet; None where they hold the same.
     """
 
@@ -109,6 +110,7 @@ class NodeRuntime:
     older: OlderVersions | None = None
     rebinding: Rebinding | None = None
     corrector: Corrector | None = None
+    mean: float = 1.0
     agreement: Agreement | Waves | None = None
 
     @property
@@ -345,7 +347,7 @@ class NodeRuntime:
             return
         assert self.corrector is not None
         *older, newest = versions
-        depends = self.corrector.look_ahead(batch - newest, self.store.gradients.get(newest), scale)
+        depends = self.corrector.look_ahead(batch - newest, self.store.gradients.get(newest), self.mean / scale)
         if older:
             first, last = (self.store.read(version).whole for version in versions)
             write = partial(self.corrector.blend, first, last, newest - older[0])
