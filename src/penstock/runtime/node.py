@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
@@ -254,7 +255,8 @@ class NodeRuntime:
                 with self.stage.randomness.apart():
                     graph = self.graphs.remake(piece, flight.microbatch, flight.handle).graph
             assert isinstance(graph, Graph)
-            gradients = run_backward(graph, [*([graph.seed] if gradients is None else gradients), *returned])
+            with self._no_forward(flight):
+                gradients = run_backward(graph, [*([graph.seed] if gradients is None else gradients), *returned])
             returned = []
             if graph.late is not None:
                 flight.late.append(graph.late)
@@ -267,6 +269,14 @@ class NodeRuntime:
         if key[1]:
             self.carry_gradients[key[0]] = gradients[len(gradients) - flight.carried :]
         return gradients[: len(gradients) - flight.carried]
+
+    def _no_forward(self, flight: Flight) -> AbstractContextManager[object]:
+        """Within it a backward runs, which may not run a forward where that would read other weights than it."""
+        if not isinstance(self.rebinding, Rereading) or flight.handle is None:
+            return nullcontext()
+        assert self.older is not None
+        leaves = flight.handle.buffer.leaves
+        return self.rebinding.no_forward(leaves[name] for name in self.older.apart & leaves.keys())
 
     def backward_for_weights(self, key: Piece, batch: int, version: int, copy: Copy | None = None) -> None:
         """The second half, which needs nothing of others."""
