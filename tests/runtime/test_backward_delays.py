@@ -12,6 +12,7 @@ import torch.distributed as dist
 from runtime_cases import Case, Outcome, assert_same, make_batches, make_blocks, make_pipeline, together, train
 from test_delays import VARIED, assert_trained, go_on, long_case, sequential, snapshots
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from penstock.errors import CapabilityError, ConfigError
 from penstock.runtime.pipeline import Pipeline
@@ -270,3 +271,47 @@ def test_casts_and_complex_weights_are_refused() -> None:
         list(pipeline.run([[(torch.ones(2, 4), None)]]))
     with pytest.raises(CapabilityError, match="0.weight is complex; backward_delays are offered for real parameters"):
         Pipeline([nn.Linear(4, 4, dtype=torch.complex64)], **arguments)
+
+
+class Checkpointed(Map):
+    """The same, forgotten after the forward and run again in the backward."""
+
+    def __init__(self, reentrant: bool, captured: bool) -> None:
+        super().__init__()
+        self.reentrant, self.captured = reentrant, captured
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight
+
+        def run(x: Tensor) -> Tensor:
+            return torch.tanh(x @ weight + self.bias) if self.captured else Map.forward(self, x)
+
+        found: Tensor = checkpoint(run, x, use_reentrant=self.reentrant)
+        return found
+
+
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_blocks_that_run_their_forward_again_are_refused(reentrant: bool, captured: bool) -> None:
+    """In the first batch; where both delays are the same, nothing is lost and nothing refused."""
+    blocks = [Map(), Checkpointed(reentrant, captured)]
+    arguments: dict[str, Any] = {
+        "schedule": make_schedule("1f1b", 1, 1),
+        "loss": lambda y, _: (y**2).sum(),
+        "optimizer": lambda named: torch.optim.SGD(named, lr=0.1),
+        "delays": 2,
+    }
+    batches = [[(torch.ones(2, 3, dtype=torch.float64), None)]] * 4
+    refused = Pipeline(blocks, backward_delays=0, **arguments)
+    with pytest.raises(CapabilityError, match="torch.utils.checkpoint.*take the checkpoint out .* backward_delays"):
+        list(refused.run(batches))
+    same = [Map(), Checkpointed(reentrant, captured)]
+    plain = [Map(), Map()]
+    for ours, theirs in zip(plain, same, strict=True):
+        ours.load_state_dict(theirs.state_dict())
+    delays = {"backward_delays": {"0": 0, "1": 2}}
+    found, wanted = (Pipeline(b, **arguments, **delays) for b in (same, plain))
+    for pipeline in (found, wanted):
+        list(pipeline.run(batches))
+    for name, weight in wanted.state_dict().items():
+        torch.testing.assert_close(found.state_dict()[name], weight, rtol=1e-12, atol=0)

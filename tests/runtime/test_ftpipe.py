@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from kept import Kept
 from torch import Tensor, nn
 
 from penstock.errors import CapabilityError, ConfigError
 from penstock.runtime.pipeline import Pipeline
+from penstock.runtime.snapshot import Saving, Snapshot
 from penstock.schedule.build import prove
 from penstock.schedule.ir import Op
 from penstock.weights.buffers import Layout
@@ -31,6 +33,10 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 def rate(update: int) -> float:
     return min((update + 1) / 4, 1.0) * 0.9**update
+
+
+def one(_: int) -> float:
+    return 1.0
 
 
 class Linear(nn.Module):
@@ -121,11 +127,20 @@ def expected_staleness(done_backwards: int, done_forwards: int, m: int) -> int:
     return sum(b % m == m - 1 for b in range(done_backwards, done_forwards))
 
 
-def by_hand(setting: Setting, d: int, m: int, batches: int, spike: int | None = None) -> list[Tensor]:
+def tokens(g: int) -> float:
+    """So that batches of three have 102, 54 and 6 of them."""
+    return (17.0 if g % 9 < 5 else 1.0) * (g % 3 + 1)
+
+
+def by_hand(
+    setting: Setting, d: int, m: int, batches: int, spike: int | None = None, weights: Callable[[int], float] = one
+) -> list[Tensor]:
     """Endless 1F1B: stage s runs forward g when it has run g - (d-1-s) backwards.
 
-    The loss of microbatch `spike` is infinite, so its batch makes no update.
+    The loss of microbatch `spike` is infinite, so its batch makes no update. A mean loss is over the weights of the
+    microbatches; a gathered gradient over those of the batch before.
     """
+    totals = [sum(weights(t * m + k) for k in range(m)) for t in range(batches)]
     start = [Linear(s).w.detach() for s in range(d)]
     stages = [Stage([Known(w, torch.zeros_like(w), torch.zeros_like(w))]) for w in start]
     for g, x in enumerate(samples(batches * m)):
@@ -134,16 +149,18 @@ def by_hand(setting: Setting, d: int, m: int, batches: int, spike: int | None = 
             done = max(0, g - (d - 1 - s))
             made, n = done // m, expected_staleness(done, g, m)
             gathered = torch.stack(stage.gradients[made * m : done]).sum(0) if done % m else None
+            if gathered is not None and made:
+                gathered = gathered / totals[made - 1]
             read.append(setting.predict(stage.history[made], n, stage.updates[made], gathered))
             inputs.append(inputs[-1] @ read[-1].T)
-        gradient = inputs[-1] / m * (math.inf if g == spike else 1.0)  # of |y|^2 / 2, over c = m
+        gradient = inputs[-1] * (math.inf if g == spike else 1.0)  # of |y|^2 / 2
         skipped = spike is not None and g // m == spike // m
         for s in reversed(range(d)):
             stage = stages[s]
             stage.gradients.append(gradient.T @ inputs[s])
             gradient = gradient @ (read[s] if setting.stash else stage.history[-1].w)
             if g % m == m - 1:
-                whole = torch.stack(stage.gradients[-m:]).sum(0)
+                whole = torch.stack(stage.gradients[-m:]).sum(0) / totals[g // m]
                 number, known = stage.updates[-1], stage.history[-1]
                 stage.history.append(known if skipped else setting.step(known, whole, number))
                 stage.updates.append(number + (not skipped))
@@ -183,6 +200,39 @@ def test_the_recursion(setting: Setting) -> None:
     for d, m in ((3, 1), (4, 3)) if setting.decay else ((1, 2), (4, 2), (4, 1)):
         found, wanted = by_pipeline(setting, d, m, 9), by_hand(setting, d, m, 9)
         torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("divisor", [None, 9.0, 250.0])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_the_divisor_does_not_matter_to_what_is_gathered(optimizer: str, divisor: float | None) -> None:
+    """Of losses with weights: it is over that of the batch before, also where a run goes on from a snapshot."""
+    d, m, batches = 4, 3, 9
+    setting = Setting(optimizer, 0.1, aggregated=True)
+    data = [(x, tokens(g)) for g, x in enumerate(samples(batches * m))]
+
+    def made() -> Pipeline:
+        return Pipeline(
+            [Linear(s) for s in range(d)],
+            prove("ftpipe-aggregated", d, m),
+            loss=lambda y, weight: (0.5 * (y * y).sum(), weight),
+            optimizer=lambda named: OPTIMIZERS[optimizer](named, setting.decay),
+            rate=rate,
+            divisor=divisor,
+            correction=correction_of("ftpipe-aggregated"),
+            balance=[1] * d,
+        )
+
+    taken: list[Snapshot] = []
+    whole_batches = [data[t * m : t * m + m] for t in range(batches)]
+    whole, drained, resumed = made(), made(), made()
+    list(whole.run(whole_batches))
+    found, wanted = list(whole.state_dict().values()), by_hand(setting, d, m, batches, weights=tokens)
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)
+    list(drained.run(whole_batches, save=Saving(5, taken.append)))
+    resumed.load(Kept([snapshot for snapshot in taken if snapshot.batch == 5]))
+    list(resumed.run(whole_batches[5:]))
+    ends = zip(drained.state_dict().values(), resumed.state_dict().values(), strict=True)
+    assert all(torch.equal(a, b) for a, b in ends)
 
 
 @pytest.mark.parametrize("setting", [s for s in SETTINGS if s.aggregated], ids=lambda s: str(s).removeprefix("Setting"))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -26,6 +28,7 @@ from penstock.errors import CapabilityError, ConfigError, ScheduleError
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.snapshot import Saving, Snapshot
 from penstock.schedule.build import prove
+from penstock.schedule.corrections import CORRECTIONS
 from penstock.train.reference import Scaling
 from penstock.weights.corrections import Correction
 from penstock.weights.methods import correction_of
@@ -248,12 +251,40 @@ def test_gap_aware_gradients_are_for_one_microbatch() -> None:
 def test_options_are_checked() -> None:
     for options, message in (
         ({"decay": 0.1}, "say over how many updates rates rise"),
-        ({"reschedule": -1}, "must be a number of updates"),
+        ({"reschedule": -1}, "reschedule takes a whole number from 0 on, or null; got -1"),
         ({"reschedule": 1, "decay": 1.5}, "must lie between 0 and 1"),
         ({"speed": 1}, "has no option 'speed'; it has: reschedule, decay"),
     ):
         with pytest.raises(ConfigError, match=message):
             correction_of("pipemare", **options)
+
+
+@pytest.mark.parametrize(
+    ("method", "option", "wrong", "takes"),
+    [
+        ("pipemare", "reschedule", 0.9, "a whole number from 0 on, or null; got 0.9"),
+        ("nag-pp-no-stash", "reschedule", math.inf, "a whole number from 0 on, or null; got inf"),
+        ("pipemare", "decay", math.nan, "a number, or null; got nan"),
+        ("ftpipe", "weight_decay", 0.01, "0 or 1; got 0.01"),
+        ("ftpipe-aggregated", "ahead", None, "0 or 1; got null"),
+        ("xpipe", "uncorrected", 2, "0 or 1; got 2"),
+        ("i-timeprest", "beta", None, "a number; got null"),
+        ("gap-aware", "average", None, "a number; got null"),
+        ("gap-aware", "eps", None, "a number; got null"),
+        ("error-feedback", "share", None, "a number; got null"),
+    ],
+)
+def test_options_that_are_not_what_they_take_are_refused(method: str, option: str, wrong: Any, takes: str) -> None:
+    """None is rounded, or taken for a switch or zero."""
+    given = {"reschedule": 1, option: wrong} if option == "decay" else {option: wrong}
+    with pytest.raises(ConfigError, match=re.escape(f": {option} takes {takes}")):
+        correction_of(method, **given)
+
+
+def test_defaults_are_what_options_take() -> None:
+    for row in CORRECTIONS.values():
+        for name, option in row.options.items():
+            assert option.fits(option.default), (row.name, name)
 
 
 class Odd(nn.Module):

@@ -19,6 +19,9 @@ from penstock.train.config import OptimizerName, OptimizerSection, TrainConfig, 
 from penstock.train.optimizers import is_hidden, optimizer_factory
 from penstock.train.prepare import prepare
 from penstock.weights.basis import BasisRotation
+from penstock.weights.buffers import Layout
+from penstock.weights.corrections import Place
+from penstock.weights.methods import correction_of
 from penstock.weights.optimizers import ByParameter, Joined, is_separable, name_of, part_of
 from penstock.weights.predictors import check_predictable, direction
 
@@ -172,6 +175,17 @@ def test_by_parameter_keeps_to_itself_what_a_class_does() -> None:
     assert not is_separable(Joined([Rude(some()[:1], 1.0), torch.optim.SGD(some()[1:], lr=1.0)]))
     assert is_separable(Joined([optimizer]))
     assert not is_separable(plain)
+
+
+@pytest.mark.parametrize("method", ["gap-aware", "spike", "nag-pp", "nag-pp-no-stash", "ftpipe", "lwp"])
+def test_corrections_name_the_optimizer_that_is_wrapped(method: str) -> None:
+    options = {"reschedule": 0} if method == "nag-pp-no-stash" else {}
+    correction = correction_of(method, **options)
+    assert correction is not None
+    optimizer = ByParameter(Rude([p for _, p in some()], 1.0))
+    with pytest.raises(CapabilityError, match="Rude") as raised:
+        correction.on(Layout({}), Place(0, 2, 1, 1.0, "here")).begin(optimizer)
+    assert "ByParameter" not in str(raised.value)
 
 
 @pytest.mark.parametrize(("name", "kind"), [("adan", "Adan"), ("soap", "SOAP")])

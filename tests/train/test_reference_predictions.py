@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from penstock.errors import CapabilityError, ConfigError
 from penstock.train.reference import Order, Scaling, train_reference
-from penstock.train.reference.decayed import Known, _ahead
+from penstock.train.reference.decayed import Known, Partials, _ahead
 from penstock.train.reference.muon import muon_direction
 
 
@@ -113,15 +113,36 @@ def test_aggregated_gradients_do_not_know_the_loss_scale() -> None:
     assert len(set(scaled.scales)) > 3
 
 
-def test_parallel_pipelines_aggregate_their_own() -> None:
-    """Two of the same data have twice the gradient of one; each sees half of it when it predicts."""
+def test_aggregated_gradients_do_not_know_the_divisor() -> None:
+    """They are over the weight of the batch before, 6 times as much as there are microbatches."""
+
+    def weighted(y: Tensor, target: Tensor) -> tuple[Tensor, float]:
+        total, weight = half_square(y, target)
+        return 6.0 * total, 6.0 * weight
+
+    def run(loss: Any, divisor: float | None) -> list[dict[str, Tensor]]:
+        arguments: dict[str, Any] = {"method": "ftpipe-aggregated", "optimizer": sgd, "divisor": divisor}
+        return train_reference(bent(4), loss, samples(3), **arguments).versions
+
+    wanted = run(half_square, None)
+    for loss, divisor in ((half_square, 100.0), (weighted, None), (weighted, 0.5)):
+        for found, version in zip(run(loss, divisor), wanted, strict=True):
+            for name, w in version.items():
+                torch.testing.assert_close(found[name], w, rtol=1e-10, atol=1e-13)
+
+
+def test_parallel_pipelines_aggregate_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of the same data have the mean gradient of one; each sees half of it when it predicts."""
 
     def run(parts: Any, divisor: float) -> list[dict[str, Tensor]]:
         batches = [[one for one in batch for _ in parts] for batch in samples(3)]
         arguments: dict[str, Any] = {"method": "ftpipe-aggregated", "optimizer": sgd, "divisor": divisor}
         return train_reference(bent(4), half_square, batches, parts=parts, **arguments).versions
 
-    for found, wanted in zip(run([[0, 2, 4], [1, 3, 5]], 3.0), run([[0, 1, 2]], 3.0), strict=True):
+    two = run([[0, 2, 4], [1, 3, 5]], 3.0)
+    note = Partials.note
+    monkeypatch.setattr(Partials, "note", lambda self, nodes, t, part, scale: note(self, nodes, t, part, 2.0 * scale))
+    for found, wanted in zip(two, run([[0, 1, 2]], 3.0), strict=True):
         for name, w in wanted.items():
             torch.testing.assert_close(found[name], w, rtol=1e-12, atol=0)
 

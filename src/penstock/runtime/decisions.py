@@ -47,6 +47,7 @@ class Decisions:
     Attributes:
         stopping: this rank wants the run to end.
         lookout: looks for a divergence.
+        weight: N of the last batch that had a loss weight; None before the first.
         told: all evaluations that decisions have told, since the start of training.
     """
 
@@ -64,6 +65,7 @@ class Decisions:
         self.scaler = Scaler(policy.loss_scale)
         self.lookout = Lookout(divergence, self.scaler.scales)
         self.stopping = False
+        self.weight: float | None = None
         self._scales: dict[int, float] = {}  # of the batches that the last stage has begun
         self._last: Decision | None = None
         self._decided = -1  # the last batch
@@ -72,6 +74,11 @@ class Decisions:
         self._noted: dict[int, Evaluated] = {}  # of this pipeline, until the decision on the batch tells the others
         self._evaluated: list[Evaluated] = []
         self.told: list[Evaluated] = []
+
+    @property
+    def mean(self) -> float:
+        """c / N by the last batch that had a loss weight, for gradients that are over c; 1 before the first."""
+        return 1.0 if self.weight is None else self._divisor / self.weight
 
     def scale(self, batch: int) -> float:
         """The loss scale of a batch, on the rank of the last stage: that of its first microbatch holds for all."""
@@ -119,6 +126,7 @@ class Decisions:
             else:
                 self._last = decide(batch, total, self._divisor, self._clip)
             self._decided = batch
+            self.weight = float(self._last.weight) if self._last.weight else self.weight
             if total is not None and total.evaluated_weight:
                 self.tell_all(Evaluated(batch - self.delay, total.evaluated, total.evaluated_weight))
             elif total is None and batch in self._noted:
@@ -166,6 +174,7 @@ class Decisions:
     def state(self) -> dict[str, Any]:
         """What the decisions made so far have left behind, the same on all ranks."""
         state: dict[str, Any] = {"told": [list(found) for found in self.told]} if self.told else {}
+        state |= {} if self.weight is None else {"weight": self.weight}
         scaler = self.scaler
         if scaler.scales:
             state |= {"scale": scaler.scale, "before": scaler.before, "finite_in_a_row": scaler.finite_in_a_row}
@@ -175,6 +184,7 @@ class Decisions:
     def load(self, batch: int, state: Mapping[str, Any]) -> None:
         """Go on where `state` was taken, with the next batch."""
         self.told = [Evaluated(*found) for found in state.get("told", ())]
+        self.weight = state.get("weight")
         if "scale" in state and self.scaler.scales:
             self.scaler.scale, self.scaler.before = state["scale"], state["before"]
             self.scaler.finite_in_a_row = int(state["finite_in_a_row"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
@@ -86,6 +87,7 @@ class NodeRuntime:
         older: versions that training passes read instead of the newest; None where none is delayed.
         rebinding: which weights backwards read, where the rule does not say those of their forwards.
         corrector: what is done about staleness.
+        mean: c / N by the last batch that the stage has been updated with and that had a loss weight.
         agreement: what becomes of the weights when parallel pipelines meet; None where they hold the same.
     """
 
@@ -109,6 +111,7 @@ class NodeRuntime:
     older: OlderVersions | None = None
     rebinding: Rebinding | None = None
     corrector: Corrector | None = None
+    mean: float = 1.0
     agreement: Agreement | Waves | None = None
 
     @property
@@ -252,7 +255,8 @@ class NodeRuntime:
                 with self.stage.randomness.apart():
                     graph = self.graphs.remake(piece, flight.microbatch, flight.handle).graph
             assert isinstance(graph, Graph)
-            gradients = run_backward(graph, [*([graph.seed] if gradients is None else gradients), *returned])
+            with self._no_forward(flight):
+                gradients = run_backward(graph, [*([graph.seed] if gradients is None else gradients), *returned])
             returned = []
             if graph.late is not None:
                 flight.late.append(graph.late)
@@ -265,6 +269,14 @@ class NodeRuntime:
         if key[1]:
             self.carry_gradients[key[0]] = gradients[len(gradients) - flight.carried :]
         return gradients[: len(gradients) - flight.carried]
+
+    def _no_forward(self, flight: Flight) -> AbstractContextManager[object]:
+        """Within it a backward runs, which may not run a forward where that would read other weights than it."""
+        if not isinstance(self.rebinding, Rereading) or flight.handle is None:
+            return nullcontext()
+        assert self.older is not None
+        leaves = flight.handle.buffer.leaves
+        return self.rebinding.no_forward(leaves[name] for name in self.older.apart & leaves.keys())
 
     def backward_for_weights(self, key: Piece, batch: int, version: int, copy: Copy | None = None) -> None:
         """The second half, which needs nothing of others."""
@@ -345,7 +357,7 @@ class NodeRuntime:
             return
         assert self.corrector is not None
         *older, newest = versions
-        depends = self.corrector.look_ahead(batch - newest, self.store.gradients.get(newest), scale)
+        depends = self.corrector.look_ahead(batch - newest, self.store.gradients.get(newest), self.mean / scale)
         if older:
             first, last = (self.store.read(version).whole for version in versions)
             write = partial(self.corrector.blend, first, last, newest - older[0])

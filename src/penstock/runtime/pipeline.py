@@ -290,6 +290,8 @@ class Pipeline:
                     restore(node, saved, older)
                 key = worker.decisions.key if worker.decisions.key in saved.facts else "decisions"
                 worker.decisions.load(int(saved.facts["batch"]), saved.facts[key])
+                for node in worker.nodes.values():
+                    node.mean = worker.decisions.mean
         except BaseException as error:
             self._spans.break_off(error)  # half of it may have been loaded
             raise

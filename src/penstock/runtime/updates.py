@@ -134,6 +134,7 @@ class Updates:
         vote = self._votes.pop((node.node, batch), None)
         decision = self._decisions.settle(batch, weight, vote.result if vote is not None else None)
         node.step(batch, decision.factor, keeps_old)
+        node.mean = self._decisions.mean
         return decision
 
     def try_step(self, node: NodeRuntime, batch: int, weight: float) -> None:
@@ -157,4 +158,5 @@ class Updates:
         """Make the update of a batch again if it has to be."""
         decision = self._decisions.validate(batch, self._votes.pop((node.node, batch)).result)
         node.settle_step(batch, decision)
+        node.mean = self._decisions.mean
         return decision

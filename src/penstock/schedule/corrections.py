@@ -5,19 +5,46 @@ The code is in `penstock.weights` (`methods.py` has them all).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Literal
 
 from penstock.errors import ConfigError
 
 
 @dataclass(frozen=True)
 class Option:
-    """One number that a correction can be given; None switches off what it is for."""
+    """One number that a correction can be given.
+
+    Attributes:
+        default: where it is not given.
+        meaning: of its values.
+        kind: a count is a whole number from 0 on, a switch is 0 or 1.
+        nullable: None may be given, too.
+    """
 
     default: float | None
     meaning: str
+    kind: Literal["count", "switch", "number"] = "number"
+    nullable: bool = False
+
+    @property
+    def takes(self) -> str:
+        """What it can be given, in words."""
+        words = {"count": "a whole number from 0 on", "switch": "0 or 1", "number": "a number"}
+        return words[self.kind] + (", or null" if self.nullable else "")
+
+    def fits(self, value: object) -> bool:
+        """Whether it can be given this."""
+        if value is None:
+            return self.nullable
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            return False
+        if self.kind == "switch":
+            return value in (0, 1)
+        return not isinstance(value, bool) and (self.kind == "number" or (value >= 0 and value == int(value)))
 
 
 @dataclass(frozen=True)
@@ -45,13 +72,19 @@ _RESCHEDULE = Option(
     None,
     "K, updates over which the rates of stages rise to the common one; 0 for none; if not set, five times the warm-up "
     "of the rate, or else a quarter of the run",
+    "count",
+    nullable=True,
 )
 
 _PREDICTED = ("predicted-forward", "predicted-stash")
 
 _FTPIPE = {
-    "ahead": Option(1.0, "1: each update ahead at its own rate (FTPipe's sched_aware); 0: all at that of the next one"),
-    "weight_decay": Option(0.0, "1: weight decay is part of the prediction, as in FTPipe's code; 0: it is not"),
+    "ahead": Option(
+        1.0, "1: each update ahead at its own rate (FTPipe's sched_aware); 0: all at that of the next one", "switch"
+    ),
+    "weight_decay": Option(
+        0.0, "1: weight decay is part of the prediction, as in FTPipe's code; 0: it is not", "switch"
+    ),
 }
 
 _TABLE = (
@@ -65,7 +98,9 @@ _TABLE = (
         options={
             "reschedule": _RESCHEDULE,
             "decay": Option(
-                0.135, "D, what is left of a motion after as many updates as the delay (T2); null for none"
+                0.135,
+                "D, what is left of a motion after as many updates as the delay (T2); null for none",
+                nullable=True,
             ),
         },
         alike=False,
@@ -86,6 +121,7 @@ _TABLE = (
             "uncorrected": Option(
                 1.0,
                 "1 for the paper's form of Adam's direction, which has no power t in its bias correction; 0 for Adam's",
+                "switch",
             )
         },
     ),
@@ -163,11 +199,14 @@ def options_of(correction: str, given: Mapping[str, float | None]) -> dict[str, 
     """The options of a correction, with the defaults where none are given.
 
     Raises:
-        ConfigError: it has no such option.
+        ConfigError: it has no such option, or the option does not take what is given.
     """
     known = CORRECTIONS[correction].options
-    for name in given:
+    for name, value in given.items():
         if name not in known:
             names = ", ".join(known) or "none"
             raise ConfigError(f"correction {correction!r} has no option {name!r}; it has: {names}")
+        if not known[name].fits(value):
+            got = "null" if value is None else value
+            raise ConfigError(f"correction {correction!r}: {name} takes {known[name].takes}; got {got}")
     return {name: given.get(name, option.default) for name, option in known.items()}

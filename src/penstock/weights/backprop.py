@@ -21,6 +21,7 @@ from torch.optim import SGD
 from penstock.errors import CapabilityError
 from penstock.weights.buffers import Buffer, Layout
 from penstock.weights.corrections import Corrector, Place
+from penstock.weights.optimizers import name_of
 from penstock.weights.steps import Step
 from penstock.weights.update import Updater
 
@@ -78,7 +79,7 @@ class _OnStage(Corrector):
         if not plain:
             raise CapabilityError(
                 "spike compensation takes the place of momentum in SGD, without nesterov, dampening or maximize, not "
-                f"in {type(optimizer).__name__} as it is set; take optimizer sgd with momentum, or another method"
+                f"in {name_of(optimizer)} as it is set; take optimizer sgd with momentum, or another method"
             )
 
     def stepped(self, step: Step) -> None:

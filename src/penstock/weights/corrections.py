@@ -128,13 +128,14 @@ class Corrector:
             for name, view in out.views.items():
                 view.copy_(weights.views[name] - gap * self.motion.views[name])
 
-    def look_ahead(self, updates: int, gradient: Buffer | None, scale: float) -> object:  # noqa: ARG002
+    def look_ahead(self, updates: int, gradient: Buffer | None, factor: float) -> object:  # noqa: ARG002
         """A derived copy is needed; `predict` follows, unless there is one with the same content.
 
         Args:
             updates: that will be made before the backward of its microbatch, after those that the newest weights have.
             gradient: what the next of them has gathered so far; None if nothing.
-            scale: S, the loss scale that is in that gradient.
+            factor: c / (N S) makes of it part of a gradient of the mean loss: S is the loss scale that is in it, N the
+                loss weight of the batch before, since that of its own is not known yet.
 
         Returns:
             What, beside version and label, its content depends on.

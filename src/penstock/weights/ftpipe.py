@@ -8,8 +8,10 @@ then are zero. For j = 1..n, with lr_j the rate of the j-th update from now (its
     Adam        w <- w - lr_j / (1 - beta1^(t+j)) beta1^j m / (sqrt(s / (1 - beta2^(t+j))) + eps), after t updates
 
 v is SGD's buffer, also under Nesterov's momentum. Aggregated, the gradient g that the next update has gathered so far
-is added at j = 1: v <- gamma v + g, m <- beta1 m + (1 - beta1) g. It is over the constant c, without the loss scale,
-not clipped, and of this pipeline alone where there are several; elements that are not finite count as zero, since their
+is added at j = 1: v <- gamma v + g, m <- beta1 m + (1 - beta1) g. It is over N, the loss weight of the last batch
+that the stage has been updated with (of those with a weight), since that of its own batch is not known before its last
+microbatch; so the divisor c changes nothing. It is without the loss scale, not clipped, and of this pipeline alone
+where there are several, though N is of all; elements that are not finite count as zero, since their
 batch will make no update, and no others should read what came of it. FTPipe aggregates with Adam and AdamW; the same
 for SGD is our reading (variant "penstock"), and so is what is said of g. Weight decay is no part of a prediction, as
 with the other methods here, unless that is wanted (`decays`); then it goes on as in FTPipe's code: decoupled, w is
@@ -73,7 +75,7 @@ class _OnStage(Corrector):
     def __init__(self, wanted: FTPipe, layout: Layout, place: Place) -> None:
         super().__init__(layout, place)
         self._wanted = wanted
-        self._updates, self._scale = 0, 1.0
+        self._updates, self._factor = 0, 1.0
         self._gradient: Buffer | None = None
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
@@ -85,9 +87,9 @@ class _OnStage(Corrector):
             )
         check_predictable(optimizer)
 
-    def look_ahead(self, updates: int, gradient: Buffer | None, scale: float) -> object:
+    def look_ahead(self, updates: int, gradient: Buffer | None, factor: float) -> object:
         """How many updates ahead the copy is, and what of the next one there is; that makes a copy one of its own."""
-        self._updates, self._scale = updates, scale
+        self._updates, self._factor = updates, factor
         self._gradient = gradient if self._wanted.aggregated and updates else None
         return updates if self._gradient is None else (updates, object())
 
@@ -108,7 +110,7 @@ class _OnStage(Corrector):
         """The gradient under way of a parameter; None as long as no backward has reached it."""
         if self._gradient is None or name in self._gradient.unwritten:
             return None
-        g = self._gradient.views[name] / self._scale
+        g = self._gradient.views[name] * self._factor
         return torch.where(g.isfinite(), g, 0.0)
 
 

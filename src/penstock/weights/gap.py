@@ -20,6 +20,7 @@ from torch.optim import SGD
 from penstock.errors import CapabilityError, ConfigError
 from penstock.weights.buffers import Buffer, Layout
 from penstock.weights.corrections import Corrector, Place
+from penstock.weights.optimizers import name_of
 from penstock.weights.steps import Step
 from penstock.weights.update import Updater
 
@@ -80,7 +81,7 @@ class _OnStage(Corrector):
         if not plain:
             raise CapabilityError(
                 "gap-aware gradients need SGD with momentum and without weight decay, not "
-                f"{type(optimizer).__name__} as it is set"
+                f"{name_of(optimizer)} as it is set"
             )
 
     def backward_done(self, updater: Updater, read: Buffer, newest: Buffer) -> None:

@@ -15,6 +15,7 @@ import torch
 from penstock.errors import CapabilityError
 from penstock.weights.buffers import Layout
 from penstock.weights.corrections import Corrector, Place, check_reschedule, rescheduled
+from penstock.weights.optimizers import name_of
 
 LEAST, SPREAD = 0.9, 0.09
 """Momentum of the last stage, and how much more the first one has, nearly."""
@@ -56,7 +57,7 @@ class _OnStage(Corrector):
         """It is a way to use NAdam."""
         if not isinstance(optimizer, torch.optim.NAdam):
             raise CapabilityError(
-                f"{self._wanted.name} is a way to use NAdam, not {type(optimizer).__name__}; take optimizer nadam with "
+                f"{self._wanted.name} is a way to use NAdam, not {name_of(optimizer)}; take optimizer nadam with "
                 "beta1=0.99, or method stash"
             )
 

@@ -92,6 +92,12 @@ class OlderVersions:
         """Addresses of the flat tensors, to tell weights from activations."""
         return set[int]().union(*(buffer.storages for buffer in self._buffers()))
 
+    @property
+    def apart(self) -> frozenset[str]:
+        """The parameters of which backwards read another version than forwards."""
+        names = self._forward.keys() | self._backward.keys()
+        return frozenset(name for name in names if self._forward.get(name, 0) != self._backward.get(name, 0))
+
     def read(self, newest: Handle) -> Handle:
         """What the passes of a batch read.
 

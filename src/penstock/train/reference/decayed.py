@@ -40,10 +40,10 @@ class Decaying(Reading):
 
     where v is SGD's buffer, also under Nesterov's momentum, m and s are Adam's two moments and i its steps so far. The
     code has the aggregated form for Adam only; for SGD it is written by analogy ("penstock"). What else is our reading:
-    g is the sum of the gradients of loss / c, neither multiplied by c / N nor clipped, since nothing of that is known
-    before the batch is complete; what is infinite or not a number in it is taken for zero, since its batch makes no
-    update; before the first update nothing is predicted (s is 0 then, and the code would go by g / eps); weight decay
-    is no part of a prediction.
+    g is the sum of the gradients of losses over N, the loss weight of the last batch before it that had one, since that
+    of its own is not known before the batch is complete, and it is not clipped; what is infinite or not a number in it
+    is taken for zero, since its batch makes no update; before the first update nothing is predicted (s is 0 then, and
+    the code would go by g / eps); weight decay is no part of a prediction.
 
     Args:
         updates: the largest n of the stage.
@@ -121,11 +121,25 @@ class Partials:
                 {name: (g / scale).nan_to_num(0.0, 0.0, 0.0) for name, g in node.part.items()}
             )
 
-    def tell(self, nodes: list[Stage], versions: list[int], part: int, t: int, done: list[int]) -> None:
-        """A microbatch of batch t comes to a part; there, each stage has so many of its open batch behind it."""
+    def tell(
+        self,
+        nodes: list[Stage],
+        versions: list[int],
+        part: int,
+        t: int,
+        done: list[int],
+        c: float,
+        weights: list[float],
+    ) -> None:
+        """A microbatch of batch t comes to a part; there, each stage has so many of its open batch behind it.
+
+        Losses have been divided by c; `weights` are those of the batches so far.
+        """
         for s, (node, version, count) in enumerate(zip(nodes, versions, done, strict=True)):
             if isinstance(node.reading, Decaying):
-                node.reading.open = self.sums[s, version, part][count - 1] if count and version < t else {}
+                n = next((weight for weight in reversed(weights[:version]) if weight), c)
+                known = self.sums[s, version, part][count - 1] if count and version < t else {}
+                node.reading.open = {name: g * (c / n) for name, g in known.items()}
 
 
 def _check(optimizer: Optimizer) -> None:

@@ -202,7 +202,7 @@ class Run:
         versions = [self.version(t, place, m, i) for i in range(d)]
         if self.method == "ftpipe-aggregated":
             done = [backwards_of_open_batch(t, place, m, i, d, self.first) for i in range(d)]
-            self.partials.tell(self.nodes, versions, part, t, done)
+            self.partials.tell(self.nodes, versions, part, t, done, c, self.result.weights)
         reads = [n.reading.read(n, v) for n, v in zip(self.nodes, versions, strict=True)]
         draw = partial(draw_for, self.seed, t, k)
         rest = draw, self.loss, c, s, self.precision
