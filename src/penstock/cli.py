@@ -80,6 +80,9 @@ def _exit(error: PenstockError, code: int) -> NoReturn:
     sys.exit(code)
 
 
+_UNBOUNDED = 10_000  # columns, more than any line has
+
+
 def _print_json(value: Any) -> None:
     sys.stdout.write(json.dumps(value, indent=1) + "\n")
 
@@ -132,8 +135,11 @@ def methods(stages: Stages = 4, microbatches: Microbatches = 8, as_json: AsJson 
     if as_json:
         _print_json(methods_json(stages, microbatches))
     else:
-        Console().print(methods_table(stages, microbatches))
-        Console().print(combines_table())
+        console = Console()
+        if not console.is_terminal:  # nothing is cut or wrapped for who reads on
+            console = Console(width=_UNBOUNDED)
+        console.print(methods_table(stages, microbatches, console.width))
+        console.print(combines_table())
 
 
 @app.command()

@@ -2,17 +2,20 @@
 
 import json
 import sys
+from io import StringIO
 
 import pytest
+from rich.console import Console
 
 from penstock.cli import main
 from penstock.schedule.methods import METHODS
+from penstock.view.tables import methods_table
 
 
-def run(monkeypatch, capsys, *arguments):
+def run(monkeypatch, capsys, *arguments, columns=160):
     """Run a command in this process; its exit code and what it printed."""
     monkeypatch.setattr(sys, "argv", ["penstock", *map(str, arguments)])
-    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.setenv("COLUMNS", str(columns))
     with pytest.raises(SystemExit) as caught:
         main()
     printed = capsys.readouterr()
@@ -48,9 +51,36 @@ def test_methods_as_json(monkeypatch, capsys):
 
 
 def test_methods_as_a_table_names_what_is_illegal(monkeypatch, capsys):
-    code, out, _ = run(monkeypatch, capsys, "methods", "--stages", 6, "--microbatches", 2)
+    """In its row a number, and under the table, on a line of its own, what it stands for."""
+    code, out, _ = run(monkeypatch, capsys, "methods", "--stages", 6, "--microbatches", 1)
+    lines = [line.strip() for line in out.splitlines()]
+    row = next(line for line in lines if line.startswith("2bw "))
+    number = row.rpartition("refused ")[2]
     assert code == 0
-    assert "2bw with 6 stages needs at least 5 microbatches" in " ".join(out.split())
+    assert lines[0] == "methods at 6 stages and 1 microbatch"
+    assert f"{number} 2bw with 6 stages needs at least 5 microbatches per batch, got 1" in lines
+
+
+def test_methods_shortens_nothing_for_who_reads_on(monkeypatch, capsys):
+    _, out, _ = run(monkeypatch, capsys, "methods", columns=80)
+    row = next(line.split() for line in out.splitlines() if "spike-lwp-weights" in line)
+    assert row[:5] == ["spike-lwp-weights", "endless-1f1b", "predicted-forward", "spike-lwp-weights", "2"]
+    assert "…" not in out
+
+
+@pytest.mark.parametrize(("width", "stages", "microbatches"), [(100, 4, 8), (80, 4, 8), (80, 8, 1), (40, 4, 8)])
+def test_methods_leaves_out_columns_before_it_shortens(width, stages, microbatches):
+    """Every method has one line, with its whole name and its delays, on any terminal."""
+    console = Console(width=width, file=StringIO(), force_terminal=True, color_system=None)
+    console.print(methods_table(stages, microbatches, width))
+    lines = [line.strip() for line in console.file.getvalue().splitlines()]
+    assert max(map(len, lines)) <= width
+    rows = {line.split()[0]: line for line in lines if line and line.split()[0] in METHODS}
+    begin = next(number for number, line in enumerate(lines) if line.startswith("sequential "))
+    assert [line.split()[0] for line in lines[begin : begin + len(METHODS)]] == list(METHODS) == list(rows)
+    assert ("7 .. 0" if microbatches == 1 else "0.375 .. 0") in rows["stash"]
+    assert "endless-1f1b" not in rows["stash"]
+    assert "Left out at this width: order" in " ".join(lines)
 
 
 def test_methods_lists_how_parallel_pipelines_agree(monkeypatch, capsys):
