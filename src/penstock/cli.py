@@ -80,6 +80,9 @@ def _exit(error: PenstockError, code: int) -> NoReturn:
     sys.exit(code)
 
 
+_UNBOUNDED = 10_000  # columns, more than any line has
+
+
 def _print_json(value: Any) -> None:
     sys.stdout.write(json.dumps(value, indent=1) + "\n")
 
@@ -132,8 +135,11 @@ def methods(stages: Stages = 4, microbatches: Microbatches = 8, as_json: AsJson 
     if as_json:
         _print_json(methods_json(stages, microbatches))
     else:
-        Console().print(methods_table(stages, microbatches))
-        Console().print(combines_table())
+        console = Console()
+        if not console.is_terminal:  # nothing is cut or wrapped for who reads on
+            console = Console(width=_UNBOUNDED)
+        console.print(methods_table(stages, microbatches, console.width))
+        console.print(combines_table())
 
 
 @app.command()
@@ -155,7 +161,7 @@ def show(
     from penstock.simulate.costs import Costs
     from penstock.simulate.simulate import simulate_schedule
     from penstock.view.svg import timeline_svg
-    from penstock.view.text import draw_timeline
+    from penstock.view.text import draw_timeline, wrap_schedule
 
     proof = _prove(method, file, stages, microbatches, changes, segments)
     schedule = proof.schedule
@@ -173,7 +179,8 @@ def show(
         _print_json({"schedule": str(schedule), "orders": orders, "timeline": intervals, **simulation.figures()})
         return
     console = Console()
-    console.print(str(schedule), markup=False, highlight=False, soft_wrap=True)
+    text = wrap_schedule(str(schedule), console.width) if console.is_terminal else str(schedule)
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
     console.print(draw_timeline(simulation.timeline, console.width), soft_wrap=True)
     count = f"{span} batch{'es' * (span > 1)}, drained at the end"
     legend = "superscript: version of the weights read; ┃ update; · idle."
@@ -209,7 +216,7 @@ def simulate(
     """Predict makespan, bubble, activations, versions and messages of a span of batches."""
     from penstock.idle import split_time
     from penstock.simulate.costs import Costs, read_stage_costs
-    from penstock.simulate.simulate import simulate_schedule
+    from penstock.simulate.simulate import simulate_schedule, steady_bubble
     from penstock.view.tables import simulation_table, time_table
 
     proof = _prove(method, file, stages, microbatches, changes, segments)
@@ -217,11 +224,14 @@ def simulate(
         costs = read_stage_costs(per_stage, proof.schedule.cuts, latency)
     else:
         costs = Costs.uniform(proof.schedule, forward, backward_input, backward_weight, latency=latency, step=step)
-    simulation = simulate_schedule(proof, replace(costs, fused=fused, left=left), batches)
+    costs = replace(costs, fused=fused, left=left)
+    simulation = simulate_schedule(proof, costs, batches)
+    in_a_long_run = max(steady_bubble(proof.lowered, costs, proof.steady_from + 2), 0.0)
     if as_json:
-        _print_json(simulation.figures())
+        _print_json(simulation.figures() | {"bubble_in_a_long_run": in_a_long_run})
     else:
-        Console().print(simulation_table(simulation), time_table(split_time(simulation.timeline), unit=""))
+        table = simulation_table(simulation, batches, in_a_long_run)
+        Console().print(table, time_table(split_time(simulation.timeline), unit=""))
 
 
 @app.command()
@@ -249,7 +259,7 @@ def train(
     """
     from penstock.train.config import described_keys, load_config
     from penstock.train.launch import is_worker, launch_local
-    from penstock.train.prepare import make_run_folder, prepare
+    from penstock.train.prepare import check_resume, make_run_folder, prepare
     from penstock.view.tables import keys_table
 
     if keys:
@@ -258,6 +268,8 @@ def train(
     if resume is not None and config is None:
         config = resume / "config.yaml"
     settings = load_config(config, [*(changes or []), *([f"data={data}"] if data is not None else [])])
+    if resume is not None:
+        check_resume(settings, resume)
     if is_worker():
         _work(settings.model_dump(), None if resume is None else str(resume), None)
         return

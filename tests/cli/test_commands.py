@@ -1,18 +1,22 @@
 """The commands that need no training, as a person runs them."""
 
 import json
+import re
 import sys
+from io import StringIO
 
 import pytest
+from rich.console import Console
 
 from penstock.cli import main
 from penstock.schedule.methods import METHODS
+from penstock.view.tables import methods_table
 
 
-def run(monkeypatch, capsys, *arguments):
+def run(monkeypatch, capsys, *arguments, columns=160):
     """Run a command in this process; its exit code and what it printed."""
     monkeypatch.setattr(sys, "argv", ["penstock", *map(str, arguments)])
-    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.setenv("COLUMNS", str(columns))
     with pytest.raises(SystemExit) as caught:
         main()
     printed = capsys.readouterr()
@@ -48,9 +52,36 @@ def test_methods_as_json(monkeypatch, capsys):
 
 
 def test_methods_as_a_table_names_what_is_illegal(monkeypatch, capsys):
-    code, out, _ = run(monkeypatch, capsys, "methods", "--stages", 6, "--microbatches", 2)
+    """In its row a number, and under the table, on a line of its own, what it stands for."""
+    code, out, _ = run(monkeypatch, capsys, "methods", "--stages", 6, "--microbatches", 1)
+    lines = [line.strip() for line in out.splitlines()]
+    row = next(line for line in lines if line.startswith("2bw "))
+    number = row.rpartition("refused ")[2]
     assert code == 0
-    assert "2bw with 6 stages needs at least 5 microbatches" in " ".join(out.split())
+    assert lines[0] == "methods at 6 stages and 1 microbatch"
+    assert f"{number} 2bw with 6 stages needs at least 5 microbatches per batch, got 1" in lines
+
+
+def test_methods_shortens_nothing_for_who_reads_on(monkeypatch, capsys):
+    _, out, _ = run(monkeypatch, capsys, "methods", columns=80)
+    row = next(line.split() for line in out.splitlines() if "spike-lwp-weights" in line)
+    assert row[:5] == ["spike-lwp-weights", "endless-1f1b", "predicted-forward", "spike-lwp-weights", "2"]
+    assert "…" not in out
+
+
+@pytest.mark.parametrize(("width", "stages", "microbatches"), [(100, 4, 8), (80, 4, 8), (80, 8, 1), (40, 4, 8)])
+def test_methods_leaves_out_columns_before_it_shortens(width, stages, microbatches):
+    """Every method has one line, with its whole name and its delays, on any terminal."""
+    console = Console(width=width, file=StringIO(), force_terminal=True, color_system=None)
+    console.print(methods_table(stages, microbatches, width))
+    lines = [line.strip() for line in console.file.getvalue().splitlines()]
+    assert max(map(len, lines)) <= width
+    rows = {line.split()[0]: line for line in lines if line and line.split()[0] in METHODS}
+    begin = next(number for number, line in enumerate(lines) if line.startswith("sequential "))
+    assert [line.split()[0] for line in lines[begin : begin + len(METHODS)]] == list(METHODS) == list(rows)
+    assert ("7 .. 0" if microbatches == 1 else "0.375 .. 0") in rows["stash"]
+    assert "endless-1f1b" not in rows["stash"]
+    assert "Left out at this width: order" in " ".join(lines)
 
 
 def test_methods_lists_how_parallel_pipelines_agree(monkeypatch, capsys):
@@ -67,6 +98,16 @@ def test_show_prints_the_order_and_draws_it(monkeypatch, capsys):
     assert "rank 1: F0^t B0^t F1^t B1^t STEP[t]" in out
     assert "rank 0 |F0⁰|F1⁰|" in out
     assert "bubble 0.3333" in out
+
+
+def test_show_wraps_the_order_for_a_terminal_only(monkeypatch, capsys):
+    """Piped, it stays the text form, a rank to the line."""
+    _, piped, _ = run(monkeypatch, capsys, "show", "timeprest", columns=60)
+    monkeypatch.setenv("FORCE_COLOR", "1")  # of rich: as on a terminal
+    _, shown, _ = run(monkeypatch, capsys, "show", "timeprest", columns=60)
+    first = "rank 0: F0^t-1 F1^t-1 F2^t-1 F3^t-1 F4^t-1 F5^t-1"
+    assert f"{first} B-8..-1^t-1 STEP[t-1] F6^t F7^t\n" in piped
+    assert f"{first}\n        B-8..-1^t-1 STEP[t-1] F6^t F7^t\n" in shown
 
 
 def test_show_as_json_and_svg(monkeypatch, capsys, tmp_path):
@@ -104,6 +145,7 @@ def test_simulate_as_json_has_the_documented_keys(monkeypatch, capsys):
         "bubble": pytest.approx(3 / 11), "bubble_of_ideal": 3 / 8, "rank_span_bubble": pytest.approx(3 / 11),
         "peak_activations": [4, 3, 2, 1], "live_versions": [1, 1, 1, 1], "messages": 48, "volume": 48.0,
         "delays": {"forward": [0] * 4, "recompute": [None] * 4, "backward": [0] * 4},
+        "bubble_in_a_long_run": pytest.approx(3 / 11),
     }  # fmt: skip
 
 
@@ -117,6 +159,23 @@ def test_every_output_means_the_same_by_bubble(monkeypatch, capsys):
     assert ["bubble", "0.2727"] in [row[:2] for row in rows]
     assert [row[-1] for row in rows if row[:2] == ["all", "ranks"]] == ["27.3"]
     assert [row[-1] for row in rows if row[:1] == ["1f1b"]] == ["0.273"]
+
+
+def test_simulate_tells_the_bubble_of_a_long_run(monkeypatch, capsys):
+    """A batch alone leaves its ranks idle while the pipeline fills and drains; batch upon batch they are not."""
+    arguments = ["pipemare", "--stages", 4, "--microbatches", 2]
+    _, out, _ = run(monkeypatch, capsys, "simulate", *arguments)
+    rows = dict(re.findall(r"^(\S.*?)  +([\d.]+) ", out, re.MULTILINE))
+    assert float(rows["bubble"]) == pytest.approx(0.6)  # of 3 (m + p - 1) = 15 units of time each rank works 3 m = 6
+    assert float(rows["bubble in a long run"]) == 0
+    assert "idle / (ranks x makespan), 1 batch, drained at the end" in out
+    _, listed, _ = run(monkeypatch, capsys, "methods", *arguments[1:], "--json")
+    methods = {row["name"]: row["bubble"] for row in json.loads(listed)}
+    for name in ("gpipe", "pipemare", "wpipe"):
+        _, out, _ = run(monkeypatch, capsys, "simulate", name, *arguments[1:], "--json")
+        assert json.loads(out)["bubble_in_a_long_run"] == pytest.approx(methods[name])
+    _, out, _ = run(monkeypatch, capsys, "simulate", "pipemare", *arguments[1:], "--latency", 0.5, "--json")
+    assert json.loads(out)["bubble_in_a_long_run"] > 0.01  # of the times given, not of a table's
 
 
 def test_simulate_several_batches_with_costs_of_their_own(monkeypatch, capsys, tmp_path):

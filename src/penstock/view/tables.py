@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from typing import Any
 
+from rich.console import Console, Group
 from rich.table import Table
+from rich.text import Text
 
 from penstock.errors import ScheduleError
 from penstock.idle import TimeSplit
@@ -16,6 +19,7 @@ from penstock.schedule.combine import COMBINES
 from penstock.schedule.methods import METHODS, Method
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import Simulation, steady_bubble
+from penstock.view.words import counted
 
 
 @dataclass(frozen=True)
@@ -79,27 +83,83 @@ def methods_json(stages: int, microbatches: int) -> list[dict[str, Any]]:
     return [asdict(method_facts(method, stages, microbatches)) for method in METHODS.values()]
 
 
-def methods_table(stages: int, microbatches: int) -> Table:
-    """Every row as a table."""
-    table = Table(title=f"methods at {stages} stages and {microbatches} microbatches", title_justify="left", box=None)
-    for column in ("method", "order", "version rule", "correction"):
-        table.add_column(column)
-    for column in ("weight copies", "delay", "activations in flight", "bubble"):
-        table.add_column(column, justify="right")
-    table.add_column("", style="dim")
-    for method in METHODS.values():
-        facts = method_facts(method, stages, microbatches)
-        figures = [_per_rank(facts.weight_copies), _per_rank(facts.delay), _per_rank(facts.activations)]
-        bubble = "-" if facts.bubble is None else f"{facts.bubble:.3f}"
-        correction = "" if facts.correction == "none" else facts.correction
-        choices = f"[bold]{facts.name}[/bold]", facts.order, facts.rule, correction
-        table.add_row(*choices, *figures, bubble, facts.problem or "")
+def methods_table(stages: int, microbatches: int, width: int | None = None) -> Group:
+    """Every row as a table; under it, why methods have no figures at these numbers of stages and microbatches.
+
+    Args:
+        stages: of the pipeline.
+        microbatches: of a batch.
+        width: columns of the terminal: what does not fit is left out, first what `--json` has in words, and nothing is
+            shortened. None for everything.
+    """
+    facts = [method_facts(method, stages, microbatches) for method in METHODS.values()]
+    problems = list(dict.fromkeys(f.problem for f in facts if f.problem is not None))
+    title = f"methods at {counted(stages, 'stage')} and {counted(microbatches, 'microbatch')}"
+    left_out: list[str] = []
+    table = _methods(title, facts, problems, left_out)
+    while width is not None and len(left_out) < len(_LEAST_NEEDED) and _natural_width(table) > width:
+        left_out.append(_LEAST_NEEDED[len(left_out)])
+        table = _methods(title, facts, problems, left_out)
+    reasons = Table.grid(padding=(0, 1))
+    reasons.add_column(no_wrap=True)
+    for number, problem in enumerate(problems, 1):
+        reasons.add_row(f"({number})", Text(problem))
+    return Group(table, *([reasons] if problems else []))
+
+
+_LEAST_NEEDED = ("order", "correction", "version rule", "activations\nin flight", "weight\ncopies")
+
+
+def _methods(title: str, facts: list[MethodFacts], problems: Sequence[str | None], left_out: Sequence[str]) -> Table:
+    """The table without the columns that are left out."""
+    columns: dict[str, list[str]] = {
+        "method": [f"[bold]{f.name}[/bold]" for f in facts],
+        "order": [f.order for f in facts],
+        "version rule": [f.rule for f in facts],
+        "correction": ["" if f.correction == "none" else f.correction for f in facts],
+        "weight\ncopies": [_briefly(f.weight_copies) for f in facts],
+        "delay": [_briefly(f.delay) for f in facts],
+        "activations\nin flight": [_briefly(f.activations) for f in facts],
+        "bubble": [
+            f"refused ({problems.index(f.problem) + 1})" if f.bubble is None else f"{f.bubble:.3f}" for f in facts
+        ],
+    }
+    table = Table(title=title, title_justify="left", box=None)
+    shown = {heading: cells for heading, cells in columns.items() if heading not in left_out}
+    for heading in shown:
+        words = heading in ("method", "order", "version rule", "correction")
+        least = max(len(f.name) for f in facts) if heading == "method" else None
+        table.add_column(heading, justify="left" if words else "right", no_wrap=True, min_width=least)
+    for row in zip(*shown.values(), strict=True):
+        table.add_row(*row)
     table.caption = (
-        "Per rank where the ranks differ. Delay: updates between the weights read and the weights updated, mean over a "
-        "batch. Bubble: idle / total of one more batch in a long run, F = 1, B = 2."
+        "Per rank where the ranks differ; a .. b: from the first to the last, a to b: from the least to the most. "
+        "Delay: updates between the weights read and the weights updated, mean over a batch. Bubble: idle / total of "
+        "one more batch in a long run, F = 1, B = 2."
     )
+    if left_out:
+        names = ", ".join(heading.replace("\n", " ") for heading in left_out)
+        table.caption += f" Left out at this width: {names} (--json has all)."
     table.caption_justify = "left"
     return table
+
+
+def _natural_width(table: Table) -> int:
+    return Console(width=_UNBOUNDED).measure(table).maximum
+
+
+_UNBOUNDED = 10_000  # columns, more than any table has
+_BRIEF = 10  # characters of figures per rank; beyond it they are summed up
+
+
+def _briefly(values: list[float] | None) -> str:
+    """Figures of all ranks on one line: where they take much room, the ends of what rises or falls, or the range."""
+    text = _per_rank(values)
+    if values is None or len(text) <= _BRIEF:
+        return text
+    if values in (sorted(values), sorted(values, reverse=True)):
+        return f"{values[0]:.3g} .. {values[-1]:.3g}"
+    return f"{min(values):.3g} to {max(values):.3g}"
 
 
 def combines_table() -> Table:
@@ -129,8 +189,8 @@ def _per_rank(values: list[int] | list[float] | None) -> str:
     return texts[0] if len(set(texts)) == 1 else " ".join(texts)
 
 
-def simulation_table(simulation: Simulation) -> Table:
-    """The figures of a simulated span."""
+def simulation_table(simulation: Simulation, batches: int, in_a_long_run: float) -> Table:
+    """The figures of a simulated span of so many batches, and the bubble of one more batch in a long run."""
     bubble = simulation.bubble
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="bold")
@@ -140,7 +200,12 @@ def simulation_table(simulation: Simulation) -> Table:
         ("makespan", f"{bubble.makespan:g}", "first start to last end on any rank"),
         ("rank span", f"{bubble.rank_span:g}", "longest first start to last end of one rank"),
         ("ideal", f"{bubble.ideal:g}", "busy time of the busiest rank"),
-        ("bubble", f"{bubble.bubble:.4f}", "idle / (ranks x makespan)"),
+        (
+            "bubble",
+            f"{bubble.bubble:.4f}",
+            f"idle / (ranks x makespan), {counted(batches, 'batch')}, drained at the end",
+        ),
+        ("bubble in a long run", f"{in_a_long_run:.4f}", "that of one more batch, as in penstock methods"),
         ("bubble of ideal", f"{bubble.bubble_of_ideal:.4f}", "(makespan - ideal) / ideal"),
         ("rank span bubble", f"{bubble.rank_span_bubble:.4f}", "1 - ideal / rank span"),
         ("peak activations", _per_rank(list(simulation.activations)), "microbatches in flight, per rank"),
