@@ -229,6 +229,16 @@ def test_every_configuration_key_can_be_listed(monkeypatch, capsys):
         (["train", "--set", "stages=two"], "stages: input should be a valid integer"),
         (["train", "--set", "method=spike"], "spike compensation takes the place of momentum in SGD"),
         (["train", "--set", "method=pipemare", "--set", "correction={decya: 0.1}"], "has no option 'decya'"),
+        (
+            ["train", "--set", "method=2bw", "--set", "correction={reschedule: 500}"],
+            "method '2bw' has no correction, so correction.reschedule does not apply; methods that have it: pipemare, "
+            "nag-pp-no-stash",
+        ),
+        (
+            ["train", "--set", "method=spectrain", "--set", "correction={decya: 0.1}"],
+            "method 'spectrain' has a correction without options, so correction.decya does not apply; methods that "
+            "have it: none",
+        ),
         (["train", "--set", "stages=6"], "2bw with 6 stages needs at least 5 microbatches"),
         (["train", "--set", "method=dualpipe", "--set", "microbatches=2"], "at least twice as many; got 2 and 2"),
         (["train", "--set", "stages=7", "--set", "method=1f1b"], "cannot be cut into 7 stages"),

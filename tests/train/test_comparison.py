@@ -373,8 +373,15 @@ def test_own_files_are_no_data(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         (["methods=1f1b,2bv"], "unknown method '2bv'. Did you mean"),
-        (["methods=pipemare:chunks=2.5"], "pipemare:chunks=2.5: chunks is no option of the correction"),
-        (["methods=pipemare:chunks=2"], "pipemare:chunks=2: order .* has no option"),
+        (["methods=interleaved:chunks=2.5"], "interleaved:chunks=2.5: chunks is an option of the order"),
+        (
+            ["methods=pipemare:chunks=2"],
+            "pipemare:chunks=2: neither order 'endless-1f1b' nor correction 'pipemare' has an option 'chunks'; "
+            "the order has: none; the correction has: reschedule, decay. .* an order that has it: interleaved,",
+        ),
+        (["methods=pipemare:rescedule=4"], "the correction has: reschedule, decay. Did you mean 'reschedule'"),
+        (["methods=interleaved:chunk=2.5"], "order 'interleaved' has no option 'chunk'; .* Did you mean 'chunks'"),
+        (["methods=i-timeprest:beta=null"], "i-timeprest:beta=null: .*beta takes a number; got null"),
         (["methods=nag-pp", "optimizer.name=sgd"], "nag-pp: .*NAdam"),
         (["methods=2bw,pipedream-2bw"], "2bw is there twice"),
         (["methods=interleaved:chunks=two"], "after the name come options"),

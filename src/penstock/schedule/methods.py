@@ -14,7 +14,7 @@ from types import MappingProxyType
 
 from penstock.errors import ConfigError
 from penstock.schedule.combine import COMBINES, combine_fault
-from penstock.schedule.corrections import CORRECTIONS
+from penstock.schedule.corrections import CORRECTIONS, options_of
 from penstock.schedule.order import Order
 from penstock.schedule.orders.nf1b import one_version_fault
 from penstock.schedule.versions import Source, VersionRule
@@ -326,6 +326,23 @@ def find_method(name: str) -> Method:
     near = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     raise ConfigError(f"unknown method {name!r}.{hint} Known methods: {', '.join(METHODS)}.")
+
+
+def correction_options(method: Method, given: Mapping[str, float | None]) -> dict[str, float | None]:
+    """The options of a method's correction, with the defaults where none are given.
+
+    Raises:
+        ConfigError: it has no correction, or no such option, or the option does not take what is given.
+    """
+    if given and not CORRECTIONS[method.correction].options:
+        option = next(iter(given))
+        owners = ", ".join(row.name for row in _TABLE if option in CORRECTIONS[row.correction].options)
+        lacks = "no correction" if method.correction == "none" else "a correction without options"
+        raise ConfigError(
+            f"method {method.name!r} has {lacks}, so correction.{option} does not apply; methods that have it: "
+            f"{owners or 'none'}"
+        )
+    return options_of(method.correction, given)
 
 
 def compatible(

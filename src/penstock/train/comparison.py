@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -11,6 +12,8 @@ from pydantic import Field
 from penstock.errors import ConfigError
 from penstock.schedule.corrections import CORRECTIONS, options_of
 from penstock.schedule.methods import Method, find_method
+from penstock.schedule.order import options_of as order_options
+from penstock.schedule.orders import ORDERS
 from penstock.train.config import Number, OptimizerSection, RateSection, Strict, apply_change, validate
 
 
@@ -138,13 +141,17 @@ class Contender:
         """What is no option of the correction.
 
         Raises:
-            ConfigError: it is no whole number.
+            ConfigError: the order has no such option either, or it is no whole number.
         """
         others = {name: value for name, value in self.options if name not in self._corrections}
+        known = order_options(ORDERS[self.method.order])
+        for name in others:
+            if name not in known:
+                raise ConfigError(self._unknown(name, known))
         whole = {name: int(value) for name, value in others.items() if value is not None and value == int(value)}
         if whole.keys() != others.keys():
             wrong = min(others.keys() - whole.keys())
-            raise ConfigError(f"methods: {self.label}: {wrong} is no option of the correction, so it is a whole number")
+            raise ConfigError(f"{wrong} is an option of the order, so it is a whole number")
         return whole
 
     @property
@@ -152,6 +159,21 @@ class Contender:
         """All options of the correction, with the defaults where none are given."""
         given = {name: value for name, value in self.options if name in self._corrections}
         return options_of(self.method.correction, given)
+
+    def _unknown(self, option: str, known: Collection[str]) -> str:
+        """What is to be said of an option that neither order nor correction has."""
+        order, correction = f"order {self.method.order!r}", f"correction {self.method.correction!r}"
+        said = f"{order} has no option {option!r}; it has: {', '.join(known) or 'none'}"
+        if self.method.correction != "none":
+            said = (
+                f"neither {order} nor {correction} has an option {option!r}; the order has: "
+                f"{', '.join(known) or 'none'}; the correction has: {', '.join(self._corrections) or 'none'}"
+            )
+        near = difflib.get_close_matches(option, [*known, *self._corrections], n=1, cutoff=0.5)
+        if near:
+            return f"{said}. Did you mean {near[0]!r}?"
+        owners = [name for name, function in ORDERS.items() if option in order_options(function)]
+        return f"{said}. Leave it out, or take an order that has it: {', '.join(owners)}" if owners else said
 
     @property
     def _corrections(self) -> Collection[str]:

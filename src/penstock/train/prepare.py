@@ -23,10 +23,9 @@ from penstock.runtime.switching import check_same_places
 from penstock.schedule.batchwise import check_together
 from penstock.schedule.build import extend, prove
 from penstock.schedule.check import Proof
-from penstock.schedule.corrections import options_of
 from penstock.schedule.ir import Schedule
 from penstock.schedule.lags import parting_fault, place_of, record_fault
-from penstock.schedule.methods import find_method
+from penstock.schedule.methods import correction_options, find_method
 from penstock.schedule.recompute import with_recompute
 from penstock.schedule.versions import RULES, Source
 from penstock.train.checkpoint import Checkpoint, open_newest
@@ -117,7 +116,7 @@ def prepare(config: TrainConfig) -> Prepared:
             "a width above 1"
         )
     check_slices(proof.schedule, config.recompute)
-    options = options_of(row.correction, config.correction)
+    options = correction_options(row, config.correction)
     correction = make_correction(row.correction, options, config.batches, config.rate.warm_up)
     check_correction(proof.schedule, correction, low_precision(config.precision), config.recompute, config.model.tied)
     _check_optimizer(

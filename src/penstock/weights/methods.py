@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from penstock.errors import ConfigError
-from penstock.schedule.corrections import options_of
-from penstock.schedule.methods import find_method
+from penstock.schedule.methods import correction_options, find_method
 from penstock.weights.backprop import Form, PipelinedBackprop
 from penstock.weights.blending import Blending
 from penstock.weights.corrections import Correction
@@ -40,8 +39,8 @@ def correction_of(method: str, **options: float | None) -> Correction | None:
     Raises:
         ConfigError: no such method, or option; or one is missing that has no default.
     """
-    name = find_method(method).correction
-    given = options_of(name, options)
+    row = find_method(method)
+    name, given = row.correction, correction_options(row, options)
     if given.get("reschedule", 0) is None:
         raise ConfigError(
             f"correction {name!r}: say over how many updates rates rise, such as reschedule=500; 0 for none"
