@@ -161,7 +161,7 @@ def show(
     from penstock.simulate.costs import Costs
     from penstock.simulate.simulate import simulate_schedule
     from penstock.view.svg import timeline_svg
-    from penstock.view.text import draw_timeline
+    from penstock.view.text import draw_timeline, wrap_schedule
 
     proof = _prove(method, file, stages, microbatches, changes, segments)
     schedule = proof.schedule
@@ -179,7 +179,8 @@ def show(
         _print_json({"schedule": str(schedule), "orders": orders, "timeline": intervals, **simulation.figures()})
         return
     console = Console()
-    console.print(str(schedule), markup=False, highlight=False, soft_wrap=True)
+    text = wrap_schedule(str(schedule), console.width) if console.is_terminal else str(schedule)
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
     console.print(draw_timeline(simulation.timeline, console.width), soft_wrap=True)
     count = f"{span} batch{'es' * (span > 1)}, drained at the end"
     legend = "superscript: version of the weights read; ┃ update; · idle."

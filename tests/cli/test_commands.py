@@ -99,6 +99,16 @@ def test_show_prints_the_order_and_draws_it(monkeypatch, capsys):
     assert "bubble 0.3333" in out
 
 
+def test_show_wraps_the_order_for_a_terminal_only(monkeypatch, capsys):
+    """Piped, it stays the text form, a rank to the line."""
+    _, piped, _ = run(monkeypatch, capsys, "show", "timeprest", columns=60)
+    monkeypatch.setenv("FORCE_COLOR", "1")  # of rich: as on a terminal
+    _, shown, _ = run(monkeypatch, capsys, "show", "timeprest", columns=60)
+    first = "rank 0: F0^t-1 F1^t-1 F2^t-1 F3^t-1 F4^t-1 F5^t-1"
+    assert f"{first} B-8..-1^t-1 STEP[t-1] F6^t F7^t\n" in piped
+    assert f"{first}\n        B-8..-1^t-1 STEP[t-1] F6^t F7^t\n" in shown
+
+
 def test_show_as_json_and_svg(monkeypatch, capsys, tmp_path):
     code, out, _ = run(
         monkeypatch, capsys, "show", "2bw", "--microbatches", 3, "--batches", 2, "--json", "--svg", tmp_path / "x.svg"

@@ -20,7 +20,7 @@ from penstock.view.perfetto import trace_events, write_trace
 from penstock.view.progress import TerminalObserver, human_bytes
 from penstock.view.svg import timeline_svg
 from penstock.view.tables import time_table
-from penstock.view.text import draw_timeline, superscript
+from penstock.view.text import draw_timeline, superscript, wrap_schedule
 
 
 def simulated(method="2bw", stages=3, microbatches=3, batches=3, times=(1.0, 1.0, 1.0)):
@@ -53,8 +53,28 @@ def test_every_pass_is_drawn_with_its_version(times):
 @pytest.mark.parametrize("width", [40, 79, 200])
 def test_drawings_are_wrapped_to_the_width(width):
     drawing = draw_timeline(simulated(), width=width).plain
-    assert max(len(line) for line in drawing.splitlines()) <= width + 3  # an axis label may stick out
+    assert max(len(line) for line in drawing.splitlines()) <= width
     assert drawing.count("rank 0") >= (2 if width < 200 else 1)
+
+
+def test_no_time_sticks_out_of_a_block():
+    """Times of three digits right before the edge: at many widths some label begins in the last two columns."""
+    timeline = simulated("1f1b", 2, 40, 1)
+    for width in range(40, 60):
+        lines = draw_timeline(timeline, width=width).plain.splitlines()
+        assert max(map(len, lines)) <= width
+        assert {"0", "100"} <= {word for line in lines if line.startswith("time") for word in line.split()}
+
+
+@pytest.mark.parametrize("width", [28, 80, 100])
+def test_a_schedule_is_wrapped_between_its_actions(width):
+    text = str(prove("timeprest", 4, 8).schedule)
+    lines = wrap_schedule(text, width).splitlines()
+    assert max(map(len, lines)) <= width
+    assert [word for line in lines for word in line.split()] == text.split()  # no action is broken
+    begun = [line for line in lines if not line.startswith("  ")]
+    assert [line.split()[:2] for line in begun] == [line.split()[:2] for line in text.splitlines()]
+    assert {len(line) - len(line.lstrip()) for line in lines} == {28: {0, 8, 9}, 80: {0, 8}, 100: {0}}[width]
 
 
 def test_nothing_and_very_uneven_timelines_can_be_drawn():

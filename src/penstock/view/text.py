@@ -8,6 +8,8 @@ Dots are idle time; a double bar (┃) marks an update. Long timelines are wrapp
 
 from __future__ import annotations
 
+import re
+import textwrap
 from collections.abc import Iterator
 
 from rich.text import Text
@@ -29,6 +31,18 @@ _LONGEST = 20_000  # columns; beyond it the scale is reduced and labels are cut
 def superscript(number: int) -> str:
     """A number in superscript digits."""
     return str(number).translate(_SUPERSCRIPTS)
+
+
+def wrap_schedule(text: str, width: int) -> str:
+    """A schedule in its text form for so many columns: long lines go on below their first action, none within one."""
+    lines: list[str] = []
+    for line in text.splitlines():
+        head = re.match(r"\w+ \d+: |", line)
+        indent = " " * (head.end() if head else 0)
+        lines += textwrap.wrap(
+            line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+        ) or [""]
+    return "\n".join(lines)
 
 
 def draw_timeline(timeline: Timeline, width: int = 120) -> Text:
@@ -106,16 +120,16 @@ def _cell(interval: Interval, columns: int) -> str:
 
 
 def _axis(head: int, start: int, end: int, scale: float, makespan: float) -> str:
-    """Times below a block, at most one every 12 columns."""
+    """Times below a block, at most one every 12 columns; none sticks out, or a terminal would break the line."""
     step = _round_step(12 / scale)
     line = "time".ljust(head) + " " * (end - start)
     times = [k * step for k in range(int(makespan / step) + 2)]
     for time in times:
         column = round(time * scale)
-        if start <= column < end:
-            text = f"{time:g}"
+        text = f"{time:g}"
+        if start <= column and column + len(text) <= end:
             place = head + column - start
-            line = (line[:place] + text + line[place + len(text) :])[: head + end - start + len(text)]
+            line = line[:place] + text + line[place + len(text) :]
     return line.rstrip()
 
 
