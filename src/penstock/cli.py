@@ -216,7 +216,7 @@ def simulate(
     """Predict makespan, bubble, activations, versions and messages of a span of batches."""
     from penstock.idle import split_time
     from penstock.simulate.costs import Costs, read_stage_costs
-    from penstock.simulate.simulate import simulate_schedule
+    from penstock.simulate.simulate import simulate_schedule, steady_bubble
     from penstock.view.tables import simulation_table, time_table
 
     proof = _prove(method, file, stages, microbatches, changes, segments)
@@ -224,11 +224,14 @@ def simulate(
         costs = read_stage_costs(per_stage, proof.schedule.cuts, latency)
     else:
         costs = Costs.uniform(proof.schedule, forward, backward_input, backward_weight, latency=latency, step=step)
-    simulation = simulate_schedule(proof, replace(costs, fused=fused, left=left), batches)
+    costs = replace(costs, fused=fused, left=left)
+    simulation = simulate_schedule(proof, costs, batches)
+    in_a_long_run = max(steady_bubble(proof.lowered, costs, proof.steady_from + 2), 0.0)
     if as_json:
-        _print_json(simulation.figures())
+        _print_json(simulation.figures() | {"bubble_in_a_long_run": in_a_long_run})
     else:
-        Console().print(simulation_table(simulation), time_table(split_time(simulation.timeline), unit=""))
+        table = simulation_table(simulation, batches, in_a_long_run)
+        Console().print(table, time_table(split_time(simulation.timeline), unit=""))
 
 
 @app.command()

@@ -1,6 +1,7 @@
 """The commands that need no training, as a person runs them."""
 
 import json
+import re
 import sys
 from io import StringIO
 
@@ -144,6 +145,7 @@ def test_simulate_as_json_has_the_documented_keys(monkeypatch, capsys):
         "bubble": pytest.approx(3 / 11), "bubble_of_ideal": 3 / 8, "rank_span_bubble": pytest.approx(3 / 11),
         "peak_activations": [4, 3, 2, 1], "live_versions": [1, 1, 1, 1], "messages": 48, "volume": 48.0,
         "delays": {"forward": [0] * 4, "recompute": [None] * 4, "backward": [0] * 4},
+        "bubble_in_a_long_run": pytest.approx(3 / 11),
     }  # fmt: skip
 
 
@@ -157,6 +159,23 @@ def test_every_output_means_the_same_by_bubble(monkeypatch, capsys):
     assert ["bubble", "0.2727"] in [row[:2] for row in rows]
     assert [row[-1] for row in rows if row[:2] == ["all", "ranks"]] == ["27.3"]
     assert [row[-1] for row in rows if row[:1] == ["1f1b"]] == ["0.273"]
+
+
+def test_simulate_tells_the_bubble_of_a_long_run(monkeypatch, capsys):
+    """A batch alone leaves its ranks idle while the pipeline fills and drains; batch upon batch they are not."""
+    arguments = ["pipemare", "--stages", 4, "--microbatches", 2]
+    _, out, _ = run(monkeypatch, capsys, "simulate", *arguments)
+    rows = dict(re.findall(r"^(\S.*?)  +([\d.]+) ", out, re.MULTILINE))
+    assert float(rows["bubble"]) == pytest.approx(0.6)  # of 3 (m + p - 1) = 15 units of time each rank works 3 m = 6
+    assert float(rows["bubble in a long run"]) == 0
+    assert "idle / (ranks x makespan), 1 batch, drained at the end" in out
+    _, listed, _ = run(monkeypatch, capsys, "methods", *arguments[1:], "--json")
+    methods = {row["name"]: row["bubble"] for row in json.loads(listed)}
+    for name in ("gpipe", "pipemare", "wpipe"):
+        _, out, _ = run(monkeypatch, capsys, "simulate", name, *arguments[1:], "--json")
+        assert json.loads(out)["bubble_in_a_long_run"] == pytest.approx(methods[name])
+    _, out, _ = run(monkeypatch, capsys, "simulate", "pipemare", *arguments[1:], "--latency", 0.5, "--json")
+    assert json.loads(out)["bubble_in_a_long_run"] > 0.01  # of the times given, not of a table's
 
 
 def test_simulate_several_batches_with_costs_of_their_own(monkeypatch, capsys, tmp_path):

@@ -189,8 +189,8 @@ def _per_rank(values: list[int] | list[float] | None) -> str:
     return texts[0] if len(set(texts)) == 1 else " ".join(texts)
 
 
-def simulation_table(simulation: Simulation) -> Table:
-    """The figures of a simulated span."""
+def simulation_table(simulation: Simulation, batches: int, in_a_long_run: float) -> Table:
+    """The figures of a simulated span of so many batches, and the bubble of one more batch in a long run."""
     bubble = simulation.bubble
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="bold")
@@ -200,7 +200,12 @@ def simulation_table(simulation: Simulation) -> Table:
         ("makespan", f"{bubble.makespan:g}", "first start to last end on any rank"),
         ("rank span", f"{bubble.rank_span:g}", "longest first start to last end of one rank"),
         ("ideal", f"{bubble.ideal:g}", "busy time of the busiest rank"),
-        ("bubble", f"{bubble.bubble:.4f}", "idle / (ranks x makespan)"),
+        (
+            "bubble",
+            f"{bubble.bubble:.4f}",
+            f"idle / (ranks x makespan), {counted(batches, 'batch')}, drained at the end",
+        ),
+        ("bubble in a long run", f"{in_a_long_run:.4f}", "that of one more batch, as in penstock methods"),
         ("bubble of ideal", f"{bubble.bubble_of_ideal:.4f}", "(makespan - ideal) / ideal"),
         ("rank span bubble", f"{bubble.rank_span_bubble:.4f}", "1 - ideal / rank span"),
         ("peak activations", _per_rank(list(simulation.activations)), "microbatches in flight, per rank"),
