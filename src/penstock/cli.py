@@ -259,7 +259,7 @@ def train(
     """
     from penstock.train.config import described_keys, load_config
     from penstock.train.launch import is_worker, launch_local
-    from penstock.train.prepare import make_run_folder, prepare
+    from penstock.train.prepare import check_resume, make_run_folder, prepare
     from penstock.view.tables import keys_table
 
     if keys:
@@ -268,6 +268,8 @@ def train(
     if resume is not None and config is None:
         config = resume / "config.yaml"
     settings = load_config(config, [*(changes or []), *([f"data={data}"] if data is not None else [])])
+    if resume is not None:
+        check_resume(settings, resume)
     if is_worker():
         _work(settings.model_dump(), None if resume is None else str(resume), None)
         return

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import yaml
 
-from penstock.errors import ConfigError, PenstockError
+from penstock.errors import CheckpointError, ConfigError, PenstockError
 from penstock.models.gpt import TIED_EMBEDDINGS, GPTConfig, gpt_blocks, preset
 from penstock.runtime.blocks import cut_blocks
 from penstock.runtime.delays import resolve_both
@@ -29,6 +29,7 @@ from penstock.schedule.lags import parting_fault
 from penstock.schedule.methods import find_method
 from penstock.schedule.recompute import with_recompute
 from penstock.schedule.versions import RULES, Source
+from penstock.train.checkpoint import Checkpoint, open_newest
 from penstock.train.config import TrainConfig
 from penstock.train.corpus import Corpus, load_corpus
 from penstock.train.course import FALLBACK, SYNC
@@ -249,6 +250,22 @@ def make_run_folder(config: TrainConfig) -> Path:
     except OSError as error:
         raise ConfigError(f"cannot make a run folder in {config.out!r}: {error.strerror or error}") from None
     return folder
+
+
+def check_resume(config: TrainConfig, run: Path) -> None:
+    """Refuse to go on with a run that is further than the configuration wants it; its own end can be made again.
+
+    Raises:
+        ConfigError: how far it is.
+    """
+    try:
+        newest, _ = open_newest(run, opened=partial(Checkpoint, share=None))
+    except CheckpointError:  # told by those who load it
+        return
+    if newest is not None and newest.batch > config.batches:
+        raise ConfigError(
+            f"the run in {str(run)!r} has {newest.batch} batches already; set batches above that, got {config.batches}"
+        )
 
 
 def is_of_a_run(out: Path, file: Path) -> bool:
