@@ -162,13 +162,15 @@ def show(
     from penstock.simulate.simulate import simulate_schedule
     from penstock.view.svg import timeline_svg
     from penstock.view.text import draw_timeline, wrap_schedule
+    from penstock.view.words import counted
 
     proof = _prove(method, file, stages, microbatches, changes, segments)
     schedule = proof.schedule
     span = batches or (3 if any(program.epilogue for program in schedule.programs) else 1)
     simulation = simulate_schedule(proof, Costs.uniform(schedule, forward, backward / 2, backward / 2), span)
     if svg is not None:
-        title = f"{schedule.name}: {schedule.ranks} stages, {schedule.microbatches} microbatches"
+        shape = f"{counted(schedule.ranks, 'stage')}, {counted(schedule.microbatches, 'microbatch')}"
+        title = f"{schedule.name}: {shape}"
         try:
             svg.write_text(timeline_svg(simulation.timeline, title))
         except OSError as error:
@@ -182,7 +184,7 @@ def show(
     text = wrap_schedule(str(schedule), console.width) if console.is_terminal else str(schedule)
     console.print(text, markup=False, highlight=False, soft_wrap=True)
     console.print(draw_timeline(simulation.timeline, console.width), soft_wrap=True)
-    count = f"{span} batch{'es' * (span > 1)}, drained at the end"
+    count = f"{counted(span, 'batch')}, drained at the end"
     legend = "superscript: version of the weights read; ┃ update; · idle."
     bubble = f"bubble {simulation.bubble.bubble:.4f} = idle / total over {count}"
     console.print(legend, bubble, style="dim", highlight=False)

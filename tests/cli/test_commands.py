@@ -124,6 +124,15 @@ def test_show_as_json_and_svg(monkeypatch, capsys, tmp_path):
     assert (tmp_path / "x.svg").read_text().startswith("<svg")
 
 
+def test_one_of_something_is_no_plural(monkeypatch, capsys, tmp_path):
+    svg = tmp_path / "x.svg"
+    _, out, _ = run(monkeypatch, capsys, "show", "gpipe", "--stages", 2, "--microbatches", 1, "--svg", svg)
+    assert "total over 1 batch, drained" in " ".join(out.split())
+    assert "gpipe: 2 stages, 1 microbatch<" in svg.read_text()
+    run(monkeypatch, capsys, "show", "gpipe", "--stages", 1, "--microbatches", 2, "--svg", svg)
+    assert "gpipe: 1 stage, 2 microbatches<" in svg.read_text()
+
+
 def test_simulate_as_json_has_the_documented_keys(monkeypatch, capsys):
     arguments = [
         "--stages",

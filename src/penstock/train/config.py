@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import yaml
 from pydantic import (
@@ -379,7 +379,20 @@ def _explain(schema: type[BaseModel], path: tuple[str, ...], kind: str, message:
         return f"unknown configuration key {key!r}{hint}"
     if kind in ("model_type", "dict_type"):
         return f"{key}: expected a section with keys, such as {key}.{_section_keys(schema, key)}, got {value!r}"
-    return f"{key}: {message[0].lower()}{message[1:]}" + (f", got {value!r}" if kind != "apart" else "")
+    if kind == "apart":  # of several values, none of which is wrong by itself
+        return f"{key}: {message}"
+    otherwise = " or null" if _takes_null(schema, path) else ""
+    return f"{key}: {message[0].lower()}{message[1:]}{otherwise}, got {value!r}"
+
+
+def _takes_null(schema: type[BaseModel], path: tuple[str, ...]) -> bool:
+    """Whether the value at a path, as a whole, may be None."""
+    inner: Any = schema
+    for part in path:
+        if not (isinstance(inner, type) and issubclass(inner, BaseModel)):
+            return False
+        inner = inner.model_fields[part].annotation
+    return type(None) in get_args(inner)
 
 
 def described_keys(schema: type[BaseModel] = TrainConfig) -> list[tuple[str, Any, str]]:

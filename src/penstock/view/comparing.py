@@ -12,6 +12,7 @@ from penstock.train.comparison import Key
 from penstock.train.findings import Findings, Summary
 from penstock.train.tasks import Task
 from penstock.train.trial import Result
+from penstock.view.words import counted
 
 
 class TerminalComparison:
@@ -75,7 +76,8 @@ def summary_table(findings: Findings) -> Table:
     config, summaries = findings.config, findings.summaries()
     unit = findings.task.unit
     title = (
-        f"{config.task}: {config.stages} stages, {config.microbatches} microbatches, {config.batches} batches of "
+        f"{config.task}: {counted(config.stages, 'stage')}, {counted(config.microbatches, 'microbatch')}, "
+        f"{counted(config.batches, 'batch')} of "
         f"{config.microbatches * config.microbatch_size * findings.task.units} {unit}"
     )
     table = Table(title=title, title_justify="left", box=None)

@@ -14,6 +14,7 @@ from penstock.train.records import write_whole
 from penstock.view.comparing import caption, plus_minus
 from penstock.view.plot import Curve, plot_svg
 from penstock.view.svg import timeline_svg
+from penstock.view.words import counted
 
 _DRAWN = 2000  # actions of a timeline; a larger one could not be read
 _STYLE = """
@@ -57,8 +58,9 @@ def comparison_page(findings: Findings) -> str:
     batch = config.microbatches * config.microbatch_size * task.units
     optimizer = f"{config.optimizer.name}, rates {', '.join(f'{lr:g}' for lr in config.rates)}"
     setting = (
-        f"{task.title}. {config.stages} stages, {config.microbatches} microbatches of {config.microbatch_size}, "
-        f"{config.batches} batches of {batch} {task.unit}; {config.seeds} seeds; {optimizer}, "
+        f"{task.title}. {counted(config.stages, 'stage')}, {counted(config.microbatches, 'microbatch')} of "
+        f"{config.microbatch_size}, {counted(config.batches, 'batch')} of {batch} {task.unit}; "
+        f"{counted(config.seeds, 'seed')}; {optimizer}, "
         f"{'no clipping' if config.clip is None else f'clipped at {config.clip:g}'}."
     )
     parts = [

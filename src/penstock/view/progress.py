@@ -20,6 +20,7 @@ from penstock.train.observer import Progress, Summary, Switched
 from penstock.train.prepare import Prepared
 from penstock.view.perfetto import write_trace
 from penstock.view.tables import time_table
+from penstock.view.words import counted
 
 TRACE = "trace.json"
 _PLAIN_EVERY = 5.0  # seconds between two lines where there is no terminal
@@ -40,8 +41,9 @@ class TerminalObserver:
         config, model = prepared.config, prepared.model
         windows = prepared.windows
         self.console.print(
-            f"[bold]{prepared.proof.schedule.name}[/bold] on {config.stages} stages, {config.batches} batches of "
-            f"{config.microbatches} microbatches of {config.microbatch_size} x {model.context} tokens"
+            f"[bold]{prepared.proof.schedule.name}[/bold] on {counted(config.stages, 'stage')}, "
+            f"{counted(config.batches, 'batch')} of {counted(config.microbatches, 'microbatch')} of "
+            f"{config.microbatch_size} x {model.context} tokens"
         )
         self.console.print(
             f"GPT {model.layers} x {model.width}, {model.parameters / 1e6:.2f} M parameters; "
