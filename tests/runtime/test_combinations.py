@@ -73,6 +73,7 @@ from penstock.schedule.methods import METHODS
 from penstock.schedule.orders import ORDERS
 from penstock.train.moments import order_of
 from penstock.train.reference import Reference, train_reference
+from penstock.train.reference.decayed import Partials
 from penstock.train.reference.delays import version_read
 from penstock.train.reference.methods import FLUSH
 from penstock.train.verify import _options
@@ -324,19 +325,21 @@ def chained(case: Case, phases: Sequence[Phase]) -> Reference:
         for part in parts if begin else ():
             load(part, begin)
         made = sum(1 for gradients in whole.gradients if gradients)
-        result = train_reference(
-            parts,
-            LOSSES[case.loss],
-            batches[first : first + count],
-            method=method,
-            optimizer=_going_on(OPTIMIZERS[case.optimizer], iter([state for state in states if state])),
-            rate=lambda k, made=made: warm_up(k + made),
-            divisor=case.divisor,
-            clip=case.clip,
-            parts=parts_of(case),
-            options=_options(correction),
-            order=order_of(METHODS[method].order, make_schedule(method, case.depth, case.m)),
-        )
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Partials, "before", tuple(whole.weights))
+            result = train_reference(
+                parts,
+                LOSSES[case.loss],
+                batches[first : first + count],
+                method=method,
+                optimizer=_going_on(OPTIMIZERS[case.optimizer], iter([state for state in states if state])),
+                rate=lambda k, made=made: warm_up(k + made),
+                divisor=case.divisor,
+                clip=case.clip,
+                parts=parts_of(case),
+                options=_options(correction),
+                order=order_of(METHODS[method].order, make_schedule(method, case.depth, case.m)),
+            )
         begin, states = result.versions[-1] | result.buffers, result.optimizers
         for what in ("losses", "weights", "gradients", "norms", "scales"):
             getattr(whole, what).extend(getattr(result, what))

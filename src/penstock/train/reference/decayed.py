@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -109,7 +109,13 @@ def _ahead(w: Tensor, n: int, known: Known, g: Tensor | None) -> Tensor:
 
 
 class Partials:
-    """What the gradients of stages come to after each microbatch of a batch, pipeline by pipeline."""
+    """What the gradients of stages come to after each microbatch of a batch, pipeline by pipeline.
+
+    Attributes:
+        before: loss weights of batches before the first one, where training goes on.
+    """
+
+    before: Sequence[float] = ()
 
     def __init__(self) -> None:
         self.sums: dict[tuple[int, int, int], list[Weights]] = {}  # of a stage, batch and part, by microbatches
@@ -137,7 +143,7 @@ class Partials:
         """
         for s, (node, version, count) in enumerate(zip(nodes, versions, done, strict=True)):
             if isinstance(node.reading, Decaying):
-                n = next((weight for weight in reversed(weights[:version]) if weight), c)
+                n = next((weight for weight in reversed([*self.before, *weights[:version]]) if weight), c)
                 known = self.sums[s, version, part][count - 1] if count and version < t else {}
                 node.reading.open = {name: g * (c / n) for name, g in known.items()}
 
