@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import ScheduleError
@@ -31,6 +31,7 @@ def found_by(order: object, p: int, m: int, left: float = 1.0, **options: int) -
     times=st.tuples(*[st.integers(1, 4)] * 3),
     hop=st.integers(1, 3),
 )
+@example(p=2, m=8, limit=8, held=20, times=(1, 1, 1), hop=3)  # rank 0 is seven messages ahead
 @settings(max_examples=60, deadline=None)
 def test_any_times_and_any_memory(p: int, m: int, limit: int, held: int, times: tuple[int, ...], hop: int) -> None:
     """Always legal; and never more activations than asked for, by the simulator's own account."""
