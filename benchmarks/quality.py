@@ -24,15 +24,18 @@ from penstock.train.comparison import ComparisonConfig, comparison_config
 from penstock.view.comparing import TerminalComparison
 from penstock.view.comparison_page import SUMMARY, write_findings
 
-SHARED = ("stages=8", "batches=300", "seeds=3", "tune=1")
-EIGHT = ("microbatches=8", "microbatch_size=4")
-ONE = ("microbatches=1", "microbatch_size=32")
-"""The same 32 samples per update, all in one microbatch: the delay of the first stage is then 7 updates."""
+SHARED = ("stages=8", "batches=600", "rate.warm_up=150", "seeds=3", "tune=1")
+EIGHT = ("microbatches=8", "microbatch_size=2")
+ONE = ("microbatches=1", "microbatch_size=16")
+"""The same 16 samples per update, all in one microbatch: the delay of the first stage is then 7 updates."""
 
-STALE = "stash,vertical-sync,newest,pipemare,spectrain,spectrain-stash,xpipe,pipeoptim,lwp"
-MATRICES = ("lr=1e-3,3e-3,1e-2",)
+STALE = "2bw,2bw:sync=150,stash,stash:sync=150,newest,pipemare,pipemare:sync=150,spectrain"
+OTHERS = "error-feedback,xpipe,pipeoptim,lwp,ftpipe,vertical-sync,spectrain-stash,timeprest:ahead=8"
+LATE = "stash,newest,pipemare,pipemare:sync=150,spectrain,xpipe,pipeoptim,lwp"
+ADAM = ("lr=1e-3,3e-3,1e-2",)
+MUON = ("optimizer.name=muon", *ADAM)
 MOMENTUM = ("optimizer.name=sgd", "optimizer.nesterov=false", "optimizer.weight_decay=0", "lr=0.01,0.03,0.1")
-NADAM = ("optimizer.name=nadam", "optimizer.beta1=0.99", *MATRICES)
+NADAM = ("optimizer.name=nadam", "optimizer.beta1=0.99", *ADAM)
 
 
 @dataclass(frozen=True)
@@ -56,19 +59,18 @@ class Campaign:
 
 
 CAMPAIGNS = {
-    "text": Campaign("GPT on text, AdamW, m = 8", f"1f1b,2bw,error-feedback,{STALE}", (*EIGHT, *MATRICES)),
+    "text": Campaign("GPT on text, AdamW, m = 8", f"1f1b,{STALE}", (*EIGHT, *ADAM)),
     "digits": Campaign(
-        "residual CNN on digits, AdamW, m = 8",
-        f"1f1b,2bw,error-feedback,{STALE}",
-        ("task=digits", *EIGHT, *MATRICES),
+        "residual CNN on digits, AdamW, m = 8", f"1f1b,{STALE},{OTHERS}", ("task=digits", *EIGHT, *ADAM)
     ),
-    "text-1": Campaign("GPT on text, AdamW, m = 1", f"1f1b,{STALE}", (*ONE, *MATRICES)),
-    "text-1-nadam": Campaign("GPT on text, NAdam, m = 1", "1f1b,stash,newest,nag-pp,nag-pp-no-stash", (*ONE, *NADAM)),
+    "text-muon": Campaign("GPT on text, Muon, m = 8", "1f1b,2bw,stash,2bw:sync=150,error-feedback", (*EIGHT, *MUON)),
     "digits-1-sgd": Campaign(
         "residual CNN on digits, SGD with momentum, m = 1",
-        f"1f1b,{STALE},lwp-weights,spike,spike-lwp,spike-lwp-weights,gap-aware",
+        f"1f1b,{LATE},spike,spike-lwp,gap-aware",
         ("task=digits", *ONE, *MOMENTUM),
     ),
+    "text-1": Campaign("GPT on text, AdamW, m = 1", f"1f1b,{LATE}", (*ONE, *ADAM)),
+    "text-1-nadam": Campaign("GPT on text, NAdam, m = 1", "1f1b,stash,newest,nag-pp,nag-pp-no-stash", (*ONE, *NADAM)),
 }
 """By name of the folder."""
 

@@ -337,7 +337,7 @@ def compare(
     methods: Annotated[
         str | None,
         typer.Option(
-            help="Rows of [bold]penstock methods[/bold], as in 1f1b,2bw,interleaved:chunks=2; 1f1b,2bw if not given."
+            help="Rows of [bold]penstock methods[/bold], as in 1f1b,2bw:sync=50,stash; 1f1b,2bw if not given."
         ),
     ] = None,
     task: Annotated[

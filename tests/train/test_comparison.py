@@ -167,6 +167,34 @@ def test_all_begin_alike_and_synchronous_ones_stay_so(found: Findings) -> None:
     assert [entrant.synchronous for entrant in found.entrants] == [True, False, False, True, True, *[False] * 4]
 
 
+def test_a_method_after_synchronous_batches(tmp_path: Path) -> None:
+    """Batches 0 and 1 read the newest weights; then W(t) is updated at W(t - 1), the first two both at W(2)."""
+    found = compared(tmp_path / "out", "methods=1f1b,2bw:sync=2", "evaluate.every=3")
+    config, task, entrant = found.config, found.task, found.entrants[1]
+    model = torch.nn.Sequential(*(block.make() for block in task.blocks(0).values()))
+    optimizer = make_optimizers(config, config.optimizer.lr)(list(model.named_parameters()))
+    rates, rate = [group["lr"] for group in optimizer.param_groups], rate_schedule(config.rate, config.batches)
+    versions, losses = [], []
+    for t, batch in enumerate(data(config)):
+        versions.append([p.detach().clone() for p in model.parameters()])
+        read = [old.requires_grad_() for old in versions[t if t < 2 else max(t - 1, 2)]]
+        weights = dict(zip(dict(model.named_parameters()), read, strict=True))
+        found_losses = [task.loss(torch.func.functional_call(model, weights, (x,)), target) for x, target in batch]
+        loss, count = sum(one for one, _ in found_losses), sum(units for _, units in found_losses)
+        for p, gradient in zip(model.parameters(), torch.autograd.grad(loss / count, read), strict=True):
+            p.grad = gradient
+        losses.append(float(loss.detach()) / count)
+        for group, initial in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = initial * rate(t)
+        optimizer.step()
+    result = found.results[Key("2bw:sync=2", 0, config.optimizer.lr)]
+    assert list(result.losses) == pytest.approx(losses, rel=1e-5)
+    assert losses[:3] == pytest.approx(list(found.results[Key("1f1b", 0, config.optimizer.lr)].losses[:3]), rel=1e-5)
+    assert [score.updates for score in result.scores] == [0, 3, 6]
+    assert entrant.times[:3] == (0, 15, 30)
+    assert (len(entrant.times), entrant.times[6]) == (7, 30 + 4 * 12 + 3)
+
+
 def test_simulated_time_is_that_of_closed_forms(found: Findings) -> None:
     """F = 1 and B = 2: a flushed batch takes (m + p - 1) (F + B), and without a flush one more takes m (F + B)."""
     times = {entrant.label: entrant.times for entrant in found.entrants}
@@ -382,6 +410,13 @@ def test_own_files_are_no_data(tmp_path: Path) -> None:
         (["methods=pipemare:rescedule=4"], "the correction has: reschedule, decay. Did you mean 'reschedule'"),
         (["methods=interleaved:chunk=2.5"], "order 'interleaved' has no option 'chunk'; .* Did you mean 'chunks'"),
         (["methods=i-timeprest:beta=null"], "i-timeprest:beta=null: .*beta takes a number; got null"),
+        (["methods=2bw:sync=1.5"], "sync is the number of batches"),
+        (["methods=2bw:sync=6"], "2bw:sync=6: sync: all of the 6 batches"),
+        (["methods=zb-h1:sync=2"], "zb-h1:sync=2: sync: the method has no delay"),
+        (
+            ["methods=wpipe:sync=2", "model.layers=4"],
+            "1f1b cannot be followed by wpipe: they differ in stages",
+        ),
         (["methods=nag-pp", "optimizer.name=sgd"], "nag-pp: .*NAdam"),
         (["methods=2bw,pipedream-2bw"], "2bw is there twice"),
         (["methods=interleaved:chunks=two"], "after the name come options"),

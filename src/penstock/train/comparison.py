@@ -16,6 +16,9 @@ from penstock.schedule.order import options_of as order_options
 from penstock.schedule.orders import ORDERS
 from penstock.train.config import Number, OptimizerSection, RateSection, Strict, apply_change, validate
 
+SYNC = "sync"
+"""The option of every method of a comparison: batches trained by 1f1b first."""
+
 
 class NetSection(Strict):
     """The model of the task."""
@@ -131,10 +134,12 @@ class Contender:
     Attributes:
         method: its row.
         options: of its order, such as chunks=4, and of its correction, such as reschedule=100.
+        sync: batches that 1f1b trains before it (PipeMare's T3, arXiv 1910.05124, section 3.3).
     """
 
     method: Method
     options: tuple[tuple[str, float | None], ...] = ()
+    sync: int = 0
 
     @property
     def for_order(self) -> dict[str, int]:
@@ -182,7 +187,8 @@ class Contender:
     @property
     def label(self) -> str:
         """What it is called, such as "interleaved:chunks=4"; `parse_contender` reads it."""
-        return ":".join([self.method.name, *(f"{name}={_written(value)}" for name, value in self.options)])
+        options = [*self.options, *([(SYNC, float(self.sync))] if self.sync else [])]
+        return ":".join([self.method.name, *(f"{name}={_written(value)}" for name, value in options)])
 
 
 def parse_contender(text: str) -> Contender:
@@ -202,7 +208,10 @@ def parse_contender(text: str) -> Contender:
                 f"methods: {text!r}: after the name come options of the method with numbers (or null), such as "
                 "interleaved:chunks=4 or pipemare:reschedule=100:decay=null"
             ) from None
-    return Contender(find_method(name.strip()), tuple(sorted(options.items())))
+    sync = options.pop(SYNC, 0.0)
+    if sync is None or sync < 0 or sync != int(sync):
+        raise ConfigError(f"methods: {text!r}: sync is the number of batches that 1f1b trains first; got {parts}")
+    return Contender(find_method(name.strip()), tuple(sorted(options.items())), int(sync))
 
 
 def _written(value: float | None) -> str:

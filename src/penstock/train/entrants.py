@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.errors import PenstockError
+from penstock.errors import ConfigError, PenstockError
 from penstock.runtime.pipeline import Pipeline
+from penstock.runtime.switching import check_same_places
 from penstock.schedule.build import prove
 from penstock.schedule.check import Proof
 from penstock.simulate.costs import Costs
@@ -21,6 +22,8 @@ from penstock.weights.update import OptimizerFactory
 
 FORWARD, BACKWARD = 1.0, 2.0
 """Times of a rank's whole share of the model for one microbatch, in the simulation; messages and updates take none."""
+OPENING = "1f1b"
+"""The method of the batches before one that is not synchronous, where there are such."""
 _UPDATES = ("STEP", "VALIDATE")
 _SIMULATED = 96  # batches
 
@@ -37,6 +40,7 @@ class Entrant:
             it updates, mean over a batch.
         times: of every number of updates from 0 on, when the last stage has made them, in the simulation.
         begin: the simulated timeline of its first batches.
+        opening: the proof of the schedule of the first `contender.sync` batches; None where there are none.
     """
 
     contender: Contender
@@ -46,6 +50,7 @@ class Entrant:
     delays_backward: tuple[float, ...]
     times: tuple[float, ...]
     begin: Timeline
+    opening: Proof | None = None
 
     @property
     def label(self) -> str:
@@ -71,12 +76,35 @@ def enter(config: ComparisonConfig, task: Task, contender: Contender) -> Entrant
         pipeline = make_pipeline(config, task, plain, correction, 0, config.rates[0])
         check_hidden(config.optimizer, pipeline.optimizers().values(), f"task {config.task}")
         proof = pipeline.proof
+        opening = _opening(config, task, contender, proof)
     except PenstockError as error:
         raise type(error)(f"{contender.label}: {error}") from None
     costs = Costs.uniform(proof.schedule, FORWARD, BACKWARD / 2, BACKWARD / 2)
     begin = simulate_schedule(proof, costs, min(config.batches, 3)).timeline
     forward, backward = _delays(proof)
-    return Entrant(contender, proof, correction, forward, backward, update_times(proof, costs, config.batches), begin)
+    before = (0.0,) if opening is None else update_times(opening, costs, contender.sync)
+    after = update_times(proof, costs, config.batches - contender.sync)
+    times = (*before, *(before[-1] + time for time in after[1:]))
+    return Entrant(contender, proof, correction, forward, backward, times, begin, opening)
+
+
+def _opening(config: ComparisonConfig, task: Task, contender: Contender, proof: Proof) -> Proof | None:
+    """What trains the first batches.
+
+    Raises:
+        PenstockError: the method cannot go on after it.
+    """
+    if not contender.sync:
+        return None
+    if contender.sync >= config.batches:
+        raise ConfigError(
+            f"sync: of {config.batches} batches the first {contender.sync} are to be trained by {OPENING}"
+        )
+    if not any((*_delays(proof)[0], *_delays(proof)[1])):
+        raise ConfigError("sync: the method has no delay, so it is synchronous from the start; leave sync out")
+    plain = prove(OPENING, config.stages, config.microbatches)
+    check_same_places(plain.schedule, proof.schedule)
+    return make_pipeline(config, task, plain, None, 0, config.rates[0]).proof
 
 
 def make_pipeline(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 
 from torch import Tensor
 
@@ -13,7 +14,7 @@ from penstock.runtime.reporting import Report
 from penstock.train.comparison import ComparisonConfig, Key
 from penstock.train.entrants import Entrant, make_optimizers, make_pipeline
 from penstock.train.scoring import Gatherer, Score, Scorer
-from penstock.train.tasks import Task, training_batches
+from penstock.train.tasks import Sample, Task, training_batches
 from penstock.weights.decision import Decision
 
 Told = Callable[[int, float], None]
@@ -72,9 +73,9 @@ class _Trial:
         every = config.evaluate.every
         wanted = range(every, config.batches, every)
         self._gatherer = Gatherer(make_optimizers(config, key.lr), self._scorer.parameters, wanted)
-        self._pipeline = make_pipeline(
-            config, task, entrant.proof, entrant.correction, key.seed, key.lr, self._gatherer
-        )
+        first, correction = (entrant.proof, entrant.correction) if entrant.opening is None else (entrant.opening, None)
+        self._pipeline = make_pipeline(config, task, first, correction, key.seed, key.lr, self._gatherer)
+        self._entrant = entrant
         self._whole = entrant.proof.schedule.replicas == 1  # else reports are of a part of the batch
         self._decided: dict[int, float] = {}  # norms
         self.losses: dict[int, float] = {}
@@ -86,6 +87,16 @@ class _Trial:
         """All batches; fewer if it diverges."""
         config = self._config
         data = training_batches(self._task, self._key.seed, config.batches, config.microbatches, config.microbatch_size)
+        if self._entrant.opening is not None:
+            self._run(islice(data, self._entrant.contender.sync), tell)
+            self._pipeline.switch(self._entrant.proof, correction=self._entrant.correction)
+        if self.diverged is None:
+            self._run(data, tell)
+        if self.diverged is None:
+            self._score(config.batches, self._pipeline.state_dict())
+
+    def _run(self, data: Iterator[list[Sample]], tell: Told) -> None:
+        """One method's batches; fewer if it diverges."""
         for report in self._pipeline.run(data):
             self._evaluate()  # versions that were complete before this batch ended
             self._report(report)
@@ -94,8 +105,6 @@ class _Trial:
                 break
         self._decisions(self._pipeline.decided())
         self._evaluate()
-        if self.diverged is None:
-            self._score(config.batches, self._pipeline.state_dict())
 
     def norms(self) -> dict[int, float]:
         """Of every update; before it was clipped, where stages have decided on that."""
