@@ -491,7 +491,7 @@ WAVES = Combine("wsp", every=2, distance=1)
     [
         ("1f1b", {"width": 1}, "combine=wsp takes parallel pipelines; set a width of at least 2"),
         ("1f1b", {"combine": Combine("wsp", distance=1, lag=[0, 1, 0])}, "lag has 3 numbers for 2 pipelines; give one"),
-        ("1f1b", {"reduce": "fast"}, "reduce='fast' does not go with combine=wsp"),
+        ("1f1b", {"reduce": "fast"}, "reduce=fast does not go with combine=wsp"),
         ("1f1b", {"average": 0.9}, "average=0.9 and combine=wsp do not go together"),
         ("1f1b", {"delays": 2}, "delays do not go with combine=wsp"),
         ("1f1b", {"divergence": Divergence()}, "so they would not agree on a divergence"),

@@ -59,7 +59,7 @@ def test_every_form_can_be_written_and_read_back(value: str, wanted: Any, tmp_pa
         (["backward_delays=1", "method=zb-h1"], "backward_delays: zb-h1 runs backwards in two halves"),
         (["backward_delays=1", "method=2bw"], "backward_delays need version rule 'flush'"),
         (["backward_delays=1", "sync.batches=2"], "delays: they are of one schedule alone"),
-        (["backward_delays=1", "width=2", "combine.kind=average"], "delays do not go with combine.kind=average"),
+        (["backward_delays=1", "width=2", "combine.kind=average"], "delays do not go with combine=average"),
         (["backward_delays=0.5"], "backward_delays: input should be a number, a list of numbers"),
     ],
     ids=str,

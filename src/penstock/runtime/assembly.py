@@ -24,7 +24,6 @@ from penstock.runtime.worker import Recipe, Worker
 from penstock.schedule.check import Proof
 from penstock.schedule.combine import Combine
 from penstock.schedule.ir import Schedule
-from penstock.schedule.lags import parting_fault
 
 
 def check_combine(
@@ -46,16 +45,7 @@ def check_combine(
     """
     if not isinstance(combine, Combine):
         raise ConfigError(f"combine must be a Combine, such as Combine('average', every=4); got {combine!r:.80}")
-    fault = combine.fault(schedule.rule, width, correction)
-    if fault is None and combine.apart and fast:
-        fault = f"reduce='fast' does not go with combine={combine.kind}, whose sums are added in order; leave it out"
-    if fault is None and combine.apart and delayed:
-        fault = (
-            f"delays do not go with combine={combine.kind}, which changes versions that are kept; leave one of them out"
-        )
-    if fault is None:
-        parting = parting_fault(combine.lag, schedule.replicas, bool(ties))
-        fault = None if parting is None else f"combine: {parting}"
+    fault = combine.fault(schedule, width, correction, tied=bool(ties), fast=fast, delayed=delayed)
     if fault is not None:
         raise ConfigError(fault)
 

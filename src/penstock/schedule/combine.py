@@ -44,7 +44,8 @@ from dataclasses import dataclass, fields
 from types import MappingProxyType
 
 from penstock.errors import ConfigError
-from penstock.schedule.lags import Lag, lag_fault, width_fault
+from penstock.schedule.ir import Schedule
+from penstock.schedule.lags import Lag, lag_fault, parting_fault, width_fault
 from penstock.schedule.versions import RULES
 
 STATES = ("keep", "average", "reset")
@@ -227,13 +228,18 @@ class Combine:
         """Whether pipelines meet after the update of a batch, counted from the start of training."""
         return self.apart and (batch + 1) % self.every == 0
 
-    def fault(self, rule: str, width: int, correction: str = "none") -> str | None:
+    def fault(
+        self, schedule: Schedule, width: int, correction: str, *, tied: bool, fast: bool, delayed: bool
+    ) -> str | None:
         """Why it cannot be had, or None.
 
         Args:
-            rule: name of the version rule.
+            schedule: of each of the pipelines.
             width: w.
             correction: name of what is done about staleness.
+            tied: stages share parameters.
+            fast: sums are to be made by torch's all_reduce.
+            delayed: delays are chosen.
         """
         if not self.apart:
             return None
@@ -243,7 +249,17 @@ class Combine:
             return f"combine: pull must be at most 1/w = {1 / width:g} with {width} pipelines, got {self.pull:g}"
         if self.lag is not None and (fault := width_fault(self.lag, width)) is not None:
             return f"combine: {fault}"
-        return combine_fault(self.kind, rule, correction)
+        if (fault := combine_fault(self.kind, schedule.rule, correction)) is not None:
+            return fault
+        if fast:
+            return f"reduce=fast does not go with combine={self.kind}, whose sums are added in order; leave it out"
+        if delayed:
+            return (
+                f"delays do not go with combine={self.kind}, which changes versions that are kept; leave one of them "
+                "out"
+            )
+        parting = parting_fault(self.lag, schedule.replicas, tied)
+        return None if parting is None else f"combine: {parting}"
 
 
 REDUCE = Combine()

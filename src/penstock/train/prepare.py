@@ -24,7 +24,7 @@ from penstock.schedule.batchwise import check_together
 from penstock.schedule.build import extend, prove
 from penstock.schedule.check import Proof
 from penstock.schedule.ir import Schedule
-from penstock.schedule.lags import parting_fault, place_of, record_fault
+from penstock.schedule.lags import place_of, record_fault
 from penstock.schedule.methods import correction_options, find_method
 from penstock.schedule.recompute import with_recompute
 from penstock.schedule.versions import RULES, Source
@@ -191,26 +191,26 @@ def _check_combine(config: TrainConfig, schedule: Schedule, correction: str) -> 
     combine = config.combine.chosen
     if not combine.apart:
         return
-    kind, every, fault = combine.kind, combine.every, combine.fault(schedule.rule, config.width, correction)
-    if fault is None:
-        fault = parting_fault(combine.lag, schedule.replicas, config.model.tied and schedule.cuts > 1)
+    kind, every = combine.kind, combine.every
+    fault = combine.fault(
+        schedule,
+        config.width,
+        correction,
+        tied=config.model.tied and schedule.cuts > 1,
+        fast=config.reduce == "fast",
+        delayed=config.delayed,
+    )
     if fault is None:
         places = (place_of(r, node.name) for r in range(config.width) for node in schedule.nodes)
         recorded = record_fault(combine.lag, places, every, config.batches)
         fault = None if recorded is None else f"combine.lag: {recorded}"
     own = f"with combine.kind={kind} pipelines meet every {every} batches, and have weights of their own in between"
-    if fault is None and config.reduce == "fast":
-        fault = f"reduce=fast does not go with combine.kind={kind}, whose sums are added in order; leave it out"
     if fault is None and config.average is not None:
         fault = (
             f"average={config.average} would be of each pipeline's own weights with combine.kind={kind}; leave it out"
         )
     if fault is None and config.phased:
         fault = f"{own}, which sync and fallback do not know how to leave; leave these out"
-    if fault is None and config.delayed:
-        fault = (
-            f"delays do not go with combine.kind={kind}, which changes versions that are kept; leave one of them out"
-        )
     if fault is None and config.evaluate.patience is not None:
         fault = "evaluate.patience needs to hear of evaluations at once, but " + own + "; set it to null"
     for key, count in (("batches", config.batches), ("evaluate.every", config.evaluate.every)):
