@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,7 +16,6 @@ from runtime_cases import (
     LOSSES,
     OPTIMIZERS,
     Case,
-    Named,
     Outcome,
     Recording,
     assert_equal_tensors,
@@ -502,58 +500,3 @@ def test_a_block_that_is_made_late_is_looked_at_then() -> None:
     with pytest.raises(ConfigError, match="block 'b' has no trained parameters"):
         Pipeline(blocks, delays={"b": 1}, **arguments)
     assert Pipeline(blocks, delays=1, **arguments).delays == {"a": 1, "b": 1}
-
-
-# --- what delays do ---------------------------------------------------------------------------------------------------
-
-
-class Scalar(nn.Module):
-    """Adds its weight's half square to what it is given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.ones((), dtype=torch.float64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.w**2 / 2
-
-
-@pytest.mark.parametrize("depth", [1, 2])
-def test_the_stability_limit_of_delayed_descent(depth: int) -> None:
-    """PipeMare (arXiv 1910.05124), lemma 1: of w^2 / 2 with delay tau rates up to 2 sin(pi / (4 tau + 2)) are stable.
-
-    Every block has a weight, a delay and a rate of its own: just below the limit, just above, and 0.2 for two delays.
-    """
-    trials: dict[str, tuple[int, float]] = {}
-    for tau in (0, 1, 2, 5, 10):
-        limit = 2 * math.sin(math.pi / (4 * tau + 2))
-        trials |= {f"below {tau}": (tau, 0.95 * limit), f"above {tau}": (tau, 1.05 * limit)}
-    trials |= {"stable": (5, 0.2), "unstable": (10, 0.2)}
-    steps = 928
-    found: dict[str, list[float]] = {name: [1.0] for name in trials}
-
-    def descent(named: Named) -> torch.optim.Optimizer:
-        own = [(name.removesuffix(".w"), p) for name, p in named]
-        optimizer = torch.optim.SGD([{"params": [p], "lr": trials[name][1]} for name, p in own])
-        optimizer.register_step_post_hook(lambda *_: [found[name].append(float(p.detach())) for name, p in own])
-        return optimizer
-
-    pipeline = Pipeline(
-        {name: Scalar() for name in trials},
-        make_schedule("1f1b", depth, 1),
-        loss=lambda output, _: output,
-        optimizer=descent,
-        delays={name: tau for name, (tau, _) in trials.items()},
-        balance=[len(trials) // depth] * depth,
-    )
-    start = torch.zeros((), dtype=torch.float64)
-    list(pipeline.run([(start, start)] for _ in range(steps)))
-    for name, (tau, rate) in trials.items():
-        w = [1.0]
-        for t in range(steps):
-            w.append(w[t] - rate * w[max(t - tau, 0)])
-        assert found[name] == pytest.approx(w, rel=1e-6, abs=1e-9), name
-        last = max(map(abs, found[name][-20:]))
-        assert last > 10 if name.startswith(("above", "un")) else last < 0.1, name
-    first = next(t for t, value in enumerate(found["unstable"]) if abs(value) > 1e8)
-    assert first == 927  # after update 926, counted from 0
