@@ -125,7 +125,11 @@ def test_the_equations(name: str, depth: int, m: int) -> None:
         (assert_same if kind.exact else assert_near)(found, wanted)
 
 
-@pytest.mark.parametrize("name", ["pipemare", "spectrain-stash", "xpipe", "spike-lwp-weights", "error-feedback"])
+ON_RANKS = sorted({kind.method: name for name, kind in reversed(KINDS.items()) if "timeprest" not in name}.values())
+"""One choice of options of each method; the others with one backward for a batch are in `test_timeprest.py`."""
+
+
+@pytest.mark.parametrize("name", [*ON_RANKS, "v-timeprest"])
 def test_on_ranks_as_in_one_process(pool: Pool, name: str) -> None:
     case = case_of(name, 3, 2, clip=0.6, spans=(3, 4))
     assert_same(train_on_ranks(pool, case), train(None, case))
