@@ -29,6 +29,7 @@ EIGHT = ("microbatches=8", "microbatch_size=2")
 ONE = ("microbatches=1", "microbatch_size=16")
 """The same 16 samples per update, all in one microbatch: the delay of the first stage is then 7 updates."""
 
+FEW = "2bw,2bw:sync=150,stash,pipemare,pipemare:sync=150,spectrain"
 STALE = "2bw,2bw:sync=150,stash,stash:sync=150,newest,pipemare,pipemare:sync=150,spectrain"
 OTHERS = "error-feedback,xpipe,pipeoptim,lwp,ftpipe,vertical-sync,spectrain-stash,timeprest:ahead=8"
 LATE = "stash,newest,pipemare,pipemare:sync=150,spectrain,xpipe,pipeoptim,lwp"
@@ -59,7 +60,7 @@ class Campaign:
 
 
 CAMPAIGNS = {
-    "text": Campaign("GPT on text, AdamW, m = 8", f"1f1b,{STALE}", (*EIGHT, *ADAM)),
+    "text": Campaign("GPT on text, AdamW, m = 8", f"1f1b,{FEW}", (*EIGHT, *ADAM)),
     "digits": Campaign(
         "residual CNN on digits, AdamW, m = 8", f"1f1b,{STALE},{OTHERS}", ("task=digits", *EIGHT, *ADAM)
     ),

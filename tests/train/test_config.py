@@ -2,11 +2,13 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 import yaml
 
 from penstock.errors import ConfigError
+from penstock.schedule.methods import METHODS
 from penstock.train.config import (
     TrainConfig,
     commented_reference,
@@ -183,3 +185,21 @@ def test_the_commented_reference_is_a_configuration_that_changes_nothing(tmp_pat
             if line.strip().startswith(f"{key.rpartition('.')[2]}:") and lines[i - 1].strip() == f"# {meaning}"
         )
         assert lines[place].startswith("  ") == ("." in key)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_starts_by_its_name_alone(method: str) -> None:
+    text = Path(__file__).parents[2] / "LICENSE"
+    prepare(load_config(None, [f"method={method}", f"data={text}", "model.context=16"]))
+
+
+def test_a_method_s_settings_are_those_that_are_not_given() -> None:
+    nag = load_config(None, ["method=nag-pp"])
+    assert (nag.optimizer.name, nag.optimizer.beta1) == ("nadam", 0.99)  # the paper's
+    assert load_config(None, ["method=nag-pp", "optimizer.name=nadam"]).optimizer.beta1 == 0.99
+    assert load_config(None, ["method=nag-pp", "optimizer.beta1=0.9"]).optimizer.beta1 == 0.9
+    other = load_config(None, ["method=spike", "optimizer.name=adamw"]).optimizer
+    assert (other.name, other.nesterov) == ("adamw", True)  # refused later: it is not what the method needs
+    assert load_config(None, ["method=2gw"]).clip is None
+    assert load_config(None, ["method=wpipe", "clip=2"]).clip == 2
+    assert load_config(None, ["method=2bw"]) == load_config(None, [])

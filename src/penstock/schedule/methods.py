@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Any
 
 from penstock.errors import ConfigError
 from penstock.schedule.combine import COMBINES, combine_fault
@@ -35,6 +36,8 @@ class Method:
         combine: how parallel pipelines agree, a name in `penstock.schedule.combine.COMBINES`; users may choose another.
         aliases: other names people use.
         limit: (stages, microbatches, options of the order) -> why they do not go together, beyond what the proof finds.
+        settings: keys of `penstock train --set` with the values that they have where the user sets none: what the
+            method cannot do without, and what its paper says.
     """
 
     name: str
@@ -47,8 +50,10 @@ class Method:
     combine: str = "reduce"
     aliases: tuple[str, ...] = ()
     limit: Callable[..., str | None] | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
 
+_BACKPROP = MappingProxyType({"optimizer.name": "sgd", "optimizer.nesterov": False})
 _TABLE = (
     Method("sequential", "one microbatch at a time", "the definition of training", "sequential", "flush"),
     Method("gpipe", "GPipe", "arXiv 1811.06965", "gpipe", "flush", aliases=("afab", "fill-drain")),
@@ -195,6 +200,7 @@ _TABLE = (
         "endless-1f1b",
         "newest",
         correction="spike",
+        settings=_BACKPROP,
     ),
     Method(
         "lwp",
@@ -219,6 +225,7 @@ _TABLE = (
         "endless-1f1b",
         "predicted-forward",
         correction="spike-lwp",
+        settings=_BACKPROP,
     ),
     Method(
         "spike-lwp-weights",
@@ -227,6 +234,7 @@ _TABLE = (
         "endless-1f1b",
         "predicted-forward",
         correction="spike-lwp-weights",
+        settings=_BACKPROP,
     ),
     Method(
         "nag-pp",
@@ -235,6 +243,7 @@ _TABLE = (
         "endless-1f1b",
         "stash",
         correction="nag-pp",
+        settings=MappingProxyType({"optimizer.name": "nadam", "optimizer.beta1": 0.99}),
     ),
     Method(
         "nag-pp-no-stash",
@@ -243,6 +252,7 @@ _TABLE = (
         "endless-1f1b",
         "newest",
         correction="nag-pp-no-stash",
+        settings=MappingProxyType({"optimizer.name": "nadam"}),
     ),
     Method(
         "gap-aware",
@@ -251,6 +261,7 @@ _TABLE = (
         "endless-1f1b",
         "stash",
         correction="gap-aware",
+        settings=MappingProxyType({**_BACKPROP, "optimizer.weight_decay": 0.0, "microbatches": 1}),
     ),
     Method(
         "error-feedback",
@@ -290,6 +301,7 @@ _TABLE = (
         "wpipe",
         "stash",
         aliases=("2gw",),
+        settings=MappingProxyType({"clip": None}),
     ),
     Method(
         "ftpipe",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,6 +25,7 @@ from pydantic_core import PydanticCustomError
 from penstock.errors import ConfigError
 from penstock.schedule.batchwise import what_decides
 from penstock.schedule.combine import Combine
+from penstock.schedule.methods import find_method
 from penstock.train.lags import lag_of
 
 
@@ -318,7 +320,29 @@ def load_config(path: Path | None, changes: list[str]) -> TrainConfig:
         values = loaded or {}
     for change in changes:
         apply_change(values, change)
-    return validate_config(values)
+    return validate_config(with_settings(values))
+
+
+def with_settings(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values with those that their method takes where none are given (`Method.settings`).
+
+    Those of the optimizer are of one kind of it, so they are left out where another kind is given.
+    """
+    filled = copy.deepcopy(dict(values))
+    try:
+        wanted = find_method(str(values.get("method", TrainConfig.model_fields["method"].default))).settings
+    except ConfigError:  # told later
+        return filled
+    given = values.get("optimizer")
+    kind = given.get("name") if isinstance(given, Mapping) else None
+    for key, value in wanted.items():
+        section, _, last = key.rpartition(".")
+        if section and kind not in (None, wanted[f"{section}.name"]):
+            continue
+        place = filled.setdefault(section, {}) if section else filled
+        if isinstance(place, dict):
+            place.setdefault(last, value)
+    return filled
 
 
 def validate_config(values: dict[str, Any]) -> TrainConfig:

@@ -56,10 +56,8 @@ class _OnStage(Corrector):
     def check(self, optimizer: torch.optim.Optimizer) -> None:
         """It is a way to use NAdam."""
         if not isinstance(optimizer, torch.optim.NAdam):
-            raise CapabilityError(
-                f"{self._wanted.name} is a way to use NAdam, not {name_of(optimizer)}; take optimizer nadam with "
-                "beta1=0.99, or method stash"
-            )
+            instead = "take optimizer nadam" if self._wanted.adapts else "take optimizer nadam with beta1=0.99"
+            raise CapabilityError(f"{self._wanted.name} is a way to use NAdam, not {name_of(optimizer)}; {instead}")
 
     def begin(self, optimizer: torch.optim.Optimizer) -> None:
         """Set the momentum."""

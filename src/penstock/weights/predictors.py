@@ -6,8 +6,8 @@ the next gradient were what it expects (SpecTrain, arXiv 1809.02839; XPipe, arXi
 its Newton-Schulz iteration, times its factor for the shape. That momentum is a mean of gradients, so with a next
 gradient equal to it Nesterov's look-ahead gives the same direction. Weight decay is no part of it.
 
-Adan and SOAP are refused: their next step depends on the next difference of gradients, or on a rotation of the next
-gradient, and no source says what to expect of these.
+Adan, SOAP and NAdam are refused: their next step depends on the next difference of gradients, on a rotation of the next
+gradient, or on its weight in a schedule of momenta, and no source says what to expect of these.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Adam, AdamW, Muon, NAdam, Optimizer
+from torch.optim import SGD, Adam, AdamW, Muon, Optimizer
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
 from penstock.errors import CapabilityError
 from penstock.weights.optimizers import Joined, name_of, part_of
 
-PREDICTABLE = (SGD, Adam, AdamW, NAdam, Muon)
+PREDICTABLE = (SGD, Adam, AdamW, Muon)
 
 
 def check_predictable(optimizer: Optimizer) -> None:
@@ -71,9 +71,8 @@ def direction(
         return None
     steps = 1 if uncorrected else int(state["step"])
     beta1, beta2 = group["betas"]
-    first = 1.0 - (float(state["mu_product"]) if isinstance(kind, NAdam) and not uncorrected else beta1**steps)
     deviation = (state["exp_avg_sq"] / (1.0 - beta2**steps)).sqrt_().add_(group["eps"])
-    result: Tensor = (state["exp_avg"] / first).div_(deviation)
+    result: Tensor = (state["exp_avg"] / (1.0 - beta1**steps)).div_(deviation)
     return result
 
 
