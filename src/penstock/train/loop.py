@@ -39,6 +39,7 @@ from penstock.train.patience import Patience
 from penstock.train.phases import Phases
 from penstock.train.prepare import Prepared, prepare
 from penstock.train.rate import rate_schedule
+from penstock.train.resumed import note_changes
 from penstock.train.sample import sample_text
 from penstock.train.saving import save_weights
 
@@ -129,9 +130,11 @@ class _Loop:
     def run(self) -> None:
         """Train, validate, save, sample; or end early, with a checkpoint."""
         self._begun = time.perf_counter()
+        if self.rank == 0 and (changes := note_changes(self.config, self.folder, self.pipeline.batches)):
+            self.metrics.add(changed=self.pipeline.batches, values=changes)
         if self.reports:
             if self.pipeline.batches:
-                self.metrics.add(resumed=self.pipeline.batches)
+                self.metrics.add(resumed=self.pipeline.batches, method=self.config.method)
             self.observer.started(self.prepared, self.pipeline.parts, self.pipeline.batches)
         over = False
         while not over:
