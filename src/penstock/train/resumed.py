@@ -1,19 +1,38 @@
-"""A run that goes on with another configuration: its folder says what trained which batches."""
+"""A run that goes on: how far it is, and with what, so that its folder says what trained which batches."""
 
 from __future__ import annotations
 
 import json
 import os
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from penstock.errors import ConfigError
+from penstock.errors import CheckpointError, ConfigError
+from penstock.train.checkpoint import Checkpoint, open_newest
 from penstock.train.config import Strict, TrainConfig, load_config
 
 CONFIG = "config.yaml"
+
+
+def saved_batches(folder: Path) -> int | None:
+    """How many batches the newest whole checkpoint of a run has; None where there is none."""
+    try:
+        newest, _ = open_newest(folder, opened=partial(Checkpoint, share=None))
+    except CheckpointError:  # told by those who load it
+        return None
+    return None if newest is None else newest.batch
+
+
+def how_to_go_on(folder: Path) -> str:
+    """What is to be said under the message of a run that has ended before its time."""
+    batch = saved_batches(folder)
+    if batch is None:
+        return f"there is no checkpoint in {folder} to go on from yet"
+    return f"to go on from the checkpoint after {batch} batches:\n  penstock train --resume {folder}"
 
 
 def note_changes(config: TrainConfig, folder: Path, batch: int) -> dict[str, dict[str, Any]]:
