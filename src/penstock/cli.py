@@ -261,13 +261,14 @@ def train(
     workers instead.
     """
     from penstock.train.config import described_keys, load_config
+    from penstock.train.keys import with_options
     from penstock.train.launch import is_worker, launch_local
     from penstock.train.prepare import check_resume, make_run_folder, prepare
     from penstock.train.resumed import how_to_go_on
     from penstock.view.tables import keys_table
 
     if keys:
-        Console().print(keys_table(described_keys()))
+        Console().print(keys_table(with_options(described_keys())))
         return
     if resume is not None and config is None:
         config = resume / "config.yaml"
