@@ -75,7 +75,8 @@ def main() -> None:
 
 
 def _exit(error: PenstockError, code: int) -> NoReturn:
-    message = Text.assemble(("error: ", "bold red"), str(error))
+    hint = f"\n{error.hint}" if error.hint else ""
+    message = Text.assemble(("error: ", "bold red"), str(error), hint)
     Console(stderr=True).print(message, soft_wrap=True)
     sys.exit(code)
 
@@ -260,12 +261,14 @@ def train(
     workers instead.
     """
     from penstock.train.config import described_keys, load_config
+    from penstock.train.keys import with_options
     from penstock.train.launch import is_worker, launch_local
     from penstock.train.prepare import check_resume, make_run_folder, prepare
+    from penstock.train.resumed import how_to_go_on
     from penstock.view.tables import keys_table
 
     if keys:
-        Console().print(keys_table(described_keys()))
+        Console().print(keys_table(with_options(described_keys())))
         return
     if resume is not None and config is None:
         config = resume / "config.yaml"
@@ -277,13 +280,18 @@ def train(
         return
     prepare(settings)
     folder = resume or make_run_folder(settings)
-    workers = settings.stages * settings.width
+    workers, console = settings.stages * settings.width, Console()
     try:
         launch_local(
             workers, _work, settings.model_dump(), str(folder), restarts=settings.restarts, timeout=settings.timeout
         )
+    except (WorkerError, InterruptedRunError) as error:
+        if console.is_terminal:
+            console.line()  # a worker that was ended has left the cursor behind its live display
+        error.hint = how_to_go_on(folder)
+        raise
     finally:
-        Console().show_cursor()  # a worker that was ended cannot give it back
+        console.show_cursor()  # nor can it give this back
 
 
 def _work(values: dict[str, Any], folder: str | None, drain: str | None) -> None:

@@ -8,7 +8,13 @@ import signal
 
 
 class PenstockError(Exception):
-    """Base of all errors that Penstock raises on purpose."""
+    """Base of all errors that Penstock raises on purpose.
+
+    Attributes:
+        hint: what the command line says under the message.
+    """
+
+    hint: str = ""
 
 
 class ConfigError(PenstockError, ValueError):

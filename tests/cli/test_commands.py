@@ -215,6 +215,7 @@ def test_simulate_with_latency_and_steps(monkeypatch, capsys):
 def test_every_configuration_key_can_be_listed(monkeypatch, capsys):
     code, out, _ = run(monkeypatch, capsys, "train", "--keys")
     assert code == 0
+    assert "correction.beta" in out
     for words in ("method", "2bw", "optimizer.lr", "peak learning rate", "timeout"):
         assert words in out
 

@@ -110,3 +110,20 @@ def test_an_optimizer_for_hidden_layers(tmp_path):
     refused = CliRunner().invoke(app, [*digits, "--set", "optimizer.name=muon", "--out", str(tmp_path / "c")])
     assert refused.exit_code != 0
     assert "task digits has none" in str(refused.exception)
+
+
+def test_delays_are_told_as_in_the_table_of_methods(monkeypatch, capsys, tmp_path):
+    """Of every rank, (d - 1 - s) / m under a stash; in the same words."""
+    compared = compare("--methods", "stash", "--seeds", 1, "--batches", 1, "--out", tmp_path / "out").output
+    listed = run(monkeypatch, capsys, "methods", "--stages", 2, "--microbatches", 2)[1]
+    rows = [
+        next(line for line in text.splitlines() if line.strip().startswith("stash ")) for text in (compared, listed)
+    ]
+    assert rows[0].rstrip().endswith("  0.5 0")
+    assert "  0.5 0  " in rows[1]
+    for text in (compared, listed):
+        words = " ".join(text.split())
+        assert (
+            "Delay: updates between the weights that forwards read and the weights updated, mean over a batch" in words
+        )
+        assert "Per rank where the ranks differ; a .. b: from the first to the last" in words

@@ -31,6 +31,7 @@ def test_a_synchronous_method(verify):
     assert code == 0
     assert "1f1b: stages 2, microbatches 2, batches 4" in out
     rows = [" ".join(line.split()) for line in out.splitlines()]
+    assert "compared with differ relative absolute batch most in" in rows
     assert "gradients 0 of 60" in rows
     assert any(row.startswith("gradients 0 of 60 ") and "e-0" in row for row in rows)  # of plain torch, with the worst
     assert "From plain torch, a relative 1e-05 is allowed." in " ".join(out.split())
@@ -42,6 +43,8 @@ def test_a_method_with_delay(verify):
     assert code == 0
     assert "batches 3" in out
     assert "Plain torch is left out, because 2bw reads delayed weights." in " ".join(out.split())
+    assert out.splitlines()[1].split() == ["compared", "with", "differ"]  # no columns for differences without any
+    assert "elative" not in out
     assert out.rstrip().endswith("the pipeline trains what 2bw says: every number equals the reference's")
 
 

@@ -455,3 +455,56 @@ def test_a_schedule_that_says_itself_when_it_averages() -> None:
         make_pipeline(case, schedule=schedule, combine=AVERAGE)
     with pytest.raises(CapabilityError, match="the runtime averages parallel pipelines where it is told how"):
         make_pipeline(case, schedule=schedule)
+
+
+APART = [
+    Combine("average", every=2),
+    Combine("bmuf", every=2, momentum=0.7),
+    Combine("elastic", every=2),
+    Combine("wsp", every=2),
+    Combine("wsp", every=2, share=0.5),
+]
+
+
+def overwrite(pipeline: Pipeline, pipelines: tuple[int, ...] = (0, 1)) -> None:
+    """Give some of the pipelines other weights, the same to each."""
+    for worker in pipeline._workers:
+        for node in worker.nodes.values() if worker.seat.replica in pipelines else ():
+            for name, parameter in node.stage.trained.items():
+                draw = torch.Generator().manual_seed(len(name))
+                with torch.no_grad():
+                    parameter.copy_(0.1 * torch.randn(parameter.shape, generator=draw))
+
+
+@pytest.mark.parametrize("combine", APART, ids=lambda combine: f"{combine.kind}-{combine.share}")
+def test_what_is_written_between_two_runs_is_a_new_beginning(combine: Combine) -> None:
+    """What pipelines have in common as well; without a state of the optimizer it is that of a new pipeline."""
+    case = Case("1f1b", 2, 2, width=2, loss="mean", rate=False, spans=(8,), skips=())
+    used, new = (
+        make_pipeline(case, combine=combine, optimizer=lambda named: torch.optim.SGD(named, lr=0.1)) for _ in range(2)
+    )
+    batches = make_batches(case)
+    list(used.run(batches[:4]))
+    before = {name: weight.clone() for name, weight in used.state_dict().items()}
+    overwrite(used)
+    overwrite(new)
+    written = {name: weight.clone() for name, weight in used.state_dict().items()}
+    assert any(not torch.equal(weight, before[name]) for name, weight in written.items())
+    assert all(torch.equal(weight, new.state_dict()[name]) for name, weight in written.items())
+    for pipeline in (used, new):
+        list(pipeline.run(batches[4:]))
+    assert_close(states_of(used), states_of(new), 0.0)
+
+
+@pytest.mark.parametrize("combine", APART, ids=lambda combine: f"{combine.kind}-{combine.share}")
+@pytest.mark.parametrize("asked", [True, False])
+def test_what_is_written_into_one_pipeline_alone_is_refused(combine: Combine, asked: bool) -> None:
+    """Also where the state has been asked for in between."""
+    case = Case("1f1b", 2, 2, width=2, loss="mean", spans=(4,), skips=())
+    pipeline, batches = make_pipeline(case, combine=combine), make_batches(case)
+    list(pipeline.run(batches[:2]))
+    overwrite(pipeline, (0,))
+    if asked:
+        pipeline.state_dict()
+    with pytest.raises(ConfigError, match="weights of stage 0 were written into between two runs, but not the same"):
+        list(pipeline.run(batches[2:]))

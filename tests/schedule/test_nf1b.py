@@ -123,8 +123,12 @@ def test_the_newest_weights_everywhere_take_enough_microbatches() -> None:
         if p <= n + 1:
             make_schedule("v-timeprest", p, n)
             continue
-        with pytest.raises(ScheduleError, match=rf"{p} stages and {n} microbatches .* raise microbatches to {p - 1}\b"):
+        with pytest.raises(
+            ScheduleError, match=rf"{p} stages and {n} microbatch(es)? .* raise microbatches to {p - 1}\b"
+        ):
             make_schedule("v-timeprest", p, n)
+    with pytest.raises(ScheduleError, match="with 3 stages and 1 microbatch per batch, .* has made the last update, "):
+        make_schedule("v-timeprest", 3, 1)
     assert smallest_microbatches("v-timeprest", 8) == 7
     make_schedule("v-timeprest", 4, 1, order="endless-1f1b")  # a condition on nF1B
 

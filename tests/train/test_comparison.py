@@ -345,14 +345,49 @@ def test_methods_seeds_and_rates_may_be_added(tmp_path: Path) -> None:
     assert (observer.seen["finished"], len(findings.results)) == (7, 8)
 
 
+def keys(findings: Findings) -> list[tuple[str, int, float]]:
+    return [tuple(key) for key in findings.results]
+
+
+def test_what_is_not_named_stays_as_it_is(tmp_path: Path) -> None:
+    """Methods come behind those that are there; seeds and rates are for all of them."""
+    few = [change for change in TINY if not change.startswith(("seeds=", "optimizer.lr="))] + ["batches=2"]
+
+    def again(*changes: str) -> tuple[Findings, int]:
+        observer = Quiet()
+        return ComparisonRun(comparison_config([*few, *changes], {}), tmp_path, observer).run(), observer.seen["began"]
+
+    again("methods=2bw,1f1b", "seeds=1", "lr=0.01,0.1")
+    found, began = again("methods=stash,pipedream-2bw")
+    assert [entrant.label for entrant in found.entrants] == ["2bw", "1f1b", "stash"]
+    assert keys(found) == [(m, 0, lr) for lr in (0.01, 0.1) for m in ("2bw", "1f1b", "stash")]
+    assert began == 2
+    assert json.loads((tmp_path / "comparison.json").read_text())["methods"] == ["2bw", "1f1b", "stash"]
+    found, began = again()
+    assert (keys(found), began) == ([(m, 0, lr) for lr in (0.01, 0.1) for m in ("2bw", "1f1b", "stash")], 0)
+    found, began = again("seeds=2", "tune=1", "methods=2bw")
+    assert (began, len(found.results)) == (3, 9)
+    assert again()[1] == 0  # without the seeds that all rates are tried with, either
+    assert again("seeds=1")[0].config.seeds == 2
+    found, began = again("optimizer.lr=0.2")
+    assert found.config.rates == (0.01, 0.1, 0.2)
+    assert {key[0] for key in keys(found) if key[2] == 0.2} == {"2bw", "1f1b", "stash"}
+    assert again("tune=null")[0].config.tune is None
+
+
+def test_another_comparison_is_refused_before_its_methods_are_looked_at(tmp_path: Path) -> None:
+    """Or the message would be about one that the command does not name."""
+    compared(tmp_path, "methods=2bw", "batches=2", "stages=4", "model.layers=4")
+    with pytest.raises(ConfigError, match="holds another comparison: microbatches is 4 there and 2 now"):
+        compared(tmp_path, "methods=1f1b", "batches=2", "stages=4", "model.layers=4", "microbatches=2")
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         (["batches=3"], "batches is 2 there and 3 now"),
         (["clip=1.0"], "clip is not set there and 1.0 now"),
         (["optimizer.beta2=0.9", "model.width=8"], "model.width is 16 there and 8 now; optimizer.beta2 is 0.95 there"),
-        (["methods=1f1b"], "methods 2bw are there and not in this command"),
-        (["lr=0.1"], "learning rates 0.01 are there and not in this command"),
         (["data=pyproject.toml"], "data found is .* tokens, .* there and"),
     ],
 )

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from penstock.errors import ConfigError
-from penstock.schedule.methods import METHODS
+from penstock.schedule.methods import METHODS, correction_options
 from penstock.train.config import (
     TrainConfig,
     commented_reference,
@@ -17,6 +17,7 @@ from penstock.train.config import (
     load_config,
     validate_config,
 )
+from penstock.train.keys import with_options
 from penstock.train.prepare import prepare
 from penstock.train.verify import verify
 
@@ -203,3 +204,32 @@ def test_a_method_s_settings_are_those_that_are_not_given() -> None:
     assert load_config(None, ["method=2gw"]).clip is None
     assert load_config(None, ["method=wpipe", "clip=2"]).clip == 2
     assert load_config(None, ["method=2bw"]) == load_config(None, [])
+
+
+def test_every_choice_is_named_with_its_key():
+    """What the message names that refuses another one."""
+    meanings = {key: meaning for key, _, meaning in described_keys()}
+    for key, wrong in (("precision", "x"), ("recompute", "x"), ("reduce", "x"), ("undo", "x"), ("rate.decay", "x")):
+        with pytest.raises(ConfigError) as refused:
+            load_config(None, [f"{key}={wrong}"])
+        choices = re.findall(r"'(\S+?)'", str(refused.value).rpartition(", got")[0])
+        assert choices
+        assert meanings[key].startswith(f"{', '.join(choices[:-1])} or {choices[-1]}: ")
+    assert meanings["optimizer.name"].count("sgd") == 1  # where a description names them, they are not named again
+
+
+def test_options_of_methods_are_listed_under_their_sections():
+    """With the methods that take them, and their defaults there."""
+    rows = with_options(described_keys())
+    names = [key for key, _, _ in rows]
+    assert names[names.index("correction") + 1] == "correction.reschedule"
+    assert [row for row in rows if row[0] in known_keys()] == described_keys()
+    found = {key: (default, meaning.removeprefix("of ")) for key, default, meaning in rows}
+    for method in METHODS.values():
+        for option, default in correction_options(method, {}).items():
+            said, meaning = found[f"correction.{option}"]
+            assert said == default
+            assert method.name in re.split(", |: ", meaning)
+    assert found["options.chunks"] == (2, "interleaved, breadth-first, zb-interleaved (docs/orders.md)")
+    assert found["options.ahead"][0] == 2
+    assert "\n#   correction.beta: of i-timeprest: the share " in commented_reference()

@@ -56,6 +56,13 @@ def test_sampling_is_seeded_and_greedy_at_temperature_zero(run_folder):
     assert greedy == tokens[2:]
 
 
+def test_what_is_no_text_is_shown_as_such(run_folder, monkeypatch):
+    """Of a model that knows little: broken characters, and control characters that a terminal would obey."""
+    made = "é\x1b[2J\x00\x9b\r\n\tb".encode() + b"\xff\xc3"
+    monkeypatch.setattr("penstock.train.sample.generate", lambda *_, **__: iter(made))
+    assert sample_text(run_folder[0], "a", 9) == "aé\\x1b[2J\\x00\\x9b\\r\n\tb\ufffd\ufffd"
+
+
 def test_prompts_that_cannot_be(run_folder):
     model, config = load_model(run_folder[0])
     with pytest.raises(ConfigError, match="the prompt is empty"):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
+import signal
 import sys
 from pathlib import Path
 
 import pytest
 
 from penstock.cli import main
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, InterruptedRunError, WorkerError
 from penstock.train.checkpoint import part_of as being_written
 from penstock.train.checkpoint import place_of, write_index
 from penstock.train.config import load_config
@@ -62,3 +64,30 @@ def test_the_command_refuses_before_it_starts_workers(monkeypatch, capsys, tmp_p
     with pytest.raises(SystemExit) as caught:
         main()
     assert (caught.value.code, started) == (0, ["work" if of_a_job else "workers"])
+
+
+@pytest.mark.parametrize(
+    ("failure", "code"), [(InterruptedRunError(signal.SIGINT), 130), (WorkerError("worker 1 failed", ""), 1)]
+)
+def test_a_run_that_ends_before_its_time_says_how_to_go_on(monkeypatch, capsys, tmp_path, failure, code) -> None:
+    """Where it has a checkpoint; in a terminal below the live display, whose last line has no end."""
+    (tmp_path / "text.txt").write_text("the quick brown fox " * 500)
+
+    def launch(*_, **__):
+        raise failure
+
+    monkeypatch.setattr("penstock.train.launch.launch_local", launch)
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as in a terminal
+    for batch, said in ((None, "there is no checkpoint in .* yet"), (3, "after 3 batches: penstock train --resume .*")):
+        run = tmp_path / "run"
+        run.mkdir(exist_ok=True)
+        if batch is not None:
+            leave(run, batch)
+        (run / "config.yaml").write_text(f"data: {tmp_path / 'text.txt'}\n")
+        monkeypatch.setattr(sys, "argv", ["penstock", "train", "--resume", str(run)])
+        with pytest.raises(SystemExit) as caught:
+            main()
+        assert caught.value.code == code
+        printed = capsys.readouterr()
+        assert printed.out.startswith("\n")
+        assert re.search(said, " ".join(printed.err.split()))

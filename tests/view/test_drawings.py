@@ -1,6 +1,8 @@
 """Timelines as text, SVG and trace."""
 
 import json
+import re
+from dataclasses import replace
 from io import StringIO
 from xml.etree import ElementTree
 
@@ -14,7 +16,7 @@ from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import simulate_schedule
 from penstock.timeline import Interval, Timeline
 from penstock.train.config import load_config
-from penstock.train.observer import Progress, Switched
+from penstock.train.observer import Progress, Summary, Switched
 from penstock.train.prepare import prepare
 from penstock.view.perfetto import trace_events, write_trace
 from penstock.view.progress import TerminalObserver, human_bytes
@@ -197,12 +199,60 @@ def test_the_live_display_shows_every_figure(tmp_path):
         assert figure in shown, figure
 
 
-def test_a_change_of_method_is_said_when_it_happens_and_at_the_end():
-    console = Console(file=StringIO(), width=400)
+def begun(tmp_path, *, terminal):
+    """An observer of a run that has begun, and what is on its screen, line by line."""
+    text = tmp_path / "text.txt"
+    text.write_text("a quick brown fox " * 300)
+    prepared = prepare(load_config(None, ["model.layers=2", "model.width=32", "model.context=16", f"data={text}"]))
+    console = Console(file=StringIO(), force_terminal=terminal, width=150)
     observer = TerminalObserver(console)
+    observer.started(prepared, [["a", "b"], ["c"]], 0)
+    return prepared, observer, lambda: on_screen(console.file.getvalue())
+
+
+def on_screen(written):
+    """The lines that are left after cursor movements up and erasures of lines."""
+    lines, row = [""], 0
+    for part in re.findall(r"\x1b\[[0-9;?]*[A-Za-z]|\r|\n|[^\x1b\r\n]+", written):
+        if part == "\n":
+            row += 1
+            lines += [""] * (row + 1 - len(lines))
+        elif part == "\x1b[1A":
+            row -= 1
+        elif part in ("\r", "\x1b[2K"):
+            lines[row] = "" if part != "\r" else lines[row]
+        elif not part.startswith("\x1b"):
+            lines[row] += part
+    return lines
+
+
+def summary(folder):
+    split = split_time(simulated("1f1b", 2, 2, 1))
+    return Summary(folder, 3, 100, 1.0, 2.0, 2.0, 3.0, 0.1, {0: {"weights": 1}}, split)
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_change_of_method_is_said_once(tmp_path, terminal):
+    """When it happens; also where the run has gone back, and until its end."""
+    _, observer, screen = begun(tmp_path, terminal=terminal)
+    figures = Progress(25, 1000, 2.5, 10.0, 4000, 1234.0, 0.003, 0.125, {0: {"weights": 1}}, 250)
+    observer.progress(figures)
     observer.switched(Switched(7, "1f1b", "diverged at batch 12: the loss was nan", 20))
+    observer.progress(replace(figures, batch=26))
+    observer.finished(summary(tmp_path), simulated("1f1b", 2, 2, 1))
+    observer.close()
     said = "back from 20 batches to 7; 1f1b from batch 7 on (diverged at batch 12: the loss was nan)"
-    assert console.file.getvalue() == f"{said}\n"
+    assert [line for line in screen() if "1f1b" in line] == [said]
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_wish_to_end_is_answered(tmp_path, terminal):
+    _, observer, screen = begun(tmp_path, terminal=terminal)
+    observer.progress(Progress(25, 1000, 2.5, 10.0, 4000, 1234.0, 0.003, 0.125, {0: {"weights": 1}}, 250))
+    observer.ending()
+    observer.close()
+    (said,) = [line for line in screen() if "ending after the batches under way" in line]
+    assert said.startswith("ending after")
 
 
 def test_without_a_terminal_a_line_holds_every_figure():

@@ -478,6 +478,8 @@ class NodeRuntime:
         if self.store is not None:
             self.store.refresh()
             self.store.forget_copies()
+            if self.agreement is not None:
+                self.agreement.take_over()
         self.stage.refresh()
 
     def is_finite(self) -> bool:

@@ -381,12 +381,15 @@ class Pipeline:
         """Parameters and buffers of the stages in this process, newest version or averaged, by canonical name.
 
         Where parallel pipelines have a model in common beside their own weights (`combine`), parameters are those of
-        that model. Of two directions the buffers are those of the first, where both are here, as evaluations read them.
+        that model, which begins anew from what has been written into the weights of all pipelines between two runs. Of
+        two directions the buffers are those of the first, where both are here, as evaluations read them.
         The tensors share the pipeline's memory, in which the next updates write other versions and gradients: clone
         what is to outlive the next batch.
         """
         state: dict[str, Tensor] = {}
         for node in sorted(self.nodes.values(), key=lambda node: -node.place):
+            if node.agreement is not None and self._spans.at_rest:
+                node.refresh()
             state.update(node.stage.state())
             if node.store is not None:  # in the middle of a run another version may be bound
                 state.update(node.store.newest_tensors())

@@ -15,6 +15,7 @@ from itertools import islice
 import torch
 
 from penstock.errors import ConfigError, PenstockError, TransportError
+from penstock.runtime.agreeing import check_written
 from penstock.runtime.collective import gather_json
 from penstock.runtime.decisions import Evaluated
 from penstock.runtime.drive import Run, drive_all, drive_one
@@ -174,6 +175,8 @@ class Spans:
                     worker.recorder.pause()
                     for node in worker.nodes.values():
                         node.restore()
+                        if node.agreement is not None:
+                            node.agreement.watch.look()
 
     def ask_to_stop(self, source: Source | None = None) -> None:
         """Let the run under way end."""
@@ -266,6 +269,11 @@ class Spans:
 
     # --- the beginning of a span ------------------------------------------------------------------------------------
 
+    @property
+    def at_rest(self) -> bool:
+        """Whether nothing is under way, and nothing has broken."""
+        return self._broken is None and not self._running
+
     def check_idle(self) -> None:
         """Refuse to go on where a run is under way, or has broken."""
         if self._broken is not None:
@@ -284,8 +292,10 @@ class Spans:
             worker.recorder.begin_span()
             for node in worker.nodes.values():
                 node.refresh()
-                if node.agreement is not None:
-                    node.agreement.begin_span(self.batches)
+        check_written(self._combine, self._team, self._workers)
+        for node in (node for worker in self._workers for node in worker.nodes.values()):
+            if node.agreement is not None:
+                node.agreement.begin_span(self.batches)
         self._source = source
         if self._team.group is None:
             return source.begins()

@@ -12,7 +12,7 @@ import torch
 from penstock.train.comparison import ComparisonConfig, Key, contenders, grid_of, keys_of
 from penstock.train.entrants import Entrant, enter
 from penstock.train.findings import Findings
-from penstock.train.records import Records
+from penstock.train.records import Records, joined
 from penstock.train.tasks import Task, make_task
 from penstock.train.trial import Result, run_trial
 
@@ -45,7 +45,7 @@ class ComparisonRun:
     """A comparison under way.
 
     Args:
-        config: what to compare.
+        config: what to compare, with what the folder has already.
         folder: where what is found is kept.
         observer: is told how far it is.
 
@@ -55,13 +55,15 @@ class ComparisonRun:
     """
 
     def __init__(self, config: ComparisonConfig, folder: Path, observer: ComparisonObserver) -> None:
+        config = joined(config, folder)
         self._config, self._observer = config, observer
         self._task = make_task(config, folder)
+        self._records = Records(folder, config, self._task)
         self._entrants: list[Entrant] = []
         for contender in contenders(config):
             observer.entering(contender.label)
             self._entrants.append(enter(config, self._task, contender))
-        self._records = Records(folder, config, self._task)
+        self._records.begin()
         self._results: dict[Key, Result] = {}
 
     def run(self) -> Findings:

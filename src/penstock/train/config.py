@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 import difflib
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, TypeVar, get_args
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 import yaml
 from pydantic import (
@@ -20,12 +21,14 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
+from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 from penstock.errors import ConfigError
 from penstock.schedule.batchwise import what_decides
 from penstock.schedule.combine import Combine
 from penstock.schedule.methods import find_method
+from penstock.train.keys import with_options
 from penstock.train.lags import lag_of
 
 
@@ -420,16 +423,31 @@ def _takes_null(schema: type[BaseModel], path: tuple[str, ...]) -> bool:
 
 
 def described_keys(schema: type[BaseModel] = TrainConfig) -> list[tuple[str, Any, str]]:
-    """Every key (of sections as `section.key`) with its default and its meaning."""
+    """Every key (of sections as `section.key`) with its default and its meaning, and the choices where it has some."""
     keys = []
     for name, field in schema.model_fields.items():
         section = field.annotation
         if isinstance(section, type) and issubclass(section, BaseModel):
             inner = section.model_fields.items()
-            keys += [(f"{name}.{key}", value.default, value.description or "") for key, value in inner]
+            keys += [(f"{name}.{key}", value.default, _meaning(value)) for key, value in inner]
         else:
-            keys.append((name, field.default, field.description or ""))
+            keys.append((name, field.default, _meaning(field)))
     return keys
+
+
+def _meaning(field: FieldInfo) -> str:
+    """What a field means, after its choices if it has some that its description does not name."""
+    meaning = field.description or ""
+    choices = [choice for choice in _choices(field.annotation) if isinstance(choice, str)]
+    if all(re.search(rf"(?<![\w-]){re.escape(choice)}(?![\w-])", meaning) for choice in choices):
+        return meaning
+    return f"{', '.join(choices[:-1])} or {choices[-1]}: {meaning}"
+
+
+def _choices(annotation: Any) -> list[Any]:
+    if get_origin(annotation) is Literal:
+        return list(get_args(annotation))
+    return [choice for inner in get_args(annotation) for choice in _choices(inner)]
 
 
 def commented_reference() -> str:
@@ -443,6 +461,7 @@ def commented_reference() -> str:
         indent = "  " if group else ""
         value = yaml.safe_dump(default, default_flow_style=True).removesuffix("...\n").strip()
         lines += [f"{indent}# {meaning}", f"{indent}{last}: {value}"]
+        lines += [f"#   {option}: {said}" for option, _, said in with_options([(key, default, meaning)])[1:]]
     return "\n".join(lines) + "\n"
 
 

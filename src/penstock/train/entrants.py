@@ -98,7 +98,8 @@ def _opening(config: ComparisonConfig, task: Task, contender: Contender, proof: 
         return None
     if contender.sync >= config.batches:
         raise ConfigError(
-            f"sync: of {config.batches} batches the first {contender.sync} are to be trained by {OPENING}"
+            f"sync: all of the {config.batches} batches would be trained by {OPENING}, which is to train the first "
+            f"{contender.sync}; take fewer of these, or more batches"
         )
     if not any((*_delays(proof)[0], *_delays(proof)[1])):
         raise ConfigError("sync: the method has no delay, so it is synchronous from the start; leave sync out")

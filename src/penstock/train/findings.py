@@ -67,7 +67,7 @@ class Summary:
         verdict: "baseline", "worse", "better", "equal", "not resolved" where the spread over seeds is not smaller than
             the difference (or there is one seed), "diverged", or "-" without a baseline.
         simulated_time: of all updates.
-        delay: the largest of a stage.
+        delay: the largest of a stage, in forward or backward.
         seconds: mean of a run in this process.
     """
 

@@ -34,11 +34,12 @@ from penstock.train.drain import DrainRequest
 from penstock.train.job import local_ranks, process_group, shared_folder
 from penstock.train.lags import write_lags
 from penstock.train.metrics import Metrics
-from penstock.train.observer import Observer, Progress, Summary, Switched
+from penstock.train.observer import Observer, Progress, Summary
 from penstock.train.patience import Patience
 from penstock.train.phases import Phases
 from penstock.train.prepare import Prepared, prepare
 from penstock.train.rate import rate_schedule
+from penstock.train.resumed import note_changes
 from penstock.train.sample import sample_text
 from penstock.train.saving import save_weights
 
@@ -102,8 +103,8 @@ class _Loop:
         self._begin_from(self.checkpoints.load(ready=self.phases.ready))
         self._posted, self._begun = -math.inf, 0.0
         self._trained = 0  # batches of this start
+        self._ending = False
         self._loss: float | None = None  # of the last one
-        self._switches: list[Switched] = []
         self._meter = BubbleMeter(self.ranks)
 
     def _begin_from(self, found: Mapping[str, Any] | None) -> None:
@@ -129,9 +130,11 @@ class _Loop:
     def run(self) -> None:
         """Train, validate, save, sample; or end early, with a checkpoint."""
         self._begun = time.perf_counter()
+        if self.rank == 0 and (changes := note_changes(self.config, self.folder, self.pipeline.batches)):
+            self.metrics.add(changed=self.pipeline.batches, values=changes)
         if self.reports:
             if self.pipeline.batches:
-                self.metrics.add(resumed=self.pipeline.batches)
+                self.metrics.add(resumed=self.pipeline.batches, method=self.config.method)
             self.observer.started(self.prepared, self.pipeline.parts, self.pipeline.batches)
         over = False
         while not over:
@@ -172,7 +175,6 @@ class _Loop:
             back = {} if switched.came is None else {"back_from": switched.came}
             self.metrics.add(switch=switched.batch, method=switched.method, why=switched.why, **back)
             self.observer.switched(switched)
-            self._switches.append(switched)
 
     def _train(self) -> None:
         """Train until the phase, the run or hope ends."""
@@ -182,7 +184,7 @@ class _Loop:
             try:
                 self._post()
                 if self.request.asked:
-                    self.pipeline.stop()
+                    self._stop()
                 if self.reports:
                     self._loss = report.loss
                     self._trained += 1
@@ -194,6 +196,13 @@ class _Loop:
         if self.reports:
             self.metrics.add_updates(self.pipeline.decided())
         self._evaluated(self.pipeline.evaluated())
+
+    def _stop(self) -> None:
+        """The run has been told to end."""
+        self.pipeline.stop()
+        if self.reports and not self._ending:
+            self._ending = True
+            self.observer.ending()
 
     def _data(self) -> Iterator[Microbatches]:
         """The batches that are left of the phase, as long as there is hope."""
@@ -320,7 +329,6 @@ class _Loop:
             peak_bytes=peaks,
             time=split_time(timeline),
             again=self.metrics.again if self._takes_back() else None,
-            switches=tuple(self._switches),
         )
         self.metrics.add(
             **validation,

@@ -60,7 +60,6 @@ class Summary:
         time: where it went in training.
         averaged_loss: the validation loss with averaged weights, where there are any.
         again: updates that were taken back and made again; None where the method never does that.
-        switches: from method to method.
     """
 
     folder: Path
@@ -75,7 +74,6 @@ class Summary:
     time: TimeSplit
     averaged_loss: float | None = None
     again: int | None = None
-    switches: tuple[Switched, ...] = ()
 
 
 class Observer(Protocol):
@@ -95,6 +93,10 @@ class Observer(Protocol):
 
     def switched(self, switched: Switched) -> None:
         """Another method takes over."""
+        ...
+
+    def ending(self) -> None:
+        """The run has been told to end, and will after the batches under way."""
         ...
 
     def interrupted(self, folder: Path, batches: int, timeline: Timeline) -> None:

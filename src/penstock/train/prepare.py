@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import yaml
 
-from penstock.errors import CheckpointError, ConfigError, PenstockError
+from penstock.errors import ConfigError, PenstockError
 from penstock.models.gpt import TIED_EMBEDDINGS, GPTConfig, gpt_blocks, preset
 from penstock.runtime.blocks import cut_blocks
 from penstock.runtime.delays import resolve_both
@@ -28,12 +28,12 @@ from penstock.schedule.lags import place_of, record_fault
 from penstock.schedule.methods import correction_options, find_method
 from penstock.schedule.recompute import with_recompute
 from penstock.schedule.versions import RULES, Source
-from penstock.train.checkpoint import Checkpoint, open_newest
 from penstock.train.config import TrainConfig
 from penstock.train.corpus import Corpus, load_corpus
 from penstock.train.course import FALLBACK, SYNC
 from penstock.train.data import Windows
 from penstock.train.optimizers import optimizer_factory
+from penstock.train.resumed import saved_batches
 from penstock.weights.buffers import Layout
 from penstock.weights.corrections import Correction, Place
 from penstock.weights.methods import make_correction
@@ -261,13 +261,10 @@ def check_resume(config: TrainConfig, run: Path) -> None:
     Raises:
         ConfigError: how far it is.
     """
-    try:
-        newest, _ = open_newest(run, opened=partial(Checkpoint, share=None))
-    except CheckpointError:  # told by those who load it
-        return
-    if newest is not None and newest.batch > config.batches:
+    batch = saved_batches(run)
+    if batch is not None and batch > config.batches:
         raise ConfigError(
-            f"the run in {str(run)!r} has {newest.batch} batches already; set batches above that, got {config.batches}"
+            f"the run in {str(run)!r} has {batch} batches already; set batches above that, got {config.batches}"
         )
 
 

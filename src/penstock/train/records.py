@@ -4,7 +4,8 @@
     runs/2bw-seed-0-lr-0.003.json        what one run has found
 
 Files appear under their names only when they are complete, so a comparison may be ended at any moment: the same command
-goes on with the runs that are not there. Methods, seeds and rates may be added; everything else must stay the same.
+goes on with the runs that are not there. Methods, seeds and rates may be added, and what a command does not name of
+them stays as it is; everything else must be the same.
 """
 
 from __future__ import annotations
@@ -28,48 +29,79 @@ RUNS = "runs"
 _MISSING = object()
 
 
+def joined(config: ComparisonConfig, folder: Path) -> ComparisonConfig:
+    """A comparison with the methods, seeds and rates that its folder has already, and those that are asked for besides.
+
+    Of what was not asked for by name, nothing is added to what is there.
+
+    Raises:
+        ConfigError: no such method.
+        DataError: the folder's description is damaged.
+    """
+    if not (folder / INDEX).exists():
+        return config
+    there, given = _read(folder / INDEX), config.model_fields_set
+    named = [contender.label for contender in contenders(config)] if "methods" in given else []
+    rated = "lr" in given or "lr" in config.optimizer.model_fields_set
+    changes = {
+        "methods": list(dict.fromkeys([*there["methods"], *named])),
+        "seeds": max(there["seeds"], config.seeds if "seeds" in given else 0),
+        "lr": list(dict.fromkeys([*there["lr"], *(config.rates if rated else ())])),
+        "tune": config.tune if "tune" in given else there.get("tune"),
+    }
+    return config.model_copy(update=changes)
+
+
 class Records:
     """Of one comparison.
 
     Args:
-        folder: made if it is not there.
-        config: of the comparison.
+        folder: may be there, with what has been found before.
+        config: of the comparison, `joined` with what is there.
         task: its model and data.
 
     Raises:
-        ConfigError: the folder holds another comparison, or something else, or cannot be written.
+        ConfigError: the folder holds another comparison, or something else.
     """
 
     def __init__(self, folder: Path, config: ComparisonConfig, task: Task) -> None:
         self.folder = folder
-        shared = json.loads(json.dumps({**config.shared, "data found": task.fingerprint}))
-        listed = {"methods": [c.label for c in contenders(config)], "seeds": config.seeds, "lr": list(config.rates)}
-        try:
-            if (folder / INDEX).exists():
-                self._compare(_read(folder / INDEX), shared, listed)
-            elif folder.is_dir() and any(not path.name.startswith(".") for path in folder.iterdir()):
-                raise ConfigError(
-                    f"--out {str(folder)!r} has other files in it and no comparison; give a new or empty folder"
-                )
-            folder.mkdir(parents=True, exist_ok=True)
-            write_whole(folder / INDEX, json.dumps({"schema": SCHEMA, "shared": shared, **listed}, indent=1))
-            (folder / RUNS).mkdir(exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"cannot write to --out {str(folder)!r}: {error.strerror or error}") from None
+        self._shared = json.loads(json.dumps({**config.shared, "data found": task.fingerprint}))
+        self._listed = {
+            "methods": [c.label for c in contenders(config)],
+            "seeds": config.seeds,
+            "lr": list(config.rates),
+            "tune": config.tune,
+        }
+        if (folder / INDEX).exists():
+            self._compare(_read(folder / INDEX)["shared"])
+        elif folder.is_dir() and any(not path.name.startswith(".") for path in folder.iterdir()):
+            raise ConfigError(
+                f"--out {str(folder)!r} has other files in it and no comparison; give a new or empty folder"
+            )
 
-    def _compare(self, there: dict[str, Any], shared: dict[str, Any], listed: dict[str, Any]) -> None:
-        """Refuse another comparison, and one that leaves out what has been trained."""
-        before, now = _flat(there["shared"]), _flat(shared)
+    def begin(self) -> None:
+        """Make the folder, and write into it what is compared.
+
+        Raises:
+            ConfigError: it cannot be written.
+        """
+        index = {"schema": SCHEMA, "shared": self._shared, **self._listed}
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_whole(self.folder / INDEX, json.dumps(index, indent=1))
+            (self.folder / RUNS).mkdir(exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"cannot write to --out {str(self.folder)!r}: {error.strerror or error}") from None
+
+    def _compare(self, there: dict[str, Any]) -> None:
+        """Refuse another comparison."""
+        before, now = _flat(there), _flat(self._shared)
         differing = [
             f"{key} is {_shown(before.get(key, _MISSING))} there and {_shown(now.get(key, _MISSING))} now"
             for key in dict.fromkeys([*before, *now])
             if before.get(key, _MISSING) != now.get(key, _MISSING)
         ]
-        for key, what in (("methods", "methods"), ("lr", "learning rates")):
-            gone = [str(value) for value in there[key] if value not in listed[key]]
-            differing += [f"{what} {', '.join(gone)} are there and not in this command"] if gone else []
-        if there["seeds"] > listed["seeds"]:
-            differing.append(f"seeds is {there['seeds']} there and {listed['seeds']} now")
         if differing:
             raise ConfigError(
                 f"--out {str(self.folder)!r} holds another comparison: {'; '.join(differing)}. Give the settings "

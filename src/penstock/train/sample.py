@@ -79,7 +79,7 @@ def generate(
 def sample_text(
     folder: Path, prompt: str, length: int, temperature: float = 0.8, seed: int = 0, seconds: float = math.inf
 ) -> str:
-    """The prompt and what the model makes of it.
+    """The prompt and what the model makes of it, what is no text replaced, control characters as escapes.
 
     Args:
         folder: of the run.
@@ -101,4 +101,9 @@ def sample_text(
     end = time.monotonic() + seconds
     tokens = generate(model, config, list(prompt.encode()), length, temperature, seed, alphabet=256)
     made = itertools.takewhile(lambda _: time.monotonic() < end, tokens)
-    return prompt + bytes(made).decode(errors="replace")
+    return prompt + _shown(bytes(made).decode(errors="replace"))
+
+
+def _shown(text: str) -> str:
+    """With control characters as escapes: a model that knows little writes some, and terminals obey them."""
+    return "".join(c if c in "\n\t" or c.isprintable() else ascii(c)[1:-1] for c in text)

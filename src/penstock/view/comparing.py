@@ -12,6 +12,7 @@ from penstock.train.comparison import Key
 from penstock.train.findings import Findings, Summary
 from penstock.train.tasks import Task
 from penstock.train.trial import Result
+from penstock.view.tables import DELAY, RANGES, briefly, delay_on
 from penstock.view.words import counted
 
 
@@ -88,12 +89,14 @@ def summary_table(findings: Findings) -> Table:
         columns.insert(2, "accuracy")
     for column in columns:
         table.add_column(column, justify="left" if not column else "right", no_wrap=True)
+    ranks = range(config.stages)
+    delays = {e.label: briefly([delay_on(e.proof, rank) for rank in ranks]) for e in findings.entrants}
     for summary in summaries:
         cells = [f"{summary.lr:g}", _loss(summary), _difference(summary), _verdict(summary)]
         if "accuracy" in columns:
             cells.insert(2, "-" if summary.accuracy is None else f"{summary.accuracy:.1%}")
-        table.add_row(summary.method, *cells, f"{summary.simulated_time:g}", f"{summary.delay:.3g}")
-    table.caption = f"{caption(findings)} Delay: updates, the largest of a stage."
+        table.add_row(summary.method, *cells, f"{summary.simulated_time:g}", delays[summary.method])
+    table.caption = f"{caption(findings)} {DELAY} Per rank where the ranks differ; {RANGES}."
     table.caption_justify = "left"
     return table
 

@@ -34,7 +34,8 @@ class TerminalObserver:
         self._live: Live | None = None
         self._bar: Bar | None = None
         self._printed = -_PLAIN_EVERY
-        self._evaluation = self._switched = ""
+        self._evaluation = self._ending = ""
+        self._latest: Progress | None = None
 
     def started(self, prepared: Prepared, parts: list[list[str]], batch: int) -> None:
         """Say what will run, and begin the live display."""
@@ -78,8 +79,8 @@ class TerminalObserver:
                 description=f"batch {progress.batch} of {progress.batches}",
                 eta=f"ETA {_duration(_remaining(progress))}",
             )
-            said = [line for line in (self._switched, self._evaluation) if line]
-            self._live.update(Group(self._bar, _figures(progress), *said, _bytes_table(progress.live_bytes)))
+            self._latest = progress
+            self._draw()
         elif time.monotonic() - self._printed >= _PLAIN_EVERY or progress.batch == progress.batches:
             self._printed = time.monotonic()
             self.console.print(
@@ -87,6 +88,13 @@ class TerminalObserver:
                 highlight=False,
                 soft_wrap=True,
             )
+
+    def _draw(self) -> None:
+        """Renew the live display."""
+        if self._live is not None and self._bar is not None and self._latest is not None:
+            said = [line for line in (self._evaluation, self._ending) if line]
+            figures, held = _figures(self._latest), _bytes_table(self._latest.live_bytes)
+            self._live.update(Group(self._bar, figures, *said, held))
 
     def evaluated(self, found: Evaluated) -> None:
         """Show what an evaluation in the midst of training has found."""
@@ -96,9 +104,21 @@ class TerminalObserver:
             self.console.print(self._evaluation, highlight=False)
 
     def switched(self, switched: Switched) -> None:
-        """Say which method takes over, and why."""
-        self._switched = _switch(switched)
-        self.console.print(self._switched, highlight=False, markup=False, soft_wrap=True)
+        """Say which method takes over, and why: on a line that stays, above the live display."""
+        back = "" if switched.came is None else f"back from {switched.came} batches to {switched.batch}; "
+        self.console.print(
+            f"{back}{switched.method} from batch {switched.batch} on ({switched.why})",
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
+        )
+
+    def ending(self) -> None:
+        """Say that the wish has been heard."""
+        self._ending = "ending after the batches under way, with a checkpoint; once more ends it at once"
+        self._draw()
+        if self._live is None:
+            self.console.print(self._ending, highlight=False)
 
     def interrupted(self, folder: Path, batches: int, timeline: Timeline) -> None:
         """Say where the time went, and where the run goes on."""
@@ -129,8 +149,6 @@ class TerminalObserver:
             )
         if summary.averaged_loss is not None:
             print_(f"with averaged weights {summary.averaged_loss:.4f}", highlight=False)
-        for switched in summary.switches:
-            print_(_switch(switched), highlight=False, markup=False)
         if summary.again is not None:
             print_(f"{summary.again} updates were taken back and made again", highlight=False)
         if summary.time.makespan:
@@ -160,11 +178,6 @@ class TerminalObserver:
         """End the live display, whatever happened."""
         if self._live is not None:
             self._live.stop()
-
-
-def _switch(switched: Switched) -> str:
-    back = "" if switched.came is None else f"back from {switched.came} batches to {switched.batch}; "
-    return f"{back}{switched.method} from batch {switched.batch} on ({switched.why})"
 
 
 def _remaining(progress: Progress) -> float:

@@ -60,7 +60,7 @@ def method_facts(method: Method, stages: int, microbatches: int) -> MethodFacts:
     return MethodFacts(
         *names,
         weight_copies=[_copies_on(proof, rank) for rank in ranks],
-        delay=[_delay_on(proof, rank) for rank in ranks],
+        delay=[delay_on(proof, rank) for rank in ranks],
         activations=[float(a) for a in proof.activations],
         bubble=max(steady_bubble(proof.lowered, costs, proof.steady_from + 2), 0.0),
     )
@@ -73,7 +73,8 @@ def _copies_on(proof: Proof, rank: int) -> float:
     return float(sum(Fraction(number, schedule.chunks[n]) for n, number in held.items()))
 
 
-def _delay_on(proof: Proof, rank: int) -> float:
+def delay_on(proof: Proof, rank: int) -> float:
+    """Updates between the version that forwards of a rank read and the version updated, mean over a batch."""
     delays = [proof.nodes[node].delay.forward for node in proof.schedule.on_rank(rank)]
     return sum(delays) / len(delays)
 
@@ -117,9 +118,9 @@ def _methods(title: str, facts: list[MethodFacts], problems: Sequence[str | None
         "order": [f.order for f in facts],
         "version rule": [f.rule for f in facts],
         "correction": ["" if f.correction == "none" else f.correction for f in facts],
-        "weight\ncopies": [_briefly(f.weight_copies) for f in facts],
-        "delay": [_briefly(f.delay) for f in facts],
-        "activations\nin flight": [_briefly(f.activations) for f in facts],
+        "weight\ncopies": [briefly(f.weight_copies) for f in facts],
+        "delay": [briefly(f.delay) for f in facts],
+        "activations\nin flight": [briefly(f.activations) for f in facts],
         "bubble": [
             f"refused ({problems.index(f.problem) + 1})" if f.bubble is None else f"{f.bubble:.3f}" for f in facts
         ],
@@ -133,9 +134,8 @@ def _methods(title: str, facts: list[MethodFacts], problems: Sequence[str | None
     for row in zip(*shown.values(), strict=True):
         table.add_row(*row)
     table.caption = (
-        "Per rank where the ranks differ; a .. b: from the first to the last, a to b: from the least to the most. "
-        "Delay: updates between the weights read and the weights updated, mean over a batch. Bubble: idle / total of "
-        "one more batch in a long run, F = 1, B = 2."
+        f"Per rank where the ranks differ; {RANGES}. {DELAY} Bubble: idle / total of one more batch in a long run, "
+        "F = 1, B = 2."
     )
     if left_out:
         names = ", ".join(heading.replace("\n", " ") for heading in left_out)
@@ -148,11 +148,16 @@ def _natural_width(table: Table) -> int:
     return Console(width=_UNBOUNDED).measure(table).maximum
 
 
+DELAY = (
+    "Delay: updates between the weights that forwards read and the weights updated, mean over a batch and over the "
+    "stages of a rank."
+)
+RANGES = "a .. b: from the first to the last, a to b: from the least to the most"
 _UNBOUNDED = 10_000  # columns, more than any table has
 _BRIEF = 10  # characters of figures per rank; beyond it they are summed up
 
 
-def _briefly(values: list[float] | None) -> str:
+def briefly(values: list[float] | None) -> str:
     """Figures of all ranks on one line: where they take much room, the ends of what rises or falls, or the range."""
     text = _per_rank(values)
     if values is None or len(text) <= _BRIEF:

@@ -6,7 +6,9 @@ import math
 from dataclasses import asdict
 from typing import Any
 
+from rich.console import Group
 from rich.table import Table
+from rich.text import Text
 
 from penstock.train.differences import Difference, Place
 from penstock.train.verification import Verification
@@ -40,16 +42,23 @@ def _values(difference: Difference) -> dict[str, Any]:
     return values
 
 
-def verification_table(found: Verification) -> Table:
-    """A row for each run that the pipeline is compared with and each kind of numbers."""
+def verification_table(found: Verification) -> Group:
+    """A row for each run that the pipeline is compared with and each kind of numbers.
+
+    Where all is equal nothing is said of how large a difference is and where.
+    """
     config = found.config
     wide = f", width {config.width}" if config.width > 1 else ""
     shape = f"stages {config.stages}, microbatches {config.microbatches}{wide}, batches {found.batches}"
-    table = Table(title=f"{config.method}: {shape}", title_justify="left", box=None)
+    table = Table(box=None)
     table.add_column("compared with", no_wrap=True)
-    for column in ("differ", "relative", "absolute", "batch"):
+    table.add_column("differ", justify="right", no_wrap=True)
+    differences = [d for row in found.rows for d in (row.reference, row.plain) if d is not None]
+    apart = any(difference.worst is not None for difference in differences)
+    for column in ("relative", "absolute", "batch") if apart else ():
         table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("most in", overflow="fold")
+    if apart:
+        table.add_column("most in", overflow="fold")
     table.add_row("[bold]reference[/bold]")
     for row in found.rows:
         table.add_row(f"  {row.kind}", *_cells(row.reference, found.batches))
@@ -60,12 +69,9 @@ def verification_table(found: Verification) -> Table:
     note = f"Plain torch is left out, because {found.left_out}."
     if plain:
         note = f"From plain torch, a relative {max(d.tolerance for d in plain.values()):g} is allowed."
-    table.caption = (
-        "Relative: |a - b| / |b| of a tensor; absolute: of its elements. Decisions: norm, loss scale, skipped or not. "
-        f"Final state: what would be saved. {note}"
-    )
-    table.caption_justify = "left"
-    return table
+    how_far = "Relative: |a - b| / |b| of a tensor; absolute: of its elements. " if apart else ""
+    notes = f"{how_far}Decisions: norm, loss scale, skipped or not. Final state: what would be saved. {note}"
+    return Group(Text(f"{config.method}: {shape}", "table.title"), table, Text(notes, "table.caption"))
 
 
 def _cells(difference: Difference, end: int) -> tuple[str, ...]:

@@ -18,6 +18,7 @@ from penstock.weights.buffers import Buffer
 from penstock.weights.optimizers import check_averages
 from penstock.weights.store import VersionStore
 from penstock.weights.update import Updater
+from penstock.weights.watch import Watch
 
 COMMON = ("common", "momentum")  # kinds of tensors that `copies` makes
 _PULL = 0.9  # of elastic: the share of the way that the reference goes
@@ -36,6 +37,7 @@ class Agreement:
         combine, width, pipeline: as given.
         model: what pipelines have in common, as large as the weights: V of bmuf, Z of elastic; None of average.
         motion: D of bmuf; None of the others.
+        watch: notices what is written into the weights between two runs.
     """
 
     def __init__(self, combine: Combine, width: int, pipeline: int, store: VersionStore, updater: Updater) -> None:
@@ -49,6 +51,8 @@ class Agreement:
         self.motion = Buffer(store.layout, f"block momentum of {store.where}") if combine.kind == "bmuf" else None
         if self.model is not None:
             self.model.load(store.master.views)
+        self.watch = Watch(store)
+        self.watch.look()
         self._passing: list[Tensor] = []  # differences to the reference, and their sums
         self._learnt = torch.zeros(1)  # whether the optimizer remembers anything; of all pipelines, how many do
         self._summed: list[Tensor] = []
@@ -117,8 +121,14 @@ class Agreement:
 
     # --- what it keeps ----------------------------------------------------------------------------------------------
 
+    def take_over(self) -> None:
+        """Begin anew, as at the start of training, from what has been written into the weights between two runs."""
+        if self.watch.written:
+            self.load({})
+            self.watch.taken_over = True
+
     def begin_span(self, batches: int) -> None:
-        """A span begins, after so many batches: before the first, weights may have been written into."""
+        """A span begins, after so many batches: before the first there is nothing to go on with."""
         if not batches:
             self.load({})
 
@@ -158,6 +168,7 @@ class Agreement:
             own = {name: saved[f"{kind}/{name}"] for name in buffer.views if f"{kind}/{name}" in saved}
             nothing = {name: torch.zeros_like(view) for name, view in buffer.views.items()}
             buffer.load(own or (nothing if kind == COMMON[1] else self._store.master.views))
+        self.watch.look()
 
     def _kept(self) -> list[tuple[str, Buffer]]:
         kinds = zip(COMMON, (self.model, self.motion), strict=True)

@@ -22,6 +22,7 @@ from penstock.schedule.combine import Combine
 from penstock.schedule.lags import place_of
 from penstock.weights.buffers import Buffer
 from penstock.weights.store import VersionStore
+from penstock.weights.watch import Watch
 
 COMMON = "common"  # the kind of tensors that `copies` makes
 
@@ -58,6 +59,7 @@ class Waves:
         taken: of each pipeline, how many waves the weights have.
         place: what the stage is called where lags are taken down.
         record: by batch after which a wave has ended, the lags that were taken, unless they are chosen.
+        watch: notices what is written into the weights between two runs.
     """
 
     motion: Buffer | None = None
@@ -72,6 +74,7 @@ class Waves:
         self._begun = Buffer(store.layout, f"beginning of the wave of {store.where}")  # weights when it began
         self._open: deque[Wave] = deque()  # the oldest first
         self.taken = [0] * width
+        self.watch = Watch(store)
         self.load({})
 
     @property
@@ -210,6 +213,13 @@ class Waves:
         self._open.clear()
         self.taken = [0] * self.width
         self._begin_wave()
+        self.watch.look()
+
+    def take_over(self) -> None:
+        """Begin anew, as at the start of training, from what has been written into the weights between two runs."""
+        if self.watch.written:
+            self.load({})
+            self.watch.taken_over = True
 
 
 def _add(weights: Buffer, update: Sequence[Tensor], share: float) -> None:

@@ -59,9 +59,12 @@ def one_version_fault(stages: int, microbatches: int, ahead: int = 2) -> str | N
     v, least = version_difference(stages, microbatches, ahead), max((ahead - 1) * (stages - 1), 1)
     if v == 1:
         return None
+    given = f"{microbatches} microbatch{'es' if microbatches > 1 else ''}"
+    missing = f"last {v - 1} updates" if v > 2 else "last update"
+    more = f" with ahead={ahead}" if ahead != 2 else ""
     return (
-        f"with {stages} stages and {microbatches} microbatches per batch, the backward of a batch begins before the "
-        f"first stage has made the last {v - 1} updates, but all passes are to read the newest weights that there are; "
-        f"{stages} stages{f' with ahead={ahead}' if ahead != 2 else ''} need at least {least} microbatches "
-        f"({'p <= n + 1' if ahead == 2 else '(ahead - 1) (p - 1) <= n'}): raise microbatches to {least}"
+        f"with {stages} stages and {given} per batch, the backward of a batch begins before the first stage has made "
+        f"the {missing}, but all passes are to read the newest weights that there are; {stages} stages{more} need at "
+        f"least {least} microbatches ({'p <= n + 1' if ahead == 2 else '(ahead - 1) (p - 1) <= n'}): raise "
+        f"microbatches to {least}"
     )
