@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 
 from penstock.errors import DataError
 from penstock.runtime.combining import Combining, Meetings, Party
-from penstock.runtime.graphs import Loss, Microbatch
+from penstock.runtime.flight import Microbatch
+from penstock.runtime.graphs import Loss
 from penstock.runtime.joints import Gradients, Joints
 from penstock.runtime.keeping import Keeping
 from penstock.runtime.links import Links
@@ -287,7 +288,7 @@ class Executor:
                     node, action.op, action.peer, Header(self._start + first // self.m, first, self._more, piece=key[1])
                 )
             case Op.OFFLOAD | Op.FETCH:
-                nbytes = node.park(key, away=action.op is Op.OFFLOAD)
+                nbytes = node.graphs.park(node.flights[key].work, away=action.op is Op.OFFLOAD)
                 self.recorder.change("parked activations", nbytes if action.op is Op.OFFLOAD else -nbytes)
             case _:
                 raise AssertionError(f"the runtime does not offer {action.op}")
@@ -296,9 +297,10 @@ class Executor:
         """Activations of this rank to another one and back (OFFLOAD, FETCH), or those of another one (HOLD, RETURN)."""
         key = header.first, header.piece
         if op is Op.OFFLOAD:
-            self.mailbox.put(Payload.PARKED, node.node, peer, Parcel(header, node.give(key)))
+            self.mailbox.put(Payload.PARKED, node.node, peer, Parcel(header, node.graphs.give(node.flights[key].work)))
         elif op is Op.FETCH:
-            node.take(key, self.mailbox.take(Payload.PARKED, peer, node.node, key).tree)
+            given = self.mailbox.take(Payload.PARKED, peer, node.node, key).tree
+            node.graphs.take(node.flights[key].work, given)
         elif op is Op.HOLD:
             parcel = self._held_for[peer, key] = self.mailbox.take(Payload.PARKED, peer, node.node, key)
             self.recorder.change("parked activations", parcel.nbytes)
@@ -389,7 +391,7 @@ class Executor:
         if batch >= max(self._begun.values()):  # an earlier batch may still go through later chunks
             self._more = header.more
         if self._books[node.node].provisional:
-            node.draft()
+            node.graphs.draft()
             self._drafts[node.node, (k, number)] = Draft(header, value, wants, sample.target)
         if action.unit.kind is Kind.EVAL:
             output, loss = node.evaluate(Microbatch(k, Draw(-1, k), sample.target), value)

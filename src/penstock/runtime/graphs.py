@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from penstock.errors import ConfigError
+from penstock.runtime.flight import Microbatch
 from penstock.runtime.parcel import detached
 from penstock.runtime.parking import Parking
-from penstock.runtime.randomness import Draw
-from penstock.runtime.rebinding import Rebinding
+from penstock.runtime.reading import Reading
 from penstock.runtime.recompute import BufferPlace, Keeper, Kept
 from penstock.runtime.saved import SavedBytes, signature
 from penstock.runtime.slicing import storages
@@ -32,29 +32,6 @@ class Loss:
 
     total: float
     weight: float
-
-
-class Microbatch(NamedTuple):
-    """What a pass works on.
-
-    Attributes:
-        k: its number in the span.
-        draw: what its random numbers depend on.
-        target: what the loss compares with, on the last stage.
-        scale: S, which its backward multiplies the loss by.
-        piece: (j, k) for slice j of k; None for all of it.
-    """
-
-    k: int
-    draw: Draw
-    target: Any = None
-    scale: float = 1.0
-    piece: tuple[int, int] | None = None
-
-    @property
-    def key(self) -> Piece:
-        """What tells it from others."""
-        return self.k, self.piece[0] if self.piece else 0
 
 
 class Result(NamedTuple):
@@ -76,7 +53,7 @@ class Graphs:
         splits: whether the backward of a microbatch (or slice) comes in two halves (`penstock.runtime.split`).
         parks: what graphs keep may be moved away for a while (`penstock.runtime.parking`).
         hold: told how many bytes of activations begin to live, or (negative) cease to.
-        rebinding: which weights backwards read, where it is not those of their forwards.
+        reading: how its passes find their weights.
         keeps_inputs: of forwards that are run again; else these come again.
     """
 
@@ -89,16 +66,17 @@ class Graphs:
         splits: Callable[[Piece], bool],
         parks: bool,
         hold: Callable[[int], None],
-        rebinding: Rebinding | None = None,
+        reading: Reading,
         keeps_inputs: bool = True,
     ) -> None:
-        self.hold, self._rebinding = hold, rebinding
+        self.hold, self._reading = hold, reading
         self._stage, self._divisor, self._parts = stage, divisor, parts
         self._splits, self._parks = splits, parks
         self._trained = bool(storages)
         self._keeper = Keeper(stage.blocks, stage.where, keeps_inputs)
         # Memory that lives anyway, to tell it from activations.
         self._known = {*storages, *(t.untyped_storage().data_ptr() for t in stage.fixed)}
+        self._before: Mapping[BufferPlace, Tensor] | None = None  # the buffers, before the first draft
         self._watches: WeakKeyDictionary[Readable, Watch] = WeakKeyDictionary()
         # Bytes that graphs hold, and those of them that the second half of a backward needs, by blocks and shapes.
         self._saved: dict[tuple[object, ...], tuple[int, int]] = {}
@@ -128,13 +106,45 @@ class Graphs:
         self.hold(-kept.nbytes)
         return result
 
-    def drop(self, work: Sequence[Graph | Kept]) -> None:
-        """What was made for a backward is of no use."""
+    def draft(self) -> None:
+        """Before a forward that reads a version not decided on yet: keep what else it changes, the buffers."""
+        if self._before is None:
+            self._before = {place: tensor.clone() for place, tensor in self._buffers.items()}
+
+    @torch.no_grad()
+    def drop_drafts(self, work: Iterable[Graph | Kept]) -> None:
+        """What forwards have made on a version that was rejected is of no use, nor what they have changed."""
         for piece in work:
             self.hold(-piece.nbytes)
+        present = self._buffers
+        for place, tensor in (self._before or {}).items():
+            present[place].copy_(tensor)
+
+    def accept_drafts(self) -> None:
+        """What forwards have read since `draft` is decided on, or they were dropped."""
+        self._before = None
+
+    def park(self, work: Sequence[Graph | Kept], away: bool) -> int:
+        """Move what graphs keep to the host's memory, or back; returns how many bytes."""
+        host = torch.device("cpu") if away else None
+        nbytes = sum(parking.move(host) for parking in _parkings(work))
+        self.hold(-nbytes if away else nbytes)
+        return nbytes
+
+    def give(self, work: Sequence[Graph | Kept]) -> list[list[Tensor]]:
+        """What graphs keep, as bytes, to be sent to another rank."""
+        given = [parking.give() for parking in _parkings(work)]
+        self.hold(-sum(tensor.nbytes for tensors in given for tensor in tensors))
+        return given
+
+    def take(self, work: Sequence[Graph | Kept], given: list[list[Tensor]]) -> None:
+        """The same back."""
+        for parking, tensors in zip(_parkings(work), given, strict=True):
+            parking.take(tensors)
+        self.hold(sum(tensor.nbytes for tensors in given for tensor in tensors))
 
     @property
-    def buffers(self) -> dict[BufferPlace, Tensor]:
+    def _buffers(self) -> dict[BufferPlace, Tensor]:
         """Those of the modules."""
         return self._keeper.buffers(tuple(self._stage.blocks))
 
@@ -175,11 +185,10 @@ class Graphs:
         splits = handle is not None and self._splits(microbatch.key)
         key = (tuple(names), splits, signature((value, microbatch.target)))
         parking = Parking(self._known | carried) if self._parks else None
-        counter: SavedBytes | None = parking
-        if self._rebinding is not None and handle is not None:
-            counter = self._rebinding.saved(self._known | carried, handle)
-        elif key not in self._saved:
-            counter = counter or SavedBytes(self._known | carried)
+        looking_up = None if handle is None else self._reading.saved(self._known | carried, handle)
+        counter = looking_up or parking
+        if counter is None and key not in self._saved:
+            counter = SavedBytes(self._known | carried)
         splitting = None
         if splits and handle is not None:
             watch = self._watches.get(handle.buffer)
@@ -250,5 +259,9 @@ class Graphs:
                 "belongs to no module among the blocks, so no optimizer would ever step it; pass the module that owns "
                 "it as a block (not one of its methods), or detach it"
             )
-        if self._rebinding is not None and handle is not None:
-            self._rebinding.check(result, handle.buffer.leaves.values())
+        if handle is not None:
+            self._reading.check(result, handle.buffer.leaves.values())
+
+
+def _parkings(work: Sequence[Graph | Kept]) -> list[Parking]:
+    return [piece.parking for piece in work if isinstance(piece, Graph) and piece.parking is not None]

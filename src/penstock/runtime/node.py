@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
@@ -12,17 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.runtime.graphs import Graphs, Loss, Microbatch
-from penstock.runtime.late import Late
+from penstock.runtime.flight import Flight, Microbatch
+from penstock.runtime.graphs import Graphs, Loss
 from penstock.runtime.parcel import detached
-from penstock.runtime.parking import Parking
 from penstock.runtime.precision import cast
-from penstock.runtime.rebinding import Rebinding
-from penstock.runtime.recompute import BufferPlace, Kept
-from penstock.runtime.rereading import Rereading
+from penstock.runtime.reading import Reading
+from penstock.runtime.recompute import Kept
 from penstock.runtime.saved import storage_bytes
 from penstock.runtime.slicing import NOTHING, Carry, with_carry
-from penstock.runtime.stage import Graph, Stage, run_backward
+from penstock.runtime.stage import Stage, run_backward
 from penstock.runtime.ties import Tie
 from penstock.schedule.flights import Piece
 from penstock.schedule.ir import Copy, Node
@@ -40,41 +37,17 @@ NO_LEAVES: Mapping[str, Tensor] = MappingProxyType({})
 
 
 @dataclass
-class Flight:
-    """A microbatch between its forward and its backward on one stage.
-
-    Attributes:
-        microbatch: which.
-        version: that its forward read.
-        handle: its weights; None where nothing is trained.
-        work: what its backward goes through, first things first: a graph, or what graphs are made of again.
-        late: what the second half of its backward goes through, once the first is done.
-        late_nbytes: that it keeps alive.
-        carried: leaves of its input that a slice before has made, the last ones.
-        carries: leaves of its output that go on to the next slice, the last ones.
-    """
-
-    microbatch: Microbatch
-    version: int | None
-    handle: Handle | None
-    work: Sequence[Graph | Kept]
-    carried: int = 0
-    carries: int = 0
-    late: list[Late] = field(default_factory=list)
-    late_nbytes: int = 0
-
-
-@dataclass
 class NodeRuntime:
     """One stage at work.
 
     Attributes:
         store, updater: None where the stage has no trained parameters.
+        reading: how its passes find their weights.
         graphs: of its forwards.
         ties: parameters that other stages share.
-        average: exponential moving average of the weights; None where none is kept.
         place: of the nodes that hold the same weights, in this pipeline and in parallel ones, the first (0), the
             second, and so on.
+        average: exponential moving average of the weights; None where none is kept.
         decay: of it: A(t+1) = decay A(t) + (1 - decay) W(t+1) at every update that is made; A(0) = W(0).
         flights: microbatches (or slices of them) between forward and backward, by their number in the span.
         carry: what the last slice of a microbatch hands on to the next one.
@@ -83,9 +56,7 @@ class NodeRuntime:
         evaluated: the version that they read instead.
         apart: where updates are provisional, copies are kept to undo them.
         provisional: the update that is not decided on yet.
-        buffers: those of the modules as they were before the first forward that reads its version.
         older: versions that training passes read instead of the newest; None where none is delayed.
-        rebinding: which weights backwards read, where the rule does not say those of their forwards.
         corrector: what is done about staleness.
         mean: c / N by the last batch that the stage has been updated with and that had a loss weight.
         agreement: what becomes of the weights when parallel pipelines meet; None where they hold the same.
@@ -95,6 +66,7 @@ class NodeRuntime:
     stage: Stage
     store: VersionStore | None
     updater: Updater | None
+    reading: Reading
     graphs: Graphs
     ties: Sequence[Tie]
     average: Buffer | None
@@ -107,9 +79,7 @@ class NodeRuntime:
     evaluated: int | None = None
     apart: bool = False
     provisional: Provisional | None = None
-    buffers: Mapping[BufferPlace, Tensor] | None = None
     older: OlderVersions | None = None
-    rebinding: Rebinding | None = None
     corrector: Corrector | None = None
     mean: float = 1.0
     agreement: Agreement | Waves | None = None
@@ -122,12 +92,7 @@ class NodeRuntime:
     # --- passes -----------------------------------------------------------------------------------------------------
 
     def forward(
-        self,
-        microbatch: Microbatch,
-        value: Any,
-        wants: tuple[bool, ...],
-        version: int | None,
-        copy: Copy | None = None,
+        self, microbatch: Microbatch, value: Any, wants: tuple[bool, ...], version: int, copy: Copy | None = None
     ) -> tuple[Any, Loss | None]:
         """Run the blocks on a microbatch and keep what its backward needs.
 
@@ -141,7 +106,8 @@ class NodeRuntime:
         Returns:
             The output (still in its graph), or None and the loss on the last stage.
         """
-        handle, carried = self._claim(version, copy), NOTHING
+        handle, carried = self.reading.forward(version, copy), NOTHING
+        self._bind(handle)
         if microbatch.piece:
             carried = self.carry.pop(microbatch.k, NOTHING)
             value, wants = with_carry(value, wants, carried)
@@ -162,25 +128,26 @@ class NodeRuntime:
         """Run the blocks in evaluation mode on what evaluations read now, and keep nothing."""
         if self.averaged is not None:
             self.stage.bind(self.averaged)
+        elif self.store is None:
+            self._bind(None)
         else:
-            newest = self.store.newest if self.store is not None and self.evaluated is None else self.evaluated
-            self._claim(newest, delayed=False)
+            self._bind(self.store.read(self.store.newest if self.evaluated is None else self.evaluated))
         with self.stage.evaluating(), self.stage.randomness.apart():
             return self.graphs.evaluate(microbatch, value)
 
     @torch.no_grad()
     def pass_on(self, microbatch: Microbatch, value: Any) -> tuple[Any, Loss | None]:
         """Run blocks that are not trained, and keep nothing."""
-        self._claim(None)
+        self._bind(None)
         with self.stage.randomness.apart():
             return self.graphs.evaluate(microbatch, value)
 
     def recompute(self, key: Piece, version: int, value: Any = None) -> Any:
-        """Make the graph of a microbatch again, on the weights that the schedule names (or an estimate of older ones).
+        """Make the graph of a microbatch again.
 
         Args:
             key: the microbatch, and its slice.
-            version: the weights to read.
+            version: that the schedule names.
             value: the input, where it was not kept.
 
         Returns:
@@ -189,37 +156,12 @@ class NodeRuntime:
         flight = self.flights[key]
         (kept,) = flight.work
         assert isinstance(kept, Kept)
-        if self.rebinding is None and flight.handle is not None and version == flight.handle.version:
-            flight.handle.check(f"the recomputed forward of microbatch {key[0]} on {self.stage.where}")
-        handle = self._claim_estimate(flight, version) or self._claim(version)
+        handle = self.reading.recompute(flight, version)
+        self._bind(handle)
         with self.stage.randomness.apart():
             result = self.graphs.remake(kept, flight.microbatch, handle, value)
         flight.handle, flight.work = handle, [result.graph]
         return result.output
-
-    def park(self, key: Piece, away: bool) -> int:
-        """Move what a microbatch's graphs keep to the host's memory, or back; returns how many bytes."""
-        host, nbytes = torch.device("cpu"), 0
-        for parking in self._parked(key):
-            nbytes += parking.move(host if away else None)
-        self.graphs.hold(-nbytes if away else nbytes)
-        return nbytes
-
-    def give(self, key: Piece) -> list[list[Tensor]]:
-        """What a microbatch's graphs keep, as bytes, to be sent to another rank."""
-        given = [parking.give() for parking in self._parked(key)]
-        self.graphs.hold(-sum(tensor.nbytes for tensors in given for tensor in tensors))
-        return given
-
-    def take(self, key: Piece, given: list[list[Tensor]]) -> None:
-        """The same back."""
-        for parking, tensors in zip(self._parked(key), given, strict=True):
-            parking.take(tensors)
-        self.graphs.hold(sum(tensor.nbytes for tensors in given for tensor in tensors))
-
-    def _parked(self, key: Piece) -> list[Parking]:
-        work = self.flights[key].work
-        return [piece.parking for piece in work if isinstance(piece, Graph) and piece.parking is not None]
 
     def backward(
         self, key: Piece, batch: int, version: int, gradients: list[Tensor | None] | None, copy: Copy | None = None
@@ -244,18 +186,16 @@ class NodeRuntime:
         self, key: Piece, batch: int, version: int, gradients: list[Tensor | None] | None, copy: Copy | None = None
     ) -> list[Tensor | None]:
         """The first half of `backward`; where graphs are not made for two, all of it."""
-        flight = self._claim_for_backward(key, batch, version, copy)
+        flight = self.flights[key]
+        self._bind(self.reading.backward(flight, batch, version, copy))
         returned = self.carry_gradients.pop(key[0], [None] * flight.carries)
-        work = list(flight.work)
-        flight.work = ()
+        work, flight.work = list(flight.work), ()
         while work:
-            piece = work.pop()
-            graph = piece
-            if isinstance(piece, Kept):
+            graph = work.pop()
+            if isinstance(graph, Kept):
                 with self.stage.randomness.apart():
-                    graph = self.graphs.remake(piece, flight.microbatch, flight.handle).graph
-            assert isinstance(graph, Graph)
-            with self._no_forward(flight):
+                    graph = self.graphs.remake(graph, flight.microbatch, flight.handle).graph
+            with self.reading.within(flight):
                 gradients = run_backward(graph, [*([graph.seed] if gradients is None else gradients), *returned])
             returned = []
             if graph.late is not None:
@@ -270,79 +210,15 @@ class NodeRuntime:
             self.carry_gradients[key[0]] = gradients[len(gradients) - flight.carried :]
         return gradients[: len(gradients) - flight.carried]
 
-    def _no_forward(self, flight: Flight) -> AbstractContextManager[object]:
-        """Within it a backward runs, which may not run a forward where that would read other weights than it."""
-        if not isinstance(self.rebinding, Rereading) or flight.handle is None:
-            return nullcontext()
-        assert self.older is not None
-        leaves = flight.handle.buffer.leaves
-        return self.rebinding.no_forward(leaves[name] for name in self.older.apart & leaves.keys())
-
     def backward_for_weights(self, key: Piece, batch: int, version: int, copy: Copy | None = None) -> None:
         """The second half, which needs nothing of others."""
-        flight = self._claim_for_backward(key, batch, version, copy)
+        flight = self.flights[key]
+        self._bind(self.reading.backward(flight, batch, version, copy))
         for late in flight.late:
-            assert flight.handle is not None
-            late.run(flight.handle.buffer.leaves, flight.handle.buffer.accumulate)
+            late.run(flight.weights.buffer.leaves, flight.weights.buffer.accumulate)
         self.graphs.hold(-flight.late_nbytes)
         del self.flights[key]
-        if self.corrector is not None and self.rebinding is None and flight.handle is not None:
-            assert self.store is not None
-            assert self.updater is not None
-            self.corrector.backward_done(self.updater, flight.handle.whole, self.store.master)
-
-    def _claim_for_backward(self, key: Piece, batch: int, version: int, copy: Copy | None) -> Flight:
-        flight = self.flights[key]
-        if flight.handle is not None and self.store is not None:
-            again = flight.handle
-            if self.rebinding is None or isinstance(self.rebinding, Rereading):
-                flight.handle.check(f"the backward of microbatch {key[0]} on {self.stage.where}")
-            if isinstance(self.rebinding, Rereading):
-                assert self.older is not None
-                self.rebinding.turn_to_leaves(self.older.read_backward(self.store.read(version)))
-            elif self.rebinding is not None:
-                again = self._turn(self.rebinding, flight, batch, version, copy)
-            self.store.accumulate(flight.handle, batch)
-            self.stage.bind(again.buffer.leaves)  # blocks may run their forward again (torch's checkpoint)
-        return flight
-
-    def _turn(self, rebinding: Rebinding, flight: Flight, batch: int, version: int, copy: Copy | None) -> Handle:
-        """Let a backward read the weights of this moment, or an estimate of those that its forward read.
-
-        Returns:
-            What a forward within the backward computes with: that of the first one, or, where it is gone, this.
-        """
-        assert self.store is not None
-        assert flight.handle is not None
-        assert flight.version is not None
-        estimate = self._claim_estimate(flight, version)
-        if estimate is not None:
-            rebinding.turn_to(estimate.whole)
-            if any(isinstance(piece, Kept) for piece in flight.work):
-                flight.handle = estimate  # its graphs are made now, of the same
-            return flight.handle
-        now = self.store.read(version) if copy is None else self.store.read_copy(copy, version)
-        motion = None if self.corrector is None else self.corrector.motion
-        rebinding.turn_to(now.whole, motion, version - flight.version)
-        if not rebinding.again_on_newest:
-            return flight.handle
-        if all(isinstance(piece, Kept) for piece in flight.work):
-            flight.handle = now  # its graphs will be made on it
-        else:
-            self.store.accumulate(now, batch)
-        return now
-
-    def _claim_estimate(self, flight: Flight, version: int) -> Handle | None:
-        """What a late pass reads instead of the newest version, where that is made beforehand; None where it is not."""
-        if self.store is None or not self.store.estimates or flight.version in (None, version):
-            return None
-        assert self.corrector is not None
-        assert flight.version is not None
-        torch.clear_autocast_cache()
-        gap = version - flight.version
-        handle = self.store.estimate(version, gap, partial(self.corrector.estimate, self.store.master, gap))
-        self.stage.bind(handle.buffer.leaves)
-        return handle
+        self.reading.after(flight)
 
     def predict(self, copy: Copy, versions: tuple[int, ...], batch: int, scale: float) -> None:
         """Make a derived copy of the newest version, or of the one that a forward read and the newest.
@@ -410,63 +286,37 @@ class NodeRuntime:
 
     def try_step(self, batch: int, factor: float) -> None:
         """Bear version batch + 1 as `step` does, but so that it can be done again."""
-        self.buffers = None
-        if self.store is None or self.updater is None:
-            return
-        torch.clear_autocast_cache()
-        self.provisional = Provisional(self.store, self.updater, batch, self.apart)
-        self.provisional.make(factor)
-
-    def draft(self) -> None:
-        """Before a forward that reads a version not decided on yet: keep what else it changes."""
-        if self.buffers is None:
-            self.buffers = {place: tensor.clone() for place, tensor in self.graphs.buffers.items()}
+        self.graphs.accept_drafts()
+        if self.store is not None and self.updater is not None:
+            self.provisional = Provisional(self.store, self.updater, batch, self.apart)
+            self.provisional.make(factor)
 
     def settle_step(self, batch: int, decision: Decision) -> None:
         """The update of a batch is decided on; if it is rejected, it is made again, and what has read it is dropped."""
         if decision.again:
-            self._drop_drafts(batch + 1)
-        self.buffers = None
+            drafts = [key for key, flight in self.flights.items() if flight.version == batch + 1]
+            self.graphs.drop_drafts(piece for key in drafts for piece in self.flights.pop(key).work)
+        self.graphs.accept_drafts()
         if self.store is None or self.provisional is None:
             return
         if decision.again:
-            torch.clear_autocast_cache()
             self.provisional.again(decision.factor)
         self.provisional.settle()
         self.provisional = None
         if self.average is not None and decision.factor:
             self.average.approach(self.store.master, 1.0 - self.decay)
 
-    def _drop_drafts(self, version: int) -> None:
-        """Forget the forwards that have read a version, and what they have changed in buffers."""
-        for key in [key for key, flight in self.flights.items() if flight.version == version]:
-            self.graphs.drop(self.flights.pop(key).work)
-        present = self.graphs.buffers
-        with torch.no_grad():
-            for place, tensor in (self.buffers or {}).items():
-                present[place].copy_(tensor)
-
-    def average_leaves(self) -> dict[str, Tensor] | None:
-        """The averaged weights as passes read them; None where none are kept."""
-        if self.average is None:
-            return None
-        return {name: cast(view, self.stage.precision) for name, view in self.average.views.items()}
-
-    def common_leaves(self) -> dict[str, Tensor] | None:
-        """The model that pipelines have in common, as passes read it; None where that is the newest weights."""
-        if self.agreement is None or self.agreement.model is None:
-            return None
-        return {name: cast(view, self.stage.precision) for name, view in self.agreement.model.views.items()}
+    def evaluated_leaves(self, averaged: bool) -> dict[str, Tensor] | None:
+        """What evaluations read: averaged weights, or the model that pipelines have in common; None if the newest."""
+        common = None if self.agreement is None else self.agreement.model
+        model = self.average if averaged else common
+        return None if model is None else {k: cast(view, self.stage.precision) for k, view in model.views.items()}
 
     def bytes_by_role(self) -> dict[str, int]:
         """Bytes of everything parameter-sized but the optimizer."""
         roles = {} if self.store is None else self.store.bytes_by_role()
-        if self.average is not None:
-            roles["averaged weights"] = self.average.nbytes
-        if self.older is not None:
-            roles["delayed weights"] = self.older.nbytes
-        if self.corrector is not None:
-            roles["correction"] = self.corrector.nbytes
+        parts = {"averaged weights": self.average, "delayed weights": self.older, "correction": self.corrector}
+        roles |= {role: part.nbytes for role, part in parts.items() if part is not None}
         if self.agreement is not None:
             roles |= self.agreement.bytes_by_role()
         if self.apart:
@@ -493,13 +343,6 @@ class NodeRuntime:
         """Give the modules their own parameters back, over the newest weights."""
         self.stage.restore({} if self.store is None else self.store.newest_tensors())
 
-    def _claim(self, version: int | None, copy: Copy | None = None, delayed: bool = True) -> Handle | None:
-        """Claim a version (a copy made of it; with delays what its batch reads) and let the modules compute with it."""
-        if self.store is None or version is None:
-            self.stage.bind(NO_LEAVES)
-            return None
-        handle = self.store.read(version) if copy is None else self.store.read_copy(copy, version)
-        if delayed and self.older is not None:
-            handle = self.older.read(handle)
-        self.stage.bind(handle.buffer.leaves)
-        return handle
+    def _bind(self, handle: Handle | None) -> None:
+        """Let the modules compute with what was claimed."""
+        self.stage.bind(NO_LEAVES if handle is None else handle.buffer.leaves)

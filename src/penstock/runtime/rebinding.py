@@ -1,25 +1,29 @@
 """Weights that a backward looks up when it runs, where its forward read others.
 
 Some methods keep one version only: it is rewritten while microbatches are in flight, and their backwards read what is
-there by then (PipeMare, arXiv 1910.05124), or an estimate. So a graph keeps of the weights only where they lie; what
-else it keeps (activations, and whatever the forward has made of weights) stays as it was, and may not be written into.
-Which version is read is proven beforehand, and looked up in the store.
+there by then (PipeMare, arXiv 1910.05124), or an estimate. So a graph keeps of the weights only where they lie
+(`penstock.runtime.lookup`). Which version is read is proven beforehand, and looked up in the store.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from penstock.errors import CapabilityError
-from penstock.runtime.late import Taken
+from penstock.runtime.flight import Flight
+from penstock.runtime.lookup import LookingUp, check_uncast
+from penstock.runtime.reading import Reading, claim
 from penstock.runtime.saved import SavedBytes
-from penstock.runtime.stage import graph_nodes
+from penstock.schedule.ir import Copy
 from penstock.schedule.versions import VersionRule
 from penstock.weights.buffers import Buffer, Handle
+from penstock.weights.corrections import Corrector
+from penstock.weights.store import VersionStore
 
 
 class _Place(NamedTuple):
@@ -31,46 +35,56 @@ class _Place(NamedTuple):
     stride: tuple[int, ...]
 
 
-class Rebinding:
-    """The weights that the backwards of a stage read now.
+class Rebinding(Reading):
+    """Late passes read the weights of their moment, or an estimate that is made of them tensor by tensor.
 
     Args:
-        where: for messages.
+        store, corrector: of the stage.
         again_on_newest: a forward that is run again in a backward reads what that reads, not what it has read before,
             which may be gone.
-
-    Attributes:
-        others, advice: for messages: what backwards read, and what to do where they cannot.
     """
 
-    others = "the newest"
-    advice = "take a method that keeps the weights of the forward, such as stash or 2bw"
-
-    def __init__(self, where: str, again_on_newest: bool = False) -> None:
-        self._where, self.again_on_newest = where, again_on_newest
+    def __init__(self, store: VersionStore, corrector: Corrector | None, again_on_newest: bool) -> None:
+        self._store, self._corrector, self._again_on_newest = store, corrector, again_on_newest
         self._flats: Mapping[torch.dtype, Tensor] = {}
         self._motion: Mapping[torch.dtype, Tensor] = {}
         self._gap = 0.0
-        self._dtypes: dict[int, torch.dtype] = {}
 
-    def turn_to(self, weights: Buffer, motion: Buffer | None = None, gap: float = 0.0) -> None:
+    def forward(self, version: int, copy: Copy | None = None) -> Handle:
+        """Claim it."""
+        return claim(self._store, version, copy)
+
+    def recompute(self, flight: Flight, version: int) -> Handle:  # noqa: ARG002
+        """Claim what is newest now."""
+        return self._store.read(version)
+
+    def backward(self, flight: Flight, batch: int, version: int, copy: Copy | None = None) -> Handle:
+        """Look weights up in the version (or its copy); its graphs may still be on those of the forward."""
+        now = claim(self._store, version, copy)
+        self._turn_to(now.whole, None if self._corrector is None else self._corrector.motion, version - flight.version)
+        again = now if self._again_on_newest else flight.weights
+        if flight.remade:
+            flight.handle = again
+        for handle in (again, flight.weights):
+            self._store.accumulate(handle, batch)
+        return again
+
+    def saved(self, known: set[int], weights: Handle) -> SavedBytes:
+        """Hooks that keep of weights where they lie."""
+        return LookingUp(known, _places(weights.whole), self._tensor)
+
+    def check(self, result: Any, weights: Iterable[Tensor]) -> None:
+        """Make sure that it reads the weights themselves."""
+        advice = "take a method that keeps the weights of the forward, such as stash or 2bw"
+        check_uncast(result, weights, self._store.where, "the newest", advice)
+
+    def _turn_to(self, weights: Buffer, motion: Buffer | None = None, gap: float = 0.0) -> None:
         """From now on backwards read `weights - gap * motion`, each tensor made when it is asked for."""
         self._flats = {flat.dtype: flat for flat in weights.flats}
         self._motion = {} if motion is None else {flat.dtype: flat for flat in motion.flats}
         self._gap = gap if self._motion else 0.0
 
-    def saved(self, known: set[int], weights: Handle) -> SavedBytes:
-        """Hooks under which a forward on `weights` is run; they count what else the graph keeps."""
-        flats = weights.whole.flats
-        return _Saved(known, {flat.untyped_storage().data_ptr(): flat.dtype for flat in flats}, self)
-
-    def found(self, kept: Taken | _Place) -> Tensor:
-        """What a graph has kept, with autograd's own check."""
-        if isinstance(kept, _Place):
-            return self.tensor(kept)
-        return kept.tensor
-
-    def tensor(self, place: _Place) -> Tensor:
+    def _tensor(self, place: _Place) -> Tensor:
         """What lies at a place now."""
         found = self._flats[place.dtype].as_strided(place.shape, place.stride, place.offset)
         if not self._gap or place.dtype not in self._motion:
@@ -78,24 +92,49 @@ class Rebinding:
         motion = self._motion[place.dtype].as_strided(place.shape, place.stride, place.offset)
         return found - self._gap * motion
 
-    def check(self, result: Any, weights: Iterable[Tensor]) -> None:
-        """Make sure that a graph reads the weights themselves.
 
-        Args:
-            result: of the forward, in its graph.
-            weights: its leaves; others are what the stage has received, of which casts do no harm.
+def _places(weights: Buffer) -> Callable[[Tensor], _Place | None]:
+    """Tells of tensors where they lie in a buffer."""
+    dtypes = {flat.untyped_storage().data_ptr(): flat.dtype for flat in weights.flats}
 
-        Raises:
-            CapabilityError: it reads casts of them, as under autocast, which stay as the forward made them.
-        """
-        ours = {id(leaf) for leaf in weights}
-        for node in graph_nodes(result):
-            if type(node).__name__ == "ToCopyBackward0" and _is_of(ours, node):
-                raise CapabilityError(
-                    f"{self._where}: a block casts its weights (torch.autocast, or .to()), so its backward would read "
-                    f"those of its forward, not {self.others}; pass precision='bf16' or 'fp16' to the pipeline "
-                    f"instead, or {self.advice}"
-                )
+    def place(tensor: Tensor) -> _Place | None:
+        dtype = dtypes.get(tensor.untyped_storage().data_ptr())
+        if dtype is None or dtype != tensor.dtype:
+            return None
+        return _Place(dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride())
+
+    return place
+
+
+class Estimating(Rebinding):
+    """Late passes read an estimate of what their forward has read, of their moment, that is made whole beforehand.
+
+    A forward that is run again needs it so, and in low precision weights are to be cast once. With no update since the
+    forward it is the newest weights themselves.
+    """
+
+    def recompute(self, flight: Flight, version: int) -> Handle:
+        """Claim an estimate of this moment."""
+        return self._estimate(flight, version) or super().recompute(flight, version)
+
+    def backward(self, flight: Flight, batch: int, version: int, copy: Copy | None = None) -> Handle:
+        """Look weights up in an estimate of this moment."""
+        estimate = self._estimate(flight, version)
+        if estimate is None:
+            return super().backward(flight, batch, version, copy)
+        self._turn_to(estimate.whole)
+        if flight.remade:
+            flight.handle = estimate
+        self._store.accumulate(flight.weights, batch)
+        return flight.weights
+
+    def _estimate(self, flight: Flight, version: int) -> Handle | None:
+        gap = version - flight.version
+        if not gap:
+            return None
+        assert self._corrector is not None
+        torch.clear_autocast_cache()  # it remembers casts of leaves whose memory may change now
+        return self._store.estimate(version, gap, partial(self._corrector.estimate, self._store.master, gap))
 
 
 def check_real(rule: VersionRule, trained: Mapping[str, Tensor], where: str) -> None:
@@ -104,7 +143,7 @@ def check_real(rule: VersionRule, trained: Mapping[str, Tensor], where: str) -> 
     Raises:
         CapabilityError: they are complex.
     """
-    found = _complex(trained)
+    found = complex_among(trained)
     if found is not None and (rule.rebinds or rule.copies_forward):
         raise CapabilityError(
             f"{where}: {found} is complex; version rule {rule.name!r} is offered for real parameters. Take a method "
@@ -112,51 +151,6 @@ def check_real(rule: VersionRule, trained: Mapping[str, Tensor], where: str) -> 
         )
 
 
-def check_real_delays(trained: Mapping[str, Tensor], where: str) -> None:
-    """The same where backwards look weights up because of delays of their own.
-
-    Raises:
-        CapabilityError: they are complex.
-    """
-    found = _complex(trained)
-    if found is not None:
-        raise CapabilityError(
-            f"{where}: {found} is complex; backward_delays are offered for real parameters. Leave them out, so that "
-            "backwards read the weights of their forward"
-        )
-
-
-def _complex(trained: Mapping[str, Tensor]) -> str | None:
+def complex_among(trained: Mapping[str, Tensor]) -> str | None:
+    """The first parameter that is complex."""
     return next((name for name, weight in trained.items() if weight.is_complex()), None)
-
-
-def _is_of(ours: set[int], node: Any) -> bool:
-    """Whether the input of a cast is a weight, or a view of one."""
-    following = node.next_functions[0][0]
-    while type(following).__name__.removesuffix("0").removesuffix("1") in _VIEWS:
-        following = following.next_functions[0][0]
-    return type(following).__name__ == "AccumulateGrad" and id(following.variable) in ours
-
-
-_VIEWS = frozenset(
-    f"{name}Backward"
-    for name in (
-        "T", "Transpose", "View", "UnsafeView", "ReshapeAlias", "Permute", "Slice", "Select", "Expand", "Unsqueeze",
-        "Squeeze", "Alias", "AsStrided", "Narrow",
-    )
-)  # fmt: skip
-
-
-class _Saved(SavedBytes):
-    """Keeps where weights lie, and everything else as it is."""
-
-    def __init__(self, known: set[int], weights: Mapping[int, torch.dtype], rebinding: Rebinding) -> None:
-        self._weights = weights
-        super().__init__(known, self._keep, rebinding.found)
-
-    def _keep(self, tensor: Tensor) -> Taken | _Place:
-        dtype = self._weights.get(tensor.untyped_storage().data_ptr())
-        if dtype is None or dtype != tensor.dtype:
-            self.add([tensor])
-            return Taken(tensor)
-        return _Place(dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride())

@@ -18,10 +18,16 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from penstock.errors import CapabilityError
-from penstock.runtime.late import Taken
-from penstock.runtime.rebinding import Rebinding
+from penstock.runtime.flight import Flight
+from penstock.runtime.lookup import LookingUp, check_uncast
+from penstock.runtime.reading import OfForward
+from penstock.runtime.rebinding import complex_among
 from penstock.runtime.saved import SavedBytes
+from penstock.schedule.ir import Copy
 from penstock.weights.buffers import Handle
+from penstock.weights.older import OlderVersions
+from penstock.weights.store import VersionStore
+from penstock.weights.update import Updater
 
 
 class _Part(NamedTuple):
@@ -33,38 +39,47 @@ class _Part(NamedTuple):
     stride: tuple[int, ...]
 
 
-class Rereading(Rebinding):
-    """The weights that the backwards of a stage read now, by name."""
+class Rereading(OfForward):
+    """Backwards read older weights by choice, forwards others.
 
-    others = "those of its backward delay"
-    advice = "leave backward_delays out"
+    Args:
+        store, updater: of the stage.
+        older: the versions.
+    """
 
-    def __init__(self, where: str) -> None:
-        super().__init__(where)
+    def __init__(self, store: VersionStore, updater: Updater, older: OlderVersions) -> None:
+        super().__init__(store, updater, None, older)
+        self._choices = older
         self._now: Mapping[str, Tensor] = {}
 
-    def turn_to_leaves(self, leaves: Mapping[str, Tensor]) -> None:
-        """From now on backwards read these."""
-        self._now = leaves
+    def backward(self, flight: Flight, batch: int, version: int, copy: Copy | None = None) -> Handle:
+        """Look weights up by name; the graphs stay on those of the forward."""
+        handle = super().backward(flight, batch, version, copy)
+        self._now = self._choices.read_backward(self._store.read(version))
+        return handle
 
-    def saved(self, known: set[int], weights: Handle) -> SavedBytes:
-        """Hooks under which a forward on `weights` is run; they count what else the graph keeps."""
-        return _Saved(known, weights.buffer.leaves, self)
-
-    def no_forward(self, leaves: Iterable[Tensor]) -> AbstractContextManager[object]:
-        """A backward runs meanwhile; no graph may be made of these leaves, which its forward has read.
+    def within(self, flight: Flight) -> AbstractContextManager[object]:
+        """No forward may be run again where it would read other weights than the backward.
 
         Raises:
             CapabilityError: one is.
         """
-        return _NoForward({id(leaf) for leaf in leaves}, self._where)
+        leaves = flight.weights.buffer.leaves
+        return _NoForward({id(leaves[name]) for name in self._choices.apart & leaves.keys()}, self._store.where)
 
-    def found(self, kept: Any) -> Tensor:
-        """What a graph has kept; of a weight, what is read now."""
-        if not isinstance(kept, _Part):
-            return super().found(kept)
-        now = self._now[kept.name].detach()
-        return now.as_strided(kept.shape, kept.stride, now.storage_offset() + kept.offset)
+    def saved(self, known: set[int], weights: Handle) -> SavedBytes:
+        """Hooks that keep names of weights."""
+        return LookingUp(known, _parts(weights.buffer.leaves), self._tensor)
+
+    def check(self, result: Any, weights: Iterable[Tensor]) -> None:
+        """Make sure that it reads the weights themselves."""
+        others, advice = "those of its backward delay", "leave backward_delays out"
+        check_uncast(result, weights, self._store.where, others, advice)
+
+    def _tensor(self, part: _Part) -> Tensor:
+        """What is read now of a weight."""
+        now = self._now[part.name].detach()
+        return now.as_strided(part.shape, part.stride, now.storage_offset() + part.offset)
 
 
 class _NoForward(TorchFunctionMode):
@@ -87,25 +102,37 @@ class _NoForward(TorchFunctionMode):
         return func(*args, **named)
 
 
-class _Saved(SavedBytes):
-    """Keeps the names of weights, and everything else as it is."""
+def _parts(leaves: Mapping[str, Tensor]) -> Callable[[Tensor], _Part | None]:
+    """Tells of tensors where they lie in which weight."""
+    places: dict[int, list[tuple[int, int, str]]] = {}  # per storage: begin, end and name of what is read
+    for name, leaf in leaves.items():
+        begin = int(leaf.storage_offset())
+        inside = places.setdefault(leaf.untyped_storage().data_ptr(), [])
+        inside.append((begin, begin + leaf.numel(), name))
+    for inside in places.values():
+        inside.sort()
 
-    def __init__(self, known: set[int], leaves: Mapping[str, Tensor], rereading: Rereading) -> None:
-        self._places: dict[int, list[tuple[int, int, str]]] = {}  # per storage: begin, end and name of what is read
-        for name, leaf in leaves.items():
-            begin = int(leaf.storage_offset())
-            places = self._places.setdefault(leaf.untyped_storage().data_ptr(), [])
-            places.append((begin, begin + leaf.numel(), name))
-        for places in self._places.values():
-            places.sort()
-        super().__init__(known, self._keep, rereading.found)
-
-    def _keep(self, tensor: Tensor) -> Taken | _Part:
-        places = self._places.get(tensor.untyped_storage().data_ptr(), ())
+    def part(tensor: Tensor) -> _Part | None:
+        inside = places.get(tensor.untyped_storage().data_ptr(), ())
         offset = int(tensor.storage_offset())
-        at = bisect_right(places, offset, key=lambda place: place[0]) - 1
-        if at < 0 or offset >= places[at][1]:
-            self.add([tensor])
-            return Taken(tensor)
-        begin, _, name = places[at]
+        at = bisect_right(inside, offset, key=lambda place: place[0]) - 1
+        if at < 0 or offset >= inside[at][1]:
+            return None
+        begin, _, name = inside[at]
         return _Part(name, offset - begin, tensor.shape, tensor.stride())
+
+    return part
+
+
+def check_real_delays(trained: Mapping[str, Tensor], where: str) -> None:
+    """Make sure that weights are real numbers, where backwards look them up because of delays of their own.
+
+    Raises:
+        CapabilityError: they are complex.
+    """
+    found = complex_among(trained)
+    if found is not None:
+        raise CapabilityError(
+            f"{where}: {found} is complex; backward_delays are offered for real parameters. Leave them out, so that "
+            "backwards read the weights of their forward"
+        )

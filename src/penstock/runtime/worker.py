@@ -19,10 +19,11 @@ from penstock.runtime.divergence import Divergence
 from penstock.runtime.graphs import Graphs
 from penstock.runtime.joints import ways_of
 from penstock.runtime.node import NodeRuntime
-from penstock.runtime.rebinding import Rebinding, check_real, check_real_delays
+from penstock.runtime.reading import OfForward, Reading
+from penstock.runtime.rebinding import Estimating, Rebinding, check_real
 from penstock.runtime.recompute import Recompute, parts_to_recompute
 from penstock.runtime.recorder import Recorder
-from penstock.runtime.rereading import Rereading
+from penstock.runtime.rereading import Rereading, check_real_delays
 from penstock.runtime.slicing import Slicing, check_blocks
 from penstock.runtime.snapshot import Snapshot
 from penstock.runtime.stage import LossFunction, Stage
@@ -155,14 +156,15 @@ class Worker:
             average.load(store.master.views)
         decay = recipe.average or 0.0
         older = None if store is None else _older_versions(stage, store, recipe.delays, recipe.backward_delays)
-        rebinding = _rebinding(rule, where) if store is not None else None
+        reading = Reading()
         if older is not None and recipe.backward_delays is not None:
             check_real_delays(stage.trained, where)
-            rebinding = Rereading(where)
-        graphs = self._make_graphs(node, stage, store, rebinding, older)
+        if store is not None and updater is not None:
+            reading = _reading(rule, store, updater, corrector, older, recipe.backward_delays)
+        graphs = self._make_graphs(node, stage, store, reading, older)
         place = self.seat.replica * schedule.replicas + node.replica
-        runtime = NodeRuntime(node, stage, store, updater, graphs, ties, average, decay, place, apart=apart)
-        runtime.rebinding, runtime.corrector, runtime.older = rebinding, corrector, older
+        runtime = NodeRuntime(node, stage, store, updater, reading, graphs, ties, average, decay, place, apart=apart)
+        runtime.corrector, runtime.older = corrector, older
         if recipe.combine.apart and store is not None and updater is not None:
             common = recipe.combine, recipe.width, self.seat.replica, store
             waves = recipe.combine.kind == "wsp"
@@ -175,7 +177,7 @@ class Worker:
         node: Node,
         stage: Stage,
         store: VersionStore | None,
-        rebinding: Rebinding | None,
+        reading: Reading,
         older: OlderVersions | None = None,
     ) -> Graphs:
         recipe, schedule = self._recipe, self._proof.schedule
@@ -185,7 +187,7 @@ class Worker:
         storages = set() if store is None else store.storages | (set() if older is None else older.storages)
         halved, parks = _halved(schedule, node, any(ways_of(schedule, node).returns)), Op.OFFLOAD in ops
         keeps = schedule.segment_before(node.cut) is None
-        return Graphs(stage, storages, recipe.divisor, parts, halved, parks, hold, rebinding, keeps)
+        return Graphs(stage, storages, recipe.divisor, parts, halved, parks, hold, reading, keeps)
 
     def _hold_estimate(self, node: Node, store: VersionStore, corrector: Corrector | None) -> None:
         """Room for estimates, where they are not made tensor by tensor: of what is read to run forwards, or is cast."""
@@ -238,7 +240,7 @@ class Worker:
         self.decisions.delay = rule.bases - 1
         for place, node in self.nodes.items():
             node.apart = rule.update is Update.APART
-            node.corrector = node.rebinding = None
+            node.corrector = None
             if node.store is not None and node.updater is not None:
                 newest = node.store.newest
                 node.updater.follow(node.store.master)
@@ -252,8 +254,8 @@ class Worker:
                 rate = _rate(self._recipe.rate, corrector)
                 node.updater.correct(rate, None if corrector is None else corrector.begin)
                 node.updater.prepare(node.store.layout, self._rotates(place, corrector))
-                node.rebinding = _rebinding(rule, node.stage.where)
-            node.graphs = self._make_graphs(place, node.stage, node.store, node.rebinding)
+                node.reading = _reading(rule, node.store, node.updater, corrector)
+            node.graphs = self._make_graphs(place, node.stage, node.store, node.reading)
             node.restore()
 
     def _loss_of(self, node: Node) -> LossFunction:
@@ -279,7 +281,7 @@ class Worker:
         """
         nodes = list(self.nodes.values())
         for node in nodes:
-            node.averaged, node.evaluated = (node.average_leaves() if averaged else node.common_leaves()), version
+            node.averaged, node.evaluated = node.evaluated_leaves(averaged), version
         try:
             yield
         finally:
@@ -292,8 +294,21 @@ def _place(proof: Proof, node: Node) -> Place:
     return Place(node.cut, schedule.cuts, schedule.microbatches, proof.nodes[node].delay.forward, where)
 
 
-def _rebinding(rule: VersionRule, where: str) -> Rebinding | None:
-    return Rebinding(where, rule.recompute is Source.NEWEST) if rule.rebinds else None
+def _reading(
+    rule: VersionRule,
+    store: VersionStore,
+    updater: Updater,
+    corrector: Corrector | None,
+    older: OlderVersions | None = None,
+    backward_delays: BlockDelays | None = None,
+) -> Reading:
+    """How the passes of a stage find their weights."""
+    if rule.rebinds:
+        kind = Estimating if store.estimates else Rebinding
+        return kind(store, corrector, rule.recompute is Source.NEWEST)
+    if older is not None and backward_delays is not None:
+        return Rereading(store, updater, older)
+    return OfForward(store, updater, corrector, older)
 
 
 def _rate(base: Callable[[int], float] | None, corrector: Corrector | None) -> Callable[[int], float] | None:

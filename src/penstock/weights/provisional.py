@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from penstock.errors import CapabilityError
 from penstock.weights.store import VersionStore
 from penstock.weights.update import Updater
@@ -52,6 +54,7 @@ class Provisional:
         self._store.release_gradient(self._batch)
 
     def _attempt(self, factor: float) -> None:
+        torch.clear_autocast_cache()  # it remembers casts of leaves whose memory changes now
         if not self._apart:
             if factor:
                 self._updater.in_place(self._new, self._gradient, factor / (self._tried or 1.0))
