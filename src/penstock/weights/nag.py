@@ -4,6 +4,9 @@ Ajanthan et al. (ICML 2025, arXiv 2505.01099): the look-ahead of Nesterov's mome
 1 - momentum, points where the delay leads; in practice torch's NAdam with beta1 = 0.99, on stashed weights. Without a
 stash, a stage with delay tau has its rate divided by max(tau, 1)^(1 - min(k / K, 1)) at update k, and the momentum
 0.9 + 0.09 (P - i) / P on stage i of P, counted from 1.
+
+tau is the mean by the schedule, where the paper has floor((2 (P - i) + 1) / (2 K)), its least for K microbatches per
+update; k counts updates from 0, where the paper's code counts from 1.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Passes on weights predicted some updates ahead: SpecTrain, XPipe, PipeOptim."""
+"""Passes on weights predicted some updates ahead: SpecTrain, XPipe, PipeOptim.
+
+These follow the papers' equations. The public code differs: PipeOptim's looks one update further ahead, SpecTrain's
+takes momentum times the buffer plus the last gradient for the velocity, fairscale's scales it by 1 - momentum.
+"""
 
 from __future__ import annotations
 
