@@ -73,6 +73,20 @@ def test_any_number_of_microbatches_is_legal(name: str, p: int) -> None:
         assert parse_schedule(str(schedule)) == schedule
 
 
+DEEP = [(name, p, m, {}) for name in ANY_M for p, m in ((6, 12), (8, 16), (8, 17), (8, 24))]
+DEEP += [
+    ("zb-interleaved", 6, 18, {"chunks": 3}), ("hanayo", 4, 12, {"waves": 3}), ("hanayo", 8, 16, {"waves": 2}),
+    ("hanayo", 8, 32, {"in_flight": 40}), ("hanayo", 16, 48, {}), ("bitpipe", 16, 32, {}),
+    ("bitpipe", 8, 32, {"in_flight": 20}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "p", "m", "options"), DEEP)
+def test_deeper_pipelines_are_legal_too(name: str, p: int, m: int, options: dict[str, int]) -> None:
+    """Their lanes have room for what is under way there."""
+    same_counts(prove(ORDERS[name], p, m, options=options).schedule, m)
+
+
 @pytest.mark.parametrize(
     ("name", "legal"),
     [
