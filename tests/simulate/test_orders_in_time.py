@@ -205,7 +205,12 @@ def test_v_half_and_v_min(p: int) -> None:
             found = run(name, p, m)
             assert idle(found) == wanted
             assert max(peaks(found)) == held
+            assert (set(peaks(found)) == {held}) == (name == "v-half" or (p + 1) % 3 > 0)
             assert found.messages == 2 * m * 2 * (p - 1)
+
+
+def test_v_min_on_five_ranks_holds_less_on_some() -> None:
+    assert peaks(run("v-min", 5, 15)) == [2.5, 3, 3, 2, 3]
 
 
 def test_unequal_passes_cost_v_min_more_with_every_microbatch() -> None:
@@ -326,3 +331,7 @@ def test_bpipe(p: int, m: int) -> None:
     found = run("bpipe", p, m)
     assert found.bubble.makespan == run("1f1b", p, m).bubble.makespan
     assert max(peaks(found)) <= -(-(p + 2) // 2)
+    operations = [a.op for program in prove("bpipe", p, m).schedule.programs for a in program.period]
+    assert found.parked == operations.count(Op.OFFLOAD) + operations.count(Op.RETURN)
+    assert (found.parked > 0) == (p > 3)
+    assert found.messages == run("1f1b", p, m).messages
