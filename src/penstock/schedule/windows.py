@@ -21,7 +21,8 @@ def widened(schedule: Schedule) -> Schedule | None:
 
     It does if nobody waits for ever and no larger one lets the batch end sooner, where each pass takes one unit of time
     and messages take none. (The least with which nobody waits for ever can be one less, at the price of some idle time:
-    of zb-interleaved on 8 ranks, 52.5 forwards instead of 51.5.)
+    of zb-interleaved on 8 ranks, 52.5 forwards instead of 51.5. An order that can run with the window it asks for keeps
+    that one, even so.)
 
     Args:
         schedule: it empties the pipeline after each batch.
