@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,6 +18,7 @@ from penstock.runtime.pipeline import Pipeline
 from penstock.schedule.build import make_schedule, prove
 from penstock.schedule.ir import Edge
 from penstock.schedule.orders.graph import over
+from penstock.schedule.text import parse_schedule
 from pool import Pool
 
 WIDTH, M = 6, 5
@@ -184,6 +186,22 @@ def test_on_ranks(pool: Pool, name: str) -> None:
     alone, losses = trained(None, name, clip=50.0)
     assert losses == parts[-1][1]
     assert all(torch.equal(together[key], value) for key, value in alone.items())
+
+
+@pytest.mark.parametrize("name", ["two towers", "skip", "encoder and decoder", "a frozen front", "local losses"])
+def test_backwards_in_two_halves(name: str) -> None:
+    """All W of a rank come last, so that every one waits."""
+    shape = SHAPES[name]
+    lines = str(make_schedule(shape.order, shape.cuts, M)).splitlines()
+    for place, line in enumerate(lines):
+        if line.startswith("rank") and "B0" in line:
+            row, step = re.sub(r"\bB", "I", line).split(" STEP")
+            late = " ".join(f"W{k}^t" for k in range(M))
+            lines[place] = f"{row} {late} STEP{step}"
+    schedule = parse_schedule("\n".join(lines))
+    pipeline = Pipeline(shape.blocks(), schedule, loss=losses_of(shape), optimizer=sgd)
+    losses = [report.loss for report in pipeline.run(data(shape)) if report.loss is not None]
+    assert_close((pipeline.state_dict(), losses), name)
 
 
 def test_evaluation_goes_through_the_graph() -> None:

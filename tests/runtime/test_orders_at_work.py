@@ -24,7 +24,8 @@ SHAPES = {
 LOOPED = ("interleaved", "breadth-first", "zb-interleaved")
 GRID = [(name, p, m) for name in ORDERS for p, m in SHAPES.get(name, [(1, 2), (2, 1), (2, 5), (3, 4)])]
 ON_RANKS = [(name, 2, SHAPES.get(name, [(2, 4), (2, 4)])[1 if name == "dualpipe-v" else 0][1]) for name in ORDERS]
-ON_RANKS += [(name, 4, 8) for name in ("interleaved", "zb-h1", "zb-v", "chimera", "dualpipe", "bitpipe")]
+ON_FOUR = {"dualpipe": 8, "dualpipe-v": 8, "chimera": 6, "bitpipe": 6} | dict.fromkeys(("zb-auto", "v-min"), 5)
+ON_RANKS += [(name, 4, ON_FOUR.get(name, 4)) for name in ORDERS if name != "bpipe"]  # test_parking.py has that
 PAIRS = (("pairs", 2),)
 
 
@@ -43,6 +44,7 @@ def test_in_one_process(name: str, p: int, m: int, device: str) -> None:
 @pytest.mark.parametrize(("name", "p", "m"), ON_RANKS)
 def test_on_ranks(pool: Pool, name: str, p: int, m: int) -> None:
     case = replace(case_of(name, p, m), clip=0.6)
+    case = replace(case, spans=(2,), skips=()) if p == 4 else case
     assert_same(train_on_ranks(pool, case), expected(case))
 
 
@@ -65,6 +67,27 @@ def test_what_was_run_is_the_table(name: str) -> None:
 @pytest.mark.parametrize(("p", "m", "chunks"), [(1, 3, 4), (2, 4, 3), (2, 3, 4)])
 def test_any_number_of_chunks(name: str, p: int, m: int, chunks: int) -> None:
     case = Case(name, p, m, options=(("chunks", chunks),), spans=(4,))
+    case = replace(case, model="long") if case.schedule.cuts == 8 else case
+    assert_same(train(None, case), expected(case))
+
+
+OPTIONS = [
+    ("breadth-first", 2, 5, {"group": 3}),
+    ("breadth-first", 3, 5, {"group": 2}),
+    ("interleaved", 2, 7, {"group": 3}),
+    ("zb-interleaved", 2, 7, {"group": 3}),
+    ("hanayo", 2, 4, {"waves": 2}),
+    ("hanayo", 2, 5, {"in_flight": 1}),
+    ("bitpipe", 2, 4, {"in_flight": 1}),
+    ("zb-auto", 3, 6, {"limit": 1}),
+    ("zb-auto", 2, 8, {"limit": 8, "held": 20, "hop": 3}),  # one rank runs seven messages ahead
+]
+
+
+@pytest.mark.parametrize(("name", "p", "m", "options"), OPTIONS)
+def test_options_of_orders(name: str, p: int, m: int, options: dict[str, int]) -> None:
+    """Groups of breadth-first (its hybrid with depth-first), several waves, few or many microbatches under way."""
+    case = Case(name, p, m, options=tuple(options.items()), spans=(3, 2), skips=(3,))
     case = replace(case, model="long") if case.schedule.cuts == 8 else case
     assert_same(train(None, case), expected(case))
 

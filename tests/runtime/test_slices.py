@@ -108,7 +108,9 @@ def test_in_one_process(method: str, p: int, m: int, slices: int) -> None:
         assert len(losses) == 4
 
 
-@pytest.mark.parametrize(("method", "p", "m", "slices"), [("seq1f1b", 2, 3, 3), ("terapipe", 4, 2, 2)])
+@pytest.mark.parametrize(
+    ("method", "p", "m", "slices"), [("seq1f1b", 2, 3, 3), ("seq1f1b", 4, 4, 2), ("terapipe", 4, 2, 2)]
+)
 def test_on_ranks(pool: Pool, method: str, p: int, m: int, slices: int) -> None:
     parts = pool.submit(partial(trained, clip=100.0), method, p, m, slices, 4, ranks=p)
     alone, losses = trained(None, method, p, m, slices, 4, clip=100.0)

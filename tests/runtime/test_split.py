@@ -365,6 +365,35 @@ def test_a_compiled_block() -> None:
         assert torch.equal(halves[key if key in ("x", "y") else f"_orig_mod.{key}"], value), key
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_a_pipeline_of_compiled_blocks() -> None:
+    """Where halves are cut blocks run as they are, elsewhere compiled: the same numbers, to the bit."""
+    used: set[int] = set()
+
+    def compiled(block: nn.Module, number: int) -> Any:
+        def backend(graph: Any, _inputs: Any) -> Any:
+            used.add(number)
+            return graph.forward
+
+        return torch.compile(block, backend=backend)
+
+    def train(method: str, change: Callable[[nn.Module, int], Any]) -> tuple[dict[str, Any], list[float | None]]:
+        torch.manual_seed(4)
+        blocks = [change(Residual(), number) for number in range(4)]
+        schedule = make_schedule(method, 2, 4)
+        pipeline = Pipeline(blocks, schedule, loss=squares, optimizer=OPTIMIZERS["sgd"], balance=[2, 2])
+        data = [[tuple(torch.randn(2, SAMPLES, TOKENS, WIDTH)) for _ in range(4)] for _ in range(3)]
+        losses = [report.loss for report in pipeline.run(data)]
+        return {key.replace("_orig_mod.", ""): value for key, value in pipeline.state_dict().items()}, losses
+
+    wanted, told = train("1f1b", lambda block, _: block)
+    found, also_told = train("zb-h1", compiled)
+    assert told == also_told
+    assert wanted.keys() == found.keys()
+    assert all(torch.equal(found[key], value) for key, value in wanted.items())
+    assert used == {0, 1}  # nobody waits for the gradient of the first stage's input, so its backwards stay whole
+
+
 def test_a_backward_is_cut_where_somebody_waits_for_its_first_half() -> None:
     """Of a node whose W follows its I at once, only if the I has something to send."""
     schedule = make_schedule("zb-h1", 4, 8)

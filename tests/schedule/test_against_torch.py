@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from test_torch_csv import torch_schedule
+from torch.distributed.pipelining import schedules
+from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from penstock.schedule.build import make_schedule
 from penstock.schedule.ir import Action, Op, Schedule
@@ -45,6 +48,17 @@ def test_the_same_table(name: str, method: str, v: int, p: int, m: int) -> None:
 def test_three_chunks(p: int, m: int) -> None:
     schedule = make_schedule("interleaved", p, m, options={"chunks": 3})
     assert ours(schedule) == theirs("ScheduleInterleaved1F1B", p, m, 3)
+
+
+@pytest.mark.parametrize(("p", "m"), [(2, 2), (2, 4), (3, 6), (4, 8)])
+def test_zb_h1_is_their_zero_bubble_on_one_chunk(p: int, m: int) -> None:
+    """docs/benchmarks.md compares the two for that; torch's class wants a list of stages, of one here."""
+    stage = Mock(spec=_PipelineStageBase)
+    stage.num_stages = stage.group_size = p
+    stage.group_rank, stage.stage_index, stage.is_first, stage.is_last, stage.submod = 0, 0, True, False, None
+    table = schedules.ScheduleInterleavedZeroBubble([stage], m, loss_fn=lambda output, target: None).pipeline_order
+    cells = [[_cell(a) for a in table[r] if a is not None and "REDUCE" not in str(a)] for r in range(p)]
+    assert ours(make_schedule("zb-h1", p, m)) == cells
 
 
 @pytest.mark.parametrize(("p", "m"), [(2, 2), (2, 5), (4, 8)])

@@ -19,6 +19,7 @@ from penstock.schedule.versions import RULES
         ("gpipe", "gpipe"), ("GPipe", "gpipe"), ("afab", "gpipe"), ("pipedream_flush", "1f1b"), ("dapple", "1f1b"),
         ("eager-1f1b", "eager"), ("PipeDream-2BW", "2bw"), ("double-buffer", "2bw"), ("pipedream", "stash"),
         ("weight_stashing", "stash"), ("vertical", "vertical-sync"), ("ampnet", "newest"),
+        ("depth-first", "interleaved"),
     ],
 )  # fmt: skip
 def test_methods_are_found_by_name_and_alias(alias, name):
@@ -36,6 +37,22 @@ def test_every_row_names_an_order_and_a_rule_that_exist():
         assert row.rule in RULES
         assert row.source
         assert row.title
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("zb-1p", r"unknown method 'zb-1p'\. Take 'zb-auto' with .* ranks: options limit=4 for 4 stages\."),
+        (
+            "ZB_exact",
+            r"It is an order that may take minutes to find: make_schedule\('zb-auto', \.\.\., order='zb-exact'\)",
+        ),
+    ],
+)
+def test_names_that_are_no_methods_lead_to_one(name, message):
+    with pytest.raises(ConfigError, match=message):
+        find_method(name)
+    assert make_schedule("zb-auto", 4, 4, options={"limit": 4}).name == "zb-auto"
 
 
 def test_an_unknown_method_is_refused_with_the_nearest_name():

@@ -106,6 +106,19 @@ def test_the_reference_shares_nothing_with_what_it_judges():
     assert {target for target in ours if not target.startswith("penstock.train.reference")} == {"penstock.errors"}
 
 
+def test_no_family_of_orders_is_long():
+    """Fewer than a hundred statements a file, docstrings not counted."""
+    found = {}
+    for name, path in modules():
+        if name.startswith("penstock.schedule.orders."):
+            nodes = ast.walk(ast.parse(path.read_text()))
+            statements = [node for node in nodes if isinstance(node, ast.stmt)]
+            texts = [n for n in statements if isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant)]
+            found[name] = len(statements) - len(texts)
+    assert len(found) > 15
+    assert {name: count for name, count in found.items() if count >= 100} == {}
+
+
 def test_no_function_is_long():
     """Sixty lines, the signature and the docstring included."""
     found = {

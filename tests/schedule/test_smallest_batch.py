@@ -1,5 +1,7 @@
 """The smallest legal number of microbatches: derived by trying, compared with the closed forms."""
 
+from contextlib import suppress
+
 import pytest
 
 from least import CHAINS, least
@@ -41,6 +43,28 @@ def test_all_other_methods_are_legal_from_one_microbatch(method, depth):
 def test_smallest_microbatches_without_a_failed_attempt(depth):
     assert smallest_microbatches("2bw", depth) == least("2bw", depth) == max(1, depth - 1)
     assert smallest_microbatches("2bw-eager", depth) == least("2bw-eager", depth) == max(1, 2 * depth - 2)
+
+
+@pytest.mark.parametrize("order", ["endless-1f1b", "endless-eager-1f1b", "fine-grained"])
+@pytest.mark.parametrize("depth", [2, 3, 4])
+def test_endless_orders_are_legal_from_some_number_on(order, depth):
+    """So halving finds what trying all of them finds."""
+    legal = []
+    for m in range(1, 4 * depth + 1):
+        with suppress(ScheduleError):
+            make_schedule("2bw", depth, m, order=order)
+            legal.append(m)
+    for beyond in (0, 1, legal[0], legal[0] + 1):
+        found = smallest_microbatches("2bw", depth, order=order, beyond=beyond)
+        assert found == max(legal[0], beyond + 1)
+    assert legal == list(range(legal[0], 4 * depth + 1))
+
+
+def test_orders_that_take_only_some_numbers():
+    """Even ones, or from twice the number of stages on: nothing between may be passed over or taken."""
+    assert [smallest_microbatches("bitpipe", 4, beyond=beyond) for beyond in (0, 1, 2, 5, 6)] == [2, 2, 4, 6, 8]
+    assert [smallest_microbatches("dualpipe", 2, beyond=beyond) for beyond in (0, 4, 5, 6)] == [4, 6, 6, 8]
+    assert smallest_microbatches("dualpipe-v", 3) == 6
 
 
 @pytest.mark.parametrize(("beyond", "legal"), [(0, 5), (4, 5), (5, 6), (11, 12)])

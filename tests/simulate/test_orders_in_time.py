@@ -7,12 +7,14 @@ that were confirmed by other simulators, or stated in a paper or in its code.
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import groupby
 
 import pytest
 
 from penstock.schedule.build import prove
+from penstock.schedule.ir import Op
 from penstock.schedule.orders import ORDERS
-from penstock.simulate.costs import Costs
+from penstock.simulate.costs import Costs, StageCost
 from penstock.simulate.simulate import Simulation, simulate_schedule
 
 TIMES = [(1.0, 1.0, 1.0), (1.0, 1.5, 0.5), (10.0, 12.0, 7.0)]
@@ -70,6 +72,55 @@ def test_activations_of_chunks() -> None:
         assert peaks(run("breadth-first", p, 2 * p, chunks=v)) == pytest.approx([2 * p] * p)
         assert peaks(run("breadth-first", p, 2 * p, chunks=v, group=p)) == pytest.approx([p] * p)
     assert run("interleaved", 4, 8, (1, 1, 1)).bubble.makespan == 28.5
+
+
+def loops(name: str, m: int, latency: float = 0.0) -> Simulation:
+    """Four ranks with four chunks each; a forward of a chunk takes 1, a backward 3."""
+    proof = prove(ORDERS[name], 4, m, options={"chunks": 4})
+    return simulate_schedule(proof, Costs((StageCost(1, 1.5, 1.5),) * 16, latency))
+
+
+def gathered(name: str) -> tuple[int, int]:
+    """With two buffers for weights and two for gradients: how often rank 0 gathers a chunk, and reduces one.
+
+    A chunk's buffer is its number on the rank, modulo two; whoever takes one over fetches its weights, or sends what
+    was accumulated there away.
+    """
+    rows = prove(ORDERS[name], 4, 8, options={"chunks": 4}).schedule.programs[0].period
+    passes = [(str(a.op), a.node.cut // 4) for a in rows if a.op in (Op.F, Op.B)]
+    weights = [chunk for buffer in (0, 1) for chunk, _ in groupby(c for _, c in passes if c % 2 == buffer)]
+    gradients = [
+        chunk for buffer in (0, 1) for chunk, _ in groupby(c for op, c in passes if op == "B" and c % 2 == buffer)
+    ]
+    return len(weights), len(gradients)
+
+
+@pytest.mark.parametrize(
+    ("name", "held", "ready", "traffic"),
+    [
+        ("breadth-first", 32, [1.0, 0.83, 0.66, 0.49], (6, 4)),
+        ("interleaved", 19, [1.0, 0.91, 0.83, 0.74], (20, 8)),
+    ],
+)
+def test_breadth_first_and_depth_first_loops(
+    name: str, held: int, ready: list[float], traffic: tuple[int, int]
+) -> None:
+    """m = 8: idle / ideal (p-1)/(mv); chunk passes held on rank 0; when its gradients are complete, as parts of the
+    batch, from chunk 0 on; gathers and reductions where two chunks fit (arXiv 2106.02679, 2211.05953)."""
+    found = loops(name, 8)
+    assert found.bubble.bubble_of_ideal == 3 / 32
+    assert 4 * peaks(found)[0] == held
+    ends = {i.cut // 4: i.end for i in found.timeline.work(0) if i.what == "B"}
+    assert [round(ends[chunk] / found.bubble.makespan, 2) for chunk in range(4)] == ready
+    assert gathered(name) == traffic
+
+
+def test_every_hop_counts_where_as_many_microbatches_as_ranks_go_round() -> None:
+    """m = p: an overhead of .1875, and of .305 if a hop takes a quarter of a forward; one microbatch more hides it."""
+    assert loops("breadth-first", 4).bubble.bubble_of_ideal == 0.1875
+    assert loops("breadth-first", 4, 0.25).bubble.bubble_of_ideal == pytest.approx(0.305, abs=5e-4)
+    hops = 2 * 0.25 * 3  # the way there and back, once
+    assert idle(loops("breadth-first", 5, 0.25)) == pytest.approx(idle(loops("breadth-first", 5)) + hops)
 
 
 @pytest.mark.parametrize("times", [*TIMES, (2.0, 3.0, 1.0)])
@@ -154,7 +205,12 @@ def test_v_half_and_v_min(p: int) -> None:
             found = run(name, p, m)
             assert idle(found) == wanted
             assert max(peaks(found)) == held
+            assert (set(peaks(found)) == {held}) == (name == "v-half" or (p + 1) % 3 > 0)
             assert found.messages == 2 * m * 2 * (p - 1)
+
+
+def test_v_min_on_five_ranks_holds_less_on_some() -> None:
+    assert peaks(run("v-min", 5, 15)) == [2.5, 3, 3, 2, 3]
 
 
 def test_unequal_passes_cost_v_min_more_with_every_microbatch() -> None:
@@ -275,3 +331,7 @@ def test_bpipe(p: int, m: int) -> None:
     found = run("bpipe", p, m)
     assert found.bubble.makespan == run("1f1b", p, m).bubble.makespan
     assert max(peaks(found)) <= -(-(p + 2) // 2)
+    operations = [a.op for program in prove("bpipe", p, m).schedule.programs for a in program.period]
+    assert found.parked == operations.count(Op.OFFLOAD) + operations.count(Op.RETURN)
+    assert (found.parked > 0) == (p > 3)
+    assert found.messages == run("1f1b", p, m).messages

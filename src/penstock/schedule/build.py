@@ -23,6 +23,7 @@ from penstock.schedule.orders.forward_only import forward_through
 from penstock.schedule.recompute import Segments, with_recompute
 from penstock.schedule.text import parse_action
 from penstock.schedule.versions import RULES, apply_rule
+from penstock.schedule.windows import widened
 
 
 def make_schedule(
@@ -68,16 +69,16 @@ def prove(
     decides: bool = False,
 ) -> Proof:
     """As `make_schedule`, but returns the proof with everything that was derived on the way."""
-    schedule = _build(method, stages, microbatches, rule, order, options, decides)
+    schedule, widens = _build(method, stages, microbatches, rule, order, options, decides)
     try:
-        return check(schedule)
+        return _check(schedule, widens)
     except ScheduleError as error:
         legal = smallest_microbatches(
             method, stages, rule=rule, order=order, options=options, decides=decides, beyond=microbatches
         )
         if legal is None:
             raise
-        ours = not callable(method) and not callable(order)  # all numbers from the smallest legal one on are legal
+        ours = not callable(method) and not callable(order)
         need = f"needs at least {legal}" if ours else f"cannot run with the given microbatches, but with {legal}"
         raise ScheduleError(
             f"{schedule.name} with {stages} stages {need} microbatches per batch, got {microbatches}; raise "
@@ -180,23 +181,26 @@ def smallest_microbatches(
 ) -> int | None:
     """The smallest legal number of microbatches above `beyond`; None if there is none up to 4 per stage (or 4 more).
 
-    Found by trying. With our own orders more microbatches never make a schedule illegal, so halving finds the border
-    in few tries; with a user's function every number is tried.
+    Found by trying one number after the other: some orders take even numbers only, a user's function may do anything.
+    Where endless 1F1B and its like are legal they are so from there on, so halving finds the border in few tries.
     """
 
     def legal(m: int) -> bool:
         try:
-            check(_build(method, stages, m, rule, order, options, decides))
+            _check(*_build(method, stages, m, rule, order, options, decides))
         except Exception:  # a user's function may refuse some m in its own way
             return False
         return True
 
     numbers = range(beyond + 1, max(4 * stages, beyond + 4) + 1)
-    if callable(method) or callable(order):
+    if (order or (method if callable(method) else find_method(method).order)) not in _LEGAL_FROM_SOME_NUMBER_ON:
         return next(filter(legal, numbers), None)
     if not legal(numbers[-1]):
         return None
     return numbers[bisect_left(numbers, True, key=legal)]
+
+
+_LEGAL_FROM_SOME_NUMBER_ON = ("endless-1f1b", "endless-eager-1f1b", "fine-grained")
 
 
 def _build(
@@ -207,7 +211,8 @@ def _build(
     order: str | OrderFunction | None,
     options: Options,
     decides: bool,
-) -> Schedule:
+) -> tuple[Schedule, bool]:
+    """The schedule, and whether its window may grow."""
     choices: tuple[str, ...] = ()
     limit = None
     if callable(method):
@@ -231,7 +236,18 @@ def _build(
     if fault is not None:
         raise ScheduleError(f"{name}: {fault}")
     schedule = apply_rule(made, RULES[rule_name], microbatches, name)
-    return with_decisions(schedule) if decides else schedule
+    return with_decisions(schedule) if decides else schedule, made.widens
+
+
+def _check(schedule: Schedule, widens: bool) -> Proof:
+    """The proof, with a larger window where one is needed and the order lets it grow."""
+    try:
+        return check(schedule)
+    except ScheduleError:
+        wider = widened(schedule) if widens else None
+        if wider is None:
+            raise
+        return check(wider)
 
 
 def call_order(function: OrderFunction, stages: int, microbatches: int, options: Options = NO_OPTIONS) -> Order:

@@ -95,7 +95,7 @@ _TABLE = (
         "arXiv 2104.04473 sec. 2.2",
         "interleaved",
         "flush",
-        aliases=("megatron", "interleaved-1f1b"),
+        aliases=("megatron", "interleaved-1f1b", "depth-first"),
     ),
     Method(
         "breadth-first",
@@ -336,8 +336,17 @@ def find_method(name: str) -> Method:
     if key in names:
         return names[key]
     near = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
+    hint = _HINTS.get(key) or (f" Did you mean {near[0]!r}?" if near else "")
     raise ConfigError(f"unknown method {name!r}.{hint} Known methods: {', '.join(METHODS)}.")
+
+
+_HINTS = MappingProxyType(
+    {
+        "zb-1p": " Take 'zb-auto' with as many microbatches on a rank as ranks: options limit=4 for 4 stages.",
+        "zb-exact": " It is an order that may take minutes to find: make_schedule('zb-auto', ..., order='zb-exact').",
+    }
+)
+"""What leads to a row and options, for names that are none."""
 
 
 def correction_options(method: Method, given: Mapping[str, float | None]) -> dict[str, float | None]:

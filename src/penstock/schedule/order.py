@@ -24,6 +24,7 @@ class Order:
         nodes: the stages; one cut per rank unless told otherwise.
         edges: data flow between cuts; a chain unless told otherwise.
         frozen, segments, window: as in `penstock.schedule.ir.Schedule`.
+        widens: `window` is where a search begins for the least one that is enough (`penstock.schedule.windows`).
     """
 
     programs: tuple[Program, ...]
@@ -32,6 +33,7 @@ class Order:
     frozen: frozenset[int] = frozenset()
     segments: tuple[tuple[int, ...], ...] = ()
     window: int = WINDOW
+    widens: bool = False
 
     @property
     def endless(self) -> bool:
@@ -80,12 +82,13 @@ def make_order(
     nodes: tuple[Node, ...] | None = None,
     edges: tuple[Edge, ...] | None = None,
     window: int = WINDOW,
+    widens: bool = False,
 ) -> Order:
     """An order from per-rank lists of passes; a straight chain of one cut per rank unless told otherwise."""
     nodes = nodes or straight(len(ranks))
     tails: Sequence[Iterable[Action]] = epilogues or [()] * len(ranks)
     programs = tuple(Program(tuple(p), tuple(e)) for p, e in zip(ranks, tails, strict=True))
-    return Order(programs, nodes, edges or chain(1 + max(n.cut for n in nodes)), window=window)
+    return Order(programs, nodes, edges or chain(1 + max(n.cut for n in nodes)), window=window, widens=widens)
 
 
 def pass_of(op: Op, microbatch: int, node: Node, kind: Kind = Kind.TRAIN) -> Action:

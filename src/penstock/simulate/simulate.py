@@ -26,8 +26,10 @@ class Simulation:
     Attributes:
         timeline: every interval, and activations over time.
         bubble: its figures.
-        messages: activation and gradient sends of all batches, and those of activations that are recomputed.
+        messages: activation and gradient sends of all batches, and those of activations that are recomputed. Sums of
+            gradients, decisions, and what is sent again after a rejected update are not counted.
         volume: what they carry, in outputs of a cut for one microbatch.
+        parked: sends of parked activations, there and back, of all batches.
         activations: per rank, the most microbatches in flight, in units of its whole share.
         versions: per rank, the most weight versions alive at once in a span of any length: what a run provides for.
         delays: per kind of pass (forward, recompute, backward) and rank, updates between the version read and the
@@ -41,6 +43,7 @@ class Simulation:
     activations: tuple[float, ...]
     versions: tuple[int, ...]
     delays: Mapping[str, tuple[float | None, ...]]
+    parked: int = 0
 
     def figures(self) -> dict[str, object]:
         """The figures under the names that `penstock simulate --json` prints."""
@@ -55,6 +58,7 @@ class Simulation:
             "live_versions": list(self.versions),
             "messages": self.messages,
             "volume": self.volume,
+            "parked": self.parked,
             "delays": {what: list(delays) for what, delays in self.delays.items()},
         }
 
@@ -87,6 +91,7 @@ def simulate_schedule(
         activations,
         tuple(proof.versions_on(rank) for rank in range(proof.schedule.ranks)),
         _delays_of(proof),
+        count_messages(proof.lowered, batches, (Payload.PARKED,))[0],
     )
 
 
@@ -123,21 +128,27 @@ def steady_bubble(lowered: Lowered, costs: Costs, batches: int) -> float:
     return 1 - (sum(longer.busy) - sum(shorter.busy)) / total if total else 0.0
 
 
-def count_messages(lowered: Lowered, batches: int) -> tuple[int, float]:
-    """Sends of activations (also of recomputed ones) and gradients, and what they carry: a slice is a part of one."""
+_COUNTED = (Payload.ACTIVATION, Payload.GRADIENT, Payload.RECOMPUTE)
+
+
+def count_messages(lowered: Lowered, batches: int, payloads: Collection[Payload] = _COUNTED) -> tuple[int, float]:
+    """Sends of activations (also of recomputed ones) and gradients, and what they carry: a slice is a part of one.
+
+    Args:
+        lowered: the schedule.
+        batches: of the span, in which no update is rejected.
+        payloads: what else to count instead.
+    """
     m, count, volume = lowered.schedule.microbatches, 0, Fraction(0)
     for program in lowered.programs:
         for part, instructions in enumerate(program[:2]):
             for action in (i.action for i in instructions):
-                if action.op is Op.SEND and action.payload in _COUNTED:
+                if action.op is Op.SEND and action.payload in payloads:
                     begun = since(action.unit, m)
                     times = max(batches - max(begun, 0), 0) if part == 0 else int(batches >= begun)
                     count += times
                     volume += Fraction(times * action.unit.count, action.unit.slice[1] if action.unit.slice else 1)
     return count, float(volume)
-
-
-_COUNTED = (Payload.ACTIVATION, Payload.GRADIENT, Payload.RECOMPUTE)
 
 
 class _Recorder:

@@ -224,8 +224,17 @@ def simulation_table(simulation: Simulation, batches: int, in_a_long_run: float)
             for what, delays in simulation.delays.items()
             if any(delay is not None for delay in delays)
         ),
-        ("messages", str(simulation.messages), "sends of activations (also of recomputed ones) and gradients"),
+        (
+            "messages",
+            str(simulation.messages),
+            "sends of activations (also of recomputed ones) and gradients; sums of gradients are not counted",
+        ),
         ("volume", f"{simulation.volume:g}", "what they carry, in outputs of a cut for one microbatch"),
+        *(
+            [("parked", str(simulation.parked), "sends of parked activations, there and back")]
+            if simulation.parked
+            else []
+        ),
     )
     for row in rows:
         table.add_row(*row)

@@ -32,4 +32,5 @@ def bitpipe(stages: int, microbatches: int, *, backward: int = 2, in_flight: int
     half = microbatches // 2
     ways = {k: down if k < half else up for k in range(microbatches)}
     urgency = {k: k % half for k in range(microbatches)}
-    return make_order(greedy(ways, urgency, backward=backward, in_flight=in_flight or stages), nodes=(*down, *up))
+    programs = greedy(ways, urgency, backward=backward, in_flight=in_flight or stages)
+    return make_order(programs, nodes=(*down, *up), widens=True)

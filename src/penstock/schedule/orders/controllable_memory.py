@@ -13,7 +13,8 @@ The weights' backwards fill what is free. The blocks are then pushed together: e
 as soon as they are ready, and a weights' backward where none is or memory is full. Passes of the first and the last p
 microbatches may overtake others of up to d slots before them: d keeps blocks apart that only meet in the steady state.
 
-V-Half holds (p + 2) // 2 microbatches and V-Min (p + 4) // 3, on every rank. With F = I = W their bubbles are (3p - 7)
+V-Half holds (p + 2) // 2 microbatches on every rank, V-Min at most (p + 4) // 3: where 3 does not divide p + 1 on every
+rank, else less on some (p = 5: 2.5, 3, 3, 2, 3). With F = I = W their bubbles are (3p - 7)
 / 2 (p even) or (3p - 4) / 2, and (4p - 5) / 2 or (4p - 7) / 2 (3 divides p), in units of F, whatever m is; where F, I
 and W differ, that of V-Min grows with m."""
 

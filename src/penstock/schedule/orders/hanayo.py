@@ -22,4 +22,5 @@ def hanayo(stages: int, microbatches: int, *, waves: int = 1, backward: int = 2,
     """
     nodes = zigzag(stages, 2 * waves)
     ways, urgency = dict.fromkeys(range(microbatches), nodes), {k: k for k in range(microbatches)}
-    return make_order(greedy(ways, urgency, backward=backward, in_flight=in_flight or 2 * stages), nodes=nodes)
+    programs = greedy(ways, urgency, backward=backward, in_flight=in_flight or 2 * stages)
+    return make_order(programs, nodes=nodes, widens=True)

@@ -2,7 +2,9 @@
 rank.
 
 ZB-V (Qi et al., arXiv 2401.10241, sec. 6): no bubble within a rank where F = I = W and m >= 2p, with the memory of
-1F1B's first rank on every rank.
+1F1B's first rank on every rank. The ranks still begin and end at different times, so (p-1)F/2 are idle in all. Below 2p
+microbatches the order is that of 2p - 1 without those that are not there, as in torch's table, and a rank waits F for
+each: in all max((p-1)/2, 2p-1-m) F, which is (p-1)F at m = p.
 
 p=2, m=4 (lower case is chunk 1):
     r0: F0 F1 F2 f0 i0 w0 f1 i1 w1 F3 I0 W0 f2 i2 w2 I1 W1 f3 i3 w3 I2 W2 I3 W3
