@@ -353,10 +353,10 @@ def test_joined_optimizers_are_predicted_part_by_part() -> None:
         assert part_of(optimizer, p) in (optimizer.parts if isinstance(optimizer, Joined) else ())
 
 
-@pytest.mark.parametrize("name", ["adan", "soap", "basis-rotation"])
+@pytest.mark.parametrize("name", ["nadam", "adan", "soap", "basis-rotation"])
 def test_whose_steps_are_not_predicted(name: OptimizerName) -> None:
-    kind = {"adan": "Adan", "soap": "SOAP", "basis-rotation": "BasisRotation"}[name]
-    with pytest.raises(CapabilityError, match=f"of SGD, Adam, AdamW, NAdam, Muon so far, not of {kind}"):
+    kind = {"nadam": "NAdam", "adan": "Adan", "soap": "SOAP", "basis-rotation": "BasisRotation"}[name]
+    with pytest.raises(CapabilityError, match=f"of SGD, Adam, AdamW, Muon so far, not of {kind}"):
         check_predictable(made(name, some()))
 
 
