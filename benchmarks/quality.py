@@ -29,6 +29,9 @@ EIGHT = ("microbatches=8", "microbatch_size=2")
 ONE = ("microbatches=1", "microbatch_size=16")
 """The same 16 samples per update, all in one microbatch: the delay of the first stage is then 7 updates."""
 
+HALF = ("batches=320", "rate.warm_up=80")
+"""1f1b makes so many updates in the simulated time in which methods without a bubble make 600."""
+
 FEW = "2bw,2bw:sync=150,stash,pipemare,pipemare:sync=150,spectrain"
 STALE = "2bw,2bw:sync=150,stash,stash:sync=150,newest,pipemare,pipemare:sync=150,spectrain"
 OTHERS = "error-feedback,xpipe,pipeoptim,lwp,ftpipe,vertical-sync,spectrain-stash,timeprest:ahead=8"
@@ -64,7 +67,11 @@ CAMPAIGNS = {
     "digits": Campaign(
         "residual CNN on digits, AdamW, m = 8", f"1f1b,{STALE},{OTHERS}", ("task=digits", *EIGHT, *ADAM)
     ),
-    "text-muon": Campaign("GPT on text, Muon, m = 8", "1f1b,2bw,stash,2bw:sync=150,error-feedback", (*EIGHT, *MUON)),
+    "text-half": Campaign("GPT on text, AdamW, m = 8, 320 updates", "1f1b", (*EIGHT, *ADAM, *HALF)),
+    "digits-half": Campaign(
+        "residual CNN on digits, AdamW, m = 8, 320 updates", "1f1b", ("task=digits", *EIGHT, *ADAM, *HALF)
+    ),
+    "text-muon": Campaign("GPT on text, Muon, m = 8", "1f1b,2bw,stash", (*EIGHT, *MUON)),
     "digits-1-sgd": Campaign(
         "residual CNN on digits, SGD with momentum, m = 1",
         f"1f1b,{LATE},spike,spike-lwp,gap-aware",

@@ -203,8 +203,8 @@ def test_a_correction_gives_back_what_it_took() -> None:
 
     pipeline.switch(schedule(case, "1f1b"))
     plain = held()
-    for method in ("pipemare", "nag-pp-no-stash", "spectrain"):
-        options = {} if method == "spectrain" else {"reschedule": 4}
+    for method in ("pipemare", "nag-pp-no-stash", "lwp-weights"):
+        options = {} if method == "lwp-weights" else {"reschedule": 4}
         pipeline.switch(schedule(case, method), correction=correction_of(method, **options))
         assert held() != plain
         pipeline.switch(schedule(case, "1f1b"))

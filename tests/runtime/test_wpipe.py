@@ -155,7 +155,11 @@ def test_what_would_have_to_wait_for_both_groups_is_refused(changes: dict[str, A
 
 @pytest.mark.parametrize(
     ("changes", "message"),
-    [([], "clip"), (["clip=null", "precision=fp16"], "fp16"), (["clip=null", "model.tied=true"], "cuts 0, 3")],
+    [
+        (["clip=1.0"], "clip"),
+        (["clip=null", "precision=fp16"], "fp16"),
+        (["clip=null", "model.tied=true"], "cuts 0, 3"),
+    ],
     ids=["clip", "fp16", "tied"],
 )
 def test_a_configuration_is_refused_before_anything_starts(changes: list[str], message: str) -> None:
