@@ -6,14 +6,15 @@
 
 Each campaign is a `penstock compare` of 8 stages with one optimizer for all of its methods, the synchronous one among
 them; every method is tuned over the same three learning rates, on the first of three seeds. An interrupted campaign
-goes on. What was found lies in `benchmarks/results/quality/` (kept are comparison.json, results.csv and
-summary.csv of each); `docs/which-method.md` says what follows from it.
+goes on, in the folder of comparisons (`--out`). Of those that have ended `benchmarks/results/quality/` gets results.csv
+and summary.csv; `docs/which-method.md` says what follows from them.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,8 +24,10 @@ from benchmarks.throughput import RESULTS
 from penstock.train.comparing import ComparisonRun
 from penstock.train.comparison import ComparisonConfig, comparison_config
 from penstock.view.comparing import TerminalComparison
+from penstock.view.comparison_page import RESULTS as ROWS
 from penstock.view.comparison_page import SUMMARY, write_findings
 
+PUBLISHED = RESULTS / "quality"
 SHARED = ("stages=8", "batches=600", "rate.warm_up=150", "seeds=3", "tune=1")
 EIGHT = ("microbatches=8", "microbatch_size=2")
 ONE = ("microbatches=1", "microbatch_size=16")
@@ -94,11 +97,14 @@ def run(name: str, out: Path) -> None:
     finally:
         observer.close()
         write_findings(comparison.findings(), folder)
+    PUBLISHED.joinpath(name).mkdir(parents=True, exist_ok=True)
+    for file in (ROWS, SUMMARY):
+        shutil.copy(folder / file, PUBLISHED / name)
 
 
-def table(name: str, out: Path) -> str:
+def table(name: str, folder: Path = PUBLISHED) -> str:
     """What a campaign has found, as Markdown."""
-    with open(out / name / SUMMARY) as file:
+    with open(folder / name / SUMMARY) as file:
         rows = list(csv.DictReader(file))
     images = any(row["accuracy"] for row in rows)
     lines = [
@@ -127,14 +133,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=list(CAMPAIGNS), choices=list(CAMPAIGNS), help="these campaigns")
     parser.add_argument("--summary", action="store_true", help="print the tables of what there is, and train nothing")
-    parser.add_argument("--out", type=Path, default=RESULTS / "quality", help="folder for what is found")
+    parser.add_argument("--out", type=Path, default=Path("comparisons/quality"), help="folder of the comparisons")
     arguments = parser.parse_args()
     for name in arguments.only:
         if not arguments.summary:
             arguments.out.mkdir(parents=True, exist_ok=True)
             run(name, arguments.out)
-        if (arguments.out / name / SUMMARY).exists():
-            Console(soft_wrap=True).print(f"\n{table(name, arguments.out)}\n", markup=False, highlight=False)
+        if (PUBLISHED / name / SUMMARY).exists():
+            Console(soft_wrap=True).print(f"\n{table(name)}\n", markup=False, highlight=False)
 
 
 if __name__ == "__main__":

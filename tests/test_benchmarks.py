@@ -133,3 +133,8 @@ def test_the_table_of_a_campaign(tmp_path):
         "| 2bw | 0.001 | 0.6000 ± 0.0200 (1 of 3 diverged) | 80.0% | +20.00 ± 3.00, worse | 1 | 0.50 |",
         "| stash | 0.01 | diverged | | diverged | 0.875 | 0.50 |",
     ]
+
+
+@pytest.mark.parametrize("name", ["text", "digits", "digits-1-sgd"])
+def test_the_page_has_what_was_measured(name):
+    assert table(name) in (ROOT / "docs/which-method.md").read_text()
