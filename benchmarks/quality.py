@@ -30,6 +30,9 @@ from penstock.view.comparison_page import SUMMARY, write_findings
 PUBLISHED = RESULTS / "quality"
 SHARED = ("stages=8", "batches=600", "rate.warm_up=150", "seeds=3", "tune=1")
 EIGHT = ("microbatches=8", "microbatch_size=2")
+MANY = ("microbatches=32", "microbatch_size=1")
+"""Four microbatches per stage: 1f1b idles for 18 % of the time, the first stage is 7/32 of an update behind."""
+
 ONE = ("microbatches=1", "microbatch_size=16")
 """The same 16 samples per update, all in one microbatch: the delay of the first stage is then 7 updates."""
 
@@ -41,7 +44,8 @@ STALE = "2bw,2bw:sync=150,stash,stash:sync=150,newest,pipemare,pipemare:sync=150
 OTHERS = "error-feedback,xpipe,pipeoptim,lwp,ftpipe,vertical-sync,spectrain-stash,timeprest:ahead=8"
 LATE = "stash,newest,pipemare,pipemare:sync=150,spectrain,xpipe,pipeoptim,lwp"
 ADAM = ("lr=1e-3,3e-3,1e-2",)
-MUON = ("optimizer.name=muon", *ADAM)
+HIGHER = ("lr=3e-3,1e-2,3e-2",)
+MUON = ("optimizer.name=muon", *HIGHER)
 MOMENTUM = ("optimizer.name=sgd", "optimizer.nesterov=false", "optimizer.weight_decay=0", "lr=0.01,0.03,0.1")
 NADAM = ("optimizer.name=nadam", "optimizer.beta1=0.99", *ADAM)
 
@@ -75,7 +79,8 @@ CAMPAIGNS = {
     "digits-half": Campaign(
         "residual CNN on digits, AdamW, m = 8, 320 updates", "1f1b", ("task=digits", *EIGHT, *ADAM, *HALF)
     ),
-    "text-muon": Campaign("GPT on text, Muon, m = 8", "1f1b,2bw", (*EIGHT, *MUON)),
+    "text-32": Campaign("GPT on text, AdamW, m = 32", "1f1b,stash,pipemare:sync=150", (*MANY, *HIGHER)),
+    "text-muon": Campaign("GPT on text, Muon, m = 8", "1f1b,2bw,stash,pipemare:sync=150,spectrain", (*EIGHT, *MUON)),
     "digits-1-sgd": Campaign(
         "residual CNN on digits, SGD with momentum, m = 1",
         f"1f1b,{LATE},spike,spike-lwp,gap-aware",

@@ -81,9 +81,6 @@ def _exit(error: PenstockError, code: int) -> NoReturn:
     sys.exit(code)
 
 
-_UNBOUNDED = 10_000  # columns, more than any line has
-
-
 def _print_json(value: Any) -> None:
     sys.stdout.write(json.dumps(value, indent=1) + "\n")
 
@@ -131,14 +128,14 @@ def _prove(
 @app.command()
 def methods(stages: Stages = 4, microbatches: Microbatches = 8, as_json: AsJson = False) -> None:
     """List every method with what its schedule costs: weight copies, delay, activations, bubble."""
-    from penstock.view.tables import combines_table, methods_json, methods_table
+    from penstock.view.tables import UNBOUNDED, combines_table, methods_json, methods_table
 
     if as_json:
         _print_json(methods_json(stages, microbatches))
     else:
         console = Console()
         if not console.is_terminal:  # nothing is cut or wrapped for who reads on
-            console = Console(width=_UNBOUNDED)
+            console = Console(width=UNBOUNDED)
         console.print(methods_table(stages, microbatches, console.width))
         console.print(combines_table())
 
@@ -260,11 +257,11 @@ def train(
     Started by torchrun (torchrun --nproc-per-node 2 -m penstock train ...), this process joins that job as one of its
     workers instead.
     """
-    from penstock.train.config import described_keys, load_config
-    from penstock.train.keys import with_options
+    from penstock.train.keys import described_keys, with_options
     from penstock.train.launch import is_worker, launch_local
     from penstock.train.prepare import check_resume, make_run_folder, prepare
     from penstock.train.resumed import how_to_go_on
+    from penstock.train.settings import load_config
     from penstock.view.tables import keys_table
 
     if keys:
@@ -296,8 +293,8 @@ def train(
 
 def _work(values: dict[str, Any], folder: str | None, drain: str | None) -> None:
     """One worker of a job."""
-    from penstock.train.config import validate_config
     from penstock.train.loop import train as run
+    from penstock.train.settings import validate_config
     from penstock.view.progress import TerminalObserver
 
     observer = TerminalObserver()
@@ -322,7 +319,7 @@ def verify(
     All ranks run in this process, which has to hold the whole model several times: a small model of the same kind shows
     the same. Synchronous methods are compared with plain torch, too. Exit code 1 if anything differs.
     """
-    from penstock.train.config import load_config
+    from penstock.train.settings import load_config
     from penstock.train.verify import verify as run
     from penstock.view.verification import verification_json, verification_table
 
@@ -373,7 +370,7 @@ def compare(
     After Ctrl-C, or anything else that ends it, the same command goes on with the runs that have not finished.
     """
     from penstock.train.comparison import ComparisonConfig, comparison_config
-    from penstock.train.config import described_keys
+    from penstock.train.keys import described_keys
     from penstock.view.tables import keys_table
 
     if keys:
@@ -408,7 +405,7 @@ def _compare(settings: ComparisonConfig, out: Path) -> None:
 @app.command()
 def config() -> None:
     """Print every key of a training run with its default and meaning, as YAML to edit."""
-    from penstock.train.config import commented_reference
+    from penstock.train.keys import commented_reference
 
     sys.stdout.write(commented_reference())
 

@@ -49,6 +49,13 @@ def test_methods_as_json(monkeypatch, capsys):
     assert copies["xpipe"] == [3, 3, 3, 3]  # (secondary): the weights, and a copy for each kind of pass
     others = {name: held for name, held in copies.items() if held[-1] == 1 and name not in STASHED}
     assert all(held == [1, 1, 1, 1] for held in others.values())
+    assert {name: row["buffers"] for name, row in rows.items() if row["buffers"]} == {
+        "pipemare": 1,  # T2's delta
+        "lwp-weights": 1,
+        "spike-lwp-weights": 1,
+        "gap-aware": 2,
+        "error-feedback": 1,
+    }
 
 
 def test_methods_as_a_table_names_what_is_illegal(monkeypatch, capsys):
@@ -66,6 +73,7 @@ def test_methods_shortens_nothing_for_who_reads_on(monkeypatch, capsys):
     _, out, _ = run(monkeypatch, capsys, "methods", columns=80)
     row = next(line.split() for line in out.splitlines() if "spike-lwp-weights" in line)
     assert row[:5] == ["spike-lwp-weights", "endless-1f1b", "predicted-forward", "spike-lwp-weights", "2"]
+    assert row[5:7] == ["+", "1"]
     assert "…" not in out
 
 

@@ -10,9 +10,9 @@ from combinations import PAGE, REFUSALS, answer, case_of, stated_on
 
 from penstock import cli
 from penstock.train.build import make_pipeline
-from penstock.train.config import load_config
 from penstock.train.course import FALLBACK, SYNC
 from penstock.train.prepare import Prepared, prepare
+from penstock.train.settings import load_config
 
 CHANGES: Mapping[str, tuple[str, ...]] = {
     "resume": ("evaluate.every=2", "average=0.9", "checkpoint.every=2"),  # what no method refuses

@@ -228,6 +228,16 @@ def test_what_every_byte_is_for(name: str) -> None:
     assert sum(live.get(kind, 0) for kind in kinds) == BYTES[name] * node.store.layout.nbytes
 
 
+@pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if kind.correction is not None])
+def test_the_table_says_what_a_correction_keeps(name: str) -> None:
+    case = case_of(name, 3, 1, model="matrices")
+    node = next(iter(make_pipeline(case).nodes.values()))
+    assert node.store is not None
+    assert node.corrector is not None
+    said = 0 if name == "pipemare without T2" else CORRECTIONS[KINDS[name].correction.name].buffers  # type: ignore[union-attr]
+    assert node.corrector.nbytes == said * node.store.layout.nbytes
+
+
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [

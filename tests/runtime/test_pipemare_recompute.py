@@ -43,8 +43,8 @@ from penstock.schedule.recompute import length_of, with_recompute
 from penstock.schedule.text import parse_schedule
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import simulate_schedule, steady_bubble
-from penstock.train.config import validate_config
 from penstock.train.prepare import prepare
+from penstock.train.settings import validate_config
 from penstock.weights.methods import correction_of
 from penstock.weights.pipemare import PipeMare
 from pool import Pool

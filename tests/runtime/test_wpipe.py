@@ -27,8 +27,8 @@ from torch.func import functional_call
 
 from penstock.errors import ConfigError
 from penstock.schedule.combine import Combine
-from penstock.train.config import load_config
 from penstock.train.prepare import prepare
+from penstock.train.settings import load_config
 from penstock.weights.decision import LossScale
 from pool import Pool
 

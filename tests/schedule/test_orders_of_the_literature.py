@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from worked_orders import CHIMERA, SEQ1F1B, WORKED
 
 from penstock.errors import ConfigError, ScheduleError
-from penstock.schedule.build import call_order, prove
+from penstock.schedule.build import call_order, extend, prove
 from penstock.schedule.check import check
+from penstock.schedule.files import prove_file
 from penstock.schedule.ir import Action, Op, Schedule, passes
 from penstock.schedule.orders import ORDERS
 from penstock.schedule.text import parse_schedule
@@ -121,6 +123,28 @@ def test_room_costs_no_time(p: int, m: int, chunks: int) -> None:
         spans.append(simulate_schedule(proof, Costs.uniform(schedule, 1.0, 1.0, 1.0)).bubble.makespan)
     assert spans[0] > spans[1] == spans[2]
     assert spans[1] == pytest.approx(3 * m + (p - 1) / chunks)
+
+
+@pytest.mark.parametrize(("name", "p", "m", "segments"), [("hanayo", 12, 24, 1), ("bitpipe", 8, 16, 1)])
+def test_room_grows_with_what_is_added(name: str, p: int, m: int, segments: int) -> None:
+    """Recomputes are longer ways; the window that is enough without them need not be so with them."""
+    plain = prove(name, p, m)
+    proof = extend(plain, recomputes=True, segments=segments)
+    assert proof.schedule.window >= plain.schedule.window
+    if proof.schedule.window > plain.schedule.window:
+        with pytest.raises(ScheduleError, match=r"deadlock|raise the window"):
+            check(replace(proof.schedule, window=plain.schedule.window))
+
+
+def test_a_file_keeps_that_its_room_may_grow(tmp_path: Path) -> None:
+    schedule = prove("hanayo", 8, 16, options={"waves": 2}).schedule
+    path = tmp_path / "order.txt"
+    path.write_text(str(replace(schedule, window=2)))
+    assert "\nwindow 2 or more\n" in path.read_text()
+    assert prove_file(path, 1, 1).schedule == replace(schedule, window=3)
+    path.write_text(str(replace(schedule, window=2, widens=False)))
+    with pytest.raises(ScheduleError, match=r"deadlock|raise the window"):
+        prove_file(path, 1, 1)
 
 
 def test_a_window_does_not_mend_what_is_wrong_otherwise() -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from penstock.runtime.stage import Stage
-from penstock.train.config import validate_config
 from penstock.train.loop import train
+from penstock.train.settings import validate_config
 
 
 def list_modules(path: str, _: str) -> None:

@@ -11,8 +11,8 @@ import yaml
 from penstock.errors import PenstockError
 from penstock.schedule.methods import METHODS
 from penstock.schedule.versions import RULES, Source
-from penstock.train.config import load_config
 from penstock.train.prepare import prepare
+from penstock.train.settings import load_config
 
 PAGE = (Path(__file__).parents[2] / "docs/asynchronous.md").read_text()
 ROWS = re.findall(r"^\| (`[^|]*) \|(?:[^|]*\|){4}([^|]*)\|$", PAGE, re.MULTILINE)

@@ -9,16 +9,10 @@ import yaml
 
 from penstock.errors import ConfigError
 from penstock.schedule.methods import METHODS, correction_options
-from penstock.train.config import (
-    TrainConfig,
-    commented_reference,
-    described_keys,
-    known_keys,
-    load_config,
-    validate_config,
-)
-from penstock.train.keys import with_options
+from penstock.train.config import TrainConfig
+from penstock.train.keys import commented_reference, described_keys, known_keys, with_options
 from penstock.train.prepare import prepare
+from penstock.train.settings import load_config, validate_config
 from penstock.train.verify import verify
 
 

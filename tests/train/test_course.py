@@ -10,9 +10,9 @@ import pytest
 
 from penstock.errors import ConfigError, ScheduleError
 from penstock.runtime.divergence import Trouble
-from penstock.train.config import load_config, validate_config
 from penstock.train.course import FALLBACK, MAIN, SYNC, Course
 from penstock.train.prepare import prepare
+from penstock.train.settings import load_config, validate_config
 from penstock.train.verify import verify
 
 LAG = 7  # of 2 stages and 2 microbatches

@@ -13,10 +13,10 @@ from commands import TINY, only_folder, settings, start
 
 from penstock.errors import ConfigError
 from penstock.train.build import make_pipeline
-from penstock.train.config import load_config
 from penstock.train.data import batches
 from penstock.train.files import load_weights
 from penstock.train.prepare import prepare
+from penstock.train.settings import load_config
 from penstock.train.verify import verify
 
 

@@ -17,11 +17,11 @@ from launched import stop_after_the_end, stop_at_the_end
 from campaigns.trial import Fault, Shape, judge_failure, judge_folder, run, workers_of
 from penstock.errors import WorkerError
 from penstock.train.build import make_pipeline
-from penstock.train.config import validate_config
 from penstock.train.data import batches
 from penstock.train.files import load_weights
 from penstock.train.launch import launch_local
 from penstock.train.prepare import prepare
+from penstock.train.settings import validate_config
 
 pytestmark = pytest.mark.processes
 

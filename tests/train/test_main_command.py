@@ -18,7 +18,6 @@ from penstock.errors import WorkerError
 from penstock.models.gpt import gpt_blocks, language_loss, preset
 from penstock.train.build import make_pipeline
 from penstock.train.checkpoints import Checkpoints
-from penstock.train.config import load_config
 from penstock.train.corpus import load_corpus
 from penstock.train.data import Windows, batches
 from penstock.train.files import load_weights
@@ -27,6 +26,7 @@ from penstock.train.optimizers import optimizer_factory
 from penstock.train.prepare import prepare
 from penstock.train.rate import rate_schedule
 from penstock.train.reference import train_reference
+from penstock.train.settings import load_config
 
 pytestmark = pytest.mark.processes
 

@@ -15,9 +15,10 @@ from torch.optim import Optimizer
 from penstock.errors import CapabilityError, ConfigError
 from penstock.models.gpt import GPTConfig, gpt_blocks
 from penstock.runtime.blocks import LazyBlock
-from penstock.train.config import OptimizerName, OptimizerSection, TrainConfig, load_config
+from penstock.train.config import OptimizerName, OptimizerSection, TrainConfig
 from penstock.train.optimizers import is_hidden, optimizer_factory
 from penstock.train.prepare import prepare
+from penstock.train.settings import load_config
 from penstock.weights.basis import BasisRotation
 from penstock.weights.buffers import Layout
 from penstock.weights.corrections import Place

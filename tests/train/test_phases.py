@@ -22,10 +22,10 @@ from penstock.runtime.decisions import Decisions
 from penstock.runtime.graphs import Loss
 from penstock.runtime.node import NodeRuntime
 from penstock.train.checkpoint import checkpoints
-from penstock.train.config import validate_config
 from penstock.train.drain import DrainRequest
 from penstock.train.loop import _Loop
 from penstock.train.prepare import prepare
+from penstock.train.settings import validate_config
 from pool import Pool
 
 pytestmark = pytest.mark.processes

@@ -13,11 +13,11 @@ from launched import Silent
 from torch.distributed.distributed_c10d import _get_default_store
 
 from penstock.errors import ConfigError
-from penstock.train.config import load_config, validate_config
 from penstock.train.drain import DrainRequest
 from penstock.train.loop import _Loop
 from penstock.train.prepare import prepare
 from penstock.train.resumed import note_changes
+from penstock.train.settings import load_config, validate_config
 from pool import Pool
 
 

@@ -13,8 +13,8 @@ from penstock.cli import main
 from penstock.errors import ConfigError, InterruptedRunError, WorkerError
 from penstock.train.checkpoint import part_of as being_written
 from penstock.train.checkpoint import place_of, write_index
-from penstock.train.config import load_config
 from penstock.train.prepare import check_resume
+from penstock.train.settings import load_config
 
 
 def leave(run: Path, batch: int) -> None:

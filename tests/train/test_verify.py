@@ -20,8 +20,8 @@ from penstock.runtime.stage import Stage
 from penstock.schedule.methods import METHODS
 from penstock.train import build, prepare
 from penstock.train import verify as verify_module
-from penstock.train.config import load_config
 from penstock.train.differences import KINDS, Comparison, Place, apart
+from penstock.train.settings import load_config
 from penstock.train.verification import Verification
 from penstock.train.verify import TOLERANCE, verify
 from penstock.weights.decision import LossScale

@@ -15,9 +15,9 @@ from penstock.schedule.build import prove
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import simulate_schedule
 from penstock.timeline import Interval, Timeline
-from penstock.train.config import load_config
 from penstock.train.observer import Progress, Summary, Switched
 from penstock.train.prepare import prepare
+from penstock.train.settings import load_config
 from penstock.view.perfetto import trace_events, write_trace
 from penstock.view.progress import TerminalObserver, human_bytes
 from penstock.view.svg import timeline_svg

@@ -14,15 +14,17 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from penstock.errors import DataError
+from penstock.runtime.account import take_down
 from penstock.runtime.combining import Combining, Meetings, Party
 from penstock.runtime.flight import Microbatch
 from penstock.runtime.graphs import Loss
 from penstock.runtime.joints import Gradients, Joints
 from penstock.runtime.keeping import Keeping
+from penstock.runtime.lending import Lending
 from penstock.runtime.links import Links
 from penstock.runtime.mailbox import Mailbox
 from penstock.runtime.node import NodeRuntime
-from penstock.runtime.parcel import Header, Parcel
+from penstock.runtime.parcel import Header
 from penstock.runtime.precision import cast
 from penstock.runtime.randomness import Draw
 from penstock.runtime.reduction import Holder
@@ -82,7 +84,7 @@ class Executor:
         self.replica, self.rank = worker.seat
         self.recorder, self.decisions = worker.recorder, worker.decisions
         self.mailbox = Mailbox(self.rank, lowered, links.transport, self.recorder)
-        self.joints = Joints(lowered.schedule, self.mailbox)
+        self.joints, self.lending = Joints(lowered.schedule, self.mailbox), Lending(self.mailbox, self.recorder)
         provisional = RULES[lowered.schedule.rule].provisional
         self.combining: Meetings | None = None
         if links.common is not None:
@@ -105,7 +107,6 @@ class Executor:
         self._books: dict[Node, NodeState] = {}
         self._begun: dict[Node, int] = {}  # the batch that each node is at
         self._drafts: dict[tuple[Node, Piece], Draft] = {}
-        self._held_for: dict[tuple[Node, Piece], Parcel] = {}  # activations of other ranks
         self._start = 0
         self._more = True
         self._rejected = False  # the version that the last VALIDATE has decided on
@@ -284,30 +285,13 @@ class Executor:
             case Op.REDO:
                 self._redo(node, action, t)
             case Op.OFFLOAD | Op.FETCH | Op.HOLD | Op.RETURN if action.peer is not None:
-                self._move(
-                    node, action.op, action.peer, Header(self._start + first // self.m, first, self._more, piece=key[1])
-                )
+                header = Header(self._start + first // self.m, first, self._more, piece=key[1])
+                self.lending.move(node, action.op, action.peer, header)
             case Op.OFFLOAD | Op.FETCH:
                 nbytes = node.graphs.park(node.flights[key].work, away=action.op is Op.OFFLOAD)
                 self.recorder.change("parked activations", nbytes if action.op is Op.OFFLOAD else -nbytes)
             case _:
                 raise AssertionError(f"the runtime does not offer {action.op}")
-
-    def _move(self, node: NodeRuntime, op: Op, peer: Node, header: Header) -> None:
-        """Activations of this rank to another one and back (OFFLOAD, FETCH), or those of another one (HOLD, RETURN)."""
-        key = header.first, header.piece
-        if op is Op.OFFLOAD:
-            self.mailbox.put(Payload.PARKED, node.node, peer, Parcel(header, node.graphs.give(node.flights[key].work)))
-        elif op is Op.FETCH:
-            given = self.mailbox.take(Payload.PARKED, peer, node.node, key).tree
-            node.graphs.take(node.flights[key].work, given)
-        elif op is Op.HOLD:
-            parcel = self._held_for[peer, key] = self.mailbox.take(Payload.PARKED, peer, node.node, key)
-            self.recorder.change("parked activations", parcel.nbytes)
-        else:
-            parcel = self._held_for.pop((peer, key))
-            self.recorder.change("parked activations", -parcel.nbytes)
-            self.mailbox.put(Payload.PARKED, node.node, peer, Parcel(header, parcel.tree))
 
     def _manage(self, node: NodeRuntime, op: Op, batch: int, source: Source) -> None:
         """Whatever works on a whole batch, counted from the start of training."""
@@ -438,20 +422,7 @@ class Executor:
         header = Header(batch, key[0], self._more, weight=self.reporting.weight(batch), piece=key[1])
         self.joints.hand_back(node.node, header, found)
 
-    # --- bytes ------------------------------------------------------------------------------------------------------
-
     def _hold_bytes(self, op: Op) -> None:
         """Take down what the parameter-sized memory of this rank is used for."""
         self._keeping.record()
-        totals: dict[str, int] = {}
-        for node in self.nodes.values():
-            for role, nbytes in node.bytes_by_role().items():
-                totals[role] = totals.get(role, 0) + nbytes
-            if op in (Op.STEP, Op.VALIDATE, Op.AVERAGE) and node.updater is not None:
-                totals["optimizer"] = totals.get("optimizer", 0) + node.updater.nbytes
-        roles = totals.keys() - {"optimizer"}
-        for role in self.recorder.roles - roles:  # of a method before this one
-            self.recorder.hold(role, 0)
-        self.recorder.roles = roles
-        for role, nbytes in totals.items():
-            self.recorder.hold(role, nbytes)
+        take_down(self.recorder, self.nodes.values(), optimizers=op in (Op.STEP, Op.VALIDATE, Op.AVERAGE))

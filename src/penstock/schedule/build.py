@@ -69,9 +69,9 @@ def prove(
     decides: bool = False,
 ) -> Proof:
     """As `make_schedule`, but returns the proof with everything that was derived on the way."""
-    schedule, widens = _build(method, stages, microbatches, rule, order, options, decides)
+    schedule = _build(method, stages, microbatches, rule, order, options, decides)
     try:
-        return _check(schedule, widens)
+        return _check(schedule)
     except ScheduleError as error:
         legal = smallest_microbatches(
             method, stages, rule=rule, order=order, options=options, decides=decides, beyond=microbatches
@@ -136,7 +136,7 @@ def extend(
                 + "; leave them out of the schedule"
             )
         whole = averaged
-    return given if whole is plain and isinstance(given, Proof) else check(whole)
+    return given if whole is plain and isinstance(given, Proof) else _check(whole)
 
 
 def _in_segments(schedule: Schedule, segments: Segments) -> Schedule:
@@ -148,7 +148,7 @@ def _in_segments(schedule: Schedule, segments: Segments) -> Schedule:
     made = with_recompute(schedule, segments)
     if made.segments:
         try:
-            check(made)
+            return _check(made).schedule
         except ScheduleError as error:
             raise ScheduleError(
                 f"{schedule.name}: segments of {len(made.segments[0])} stages that recompute together do not go with "
@@ -187,7 +187,7 @@ def smallest_microbatches(
 
     def legal(m: int) -> bool:
         try:
-            _check(*_build(method, stages, m, rule, order, options, decides))
+            _check(_build(method, stages, m, rule, order, options, decides))
         except Exception:  # a user's function may refuse some m in its own way
             return False
         return True
@@ -211,8 +211,7 @@ def _build(
     order: str | OrderFunction | None,
     options: Options,
     decides: bool,
-) -> tuple[Schedule, bool]:
-    """The schedule, and whether its window may grow."""
+) -> Schedule:
     choices: tuple[str, ...] = ()
     limit = None
     if callable(method):
@@ -236,15 +235,15 @@ def _build(
     if fault is not None:
         raise ScheduleError(f"{name}: {fault}")
     schedule = apply_rule(made, RULES[rule_name], microbatches, name)
-    return with_decisions(schedule) if decides else schedule, made.widens
+    return with_decisions(schedule) if decides else schedule
 
 
-def _check(schedule: Schedule, widens: bool) -> Proof:
-    """The proof, with a larger window where one is needed and the order lets it grow."""
+def _check(schedule: Schedule) -> Proof:
+    """The proof, with a larger window where one is needed and the schedule lets it grow."""
     try:
         return check(schedule)
     except ScheduleError:
-        wider = widened(schedule) if widens else None
+        wider = widened(schedule) if schedule.widens else None
         if wider is None:
             raise
         return check(wider)

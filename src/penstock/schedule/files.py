@@ -9,8 +9,8 @@ import traceback
 from pathlib import Path
 
 from penstock.errors import ConfigError, PenstockError
-from penstock.schedule.build import prove
-from penstock.schedule.check import Proof, check
+from penstock.schedule.build import extend, prove
+from penstock.schedule.check import Proof
 from penstock.schedule.exchange import from_torch_csv
 from penstock.schedule.order import NO_OPTIONS, Options, OrderFunction
 from penstock.schedule.text import parse_schedule
@@ -40,7 +40,7 @@ def prove_file(path: Path, stages: int, microbatches: int, options: Options = NO
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read a schedule from {str(path)!r}: {error}") from None
-    return check(from_torch_csv(text, path.stem) if path.suffix == ".csv" else parse_schedule(text, str(path)))
+    return extend(from_torch_csv(text, path.stem) if path.suffix == ".csv" else parse_schedule(text, str(path)))
 
 
 def load_function(path: Path) -> OrderFunction:

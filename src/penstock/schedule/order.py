@@ -23,8 +23,7 @@ class Order:
         programs: per rank, actions without reads; units as in `penstock.schedule.ir`.
         nodes: the stages; one cut per rank unless told otherwise.
         edges: data flow between cuts; a chain unless told otherwise.
-        frozen, segments, window: as in `penstock.schedule.ir.Schedule`.
-        widens: `window` is where a search begins for the least one that is enough (`penstock.schedule.windows`).
+        frozen, segments, window, widens: as in `penstock.schedule.ir.Schedule`.
     """
 
     programs: tuple[Program, ...]

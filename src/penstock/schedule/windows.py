@@ -27,8 +27,8 @@ def widened(schedule: Schedule) -> Schedule | None:
     Args:
         schedule: it empties the pipeline after each batch.
     """
-    bound = schedule.microbatches * schedule.slices * max(len(schedule.on_rank(r)) for r in range(schedule.ranks))
-    shortest, least = _makespan(schedule, bound), schedule.window  # no lane has more messages than `bound` in a batch
+    bound = 3 * len(schedule.edges) * schedule.microbatches * schedule.slices  # all messages of a batch: F, R and B
+    shortest, least = _makespan(schedule, bound), schedule.window
     if shortest == math.inf:
         return None
     while _makespan(schedule, 2 * least) > shortest:

@@ -14,7 +14,8 @@ from penstock.schedule.corrections import CORRECTIONS, options_of
 from penstock.schedule.methods import Method, find_method
 from penstock.schedule.order import options_of as order_options
 from penstock.schedule.orders import ORDERS
-from penstock.train.config import Number, OptimizerSection, RateSection, Strict, apply_change, validate
+from penstock.train.config import Number, OptimizerSection, RateSection, Strict
+from penstock.train.settings import apply_change, validate
 
 SYNC = "sync"
 """The option of every method of a comparison: batches trained by 1f1b first."""

@@ -2,33 +2,15 @@
 
 from __future__ import annotations
 
-import copy
-import difflib
-import re
 from collections.abc import Mapping
-from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
+from typing import Annotated, Any, Literal
 
-import yaml
-from pydantic import (
-    AllowInfNan,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    PlainValidator,
-    ValidationError,
-    model_validator,
-)
-from pydantic.fields import FieldInfo
+from pydantic import AllowInfNan, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, model_validator
 from pydantic_core import PydanticCustomError
 
-from penstock.errors import ConfigError
 from penstock.schedule.batchwise import what_decides
 from penstock.schedule.combine import Combine
-from penstock.schedule.methods import find_method
-from penstock.train.keys import with_options
 from penstock.train.lags import lag_of
 
 
@@ -62,9 +44,6 @@ class Strict(BaseModel):
     """Refuses unknown keys and values of other types."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, protected_namespaces=())
-
-
-Section = TypeVar("Section", bound=BaseModel)
 
 
 class ModelSection(Strict):
@@ -298,187 +277,3 @@ class TrainConfig(Strict):
     def phased(self) -> bool:
         """Whether it may be trained by several methods, one after the other."""
         return self.sync.batches > 0 or self.fallback.at is not None or bool(self.fallback.when)
-
-
-def load_config(path: Path | None, changes: list[str]) -> TrainConfig:
-    """Read a YAML file and apply `key=value` changes.
-
-    Args:
-        path: a YAML file with keys of `TrainConfig`; None for the defaults.
-        changes: such as "method=1f1b" or "optimizer.lr=0.001"; values are read as YAML.
-
-    Raises:
-        ConfigError: every unknown key (with the nearest known one), every value of a wrong type or range.
-    """
-    values: dict[str, Any] = {}
-    if path is not None:
-        try:
-            loaded = yaml.safe_load(path.read_text())
-        except OSError as error:
-            raise ConfigError(f"cannot read the configuration {str(path)!r}: {error.strerror or error}") from None
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{str(path)!r} is not YAML: {error}") from None
-        if not isinstance(loaded, dict | None):
-            raise ConfigError(f"{str(path)!r} must hold keys and values, not a {type(loaded).__name__}")
-        values = loaded or {}
-    for change in changes:
-        apply_change(values, change)
-    return validate_config(with_settings(values))
-
-
-def with_settings(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values with those that their method takes where none are given (`Method.settings`).
-
-    Those of the optimizer are of one kind of it, so they are left out where another kind is given.
-    """
-    filled = copy.deepcopy(dict(values))
-    try:
-        wanted = find_method(str(values.get("method", TrainConfig.model_fields["method"].default))).settings
-    except ConfigError:  # told later
-        return filled
-    given = values.get("optimizer")
-    kind = given.get("name") if isinstance(given, Mapping) else None
-    for key, value in wanted.items():
-        section, _, last = key.rpartition(".")
-        if section and kind not in (None, wanted[f"{section}.name"]):
-            continue
-        place = filled.setdefault(section, {}) if section else filled
-        if isinstance(place, dict):
-            place.setdefault(last, value)
-    return filled
-
-
-def validate_config(values: dict[str, Any]) -> TrainConfig:
-    """Check values against the schema of a training run.
-
-    Raises:
-        ConfigError: lists everything that is wrong.
-    """
-    return validate(TrainConfig, values)
-
-
-def validate(schema: type[Section], values: dict[str, Any]) -> Section:
-    """Check values against a schema.
-
-    Raises:
-        ConfigError: lists everything that is wrong.
-    """
-    try:
-        return schema.model_validate(values)
-    except ValidationError as error:
-        problems = [
-            _explain(schema, tuple(map(str, e["loc"])), e["type"], e["msg"], e.get("input")) for e in error.errors()
-        ]
-        raise ConfigError("\n".join(problems)) from None
-
-
-def apply_change(values: dict[str, Any], change: str) -> None:
-    """Put `key=value` into nested values.
-
-    Raises:
-        ConfigError: it is not of that form.
-    """
-    key, separator, text = change.partition("=")
-    if not separator or not key:
-        raise ConfigError(f"--set takes key=value, such as method=1f1b or optimizer.lr=0.001; got {change!r}")
-    try:
-        value = text if key in _TEXT_KEYS and text not in ("null", "~") else yaml.safe_load(text)
-    except yaml.YAMLError:
-        value = text
-    *path, last = key.split(".")
-    place = values
-    for part in path:
-        inner = place.setdefault(part, {})
-        if not isinstance(inner, dict):
-            raise ConfigError(f"--set {change}: {part!r} is a value, not a section")
-        place = inner
-    place[last] = value
-
-
-def _explain(schema: type[BaseModel], path: tuple[str, ...], kind: str, message: str, value: Any) -> str:
-    key = ".".join(path)
-    if kind == "extra_forbidden":
-        known = known_keys(schema)
-        near = difflib.get_close_matches(key, known, n=1, cutoff=0.5) or difflib.get_close_matches(
-            path[-1], [k.split(".")[-1] for k in known], n=1, cutoff=0.5
-        )
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        return f"unknown configuration key {key!r}{hint}"
-    if kind in ("model_type", "dict_type"):
-        return f"{key}: expected a section with keys, such as {key}.{_section_keys(schema, key)}, got {value!r}"
-    if kind == "apart":  # of several values, none of which is wrong by itself
-        return f"{key}: {message}"
-    otherwise = " or null" if _takes_null(schema, path) else ""
-    return f"{key}: {message[0].lower()}{message[1:]}{otherwise}, got {value!r}"
-
-
-def _takes_null(schema: type[BaseModel], path: tuple[str, ...]) -> bool:
-    """Whether the value at a path, as a whole, may be None."""
-    inner: Any = schema
-    for part in path:
-        if not (isinstance(inner, type) and issubclass(inner, BaseModel)):
-            return False
-        inner = inner.model_fields[part].annotation
-    return type(None) in get_args(inner)
-
-
-def described_keys(schema: type[BaseModel] = TrainConfig) -> list[tuple[str, Any, str]]:
-    """Every key (of sections as `section.key`) with its default and its meaning, and the choices where it has some."""
-    keys = []
-    for name, field in schema.model_fields.items():
-        section = field.annotation
-        if isinstance(section, type) and issubclass(section, BaseModel):
-            inner = section.model_fields.items()
-            keys += [(f"{name}.{key}", value.default, _meaning(value)) for key, value in inner]
-        else:
-            keys.append((name, field.default, _meaning(field)))
-    return keys
-
-
-def _meaning(field: FieldInfo) -> str:
-    """What a field means, after its choices if it has some that its description does not name."""
-    meaning = field.description or ""
-    choices = [choice for choice in _choices(field.annotation) if isinstance(choice, str)]
-    if all(re.search(rf"(?<![\w-]){re.escape(choice)}(?![\w-])", meaning) for choice in choices):
-        return meaning
-    return f"{', '.join(choices[:-1])} or {choices[-1]}: {meaning}"
-
-
-def _choices(annotation: Any) -> list[Any]:
-    if get_origin(annotation) is Literal:
-        return list(get_args(annotation))
-    return [choice for inner in get_args(annotation) for choice in _choices(inner)]
-
-
-def commented_reference() -> str:
-    """Every key with its default, under a comment with its meaning, as a YAML file that `load_config` reads."""
-    lines, section = ["# Every key of a training run with its default. Leave out what you do not change."], ""
-    for key, default, meaning in described_keys():
-        group, _, last = key.rpartition(".")
-        if group and group != section:
-            section = group
-            lines += ["", f"# {TrainConfig.model_fields[group].description}", f"{group}:"]
-        indent = "  " if group else ""
-        value = yaml.safe_dump(default, default_flow_style=True).removesuffix("...\n").strip()
-        lines += [f"{indent}# {meaning}", f"{indent}{last}: {value}"]
-        lines += [f"#   {option}: {said}" for option, _, said in with_options([(key, default, meaning)])[1:]]
-    return "\n".join(lines) + "\n"
-
-
-def known_keys(schema: type[BaseModel] = TrainConfig) -> list[str]:
-    """Every key, and every section."""
-    keys = [key for key, _, _ in described_keys(schema)]
-    return [*keys, *sorted({key.partition(".")[0] for key in keys if "." in key})]
-
-
-def _section_keys(schema: type[BaseModel], section: str) -> str:
-    return next((key.split(".")[1] for key in known_keys(schema) if key.startswith(f"{section}.")), "...")
-
-
-_TEXT_KEYS = frozenset(
-    {
-        "method", "data", "prompt", "out", "reduce", "precision", "recompute", "undo", "model.preset", "optimizer.name",
-        "optimizer.sides", "rate.decay", "sync.method", "fallback.method", "fallback.restore", "combine.kind",
-        "combine.optimizer_state",
-    }
-)  # fmt: skip

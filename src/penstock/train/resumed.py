@@ -13,7 +13,8 @@ import yaml
 
 from penstock.errors import CheckpointError, ConfigError
 from penstock.train.checkpoint import Checkpoint, open_newest
-from penstock.train.config import Strict, TrainConfig, load_config
+from penstock.train.config import Strict, TrainConfig
+from penstock.train.settings import load_config
 
 CONFIG = "config.yaml"
 

@@ -16,6 +16,7 @@ from penstock.idle import TimeSplit
 from penstock.schedule.build import prove
 from penstock.schedule.check import Proof
 from penstock.schedule.combine import COMBINES
+from penstock.schedule.corrections import CORRECTIONS
 from penstock.schedule.methods import METHODS, Method
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import Simulation, steady_bubble
@@ -29,6 +30,7 @@ class MethodFacts:
     Attributes:
         weight_copies: per rank, weights alive at once, all versions and predicted copies, in units of the rank's whole
             share of the model.
+        buffers: those of the correction beside them, in the same units; stages without a delay may do without.
         delay: per rank, updates between the version read by a forward and the version updated, mean over a batch.
         activations: per rank, microbatches in flight at once, in units of the rank's whole share.
         bubble: idle / total of one more batch in a long run, with F = 1 and B = 2.
@@ -41,6 +43,7 @@ class MethodFacts:
     order: str
     rule: str
     correction: str
+    buffers: int
     weight_copies: list[float] | None = None
     delay: list[float] | None = None
     activations: list[float] | None = None
@@ -51,14 +54,16 @@ class MethodFacts:
 def method_facts(method: Method, stages: int, microbatches: int) -> MethodFacts:
     """Derive a row of the table."""
     names = (method.name, method.title, method.source, method.order, method.rule, method.correction)
+    buffers = CORRECTIONS[method.correction].buffers
     try:
         proof = prove(method.name, stages, microbatches)
     except ScheduleError as error:
-        return MethodFacts(*names, problem=str(error).split(";")[0])
+        return MethodFacts(*names, buffers, problem=str(error).split(";")[0])
     costs = Costs.uniform(proof.schedule, forward=1.0, backward_input=1.0, backward_weight=1.0)
     ranks = range(stages)
     return MethodFacts(
         *names,
+        buffers,
         weight_copies=[_copies_on(proof, rank) for rank in ranks],
         delay=[delay_on(proof, rank) for rank in ranks],
         activations=[float(a) for a in proof.activations],
@@ -118,7 +123,9 @@ def _methods(title: str, facts: list[MethodFacts], problems: Sequence[str | None
         "order": [f.order for f in facts],
         "version rule": [f.rule for f in facts],
         "correction": ["" if f.correction == "none" else f.correction for f in facts],
-        "weight\ncopies": [briefly(f.weight_copies) for f in facts],
+        "weight\ncopies": [
+            briefly(f.weight_copies) + (f" + {f.buffers}" if f.buffers and f.weight_copies else "") for f in facts
+        ],
         "delay": [briefly(f.delay) for f in facts],
         "activations\nin flight": [briefly(f.activations) for f in facts],
         "bubble": [
@@ -134,8 +141,8 @@ def _methods(title: str, facts: list[MethodFacts], problems: Sequence[str | None
     for row in zip(*shown.values(), strict=True):
         table.add_row(*row)
     table.caption = (
-        f"Per rank where the ranks differ; {RANGES}. {DELAY} Bubble: idle / total of one more batch in a long run, "
-        "F = 1, B = 2."
+        f"Per rank where the ranks differ; {RANGES}; + n: and n buffers of the correction. {DELAY} Bubble: idle / "
+        "total of one more batch in a long run, F = 1, B = 2."
     )
     if left_out:
         names = ", ".join(heading.replace("\n", " ") for heading in left_out)
@@ -145,7 +152,7 @@ def _methods(title: str, facts: list[MethodFacts], problems: Sequence[str | None
 
 
 def _natural_width(table: Table) -> int:
-    return Console(width=_UNBOUNDED).measure(table).maximum
+    return Console(width=UNBOUNDED).measure(table).maximum
 
 
 DELAY = (
@@ -153,7 +160,7 @@ DELAY = (
     "stages of a rank."
 )
 RANGES = "a .. b: from the first to the last, a to b: from the least to the most"
-_UNBOUNDED = 10_000  # columns, more than any table has
+UNBOUNDED = 10_000  # columns, more than any table has
 _BRIEF = 10  # characters of figures per rank; beyond it they are summed up
 
 
