@@ -125,15 +125,13 @@ def test_room_costs_no_time(p: int, m: int, chunks: int) -> None:
     assert spans[1] == pytest.approx(3 * m + (p - 1) / chunks)
 
 
-@pytest.mark.parametrize(("name", "p", "m", "segments"), [("hanayo", 12, 24, 1), ("bitpipe", 8, 16, 1)])
-def test_room_grows_with_what_is_added(name: str, p: int, m: int, segments: int) -> None:
-    """Recomputes are longer ways; the window that is enough without them need not be so with them."""
-    plain = prove(name, p, m)
-    proof = extend(plain, recomputes=True, segments=segments)
-    assert proof.schedule.window >= plain.schedule.window
-    if proof.schedule.window > plain.schedule.window:
-        with pytest.raises(ScheduleError, match=r"deadlock|raise the window"):
-            check(replace(proof.schedule, window=plain.schedule.window))
+def test_room_grows_with_what_is_added() -> None:
+    """Recomputes take time, so others get further ahead."""
+    plain = prove("hanayo", 12, 36)
+    again = extend(plain, recomputes=True)
+    assert (plain.schedule.window, again.schedule.window) == (2, 3)
+    with pytest.raises(ScheduleError, match=r"deadlock|raise the window"):
+        check(replace(again.schedule, window=2))
 
 
 def test_a_file_keeps_that_its_room_may_grow(tmp_path: Path) -> None:
