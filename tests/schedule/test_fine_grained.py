@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import pytest
 
-from penstock.schedule.build import call_order, prove
+from penstock.schedule.build import call_order, extend, prove
 from penstock.schedule.ir import Op
 from penstock.schedule.lower import lower
 from penstock.schedule.order import Order
@@ -86,6 +86,16 @@ def test_it_is_never_idle_and_holds_a_square_of_microbatches(p: int, n: int) -> 
     assert list(proof.activations) == [2 * (p - i) + 2 for i in range(1, p + 1)]
     assert sum(proof.activations) == p * p + p
     assert steady_bubble(lower(proof.schedule), Costs.uniform(proof.schedule), 2 * p + 2) == pytest.approx(0, abs=1e-12)
+
+
+@pytest.mark.parametrize("root", [2, 3, 4])
+def test_segments_hold_a_root_of_that(root: int) -> None:
+    """Segments of sqrt(P) stages: P sqrt(P) of P^2, so 1/sqrt(P) of it (PipeMare, appendix: P = 107, 0.097)."""
+    p = root**2
+    plain = prove("pipemare", p, 2, order="fine-grained")
+    proof = extend(plain, recomputes=True, segments="auto")
+    assert proof.schedule.segments == tuple(tuple(range(c, c + root)) for c in range(0, p, root))
+    assert (sum(plain.activations), sum(proof.activations)) == (p * p + p, p * root)
 
 
 @pytest.mark.parametrize("p", [1, 2, 5])
