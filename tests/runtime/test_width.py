@@ -91,6 +91,30 @@ def test_more_pipelines_than_a_batch_has_parts_for() -> None:
         list(pipeline.run([make_batches(case)[0][:2]]))
 
 
+@pytest.mark.parametrize(("method", "width"), [("1f1b", 2), ("2bw", 3), ("chimera", 1), ("dualpipe", 2)])
+def test_what_is_written_into_the_first_weights_is_for_all(method: str, width: int) -> None:
+    """Between two runs, of all stages that hold a cut; without a state of the optimizer it is a new beginning."""
+    case = Case(method, 2, 4, width=width, rate=False, spans=(6,))
+    used, new = (make_pipeline(case, optimizer=lambda named: torch.optim.SGD(named, lr=0.1)) for _ in range(2))
+    batches = make_batches(case)
+    list(used.run(batches[:3]))
+    for pipeline in (used, new):
+        draw = torch.Generator().manual_seed(5)
+        for name, weight in sorted(pipeline.state_dict().items()):
+            if "running" not in name and weight.is_floating_point():
+                weight.copy_(0.1 * torch.randn(weight.shape, generator=draw))
+    if method == "2bw":  # or it would go on with what came before as well
+        used.switch(used.proof)
+    for pipeline in (used, new):
+        list(pipeline.run(batches[3:]))
+        stores = [(n.cut, r.store) for w in pipeline._workers for n, r in w.nodes.items()]
+        for cut, store in stores:
+            (first, *_) = (other for where, other in stores if where == cut)
+            assert all(map(torch.equal, store.master.flats, first.master.flats))
+    for name, weight in used.state_dict().items():
+        assert torch.equal(weight, new.state_dict()[name])
+
+
 @pytest.mark.parametrize("width", [0, -1, 1.5, True])
 def test_a_width_that_makes_no_sense(width: Any) -> None:
     with pytest.raises(ConfigError, match="width must be a whole number"):

@@ -1,4 +1,4 @@
-"""The beginning of what stages share: every copy gets the value that the first stage has."""
+"""What stages share begins with one value: that of the first of them."""
 
 from __future__ import annotations
 
@@ -53,6 +53,19 @@ def equalise(ties: Sequence[Tie], schedule: Schedule, team: Team, workers: Seque
             other = here.get(target)
             if other is not None and other.store is not None:
                 other.store.refresh()
+
+
+def follow_first(workers: Sequence[Worker]) -> None:
+    """Stages of one process that hold the same cut take over what has been written into the weights of the first one."""
+    stores = [(node.cut, r.place, r.store) for w in workers for node, r in w.nodes.items() if r.store is not None]
+    first = {cut: store.master for cut, place, store in stores if place == 0}
+    for cut, place, store in stores:
+        if place == 0 or cut not in first:
+            continue
+        for mine, wanted in zip(store.master.flats, first[cut].flats, strict=True):
+            if not torch.equal(mine, wanted):
+                store.master.rewrite()
+                mine.copy_(wanted)
 
 
 def check_equal(schedule: Schedule, team: Team, workers: Sequence[Worker]) -> None:

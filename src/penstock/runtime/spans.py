@@ -26,6 +26,7 @@ from penstock.runtime.links import holders_of, link
 from penstock.runtime.mesh import Groups
 from penstock.runtime.nccl import LaneGroups
 from penstock.runtime.reporting import Report
+from penstock.runtime.sharing import follow_first
 from penstock.runtime.snapshot import Saving, Snapshot, take
 from penstock.runtime.source import Batches, Source
 from penstock.runtime.team import Team
@@ -288,6 +289,8 @@ class Spans:
 
     def _begin(self, source: Source) -> bool:
         """Make everything ready for a span; whether there is a first batch, which all ranks agree on."""
+        if not self._combine.apart:
+            follow_first(self._workers)
         for worker in self._workers:
             worker.recorder.begin_span()
             for node in worker.nodes.values():
