@@ -384,7 +384,8 @@ class Pipeline:
         that model, which begins anew from what has been written into the weights of all pipelines between two runs. Of
         two directions the buffers are those of the first, where both are here, as evaluations read them.
         The tensors share the pipeline's memory, in which the next updates write other versions and gradients: clone
-        what is to outlive the next batch.
+        what is to outlive the next batch. What is written into them between two runs is where the next one begins: in
+        one process others that hold the same weights take it over; write the same in all processes that do.
         """
         state: dict[str, Tensor] = {}
         for node in sorted(self.nodes.values(), key=lambda node: -node.place):

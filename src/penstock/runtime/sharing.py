@@ -56,7 +56,7 @@ def equalise(ties: Sequence[Tie], schedule: Schedule, team: Team, workers: Seque
 
 
 def follow_first(workers: Sequence[Worker]) -> None:
-    """Stages of one process that hold the same cut take over what has been written into the weights of the first one."""
+    """Stages of one process that hold the same cut take over what users have written into the first one's weights."""
     stores = [(node.cut, r.place, r.store) for w in workers for node, r in w.nodes.items() if r.store is not None]
     first = {cut: store.master for cut, place, store in stores if place == 0}
     for cut, place, store in stores:
