@@ -27,13 +27,16 @@ def drawing(command: str) -> str:
     name, *rest = shlex.split(command)
     numbers = {"--stages": STAGES, "--microbatches": MICROBATCHES, "--batches": None}
     options: dict[str, int] = {}
+    order = None
     for key, value in zip(rest[::2], rest[1::2], strict=True):
         if key == "--set":
             option, _, number = value.partition("=")
             options[option] = int(number)
+        elif key == "--order":
+            order = value
         else:
             numbers[key] = int(value)
-    proof = prove(name, numbers["--stages"] or 0, numbers["--microbatches"] or 0, options=options)
+    proof = prove(name, numbers["--stages"] or 0, numbers["--microbatches"] or 0, order=order, options=options)
     span = numbers["--batches"] or (3 if any(program.epilogue for program in proof.schedule.programs) else 1)
     simulation = simulate_schedule(proof, Costs.uniform(proof.schedule, 1.0, 1.0, 1.0), span)
     rows = "\n".join(line.rstrip() for line in str(draw_timeline(simulation.timeline, WIDTH)).splitlines())

@@ -39,6 +39,10 @@ OrderOptions = Annotated[
 MethodName = Annotated[
     str | None, typer.Argument(metavar="METHOD", help="A row of [bold]penstock methods[/bold]; or give a file.")
 ]
+OrderName = Annotated[
+    str | None,
+    typer.Option("--order", help="Another order of passes than the method's, such as zb-exact or forward-only."),
+]
 OrderFile = Annotated[
     Path | None,
     typer.Option(
@@ -106,6 +110,7 @@ def _prove(
     microbatches: int,
     changes: list[str] | None,
     segments: str | None,
+    order: str | None = None,
 ) -> Proof:
     """The proof of a method's schedule, or of that in a file, with recomputes if they are asked for."""
     from penstock.schedule.build import extend, prove
@@ -114,10 +119,12 @@ def _prove(
     if (method is None) == (file is None):
         raise ConfigError("give either a METHOD (penstock methods lists them) or --file")
     options = _order_options(changes)
+    if file is not None and order is not None:
+        raise ConfigError("a --file holds the order; leave --order out")
     if file is not None:
         proof = prove_file(file, stages, microbatches, options)
     else:
-        proof = prove(method or "", stages, microbatches, options=options)
+        proof = prove(method or "", stages, microbatches, order=order, options=options)
     if segments is None:
         return proof
     if segments != "auto" and not (segments.isascii() and segments.isdigit()):
@@ -148,6 +155,7 @@ def show(
     batches: Annotated[int | None, typer.Option(help="Batches to draw; 1 if flushed, else 3.", min=1)] = None,
     forward: Annotated[float, typer.Option(help="Time of a forward.", min=0)] = 1.0,
     backward: Annotated[float, typer.Option(help="Time of a full backward.", min=0)] = 2.0,
+    order: OrderName = None,
     changes: OrderOptions = None,
     segments: Segments = None,
     file: OrderFile = None,
@@ -162,7 +170,7 @@ def show(
     from penstock.view.text import draw_timeline, wrap_schedule
     from penstock.view.words import counted
 
-    proof = _prove(method, file, stages, microbatches, changes, segments)
+    proof = _prove(method, file, stages, microbatches, changes, segments, order)
     schedule = proof.schedule
     span = batches or (3 if any(program.epilogue for program in schedule.programs) else 1)
     simulation = simulate_schedule(proof, Costs.uniform(schedule, forward, backward / 2, backward / 2), span)
@@ -208,6 +216,7 @@ def simulate(
             "given as options."
         ),
     ] = None,
+    order: OrderName = None,
     changes: OrderOptions = None,
     segments: Segments = None,
     file: OrderFile = None,
@@ -219,7 +228,7 @@ def simulate(
     from penstock.simulate.simulate import simulate_schedule, steady_bubble
     from penstock.view.tables import simulation_table, time_table
 
-    proof = _prove(method, file, stages, microbatches, changes, segments)
+    proof = _prove(method, file, stages, microbatches, changes, segments, order)
     if per_stage is not None:
         costs = read_stage_costs(per_stage, proof.schedule.cuts, latency)
     else:

@@ -108,6 +108,13 @@ def test_show_prints_the_order_and_draws_it(monkeypatch, capsys):
     assert "bubble 0.3333" in out
 
 
+def test_show_another_order(monkeypatch, capsys):
+    code, out, _ = run(monkeypatch, capsys, "show", "1f1b", "--order", "forward-only", "--stages", 2)
+    assert code == 0
+    assert "rank 0: Fe0 Fe1" in out
+    assert "B0" not in out
+
+
 def test_show_wraps_the_order_for_a_terminal_only(monkeypatch, capsys):
     """Piped, it stays the text form, a rank to the line."""
     _, piped, _ = run(monkeypatch, capsys, "show", "timeprest", columns=60)
@@ -241,6 +248,12 @@ def test_every_configuration_key_can_be_listed(monkeypatch, capsys):
             ["simulate", "1f1b", "--stages", "2", "--microbatches", "2", "--latency", "inf"],
             "latency must be a finite number",
         ),
+        (["show", "forward-only"], "It is the order of evaluations: any method with order forward-only"),
+        (["show", "1f1b", "--file", "order.txt"], "give either a METHOD"),
+        (["show", "--file", "order.txt", "--order", "gpipe"], "a --file holds the order; leave --order out"),
+        (["show", "1f1b", "--order", "gpip"], "unknown order 'gpip'"),
+        (["compare", "--out", "c", "--lr", "1e-3,-1"], "lr.1: input should be greater than 0, got -1.0"),
+        (["compare", "--out", "c", "--lr", "0"], "lr.0: input should be greater than 0, got 0.0"),
         (["show", "1f1b", "--svg", "no/such/folder/x.svg"], "cannot write the drawing to 'no/such/folder/x.svg'"),
         (["sample", "nowhere"], "no saved weights in 'nowhere'"),
         (["train", "--set", "metod=2bw"], "unknown configuration key 'metod'; did you mean 'method'?"),

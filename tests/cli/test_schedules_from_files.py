@@ -80,7 +80,11 @@ def test_classes_and_a_partial_function(monkeypatch: Any, capsys: Any, tmp_path:
     path = tmp_path / "mine.py"
     path.write_text(CLASSES)
     asked = ("show", "--file", path, "--stages", 2, "--microbatches", 3)
-    for change, wanted in (((), "F0^t F1^t B0^t F2^t B1^t B2^t"), (("--set", "more=2"), "F0^t F1^t F2^t B0^t B1^t")):
+    for change, wanted in (
+        ((), "F0^t F1^t B0^t F2^t B1^t B2^t"),
+        (("--set", "more=0"), "F0^t B0^t F1^t B1^t F2^t"),
+        (("--set", "more=2"), "F0^t F1^t F2^t B0^t B1^t"),
+    ):
         code, out, said = run(monkeypatch, capsys, *asked, *change)
         assert (code, said) == (0, "")
         assert f"rank 1: {wanted}" in out
@@ -115,9 +119,9 @@ BAD = [
     ),
     ("limit=", "a whole number, such as chunks=4; got 'limit='", "options.limit: input should be a valid integer"),
     ("limit", "a whole number, such as chunks=4; got 'limit'", "options.limit"),
-    ("limit=-5", *["zb_auto: limit must be a whole number of at least 1, got -5"] * 2),
-    ("limit=0", *["zb_auto: limit must be a whole number of at least 1, got 0"] * 2),
-    ("hop=-1", *["zb_auto: hop must be a whole number of at least 0, got -1"] * 2),
+    ("limit=-5", *["zb-auto: limit must be a whole number of at least 1, got -5"] * 2),
+    ("limit=0", *["zb-auto: limit must be a whole number of at least 1, got 0"] * 2),
+    ("hop=-1", *["zb-auto: hop must be a whole number of at least 0, got -1"] * 2),
     ("held=250", *["zb-auto: held is a percentage of a microbatch's activations, got 250"] * 2),
 ]
 

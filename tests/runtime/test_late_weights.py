@@ -29,6 +29,7 @@ from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.snapshot import Saving, Snapshot
 from penstock.schedule.build import prove
 from penstock.schedule.corrections import CORRECTIONS
+from penstock.schedule.methods import METHODS
 from penstock.train.reference import Scaling
 from penstock.weights.corrections import Correction
 from penstock.weights.methods import correction_of
@@ -255,6 +256,22 @@ def test_the_table_says_what_a_correction_keeps(name: str) -> None:
 def test_what_does_not_go_together_is_refused(name: str, changes: dict[str, Any], message: str) -> None:
     with pytest.raises((CapabilityError, ConfigError, ScheduleError), match=message):
         make_pipeline(case_of(name, 3, 2, **changes))
+
+
+@pytest.mark.parametrize("method", [row.name for row in METHODS.values() if row.correction != "none"])
+def test_a_correction_that_is_missing_or_another_s(method: str) -> None:
+    """Else another method would be trained under its name."""
+    proof = prove(method, 2, 1)
+    said = rf"{method}: .* pass correction=correction_of\('{method}'\)"
+    case = Case(method, 2, 1, optimizer="momentum", model="matrices")
+    with pytest.raises(ConfigError, match=said):
+        make_pipeline(case)
+    pipeline = make_pipeline(replace(case, method="1f1b"))
+    with pytest.raises(ConfigError, match=said):
+        pipeline.switch(proof)
+    other = "gap-aware" if method == "nag-pp" else "nag-pp"
+    with pytest.raises(ConfigError, match=rf"{method}: this schedule's method has correction '{method}', but"):
+        make_pipeline(replace(case, correction=correction_of(other)))
 
 
 def test_gap_aware_gradients_are_for_one_microbatch() -> None:

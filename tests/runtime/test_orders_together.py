@@ -167,6 +167,9 @@ def test_a_frozen_last_stage_and_frozen_joins() -> None:
     assert len([report for report in pipeline.run(batches) if report.loss is not None]) == 2
     with pytest.raises(ScheduleError, match="no gradient passes stage 1, which is frozen, so stage 0 before it cannot"):
         make_schedule(over([(0, 1), (1, 2)], frozen=[1]), 3, 2)
+    with pytest.raises(ScheduleError, match="more than one edge from cut 0 to cut 1"):
+        make_schedule(over([(0, 1), (0, 1)]), 2, 2)
+    assert make_schedule(over([]), 2, 2).edges == ()
     torch.manual_seed(6)
     joined = over([(0, 2), (1, 2), (2, 3)], frozen=[0, 1, 2])
     fronts = {name: part.requires_grad_(False) for name, part in {"a": layer(), "b": layer(), "c": Join(2)}.items()}

@@ -197,16 +197,23 @@ def test_zb_v_below_2p_microbatches(p: int) -> None:
 
 @pytest.mark.parametrize("p", [3, 4, 5, 6, 8, 9, 12, 16])
 def test_v_half_and_v_min(p: int) -> None:
-    """Activations (p+2)//2 and (p+4)//3; bubbles as the published code gives them, whatever m is."""
+    """Activations (p+2)//2 and (p+4)//3; bubbles as the published code gives them, but for the few that are named."""
     half = (3 * p - 7) / 2 if p % 2 == 0 else (3 * p - 4) / 2
     least = (4 * p - 7) / 2 if p % 3 == 0 else (4 * p - 5) / 2
-    for m in (3 * p, 4 * p + 1):
-        for name, wanted, held in (("v-half", half, (p + 2) // 2), ("v-min", least, (p + 4) // 3)):
+    for m in sorted({p // 2 + 1, p, p + 1, 2 * p, 3 * p, 4 * p + 1}):
+        more = p % 2 == 0 and (m == p + 1 or (p, m) == (4, 8))
+        for name, wanted, held in (("v-half", half + more, (p + 2) // 2), ("v-min", least, (p + 4) // 3)):
             found = run(name, p, m)
             assert idle(found) == wanted
+            if m < 2 * p:
+                continue
             assert max(peaks(found)) == held
             assert (set(peaks(found)) == {held}) == (name == "v-half" or (p + 1) % 3 > 0)
             assert found.messages == 2 * m * 2 * (p - 1)
+
+
+def test_v_half_on_two_ranks() -> None:
+    assert {idle(run("v-half", 2, m)) for m in range(2, 9)} == {0.5}
 
 
 def test_v_min_on_five_ranks_holds_less_on_some() -> None:

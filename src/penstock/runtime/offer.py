@@ -10,6 +10,7 @@ from penstock.runtime.slicing import EQUAL_SLICES, Slicing
 from penstock.schedule.combine import REDUCE, Combine
 from penstock.schedule.corrections import CORRECTIONS
 from penstock.schedule.ir import Kind, Op, Schedule, passes
+from penstock.schedule.methods import METHODS
 from penstock.schedule.ops import MOVES
 from penstock.schedule.versions import RULES
 from penstock.weights.corrections import Correction
@@ -107,6 +108,22 @@ def check_slices(schedule: Schedule, recompute: str, slicing: Slicing = EQUAL_SL
         )
 
 
+def _check_uncorrected(schedule: Schedule, wanted: str) -> None:
+    """Make sure that nothing is missing where no correction is given."""
+    rule, lacks = RULES[schedule.rule], ""
+    if rule.keeps_forward:
+        lacks = "backwards read a blend of two versions, and nothing says of what shares"
+    elif rule.copies_forward:
+        lacks = "passes read predicted weights, and nothing says how they are predicted"
+    elif wanted != "none":
+        lacks = f"its correction is missing ({CORRECTIONS[wanted].summary})"
+    if lacks:
+        alike = (METHODS[schedule.name].order if schedule.name in METHODS else "", schedule.rule, "none")
+        same = [row.name for row in METHODS.values() if (row.order, row.rule, row.correction) == alike]
+        instead = f"; without it the method is {same[0]!r}" if same else ""
+        raise ConfigError(f"{schedule.name}: {lacks}; pass correction=correction_of({schedule.name!r}){instead}")
+
+
 def check_correction(
     schedule: Schedule, correction: Correction | None, precision: torch.dtype | None, recompute: str, tied: bool
 ) -> None:
@@ -115,18 +132,16 @@ def check_correction(
     Raises:
         ConfigError: it does not.
     """
+    method = METHODS.get(schedule.name)
+    wanted = "none" if method is None else method.correction
     if correction is None:
-        if RULES[schedule.rule].keeps_forward:
-            raise ConfigError(
-                f"{schedule.name}: backwards read a blend of two versions, and nothing says of what shares; pass "
-                f"correction=correction_of({schedule.name!r})"
-            )
-        if RULES[schedule.rule].copies_forward:
-            raise ConfigError(
-                f"{schedule.name}: passes read predicted weights, and nothing says how they are predicted; pass "
-                f"correction=correction_of({schedule.name!r})"
-            )
+        _check_uncorrected(schedule, wanted)
         return
+    if wanted not in ("none", correction.name):
+        raise ConfigError(
+            f"{schedule.name}: this schedule's method has correction {wanted!r}, but correction {correction.name!r} "
+            f"was given; pass correction=correction_of({schedule.name!r}), or take the other method's schedule"
+        )
     if correction.name not in CORRECTIONS:
         raise ConfigError(f"unknown correction {correction.name!r}; known: {', '.join(CORRECTIONS)}")
     row = CORRECTIONS[correction.name]

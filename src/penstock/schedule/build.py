@@ -17,7 +17,16 @@ from penstock.schedule.batchwise import (
 from penstock.schedule.check import Proof, check
 from penstock.schedule.ir import Action, Op, Schedule, straight
 from penstock.schedule.methods import compatible, find_method
-from penstock.schedule.order import NO_OPTIONS, Options, Order, OrderFunction, check_options, make_order, options_of
+from penstock.schedule.order import (
+    NO_OPTIONS,
+    Options,
+    Order,
+    OrderFunction,
+    check_options,
+    make_order,
+    name_of,
+    options_of,
+)
 from penstock.schedule.orders import ORDERS
 from penstock.schedule.orders.forward_only import forward_through
 from penstock.schedule.recompute import Segments, with_recompute
@@ -239,11 +248,11 @@ def _build(
 
 
 def _check(schedule: Schedule) -> Proof:
-    """The proof, with a larger window where one is needed and the schedule lets it grow."""
+    """The proof, with a larger window where one is needed."""
     try:
         return check(schedule)
     except ScheduleError:
-        wider = widened(schedule) if schedule.widens else None
+        wider = widened(schedule)
         if wider is None:
             raise
         return check(wider)
@@ -256,11 +265,11 @@ def call_order(function: OrderFunction, stages: int, microbatches: int, options:
         ConfigError: a number is not positive, or the order does not have such an option.
         ScheduleError: the function returned something that is not an order.
     """
-    name = getattr(function, "__name__", "order")
+    name = name_of(function, ORDERS)
     check_options(function, options, ORDERS)
-    defaults = options_of(function)
+    defaults, ours = options_of(function), function in ORDERS.values()
     for what, value in (("stages", stages), ("microbatches", microbatches), *options.items()):
-        least = 0 if defaults.get(what) == 0 else 1
+        least = 0 if what in options and (not ours or defaults[what] == 0) else 1
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise ConfigError(f"{name}: {what} must be a whole number of at least {least}, got {value!r}")
     result = function(stages, microbatches, **options)

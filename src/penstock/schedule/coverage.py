@@ -86,6 +86,9 @@ def _check_structure(schedule: Schedule) -> None:
     for edge in schedule.edges:
         if edge.source not in held or edge.target not in held or edge.source == edge.target:
             raise ScheduleError(f"{name}: edge {edge.source}>{edge.target} does not join two cuts")
+    twice = [pair for pair, n in Counter((e.source, e.target) for e in schedule.edges).items() if n > 1]
+    if twice:
+        raise ScheduleError(f"{name}: more than one edge from cut {twice[0][0]} to cut {twice[0][1]}; one carries all")
     _check_segments(schedule, held)
     for rank, program in enumerate(schedule.programs):
         for actions, begun in ((program.period, 1), (program.epilogue, 0)):

@@ -162,8 +162,8 @@ class Schedule:
         rule: name of the version rule (`penstock.schedule.versions.RULES`).
         frozen: cuts without trainable weights and without a backward.
         segments: groups of consecutive cuts that recompute together; only the first of each keeps its input.
-        window: messages that may be outstanding on a lane, on either side; each is memory.
-        widens: where that is too small, `penstock.schedule.windows` looks for the least that is enough.
+        window: messages that may be outstanding on a lane, on either side; each is memory. Where it is too small,
+            `prove` and `extend` take the least that is enough (`penstock.schedule.windows`).
     """
 
     name: str
@@ -175,7 +175,6 @@ class Schedule:
     frozen: frozenset[int] = frozenset()
     segments: tuple[tuple[int, ...], ...] = ()
     window: int = WINDOW
-    widens: bool = False
 
     @property
     def ranks(self) -> int:
@@ -365,8 +364,8 @@ def format_schedule(schedule: Schedule) -> str:
         lines.append("frozen " + " ".join(map(str, sorted(schedule.frozen))))
     if schedule.segments:
         lines.append("segments " + " ".join(",".join(map(str, s)) for s in schedule.segments))
-    if schedule.window != WINDOW or schedule.widens:
-        lines.append(f"window {schedule.window}{' or more' if schedule.widens else ''}")
+    if schedule.window != WINDOW:
+        lines.append(f"window {schedule.window}")
     for what, part in (("rank", 0), ("drain", 1)):
         for rank, program in enumerate(schedule.programs):
             if program[part] or not part:

@@ -343,7 +343,8 @@ def find_method(name: str) -> Method:
 _HINTS = MappingProxyType(
     {
         "zb-1p": " Take 'zb-auto' with as many microbatches on a rank as ranks: options limit=4 for 4 stages.",
-        "zb-exact": " It is an order that may take minutes to find: make_schedule('zb-auto', ..., order='zb-exact').",
+        "zb-exact": " It is an order, which may take minutes to find: zb-auto with order zb-exact (show --order).",
+        "forward-only": " It is the order of evaluations: any method with order forward-only (show --order).",
     }
 )
 """What leads to a row and options, for names that are none."""

@@ -23,7 +23,7 @@ class Order:
         programs: per rank, actions without reads; units as in `penstock.schedule.ir`.
         nodes: the stages; one cut per rank unless told otherwise.
         edges: data flow between cuts; a chain unless told otherwise.
-        frozen, segments, window, widens: as in `penstock.schedule.ir.Schedule`.
+        frozen, segments, window: as in `penstock.schedule.ir.Schedule`.
     """
 
     programs: tuple[Program, ...]
@@ -32,7 +32,6 @@ class Order:
     frozen: frozenset[int] = frozenset()
     segments: tuple[tuple[int, ...], ...] = ()
     window: int = WINDOW
-    widens: bool = False
 
     @property
     def endless(self) -> bool:
@@ -66,7 +65,7 @@ def check_options(
     Raises:
         ConfigError: it does not.
     """
-    known, name = options_of(function), getattr(function, "__name__", "order")
+    known, name = options_of(function), name_of(function, others)
     for option in options:
         if option not in known:
             offers = f"it has {', '.join(known)}" if known else "it has none"
@@ -75,19 +74,24 @@ def check_options(
             raise ConfigError(f"order {name} has no option {option!r}; {offers}{hint}")
 
 
+def name_of(function: OrderFunction, known: Mapping[str, OrderFunction]) -> str:
+    """The name under which an order is known, or else that of its function."""
+    return next((name for name, other in known.items() if other is function), getattr(function, "__name__", "order"))
+
+
 def make_order(
     ranks: Sequence[Iterable[Action]],
     epilogues: Sequence[Iterable[Action]] | None = None,
     nodes: tuple[Node, ...] | None = None,
     edges: tuple[Edge, ...] | None = None,
     window: int = WINDOW,
-    widens: bool = False,
 ) -> Order:
     """An order from per-rank lists of passes; a straight chain of one cut per rank unless told otherwise."""
     nodes = nodes or straight(len(ranks))
     tails: Sequence[Iterable[Action]] = epilogues or [()] * len(ranks)
     programs = tuple(Program(tuple(p), tuple(e)) for p, e in zip(ranks, tails, strict=True))
-    return Order(programs, nodes, edges or chain(1 + max(n.cut for n in nodes)), window=window, widens=widens)
+    edges = chain(1 + max(n.cut for n in nodes)) if edges is None else edges
+    return Order(programs, nodes, edges, window=window)
 
 
 def pass_of(op: Op, microbatch: int, node: Node, kind: Kind = Kind.TRAIN) -> Action:

@@ -7,7 +7,7 @@
     edges 0>1                         # a chain when left out; 0|1 is an edge without a backward
     frozen 0                          # cuts that are not trained
     segments 0,1 2,3                  # cuts that recompute together
-    window 4                          # messages outstanding on a lane; 2 when left out; `4 or more` if it may grow
+    window 4                          # messages outstanding on a lane, where that is enough; 2 when left out
     rank 0: F0^t F1^t B0^t B1^t STEP[t]
     rank 1: F0^t B0^t F1^t B1^t STEP[t]
     drain 0: ...                      # the epilogue, numbers relative to T
@@ -56,7 +56,6 @@ _ACTION = re.compile(
     r"(?:\^(?P<versions>t(?:[+-]\d+)?(?:,t(?:[+-]\d+)?)*)(?:~(?P<label>[a-z]+)(?P<copy>-?\d+))?)?"
 )
 _UNIT = re.compile(r"(e?)(-?\d+)(?:\.\.(-?\d+))?(?::(\d+)/(\d+))?")
-_MORE = " or more"
 _SPLIT_PARTS = re.compile(r"\+(?=[A-Z])")
 
 
@@ -119,14 +118,13 @@ def _assemble(header: dict[str, str], lines: dict[tuple[str, int], tuple[int, st
         raise ScheduleError(f"{where}: a batch needs at least 1 microbatch, got {m}")
     frozen = frozenset(_integer(c, where) for c in header.get("frozen", "").split())
     segments = tuple(tuple(_integer(c, where) for c in s.split(",")) for s in header.get("segments", "").split())
-    room = header.get("window", str(WINDOW))
-    widens, window = room.endswith(_MORE), _integer(room.removesuffix(_MORE), where)
+    window = _integer(header["window"], where) if "window" in header else WINDOW
     if window < 1:
         raise ScheduleError(f"{where}: a lane needs room for at least 1 message, got window {window}")
     everything = [p for program in programs for part in program for a in part for p in passes(a)]
     if not any(a.reads or a.op is Op.STEP for a in everything) and any(a.op in PASSES for a in everything):
-        return apply_rule(Order(programs, nodes, edges, frozen, segments, window, widens), RULES[rule], m, name)
-    return Schedule(name, m, nodes, edges, programs, rule, frozen, segments, window, widens)
+        return apply_rule(Order(programs, nodes, edges, frozen, segments, window), RULES[rule], m, name)
+    return Schedule(name, m, nodes, edges, programs, rule, frozen, segments, window)
 
 
 def parse_action(token: str, nodes: tuple[Node, ...], rank: int) -> Action:

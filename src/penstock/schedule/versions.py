@@ -263,16 +263,7 @@ def apply_rule(order: Order, rule: VersionRule, microbatches: int, name: str) ->
         with_steps = tuple(with_blends(program, forward_reads, microbatches) for program in with_steps)
     programs = tuple(_annotate(program, rule, forward_reads, microbatches) for program in with_steps)
     made = Schedule(
-        name,
-        microbatches,
-        order.nodes,
-        order.edges,
-        programs,
-        rule.name,
-        order.frozen,
-        order.segments,
-        order.window,
-        order.widens,
+        name, microbatches, order.nodes, order.edges, programs, rule.name, order.frozen, order.segments, order.window
     )
     return with_reductions(made, everywhere=False)
 

@@ -24,9 +24,10 @@ def widened(schedule: Schedule) -> Schedule | None:
     of zb-interleaved on 8 ranks, 52.5 forwards instead of 51.5. An order that can run with the window it asks for keeps
     that one, even so.)
 
-    Args:
-        schedule: it empties the pipeline after each batch.
+    Of a schedule that does not empty the pipeline after each batch nothing is known.
     """
+    if any(program.epilogue for program in schedule.programs):
+        return None
     bound = 3 * len(schedule.edges) * schedule.microbatches * schedule.slices  # all messages of a batch: F, R and B
     shortest, least = _makespan(schedule, bound), schedule.window
     if shortest == math.inf:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field
 
@@ -44,7 +44,7 @@ class ComparisonConfig(Strict):
 
     methods: list[str] = Field(default=["1f1b", "2bw"], min_length=1, description="rows of `penstock methods`")
     seeds: int = Field(default=3, ge=1, description="runs of each method: seeds 0, 1, ...")
-    lr: list[Number] | None = Field(
+    lr: list[Annotated[Number, Field(gt=0)]] | None = Field(
         default=None, min_length=1, description="learning rates to try with each method; optimizer.lr if not set"
     )
     tune: int | None = Field(

@@ -17,6 +17,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from penstock.errors import VersionError
 
@@ -92,6 +93,10 @@ class Readable(Protocol):
         """Let them add to `gradient`."""
         ...
 
+    def settle(self) -> None:
+        """Between two backwards."""
+        ...
+
     def accumulate(self, key: str, found: Tensor) -> None:
         """Add to the gradient of a leaf what was not found by autograd."""
         ...
@@ -122,8 +127,8 @@ class Buffer:
             for key, slot in layout.slots.items()
         }
         self.leaves = {key: view.detach().requires_grad_() for key, view in self.views.items()}
-        for key, leaf in self.leaves.items():
-            leaf.register_post_accumulate_grad_hook(_gather(weakref.ref(self), key))  # type: ignore[no-untyped-call]
+        self._gathering: dict[str, RemovableHandle] = {}  # leaves whose next gradient has to be moved to its place
+        self._gathered: list[str] = []  # those of them where that has happened
 
     @property
     def flats(self) -> list[Tensor]:
@@ -160,9 +165,29 @@ class Buffer:
     def add_to(self, gradient: Buffer) -> None:
         """Let backwards of graphs on the leaves add to `gradient`."""
         self.gradient = gradient
+        self.settle()
         for key, leaf in self.leaves.items():
             view = gradient.views[key]
             leaf.grad = view if view.dtype == leaf.dtype and key not in gradient.unwritten else None
+            if leaf.grad is None and key not in self._gathering:
+                hook = _gather(weakref.ref(self), key)
+                self._gathering[key] = leaf.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+    def settle(self) -> None:
+        """Between two backwards: those leaves to whose gradients autograd itself adds need not be looked at any more.
+
+        Each look is Python in the midst of a backward.
+        """
+        for key in self._gathered:
+            self._gathering.pop(key).remove()
+        self._gathered.clear()
+
+    def placed(self, key: str, view: Tensor) -> None:
+        """The gradient of a leaf is in its place, where autograd can add to it, unless it is of lower precision."""
+        leaf = self.leaves[key]
+        leaf.grad = view if view.dtype == leaf.dtype else None
+        if leaf.grad is not None and key in self._gathering:
+            self._gathered.append(key)
 
     def forget_gradient(self) -> None:
         """Let go of the buffer that backwards of graphs on the leaves have added to."""
@@ -180,8 +205,7 @@ class Buffer:
             return
         view.copy_(found)
         gradient.unwritten.discard(key)
-        leaf = self.leaves[key]
-        leaf.grad = view if view.dtype == leaf.dtype else None
+        self.placed(key, view)
 
     def squares(self, without: Collection[str] = ()) -> tuple[float, float]:
         """The sum of the squares of all elements; not finite if one is not, or if their squares overflow.
@@ -231,10 +255,10 @@ def _gather(buffer: weakref.ref[Buffer], key: str) -> Callable[[Tensor], None]:
     def move(leaf: Tensor) -> None:
         weights, found = buffer(), leaf.grad
         gradient = weights.gradient if weights is not None else None
-        if gradient is None or found is None or found is gradient.views[key]:
+        if weights is None or gradient is None or found is None or found is gradient.views[key]:
             return
         view = gradient.views[key]
-        leaf.grad = view if view.dtype == leaf.dtype else None  # of lower precision, every gradient comes here
+        weights.placed(key, view)
         if key not in gradient.unwritten:  # a backward on another version came first
             view.add_(found)
             return

@@ -46,6 +46,11 @@ class Mixture:
         for buffer in self._buffers:
             buffer.add_to(gradient)
 
+    def settle(self) -> None:
+        """Between two backwards."""
+        for buffer in self._buffers:
+            buffer.settle()
+
     def accumulate(self, key: str, found: Tensor) -> None:
         """Add to the gradient of a leaf what was not found by autograd."""
         self._owners[key].accumulate(key, found)

@@ -139,6 +139,8 @@ class VersionStore:
             gradient.begin_gradient()
         if handle.buffer.gradient is not gradient:
             handle.buffer.add_to(gradient)
+        else:
+            handle.buffer.settle()
 
     def gradient(self, batch: int) -> Buffer:
         """The gradient of a batch whose backwards are all done."""

@@ -33,4 +33,4 @@ def bitpipe(stages: int, microbatches: int, *, backward: int = 2, in_flight: int
     ways = {k: down if k < half else up for k in range(microbatches)}
     urgency = {k: k % half for k in range(microbatches)}
     programs = greedy(ways, urgency, backward=backward, in_flight=in_flight or stages)
-    return make_order(programs, nodes=(*down, *up), widens=True)
+    return make_order(programs, nodes=(*down, *up))

@@ -14,9 +14,10 @@ as soon as they are ready, and a weights' backward where none is or memory is fu
 microbatches may overtake others of up to d slots before them: d keeps blocks apart that only meet in the steady state.
 
 V-Half holds (p + 2) // 2 microbatches on every rank, V-Min at most (p + 4) // 3: where 3 does not divide p + 1 on every
-rank, else less on some (p = 5: 2.5, 3, 3, 2, 3). With F = I = W their bubbles are (3p - 7)
-/ 2 (p even) or (3p - 4) / 2, and (4p - 5) / 2 or (4p - 7) / 2 (3 divides p), in units of F, whatever m is; where F, I
-and W differ, that of V-Min grows with m."""
+rank, else less on some (p = 5: 2.5, 3, 3, 2, 3). With F = I = W their bubbles are, in F, (3p - 7) / 2 (p even) or
+(3p - 4) / 2, and (4p - 5) / 2 or (4p - 7) / 2 (3 divides p), from p // 2 + 1 microbatches on and from 2 on. V-Half has
+one F more where m = p + 1 and p is even, and where p = 4 and m = 8; with p = 2 it has 1/2. Where F, I and W differ,
+V-Min's grows with m."""
 
 from __future__ import annotations
 

@@ -23,4 +23,4 @@ def hanayo(stages: int, microbatches: int, *, waves: int = 1, backward: int = 2,
     nodes = zigzag(stages, 2 * waves)
     ways, urgency = dict.fromkeys(range(microbatches), nodes), {k: k for k in range(microbatches)}
     programs = greedy(ways, urgency, backward=backward, in_flight=in_flight or 2 * stages)
-    return make_order(programs, nodes=nodes, widens=True)
+    return make_order(programs, nodes=nodes)

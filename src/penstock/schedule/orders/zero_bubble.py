@@ -54,7 +54,7 @@ def zb_interleaved(stages: int, microbatches: int, *, chunks: int = 2, group: in
     for rank, held in enumerate(by_rank(nodes, stages)):
         forwards, backwards = passes_in_turns(held, groups, Op.I)
         programs.append(_put_off(forwards, backwards, (chunks - 1) * len(groups[0]) + stages - rank, rank))
-    return make_order(programs, nodes=nodes, window=window_of(groups, stages), widens=True)
+    return make_order(programs, nodes=nodes, window=window_of(groups, stages))
 
 
 def _passes(node: Node, microbatches: int) -> tuple[list[Action], list[Action]]:
