@@ -1,4 +1,4 @@
-"""Eight stages, an update for each microbatch: the first stage is seven updates late, and all buffers come round."""
+"""Many updates, one for each microbatch: of eight stages the first is seven updates late, and all buffers rotate."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ from least import least
 SPANS = (13, 9)  # one of them skipped
 
 
+@pytest.mark.parametrize("depth", [1, 2, 4, 8])
 @pytest.mark.parametrize(
     ("method", "m", "optimizer"),
     [("stash", 1, "adamw"), ("vertical-sync", 1, "momentum"), ("2bw", 0, "adamw")],
 )
-def test_versions_on_eight_stages(method: str, m: int, optimizer: str) -> None:
+def test_versions_of_many_updates(method: str, m: int, optimizer: str, depth: int) -> None:
     """21 updates; one batch makes none."""
-    case = Case(method, 8, m or least(method, 8), "long", optimizer, spans=SPANS)
+    model = "long" if depth == 8 else "mixed"
+    case = Case(method, depth, m or least(method, depth), model, optimizer, spans=SPANS)
     assert_same(train(None, case), expected(case))
 
 

@@ -66,6 +66,10 @@ def assert_same_tree(found: Any, wanted: Any) -> None:
         if isinstance(x, Tensor):
             assert (x.dtype, x.shape) == (y.dtype, y.shape)
             assert raw_bytes(x) == raw_bytes(y)  # of NaNs, too
+            if x.numel():
+                assert [stride for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1] == [
+                    stride for stride, size in zip(y.stride(), y.shape, strict=True) if size > 1
+                ]
         else:
             assert repr(x) == repr(y)
 

@@ -23,7 +23,14 @@ from penstock.schedule.build import prove
 from penstock.simulate.costs import Costs
 from penstock.train import comparing
 from penstock.train.comparing import ComparisonRun
-from penstock.train.comparison import ComparisonConfig, Key, comparison_config, grid_of, parse_contender
+from penstock.train.comparison import (
+    ComparisonConfig,
+    Key,
+    comparison_config,
+    grid_of,
+    other_settings,
+    parse_contender,
+)
 from penstock.train.entrants import enter, make_optimizers, update_times
 from penstock.train.findings import Findings, Row, Summary, as_csv
 from penstock.train.rate import rate_schedule
@@ -31,6 +38,7 @@ from penstock.train.reference import train_reference
 from penstock.train.scoring import Score, Scorer
 from penstock.train.tasks import make_task, training_batches
 from penstock.train.trial import Result
+from penstock.view.comparing import caption
 
 TEXT = Path(__file__).parents[2] / "LICENSE"  # any text that stays the same
 TINY = (
@@ -373,6 +381,15 @@ def test_what_is_not_named_stays_as_it_is(tmp_path: Path) -> None:
     assert found.config.rates == (0.01, 0.1, 0.2)
     assert {key[0] for key in keys(found) if key[2] == 0.2} == {"2bw", "1f1b", "stash"}
     assert again("tune=null")[0].config.tune is None
+
+
+def test_a_paper_s_other_setting_is_told(tmp_path: Path) -> None:
+    """All methods have one optimizer, so a method may not be as its paper has it."""
+    said = "nag-pp: its paper has optimizer.beta1=0.99, here it is 0.9 for all"
+    nadam = "optimizer.name=nadam"
+    assert other_settings(configured("methods=1f1b,stash,nag-pp", nadam)) == [said]
+    assert not other_settings(configured("methods=1f1b,stash,nag-pp", nadam, "optimizer.beta1=0.99"))
+    assert f"{said}." in caption(compared(tmp_path, "methods=1f1b,nag-pp", nadam, "seeds=1", "batches=1"))
 
 
 def test_another_comparison_is_refused_before_its_methods_are_looked_at(tmp_path: Path) -> None:

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 
-import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from penstock.runtime.parcel import Parcel, Structure, dump_structure, structure_of
+from penstock.runtime.parcel import Parcel, Structure, copied, dump_structure, structure_of
 from penstock.runtime.transport import Ticket
 from penstock.schedule.lowered import LaneKey
 
@@ -56,6 +55,4 @@ class LocalTransport:
 
 
 def _copied(tree: object) -> object:
-    return pytree.tree_map(
-        lambda x: x.clone(memory_format=torch.contiguous_format) if isinstance(x, Tensor) else x, tree
-    )
+    return pytree.tree_map(lambda x: copied(x) if isinstance(x, Tensor) else x, tree)

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from penstock.errors import CapabilityError
 from penstock.runtime.distributed import GlooLane, LaneTransport
-from penstock.runtime.parcel import Codec, Parcel
+from penstock.runtime.parcel import Codec, Parcel, as_it_lies
 from penstock.runtime.transport import Channel, Ticket
 from penstock.schedule.lowered import LaneKey
 
@@ -111,7 +111,7 @@ class _SplitLane(GlooLane):
     def send(self, parcel: Parcel) -> Ticket:
         """Post the description and every tensor."""
         ticket = super().send(parcel)
-        leaves = [leaf.contiguous() for leaf in pytree.tree_leaves(parcel.tree) if isinstance(leaf, Tensor)]
+        leaves = [as_it_lies(leaf).contiguous() for leaf in pytree.tree_leaves(parcel.tree) if isinstance(leaf, Tensor)]
         works = [dist.isend(t, group=self._tensors, tag=_TAG, group_dst=self._far) for t in leaves if t.numel()]
         kept = Ticket(self.lane)
 

@@ -13,6 +13,7 @@ import math
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -86,7 +87,7 @@ class Codec:
         """The parcel as one block (uint8, one dimension, at least `HEADER_BYTES` long)."""
         structure = structure_of(parcel, self.where)
         leaves = pytree.tree_leaves(parcel.tree) if self._inline else []
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        tensors = [as_it_lies(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
         changed = b"" if structure == self._sent else dump_structure(structure, self.where)
         self._sent = structure
         offsets, size = _place(tensors, HEADER_BYTES + len(changed))
@@ -117,9 +118,43 @@ class Codec:
             raise TransportError(f"{self.where}: a message came before any description of its structure")
         spec, kinds, wants = self._received
         fetch = fetch or _views(block, HEADER_BYTES + meta_bytes, size, self.where)
-        leaves = [fetch(getattr(torch, kind[1]), kind[2]) if kind[0] == "tensor" else kind[1] for kind in kinds]
+        leaves = [
+            _laid(kind[2:], partial(fetch, getattr(torch, kind[1]))) if kind[0] == "tensor" else kind[1]
+            for kind in kinds
+        ]
         header = Header(batch, first, bool(flags & 1), checksum, weight, flags >> 1)
         return Parcel(header, pytree.tree_unflatten(leaves, spec), wants)
+
+
+def as_it_lies(tensor: Tensor) -> Tensor:
+    """The same elements in the sequence in which they lie in memory."""
+    order = _dimensions(tensor)
+    return tensor if order is None else tensor.permute(order)
+
+
+def copied(tensor: Tensor) -> Tensor:
+    """A copy that lies in memory as a received tensor would: kernels may round differently where strides differ."""
+    order = _dimensions(tensor)
+    if order is None:
+        return tensor.clone(memory_format=torch.contiguous_format)
+    return _laid([list(tensor.shape), order], lambda _: as_it_lies(tensor).clone(memory_format=torch.contiguous_format))
+
+
+def _dimensions(tensor: Tensor) -> list[int] | None:
+    """Its dimensions from the longest stride to the shortest; None where that is their own sequence, or leaves gaps."""
+    if tensor.is_contiguous():
+        return None
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    return order if tensor.permute(order).is_contiguous() else None
+
+
+def _laid(form: list[Any], fetch: Callable[[list[int]], Tensor]) -> Tensor:
+    """A tensor of a shape, with its dimensions in a sequence of their own."""
+    shape, order = form
+    if order is None:
+        return fetch(shape)
+    places = sorted(range(len(order)), key=order.__getitem__)
+    return fetch([shape[d] for d in order]).permute(places)
 
 
 def structure_of(parcel: Parcel, where: str) -> Structure:
@@ -132,7 +167,7 @@ def structure_of(parcel: Parcel, where: str) -> Structure:
     kinds: list[list[Any]] = []
     for leaf in leaves:
         if isinstance(leaf, Tensor):
-            kinds.append(["tensor", str(leaf.dtype).removeprefix("torch."), list(leaf.shape)])
+            kinds.append(["tensor", str(leaf.dtype).removeprefix("torch."), list(leaf.shape), _dimensions(leaf)])
         elif leaf is None or isinstance(leaf, bool | int | float | str):
             kinds.append(["value", leaf, repr(leaf)])  # False == 0 and 0.0 == -0.0, but not as text
         else:

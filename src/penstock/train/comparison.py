@@ -233,6 +233,18 @@ def contenders(config: ComparisonConfig) -> list[Contender]:
     return found
 
 
+def other_settings(config: ComparisonConfig) -> list[str]:
+    """Where a method's paper has another value than all methods here, which `penstock train` would take by itself."""
+    found = []
+    for contender in contenders(config):
+        for key, value in contender.method.settings.items():
+            section, _, name = key.partition(".")
+            there = getattr(config.optimizer, name) if section == "optimizer" else value
+            if there != value:
+                found.append(f"{contender.label}: its paper has {key}={value}, here it is {there} for all")
+    return found
+
+
 class Key(NamedTuple):
     """One run of a comparison.
 

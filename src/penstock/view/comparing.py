@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from penstock.train.comparison import Key
+from penstock.train.comparison import Key, other_settings
 from penstock.train.findings import Findings, Summary
 from penstock.train.tasks import Task
 from penstock.train.trial import Result
@@ -114,6 +114,7 @@ def caption(findings: Findings) -> str:
         "Loss: on held-out data after the last update, mean and spread (standard deviation) over "
         f"{findings.config.seeds} seed{'s' * (findings.config.seeds > 1)}. {to} Time: of all updates, simulated, in "
         "forwards of a rank's share; a backward takes 2, messages and updates nothing."
+        + "".join(f" {said}." for said in other_settings(findings.config))
     )
 
 
