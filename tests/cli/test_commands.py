@@ -257,6 +257,11 @@ def test_every_configuration_key_can_be_listed(monkeypatch, capsys):
         (["show", "1f1b", "--svg", "no/such/folder/x.svg"], "cannot write the drawing to 'no/such/folder/x.svg'"),
         (["sample", "nowhere"], "no saved weights in 'nowhere'"),
         (["train", "--set", "metod=2bw"], "unknown configuration key 'metod'; did you mean 'method'?"),
+        (
+            ["train", "--set", "correction=reschedule"],
+            "expected a section with keys, such as correction.reschedule",
+        ),
+        (["train", "--set", "options={chunks:3}"], "options.chunks:3: write a space after the colon, as in chunks: 3"),
         (["train", "--set", "stages=two"], "stages: input should be a valid integer"),
         (
             ["train", "--set", "method=spike", "--set", "optimizer.name=adam"],

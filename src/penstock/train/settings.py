@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 from penstock.errors import ConfigError
 from penstock.schedule.methods import find_method
 from penstock.train.config import TrainConfig
-from penstock.train.keys import known_keys
+from penstock.train.keys import correction_keys, known_keys, order_keys
 
 Section = TypeVar("Section", bound=BaseModel)
 
@@ -127,6 +127,8 @@ def _explain(schema: type[BaseModel], path: tuple[str, ...], kind: str, message:
         return f"{key}: expected a section with keys, such as {key}.{_section_keys(schema, key)}, got {value!r}"
     if kind == "apart":  # of several values, none of which is wrong by itself
         return f"{key}: {message}"
+    if value is None and ":" in path[-1]:  # YAML reads {a:1} as a key without a value
+        return f"{key}: write a space after the colon, as in {path[-1].replace(':', ': ')}"
     otherwise = " or null" if _takes_null(schema, path) else ""
     return f"{key}: {message[0].lower()}{message[1:]}{otherwise}, got {value!r}"
 
@@ -142,7 +144,8 @@ def _takes_null(schema: type[BaseModel], path: tuple[str, ...]) -> bool:
 
 
 def _section_keys(schema: type[BaseModel], section: str) -> str:
-    return next((key.split(".")[1] for key in known_keys(schema) if key.startswith(f"{section}.")), "...")
+    keys = [*known_keys(schema), *(key for key, _, _ in (*order_keys(), *correction_keys()))]
+    return next((key.split(".")[1] for key in keys if key.startswith(f"{section}.")), "...")
 
 
 _TEXT_KEYS = frozenset(
