@@ -71,7 +71,7 @@ KINDS = {
     "spike-lwp-weights": Kind("spike-lwp-weights", correction_of("spike-lwp-weights"), {}, ("momentum",), exact=False),
     "nag-pp": Kind("nag-pp", correction_of("nag-pp"), {}, ("nadam",)),
     "nag-pp-no-stash": Kind("nag-pp-no-stash", correction_of("nag-pp-no-stash", **MARE), MARE, ("nadam",)),
-    "gap-aware": Kind("gap-aware", correction_of("gap-aware"), {}, ("undecayed",), exact=False, largest=1),
+    "gap-aware": Kind("gap-aware", correction_of("gap-aware"), {}, ("undecayed", "momentum"), exact=False, largest=1),
     "error-feedback": Kind("error-feedback", correction_of("error-feedback"), {}, ("sgd", "adamw", "nadam")),
     "ftpipe": Kind("ftpipe", correction_of("ftpipe"), {}, ("adamw",)),
     "ftpipe on a stash": Kind(
@@ -249,7 +249,7 @@ def test_the_table_says_what_a_correction_keeps(name: str) -> None:
         ("spectrain", {"correction": None}, r"pass correction=correction_of\('spectrain'\)"),
         ("spike", {"optimizer": "sgd"}, "without nesterov"),
         ("nag-pp", {"optimizer": "adamw"}, "a way to use NAdam, not AdamW"),
-        ("gap-aware", {"optimizer": "momentum"}, "without weight decay"),
+        ("gap-aware", {"optimizer": "adamw"}, "need SGD with momentum, not AdamW"),
         ("newest", {"correction": correction_of("spike-lwp")}, "goes with version rule predicted-forward"),
     ],
 )

@@ -279,7 +279,7 @@ class NodeRuntime:
             self.older.keep(batch, self.store.versions[batch].views)
         stepped = self.corrector.stepped if self.corrector is not None and self.corrector.watches else None
         if self.corrector is not None and factor:
-            self.corrector.before_step(self.store.gradient(batch))
+            self.corrector.before_step(self.store.gradient(batch), self.store.master, factor)
         self.store.update(batch, self.updater, factor, keeps_old, stepped)
         if self.average is not None and factor:
             self.average.approach(self.store.master, 1.0 - self.decay)

@@ -261,7 +261,7 @@ _TABLE = (
         "endless-1f1b",
         "stash",
         correction="gap-aware",
-        settings=MappingProxyType({"optimizer.name": "sgd", "optimizer.weight_decay": 0, "microbatches": 1}),
+        settings=MappingProxyType({"optimizer.name": "sgd", "microbatches": 1}),
     ),
     Method(
         "error-feedback",

@@ -87,15 +87,15 @@ def verify(config: TrainConfig, count: int) -> Verification:
             f"method {config.method!r} finishes an update after the optimizer's step, which is what a verification "
             "sees; Penstock's tests compare it with its reference. Verify what it builds on: 2bw, newest or lwp"
         )
+    if prepared.proof.schedule.slices > 1 and config.precision != "fp32":
+        raise ConfigError(
+            f"method {config.method!r} adds up slices of sequences, which rounds otherwise than its reference, in "
+            f"{config.precision} by percents, so nothing could be told; verify it with precision=fp32"
+        )
     with _threads(config), torch.random.fork_rng(devices=[]):
         reference, watch = _run_reference(prepared, count)
         updated = [t for t, gradients in enumerate(reference.gradients) if gradients]
-        # Sums over slices round otherwise than those over whole sequences; so does what is undone in place.
-        # Nor does a gap-aware gradient multiply in the order of the equations.
-        sliced, low = prepared.proof.schedule.slices > 1, low_precision(config.precision)
-        rounds = sliced or config.undo == "in-place" or config.method == "gap-aware"
-        allowed = 4 * torch.finfo(low).eps if sliced and low is not None else TOLERANCE if rounds else 0.0
-        others = [(_record(reference, updated, watch, config.decides), allowed)]
+        others = [(_record(reference, updated, watch, config.decides), _allowed(prepared))]
         if left_out is None:
             others.append((_run_plain(prepared, count, reference.versions), TOLERANCE))
         comparisons = Comparisons(others, config.width)
@@ -103,6 +103,14 @@ def verify(config: TrainConfig, count: int) -> Verification:
     found = comparisons.results(complete=error is None)
     rows = tuple(Row(kind, first, others[0] if others else None) for kind, (first, *others) in found.items())
     return Verification(config, count, rows, left_out, error)
+
+
+def _allowed(prepared: Prepared) -> float:
+    """How far a run may be from its reference, relatively, where it rounds otherwise."""
+    if prepared.config.method == "gap-aware":  # a gap is the difference of weights that are nearly the same
+        return 10 * TOLERANCE
+    sliced = prepared.proof.schedule.slices > 1  # sums over slices
+    return TOLERANCE if sliced or prepared.config.undo == "in-place" else 0.0
 
 
 def _no_plain(config: TrainConfig) -> str | None:

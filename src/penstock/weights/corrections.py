@@ -108,8 +108,14 @@ class Corrector:
     def backward_done(self, updater: Updater, read: Buffer, newest: Buffer) -> None:
         """A backward on weights that its forward has read is over, while these are still there."""
 
-    def before_step(self, gradient: Buffer) -> None:
-        """An update of this gradient follows; nothing else reads it any more."""
+    def before_step(self, gradient: Buffer, newest: Buffer, factor: float) -> None:
+        """An update follows.
+
+        Args:
+            gradient: of it, which nothing else reads any more.
+            newest: the weights before it.
+            factor: what the gradient will be multiplied by.
+        """
 
     def stepped(self, step: Step) -> None:
         """An update has changed a parameter."""

@@ -5,8 +5,8 @@ As in FTPipe (Eliad et al., USENIX ATC 2021, and its code), element by element:
     g <- g / (1 + |w_now - w_stash| / (rate (sqrt(r / (1 - G^t)) + eps))),   r <- G r + (1 - G) v^2
 
 with v the momentum of SGD before the update, rate its highest learning rate so far, and t the number of the update,
-from 1. It is made for one microbatch per update; weight decay, which FTPipe divides alike, must be zero here. The norm
-by which gradients are clipped is that before the division.
+from 1; g with its weight decay, so that this is divided alike. It is made for one microbatch per update. The norm by
+which gradients are clipped is that before the division.
 """
 
 from __future__ import annotations
@@ -67,6 +67,7 @@ class _OnStage(Corrector):
         self.watches = place.delay > 0
         names = ("squares", "penalty") if self.watches else ()
         self._buffers = {name: Buffer(layout, f"{name} of {place.where}") for name in names}
+        self._decays: dict[str, float] = {}  # of the gradient under way
 
     @property
     def buffers(self) -> dict[str, Buffer]:
@@ -75,14 +76,8 @@ class _OnStage(Corrector):
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
         """It reads the momentum of SGD."""
-        plain = isinstance(optimizer, SGD) and all(
-            group["momentum"] and not group["weight_decay"] for group in optimizer.param_groups
-        )
-        if not plain:
-            raise CapabilityError(
-                "gap-aware gradients need SGD with momentum and without weight decay, not "
-                f"{name_of(optimizer)} as it is set"
-            )
+        if not isinstance(optimizer, SGD) or not all(group["momentum"] for group in optimizer.param_groups):
+            raise CapabilityError(f"gap-aware gradients need SGD with momentum, not {name_of(optimizer)} as it is set")
 
     def backward_done(self, updater: Updater, read: Buffer, newest: Buffer) -> None:
         """How far the weights have moved since the forward."""
@@ -95,6 +90,8 @@ class _OnStage(Corrector):
             self._rated += 1
         if updates == 1:
             self._begin(updater.optimizer, updater.parameters)
+        decays = {id(p): group["weight_decay"] for group in updater.optimizer.param_groups for p in group["params"]}
+        self._decays = {name: decays[id(parameter)] for name, parameter in updater.parameters.items()}
         with torch.no_grad():
             for name, penalty in self._buffers["penalty"].views.items():
                 mean = self._buffers["squares"].views[name] / (1.0 - self._wanted.average**updates)
@@ -109,11 +106,16 @@ class _OnStage(Corrector):
             if velocity is not None:
                 squares.copy_(velocity**2 * (1.0 - self._wanted.average))
 
-    def before_step(self, gradient: Buffer) -> None:
-        """Divide."""
-        if self.watches:
+    def before_step(self, gradient: Buffer, newest: Buffer, factor: float) -> None:
+        """Divide; the optimizer will add the whole decay, so what is too much of it is taken off here."""
+        if not self.watches:
+            return
+        with torch.no_grad():
             for name, view in gradient.views.items():
-                view.div_(self._buffers["penalty"].views[name])
+                penalty, decay = self._buffers["penalty"].views[name], self._decays[name]
+                view.div_(penalty)
+                if decay:
+                    view.addcmul_(newest.views[name], 1.0 / penalty - 1.0, value=decay / factor)
 
     def stepped(self, step: Step) -> None:
         """What momentum is now counts from the next update on."""
