@@ -70,7 +70,6 @@ from penstock.runtime.snapshot import Saving, Snapshot
 from penstock.schedule.border import border_fault
 from penstock.schedule.build import make_schedule, prove
 from penstock.schedule.methods import METHODS
-from penstock.schedule.orders import ORDERS
 from penstock.train.moments import order_of
 from penstock.train.reference import Reference, train_reference
 from penstock.train.reference.decayed import Partials
@@ -410,7 +409,7 @@ def test_it_runs_as_the_reference_says_or_is_refused(method: str, features: tupl
 def assert_helps(method: str, feature: str, refusal: str) -> None:
     """A refusal names both sides, and what to do."""
     row = METHODS[method]
-    sides = (method, repr(row.rule), repr(row.correction), f"order {ORDERS[row.order].__name__}")
+    sides = (method, repr(row.rule), repr(row.correction), f"order {row.order}")
     assert any(side in refusal for side in sides), refusal
     assert WORDS[feature] in refusal
     assert ADVICE.search(refusal), refusal
