@@ -44,8 +44,7 @@ STALE = "2bw,2bw:sync=150,stash,stash:sync=150,newest,pipemare,pipemare:sync=150
 OTHERS = "error-feedback,xpipe,pipeoptim,lwp,ftpipe,vertical-sync,spectrain-stash,timeprest:ahead=8"
 LATE = "stash,newest,pipemare,pipemare:sync=150,spectrain,xpipe,pipeoptim,lwp"
 ADAM = ("lr=1e-3,3e-3,1e-2",)
-HIGHER = ("lr=3e-3,1e-2,3e-2",)
-MUON = ("optimizer.name=muon", *HIGHER)
+MUON = ("optimizer.name=muon", "lr=3e-3,1e-2,3e-2")
 MOMENTUM = ("optimizer.name=sgd", "optimizer.nesterov=false", "optimizer.weight_decay=0", "lr=0.01,0.03,0.1")
 NADAM = ("optimizer.name=nadam", "optimizer.beta1=0.99", *ADAM)
 
@@ -79,8 +78,8 @@ CAMPAIGNS = {
     "digits-half": Campaign(
         "residual CNN on digits, AdamW, m = 8, 320 updates", "1f1b", ("task=digits", *EIGHT, *ADAM, *HALF)
     ),
-    "text-32": Campaign("GPT on text, AdamW, m = 32", "1f1b,stash,pipemare:sync=150", (*MANY, *HIGHER)),
     "text-muon": Campaign("GPT on text, Muon, m = 8", "1f1b,2bw,stash,pipemare:sync=150,spectrain", (*EIGHT, *MUON)),
+    "text-muon-32": Campaign("GPT on text, Muon, m = 32", "1f1b,stash,pipemare:sync=150", (*MANY, *MUON)),
     "digits-1-sgd": Campaign(
         "residual CNN on digits, SGD with momentum, m = 1",
         f"1f1b,{LATE},spike,spike-lwp,gap-aware",
