@@ -91,7 +91,7 @@ class _OnStage(Corrector):
         if updates == 1:
             self._begin(updater.optimizer, updater.parameters)
         decays = {id(p): group["weight_decay"] for group in updater.optimizer.param_groups for p in group["params"]}
-        self._decays = {name: decays[id(parameter)] for name, parameter in updater.parameters.items()}
+        self._decays = {name: decays.get(id(parameter), 0.0) for name, parameter in updater.parameters.items()}
         with torch.no_grad():
             for name, penalty in self._buffers["penalty"].views.items():
                 mean = self._buffers["squares"].views[name] / (1.0 - self._wanted.average**updates)
