@@ -38,7 +38,7 @@ from penstock.runtime.waves import WaveCombining
 from penstock.runtime.worker import Worker
 from penstock.schedule.combine import REDUCE, Combine
 from penstock.schedule.flights import Piece
-from penstock.schedule.ir import Action, Copy, Kind, Node, Op, Payload, existing, format_unit, passes
+from penstock.schedule.ir import Action, Copy, Kind, Node, Op, Payload, existing, format_unit
 from penstock.schedule.lowered import Instruction, Lowered, Message
 from penstock.schedule.nodespec import NodeSpec
 from penstock.schedule.nodestate import NodeState
@@ -99,7 +99,7 @@ class Executor:
             self.replica, holders, links.reducer, tying, links.council, self.decisions, self.recorder, provisional
         )
         self.m, self._held, self._slicing = lowered.schedule.microbatches, worker.snapshots, worker.slicing
-        forwards = sum(p.op is Op.F for i in lowered.programs[self.rank].period for p in passes(i.action))
+        forwards = sum(i.action.op is Op.F for i in lowered.programs[self.rank].period)
         steps = sum(spec.share > 0 for spec in specs.values())
         decides = any(spec.decides for spec in specs.values())
         waits = decides and not provisional
@@ -188,21 +188,18 @@ class Executor:
         if action.op is Op.RECV:
             self.mailbox.receive(Message(route, first))
             return
-        for part in passes(action):
-            if part.op is Op.F:
-                yield from self._begin(part.node, self._start + self._first(part, t) // self.m)
+        if action.op is Op.F:
+            yield from self._begin(action.node, self._start + first // self.m)
         for message in needs:
             wanted = Message(message.route, message.first + t * self.m)
-            if wanted.first >= 0:  # of a fused action a part may not exist yet
-                what = f"{self._name(action.node)}, {action.op}{first}"
-                yield from self.mailbox.collect(wanted, self._start + wanted.first // self.m, what)
+            what = f"{self._name(action.node)}, {action.op}{first}"
+            yield from self.mailbox.collect(wanted, self._start + wanted.first // self.m, what)
         if action.op in (Op.STEP, Op.VALIDATE):
             yield from self.updates.wait(action.node, self._start + first, action.op, f"{action.op}{first}")
         if action.op is Op.AVERAGE and self.combining is not None:
             node, label = self.nodes[action.node], f"{action.op}{first}"
             yield from self.combining.meet(node, self._start + first, label, lambda: self._hold_bytes(Op.AVERAGE))
-        for part in passes(action):
-            self._act(part, t, source)
+        self._act(action, t, source)
 
     def _first(self, action: Action, t: int) -> int:
         """The first microbatch (or the batch) of an action, counted through the span."""

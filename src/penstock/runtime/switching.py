@@ -20,6 +20,7 @@ from penstock.schedule.build import extend
 from penstock.schedule.check import Proof
 from penstock.schedule.combine import Combine
 from penstock.schedule.ir import Schedule
+from penstock.schedule.pairs import taken_apart
 from penstock.schedule.recompute import Segments
 from penstock.schedule.versions import RULES
 from penstock.weights.decision import Policy
@@ -87,10 +88,10 @@ def extended(wants: Wants, given: Schedule | Proof) -> Proof:
         CapabilityError: the runtime does not offer it.
         ConfigError: its updates cannot wait for what all stages decide together.
     """
-    plain = schedule_of(given)
+    plain = taken_apart(schedule_of(given))  # executors run one pass at a time
     check_together(plain, wants.deciding, wants.tied)
     proof = extend(
-        given,
+        given if plain is schedule_of(given) else plain,
         decides=bool(wants.deciding) or needs_decisions(plain) or RULES[plain.rule].provisional,
         reduces=wants.reduces,
         recomputes=wants.recomputes,
