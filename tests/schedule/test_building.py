@@ -45,7 +45,7 @@ def test_every_row_names_an_order_and_a_rule_that_exist():
         ("zb-1p", r"unknown method 'zb-1p'\. Take 'zb-auto' with .* ranks: options limit=4 for 4 stages\."),
         (
             "ZB_exact",
-            r"It is an order that may take minutes to find: make_schedule\('zb-auto', \.\.\., order='zb-exact'\)",
+            r"It is an order, which may take minutes to find: zb-auto with order zb-exact",
         ),
     ],
 )
