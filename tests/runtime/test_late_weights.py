@@ -235,7 +235,7 @@ def test_the_table_says_what_a_correction_keeps(name: str) -> None:
     node = next(iter(make_pipeline(case).nodes.values()))
     assert node.store is not None
     assert node.corrector is not None
-    said = 0 if name == "pipemare without T2" else CORRECTIONS[KINDS[name].correction.name].buffers  # type: ignore[union-attr]
+    said = 0 if name == "pipemare without T2" else CORRECTIONS[node.corrector.name].buffers
     assert node.corrector.nbytes == said * node.store.layout.nbytes
 
 

@@ -88,10 +88,11 @@ def extended(wants: Wants, given: Schedule | Proof) -> Proof:
         CapabilityError: the runtime does not offer it.
         ConfigError: its updates cannot wait for what all stages decide together.
     """
-    plain = taken_apart(schedule_of(given))  # executors run one pass at a time
+    whole = schedule_of(given)
+    plain = taken_apart(whole)  # executors run one pass at a time
     check_together(plain, wants.deciding, wants.tied)
     proof = extend(
-        given if plain is schedule_of(given) else plain,
+        given if plain is whole else plain,
         decides=bool(wants.deciding) or needs_decisions(plain) or RULES[plain.rule].provisional,
         reduces=wants.reduces,
         recomputes=wants.recomputes,
