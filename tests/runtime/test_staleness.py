@@ -100,10 +100,13 @@ def test_lower_rates_make_up_for_long_delays_at_first() -> None:
         ("spectrain", 3, 1, [2, 1, 1], [0, 0, 1]),
         ("spectrain-stash", 4, 1, [3, 2, 1, 0], [3, 2, 1, 0]),
         ("pipeoptim", 4, 1, [3, 2, 1, 0], [0, 0, 0, 0]),
+        ("spectrain", 4, 2, [1.5, 1, 1, 0.5], [0, 0, 0.5, 0.5]),
+        ("spectrain-stash", 4, 8, [0.375, 0.25, 0.125, 0], [0.375, 0.25, 0.125, 0]),
+        ("pipeoptim", 4, 8, [0.375, 0.25, 0.125, 0], [0, 0, 0, 0]),
         ("xpipe", 4, 2, [2, 2, 2, 1], [0, 0, 1, 1]),  # of 2, 1.75, 1.5, 1.25 and 0.5, 0.5, 1, 1
     ],
 )
-def test_how_far_ahead_methods_predict(name: str, n: int, m: int, forward: list[int], backward: list[int]) -> None:
+def test_how_far_ahead_methods_predict(name: str, n: int, m: int, forward: list[float], backward: list[float]) -> None:
     found = [horizons(name, k, n, m) for k in range(n)]
     assert [f for f, _ in found] == forward
     assert [b for _, b in found] == backward

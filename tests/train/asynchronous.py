@@ -102,7 +102,7 @@ class PipeOptim(Newest):
         return self.v
 
     def horizon(self) -> float:
-        return round(Fraction(self.d - self.s - 1, self.m))
+        return (self.d - self.s - 1) / self.m
 
     def predicted(self, by: float) -> float:
         return self.w - by * self.lr * self.velocity()
@@ -118,10 +118,10 @@ class SpecTrainStash(PipeOptim):
 
 class SpecTrain(PipeOptim):
     def horizon(self) -> float:
-        return round(Fraction(self.s // 2 + self.d - self.s - 1, self.m))
+        return (self.s // 2 + self.d - self.s - 1) / self.m
 
     def back(self, g: int) -> float:
-        return self.predicted(round(Fraction(self.s // 2, self.m)))
+        return self.predicted((self.s // 2) / self.m)
 
 
 class XPipe(PipeOptim):

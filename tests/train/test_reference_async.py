@@ -357,12 +357,8 @@ def test_tables_of_horizons() -> None:
     assert table("spectrain", 3) == [(2, 0), (1, 0), (1, 1)]
     assert table("spectrain-stash", 4) == table("pipeoptim", 4) == [(3, None), (2, None), (1, None), (0, None)]
     assert table("xpipe", 4, 2) == [(2, 0), (2, 0), (2, 1), (1, 1)]
-    assert table("spectrain", 4, 2) == [
-        (2, 0),
-        (1, 0),
-        (1, 0),
-        (0, 0),
-    ]  # halves of the first table, 1.5 and 0.5 to even
+    assert table("spectrain", 4, 2) == [(1.5, 0), (1, 0), (1, 0.5), (0.5, 0.5)]  # halves of the first table
+    assert table("pipeoptim", 4, 8) == [(0.375, None), (0.25, None), (0.125, None), (0, None)]
     assert table("lwp", 4, 3) == [(1.0, None), (pytest.approx(2 / 3), None), (pytest.approx(1 / 3), None), (0.0, None)]
 
 

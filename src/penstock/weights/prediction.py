@@ -21,8 +21,9 @@ from penstock.weights.update import Updater
 class Prediction:
     """Forwards, and with some methods backwards, read weights predicted some updates ahead.
 
-    Stages are k of N, counted from 0, with m microbatches per update. The papers count microbatches (m = 1) or, XPipe,
-    updates; numbers of microbatches are divided by m here. All are rounded half to even.
+    Stages are k of N, counted from 0, with m microbatches per update. XPipe's numbers are of updates, and rounded, half
+    to even. The others' are of microbatches, each of which made an update in their papers (m = 1): they are divided by
+    m here, and not rounded, so that they are the mean numbers of updates.
 
         spectrain        forward floor(k / 2) + N - k - 1, backward floor(k / 2) (arXiv 1809.02839)
         spectrain-stash  N - k - 1, for both passes (the second form in its authors' code)
@@ -32,7 +33,7 @@ class Prediction:
     Args:
         name: one of these.
         uncorrected: the direction of Adam with 1 - beta instead of 1 - beta^t, as in XPipe's paper: in the long run
-            0.316 times the true one, with the usual betas.
+            sqrt(1 - beta2) / (1 - beta1) times the true one, 0.316 with betas of 0.9 and 0.999, 2.24 with 0.9 and 0.95.
     """
 
     name: str
@@ -49,15 +50,14 @@ class Prediction:
         return _Predicted(self, layout, place)
 
 
-def horizons(name: str, k: int, n: int, m: int) -> tuple[int, int]:
+def horizons(name: str, k: int, n: int, m: int) -> tuple[float, float]:
     """How many updates ahead a method predicts on stage k of n, for forwards and for backwards (see `Prediction`)."""
-    forward, backward = {
-        "spectrain": (Fraction(k // 2 + n - k - 1, m), Fraction(k // 2, m)),
-        "spectrain-stash": (Fraction(n - k - 1, m), Fraction(n - k - 1, m)),
-        "xpipe": (Fraction(2 * (n + m - 2) - k, 2 * m), Fraction(m + k // 2 - 1, m)),
-        "pipeoptim": (Fraction(n - k - 1, m), Fraction(0)),
+    return {
+        "spectrain": ((k // 2 + n - k - 1) / m, (k // 2) / m),
+        "spectrain-stash": ((n - k - 1) / m, (n - k - 1) / m),
+        "xpipe": (round(Fraction(2 * (n + m - 2) - k, 2 * m)), round(Fraction(m + k // 2 - 1, m))),
+        "pipeoptim": ((n - k - 1) / m, 0.0),
     }[name]
-    return round(forward), round(backward)
 
 
 class _Predicted(Corrector):

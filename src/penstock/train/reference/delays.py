@@ -100,13 +100,13 @@ def horizons(method: str, s: int, d: int, m: int, delays: Sequence[int] | None =
 
     Sources: SpecTrain, arXiv 1809.02839, and its authors' code (spectrain-stash); XPipe, arXiv 1911.04610; PipeOptim,
     arXiv 2312.00839; Kosson et al., arXiv 2003.11666 (lwp). All but XPipe and lwp count microbatches, each of which
-    made an update in their experiments: with m to an update it is the m-th part, to the nearest integer, halves to the
-    even one (variant "penstock").
+    made an update in their experiments: with m to an update it is the m-th part (variant "penstock"). XPipe's is
+    rounded, half to even.
     """
     if method == "spectrain":
-        return round(Fraction(s // 2 + d - s - 1, m)), round(Fraction(s // 2, m))
+        return (s // 2 + d - s - 1) / m, (s // 2) / m
     if method == "xpipe":
         return round((Fraction(d + m - 2) - Fraction(s, 2)) / m), round(Fraction(m + s // 2 - 1, m))
     if method in ("spectrain-stash", "pipeoptim"):
-        return round(Fraction(d - s - 1, m)), None
+        return (d - s - 1) / m, None
     return mean_delay(s, d, m, delays), None
