@@ -159,6 +159,12 @@ TIED = {
     "gpt": {"head.out.weight": "embedding.weight"},
 }
 
+
+def by_shape(named: Named) -> tuple[Named, Named]:
+    """Matrices, and the other parameters."""
+    return [(n, p) for n, p in named if p.dim() > 1], [(n, p) for n, p in named if p.dim() <= 1]
+
+
 OPTIMIZERS: dict[str, Callable[[Named], torch.optim.Optimizer]] = {
     "sgd": lambda named: torch.optim.SGD(named, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
     "adamw": lambda named: torch.optim.AdamW(named, lr=0.01, weight_decay=0.1),
@@ -166,6 +172,9 @@ OPTIMIZERS: dict[str, Callable[[Named], torch.optim.Optimizer]] = {
     "adafactor": lambda named: torch.optim.Adafactor(named, lr=0.01),
     "muon": lambda named: torch.optim.Muon(named, lr=0.02),
     "momentum": lambda named: torch.optim.SGD(named, lr=0.1, momentum=0.9, weight_decay=0.01),
+    "two rates": lambda named: torch.optim.SGD(
+        [{"params": part, "lr": lr} for part, lr in zip(by_shape(named), (0.1, 0.02), strict=True)], momentum=0.9
+    ),
     "undecayed": lambda named: torch.optim.SGD(named, lr=0.1, momentum=0.9),
 }
 BY_NAME: tuple[OptimizerName, ...] = ("muon", "adan", "soap", "basis-rotation")

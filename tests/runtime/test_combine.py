@@ -50,6 +50,10 @@ def reads_of(method: str, depth: int, m: int) -> Any:
     return lambda t, _k, _s: t
 
 
+def model_of(depth: int) -> str:
+    return "long" if depth == 8 else "mixed"
+
+
 def precise(method: str, depth: int, m: int, width: int, combine: Combine, **changes: Any) -> Pipeline:
     arguments: dict[str, Any] = {
         "loss": precise_loss,
@@ -59,7 +63,7 @@ def precise(method: str, depth: int, m: int, width: int, combine: Combine, **cha
         "combine": combine,
     }
     schedule = make_schedule(method, depth, m)
-    return Pipeline(precise_blocks(), schedule, balance=BALANCE[schedule.cuts], **(arguments | changes))
+    return Pipeline(precise_blocks(model_of(depth)), schedule, balance=BALANCE[schedule.cuts], **(arguments | changes))
 
 
 CHOICES = [
@@ -75,6 +79,12 @@ CHOICES = [
     ("1f1b", 2, 2, 3, Combine("elastic", every=2)),
     ("2bw", 2, 2, 2, Combine("elastic", every=3, pull=0.3, optimizer_state="average")),
     ("stash", 2, 2, 2, Combine("elastic", every=1)),
+    ("2bw", 4, 4, 2, Combine("average", every=3)),
+    ("1f1b", 4, 2, 2, Combine("bmuf", every=3)),
+    ("stash", 4, 2, 2, Combine("elastic", every=4)),
+    ("stash", 8, 2, 2, Combine("average", every=2)),
+    ("2bw", 8, 8, 2, Combine("bmuf", every=4, nesterov=True)),
+    ("1f1b", 8, 2, 2, Combine("elastic", every=3)),
 ]
 
 
@@ -83,10 +93,11 @@ def test_twenty_updates(method: str, depth: int, m: int, width: int, combine: Co
     """Weights and optimizer state of every pipeline, where they have loss weights, norms and skips of their own."""
     factory = OPTIMIZERS["sgd" if combine.kind == "bmuf" else "adamw"]
     batches = uneven_batches(20, m, width, nothing=[(0, 0), (5, width - 1)])
-    pipeline = precise(method, depth, m, width, combine, clip=1.0, optimizer=factory)
+    clip = 1.5 / m**0.5  # norms are means over m microbatches
+    pipeline = precise(method, depth, m, width, combine, clip=clip, optimizer=factory)
     norms = [d.norm for report in pipeline.run(batches) for d in report.decided]
-    assert min(norms[1:]) < 1.0 < max(norms[1:])  # some are clipped
-    wanted = Reference(combine, width, m, depth, factory, reads_of(method, depth, m), clip=1.0)
+    assert min(norms[1:]) < clip < max(norms[1:])  # some are clipped
+    wanted = Reference(combine, width, m, depth, factory, reads_of(method, depth, m), clip=clip, model=model_of(depth))
     for t, batch in enumerate(batches):
         wanted.train(t, batch)
     assert_close(states_of(pipeline), wanted.states(), 1e-9)

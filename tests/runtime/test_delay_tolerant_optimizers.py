@@ -27,15 +27,14 @@ from penstock.schedule.combine import Combine
 from penstock.weights.optimizers import Joined
 from pool import Pool
 
-SHAPES = [(1, 2), (2, 1), (4, 3)]
+SHAPES = [*((method, *shape) for method in ("1f1b", "2bw") for shape in [(1, 2), (2, 1), (4, 3)]), ("2bw", 8, 8)]
 
 
 def case_of(name: str, method: str = "2bw", depth: int = 2, m: int = 2, **changes: Any) -> Case:
-    return replace(Case(method, depth, m, "mixed", f"configured {name}"), **changes)
+    return replace(Case(method, depth, m, "long" if depth == 8 else "mixed", f"configured {name}"), **changes)
 
 
-@pytest.mark.parametrize(("depth", "m"), SHAPES)
-@pytest.mark.parametrize("method", ["1f1b", "2bw"])
+@pytest.mark.parametrize(("method", "depth", "m"), SHAPES)
 @pytest.mark.parametrize("name", BY_NAME)
 def test_updates_are_those_of_the_reference(name: str, method: str, depth: int, m: int) -> None:
     """20 updates in two spans and a batch without weight; clipped where the depth is 4."""

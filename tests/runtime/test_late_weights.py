@@ -126,6 +126,23 @@ def test_the_equations(name: str, depth: int, m: int) -> None:
         (assert_same if kind.exact else assert_near)(found, wanted)
 
 
+@pytest.mark.parametrize(
+    "name", [n for n, kind in KINDS.items() if {"sgd", "undecayed", "momentum"} & {*kind.optimizers}]
+)
+def test_parameters_with_rates_of_their_own(name: str) -> None:
+    kind, case = KINDS[name], case_of(name, 3, 2, optimizer="two rates", spans=(13, 8))
+    (assert_same if kind.exact else assert_near)(train(None, case), expected(case, options=kind.options))
+
+
+@pytest.mark.parametrize("depth", [1, 4, 8])
+@pytest.mark.parametrize(
+    "name", ["newest", "pipemare", "spectrain-stash", "xpipe", "pipeoptim", "lwp", "error-feedback"]
+)
+def test_late_weights_under_muon(name: str, depth: int) -> None:
+    kind, case = KINDS[name], case_of(name, depth, 2, optimizer="configured muon", spans=(13, 8))
+    assert_same(train(None, case), expected(case, options=kind.options))
+
+
 ON_RANKS = sorted({kind.method: name for name, kind in reversed(KINDS.items()) if "timeprest" not in name}.values())
 """One choice of options of each method; the others with one backward for a batch are in `test_timeprest.py`."""
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from penstock.errors import CapabilityError
 from penstock.runtime.executor import Executor
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.split import Splitting, Watch
@@ -70,6 +71,14 @@ class Stop(torch.autograd.Function):
         return None
 
 
+def downhill(self: Any, x: Tensor) -> Tensor:
+    """Moves x along the gradient of an energy, which is a number like any other."""
+    at = x.detach().requires_grad_()
+    (slope,) = torch.autograd.grad(self.norm(self.map(at)).pow(4).sum(), at)
+    y: Tensor = self.norm(self.map(x)) - 0.1 * slope
+    return y
+
+
 def frozen_norm(self: Any, x: Tensor) -> Tensor:
     y: Tensor = x * self.norm(self.w)
     return y
@@ -119,6 +128,7 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "nothing comes back": lambda: Plain(lambda s, x: s.map(x) + Stop.apply(s.other(x)), map=nn.Linear(8, 8),
                                         other=nn.Linear(8, 8)),
     "frozen bias": lambda: Plain(lambda s, x: s.map(x) + s.b, map=nn.Linear(8, 8), b=weight(8).requires_grad_(False)),
+    "a gradient of its own": lambda: Plain(downhill, map=nn.Linear(8, 8), norm=nn.LayerNorm(8)),
     "batch statistics": lambda: Plain(lambda s, x: s.norm(x.flatten(0, 1)), norm=nn.BatchNorm1d(WIDTH)),
 }  # fmt: skip
 AT_ONCE: dict[str, tuple[Callable[[], nn.Module], set[str]]] = {
@@ -192,13 +202,33 @@ def test_the_bits_of_a_whole_backward(name: str) -> None:
         assert torch.equal(halves[key], value), key
 
 
+@pytest.mark.parametrize("kind", ["linear", "norm"])
+def test_gradients_that_are_differentiated_again_are_refused(kind: str) -> None:
+    """What they add to the gradients of the weights would be lost."""
+    module = nn.Linear(WIDTH, WIDTH) if kind == "linear" else nn.LayerNorm(WIDTH)
+    x = torch.randn(SAMPLES, TOKENS, WIDTH).requires_grad_()
+    with pytest.raises(CapabilityError, match=r"create_graph=True\), which a backward in two halves"), split(module):
+        torch.autograd.grad(module(x).pow(4).sum(), x, create_graph=True)
+
+
+def test_gradients_of_weights_within_a_forward_are_refused() -> None:
+    module = nn.Linear(WIDTH, WIDTH)
+    with pytest.raises(CapabilityError, match="asks for the gradients of its own weights while it runs"), split(module):
+        torch.autograd.grad(module(torch.ones(2, WIDTH)).sum(), module.weight, allow_unused=True)
+
+
 def test_a_weight_that_is_read_in_several_ways() -> None:
     """What one microbatch adds is summed up before it is added to what others have, as autograd does."""
     torch.manual_seed(2)
     module = Plain(
-        lambda s, x: torch.tanh(s.w[0] + F.linear(F.linear(x * s.v, s.w), s.w, s.v)) + F.linear(x, s.w) * s.v,
+        lambda s, x: (
+            torch.tanh(s.w[0] + F.linear(F.linear(x * s.v, s.w), s.w, s.v))
+            + F.linear(x, s.w) * s.v
+            + 0.1 * s.map(x) * s.map.weight.square().sum()
+        ),
         w=weight(8, 8),
         v=weight(8),
+        map=nn.Linear(8, 8),
     )
     found: list[list[Tensor]] = []
     for halves in (False, True):

@@ -46,6 +46,8 @@ CASES = [
     ("stash", 2, 2, 3, Combine("wsp", every=1, distance=3, lag=[0, 3, 1]), "momentum"),
     ("1f1b", 2, 1, 2, Combine("wsp", every=2, distance=2, lag=[2, 0], share=0.5), "adamw"),
     ("interleaved", 1, 2, 2, Combine("wsp", every=2, distance=1), "momentum"),
+    ("2bw", 4, 4, 2, Combine("wsp", every=3, distance=1), "adamw"),
+    ("stash", 8, 2, 2, Combine("wsp", every=2, distance=2), "momentum"),
 ]
 
 
@@ -57,7 +59,10 @@ def name_of(value: Any) -> str:
 
 def case_of(method: str, depth: int, m: int, width: int, optimizer: str, spans: tuple[int, ...] = (21,)) -> Case:
     """A mean is a loss of weight 1, so that nothing is scaled and every bit of a gradient is the optimizer's."""
-    return Case(method, depth, m, width=width, optimizer=optimizer, loss="mean", rate=False, spans=spans, skips=())
+    model = "long" if depth == 8 else "mixed"
+    return Case(
+        method, depth, m, model, width=width, optimizer=optimizer, loss="mean", rate=False, spans=spans, skips=()
+    )
 
 
 def by_hand(case: Case, combine: Combine) -> Waved:
@@ -70,6 +75,7 @@ def by_hand(case: Case, combine: Combine) -> Waved:
         case.schedule.cuts,
         OPTIMIZERS[case.optimizer],
         reads_of(case.method, case.depth, case.m),
+        case.model,
     )
 
 

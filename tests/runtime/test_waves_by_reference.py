@@ -36,6 +36,8 @@ CASES = [
     (Case("2bw", 2, 2, optimizer="sgd", width=3, spans=(12,)), Combine("wsp", every=3, distance=1)),
     (Case("2bw", 2, 2, loss="spiky", width=2, spans=(12,), scaling=RESTLESS, spikes=(1, 2)), Combine("wsp", every=2)),
     (Case("stash", 3, 2, width=2, spans=(12,)), Combine("wsp", every=2, distance=3, lag=[3, 1])),
+    (Case("2bw", 4, 4, width=2, spans=(21,), clip=0.4), Combine("wsp", every=3, distance=1)),
+    (Case("stash", 8, 2, "long", width=2, spans=(20,)), Combine("wsp", every=2, distance=2)),
     (Case("vertical-sync", 2, 1, width=2, spans=(12,), clip=0.4), Combine("wsp", every=4, distance=1)),
     (Case("1f1b", 2, 2, width=2, spans=(12,), precision="bf16"), Combine("wsp", every=2, distance=2)),
     (Case("stash", 2, 2, width=2, spans=(12,)), Combine("wsp", every=2, distance=2, lag="record")),

@@ -35,6 +35,7 @@ class Waved:
         every: H, batches of a wave.
         share: what updates of others count.
         drains: numbers of batches trained by then.
+        model: whose blocks.
         record: lags by pipeline/stage and batch, instead.
     """
 
@@ -48,11 +49,12 @@ class Waved:
         depth: int,
         factory: Callable[..., torch.optim.Optimizer],
         reads: Reads,
+        model: str = "mixed",
         record: Mapping[str, Mapping[int, Sequence[int]]] | None = None,
     ) -> None:
         self.lags, self.every, self.share, self.m, self.reads = lags, every, share, m, reads
         self.drains, self.drained, self.done, self.record = set(drains), 0, 0, record
-        self.stages = [dict(part) for part in cut(make_blocks("mixed"), BALANCE[depth])]
+        self.stages = [dict(part) for part in cut(make_blocks(model), BALANCE[depth])]
         self.names = [
             [f"{n}.{own}" for n, b in part.items() if isinstance(b, nn.Module) for own, _ in b.named_parameters()]
             for part in self.stages

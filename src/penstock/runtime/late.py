@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from penstock.errors import CapabilityError
+
 Gradients = Callable[[Tensor], Iterable[tuple[str, Tensor]]]
 """The gradient that has arrived at an operation -> names of weights and their gradients."""
 
@@ -17,10 +19,12 @@ class Late:
 
     Attributes:
         shared: names of weights whose gradients have to be summed up before they are added to others.
+        expected: the forward is over, so that a backward is that of the schedule.
     """
 
     def __init__(self) -> None:
         self.shared: set[str] = set()
+        self.expected = False
         self._roots: list[GradientEdge] = []
         self._gradients: list[Tensor] = []
         self._plain: list[tuple[Gradients, Tensor]] = []
@@ -33,12 +37,23 @@ class Late:
 
     def add(self, roots: Iterable[GradientEdge], gradients: Iterable[Tensor]) -> None:
         """A gradient has arrived at an operation with a graph of its own."""
-        self._roots += roots
-        self._gradients += gradients
+        if self._wants():
+            self._roots += roots
+            self._gradients += gradients
 
     def add_plain(self, gradients: Gradients, gradient: Tensor) -> None:
         """A gradient has arrived at an operation without one."""
-        self._plain.append((gradients, gradient))
+        if self._wants():
+            self._plain.append((gradients, gradient))
+
+    def _wants(self) -> bool:
+        """Whether what has arrived is for the weights: a block may ask for gradients of its own while it runs."""
+        if torch.is_grad_enabled():
+            raise CapabilityError(
+                "a block asks for gradients that can be differentiated again (create_graph=True), which a backward in "
+                "two halves does not offer; take an order without I and W, such as 1f1b"
+            )
+        return self.expected
 
     @property
     def gradients(self) -> Sequence[Tensor]:

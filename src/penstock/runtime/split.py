@@ -25,6 +25,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
+from penstock.errors import CapabilityError
 from penstock.runtime.late import Gradients, Late, Taken
 from penstock.runtime.saved import SavedBytes
 
@@ -55,6 +56,11 @@ class Watched(Tensor):
     ) -> Any:
         """Run an operation on what is stood for, or cut it off from the graph."""
         kwargs = kwargs or {}
+        if func in (torch.autograd.grad, torch.autograd.backward):
+            raise CapabilityError(
+                "a block asks for the gradients of its own weights while it runs, which are not in its graph where the "
+                "backward is made in two halves; take an order without I and W, such as 1f1b"
+            )
         tensors: list[Tensor] = []
         _collect((*args, *kwargs.values()) if kwargs else args, tensors)
         stands = [tensor for tensor in tensors if isinstance(tensor, Watched)]
@@ -119,6 +125,7 @@ class Splitting:
     def __exit__(self, *failure: Any) -> None:
         """The forward is over, or has failed."""
         self._watch.splitting = self._counter = None
+        self.late.expected = True
         self._eager.__exit__(*failure)
 
     def run(

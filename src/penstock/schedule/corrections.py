@@ -154,7 +154,7 @@ _TABLE = (
     ),
     CorrectionSpec(
         "gap-aware",
-        "gradients count the less the further the weights have moved; FTPipe's form",
+        "gradients count the less the further the weights have moved; 1909.10802, FTPipe's form",
         rules=("stash",),
         buffers=2,
         options={

@@ -54,6 +54,7 @@ class Method:
 
 
 _BACKPROP = MappingProxyType({"optimizer.name": "sgd", "optimizer.nesterov": False})
+_NADAM = MappingProxyType({"optimizer.name": "nadam", "optimizer.weight_decay": 0.01})
 _TABLE = (
     Method("sequential", "one microbatch at a time", "the definition of training", "sequential", "flush"),
     Method("gpipe", "GPipe", "arXiv 1811.06965", "gpipe", "flush", aliases=("afab", "fill-drain")),
@@ -243,7 +244,7 @@ _TABLE = (
         "endless-1f1b",
         "stash",
         correction="nag-pp",
-        settings=MappingProxyType({"optimizer.name": "nadam", "optimizer.beta1": 0.99}),
+        settings=MappingProxyType({**_NADAM, "optimizer.beta1": 0.99}),
     ),
     Method(
         "nag-pp-no-stash",
@@ -252,12 +253,12 @@ _TABLE = (
         "endless-1f1b",
         "newest",
         correction="nag-pp-no-stash",
-        settings=MappingProxyType({"optimizer.name": "nadam"}),
+        settings=_NADAM,
     ),
     Method(
         "gap-aware",
         "gap-aware gradients on stashed weights",
-        "FTPipe, USENIX ATC 2021",
+        "arXiv 1909.10802, in FTPipe's form (USENIX ATC 2021)",
         "endless-1f1b",
         "stash",
         correction="gap-aware",
@@ -340,11 +341,18 @@ def find_method(name: str) -> Method:
     raise ConfigError(f"unknown method {name!r}.{hint} Known methods: {', '.join(METHODS)}.")
 
 
+_COMBINED = " It is how parallel pipelines agree, under most methods: width=2 combine.kind={}."
+_OPTIMIZER = " It is an optimizer, which goes with most methods: optimizer.name={}."
 _HINTS = MappingProxyType(
     {
         "zb-1p": " Take 'zb-auto' with as many microbatches on a rank as ranks: options limit=4 for 4 stages.",
         "zb-exact": " It is an order, which may take minutes to find: zb-auto with order zb-exact (show --order).",
         "forward-only": " It is the order of evaluations: any method with order forward-only (show --order).",
+        **dict.fromkeys(("hetpipe", "wsp"), _COMBINED.format("wsp")),
+        **dict.fromkeys(("average", "model-averaging", "local-sgd"), _COMBINED.format("average")),
+        **dict.fromkeys(("bmuf", "block-momentum"), _COMBINED.format("bmuf")),
+        **dict.fromkeys(("avgpipe", "elastic"), _COMBINED.format("elastic")),
+        **{name: _OPTIMIZER.format(name) for name in ("basis-rotation", "muon", "nadam", "adan", "soap")},
     }
 )
 """What leads to a row and options, for names that are none."""

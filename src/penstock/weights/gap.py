@@ -1,12 +1,13 @@
 """Gap-aware gradients: the further the weights have moved since the forward, the less a gradient counts.
 
-As in FTPipe (Eliad et al., USENIX ATC 2021, and its code), element by element:
+Barkai et al., Gap-Aware Mitigation of Gradient Staleness (arXiv 1909.10802), in the form of FTPipe (Eliad et al.,
+USENIX ATC 2021, and its code), element by element:
 
     g <- g / (1 + |w_now - w_stash| / (rate (sqrt(r / (1 - G^t)) + eps))),   r <- G r + (1 - G) v^2
 
-with v the momentum of SGD before the update, rate its highest learning rate so far, and t the number of the update,
-from 1; g with its weight decay, so that this is divided alike. It is made for one microbatch per update. The norm by
-which gradients are clipped is that before the division.
+with v the momentum of SGD before the update, rate the highest learning rate so far of the parameter's group, and t the
+number of the update, from 1; g with its weight decay, so that this is divided alike. It is made for one microbatch per
+update. The norm by which gradients are clipped is that before the division.
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ class _OnStage(Corrector):
                 "take microbatches=1, or method stash"
             )
         self._wanted = wanted
-        self._rate, self._rated = 0.0, 0  # the highest of so many updates
+        self._rates: dict[str, float] = {}  # the highest of so many updates, by parameter
+        self._rated = 0
         self.watches = place.delay > 0
         names = ("squares", "penalty") if self.watches else ()
         self._buffers = {name: Buffer(layout, f"{name} of {place.where}") for name in names}
@@ -86,7 +88,8 @@ class _OnStage(Corrector):
         assert updater.optimizer is not None
         updates = updater.updates + 1 - self.began
         while self._rated < updates:  # many at once after a restart
-            self._rate = max(self._rate, updater.rate_of(self.began + self._rated))
+            rates = updater.rates_of(self.began + self._rated)
+            self._rates = {name: max(rate, self._rates.get(name, 0.0)) for name, rate in rates.items()}
             self._rated += 1
         if updates == 1:
             self._begin(updater.optimizer, updater.parameters)
@@ -95,9 +98,10 @@ class _OnStage(Corrector):
         with torch.no_grad():
             for name, penalty in self._buffers["penalty"].views.items():
                 mean = self._buffers["squares"].views[name] / (1.0 - self._wanted.average**updates)
-                size = mean.sqrt_().add_(self._wanted.eps).mul_(self._rate)
+                rate = self._rates[name]
+                size = mean.sqrt_().add_(self._wanted.eps).mul_(rate)
                 gap = (newest.views[name] - read.views[name]).abs_()
-                penalty.copy_(gap.div_(size).add_(1.0) if self._rate else torch.ones_like(gap))
+                penalty.copy_(gap.div_(size).add_(1.0) if rate else torch.ones_like(gap))
 
     def _begin(self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.nn.Parameter]) -> None:
         """The mean begins with the momentum that the first update finds: of a method before this one, or none."""

@@ -236,10 +236,12 @@ class Updater:
             figures = before[name], after[name], gradients[name]
             stepped(Step(name, *figures, self.updates, self.optimizer, parameter, groups[id(parameter)]))
 
-    def rate_of(self, update: int) -> float:
-        """The largest learning rate of an update, by its number."""
+    def rates_of(self, update: int) -> dict[str, float]:
+        """The learning rates of an update, by its number, for each parameter."""
         factor = 1.0 if self._rate is None else self._rate(update)
-        return factor * float(max(self._rates))
+        groups = [] if self.optimizer is None else zip(self.optimizer.param_groups, self._rates, strict=True)
+        known = {id(p): factor * float(rate) for group, rate in groups for p in group["params"]}
+        return {name: known[id(parameter)] for name, parameter in self.parameters.items()}
 
     def predict(self, weights: Buffer, updates: float, uncorrected: bool, out: Buffer) -> None:
         """Write into `out` what `weights` are expected to be some updates later, at the rate of the next one."""
