@@ -143,7 +143,24 @@ def turned() -> dict[str, Any]:
     return {**ends[0], "a": Turned(), "b": Turned(), "c": Turned(), **ends[1]}
 
 
-MODELS = {"trees": trees, "kinds": kinds, "mixed": mixed, "turned": turned}
+class Normed(nn.Module):
+    """Gives an output in one piece, and its input a gradient that lies otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.norm(x.transpose(1, 2)).transpose(1, 2).contiguous()
+        return y
+
+
+def normed() -> dict[str, Any]:
+    middle = {name: Normed() for name in "abcd"}
+    return {"table": nn.Embedding(VOCABULARY, WIDTH), **middle, "head": nn.Linear(WIDTH, VOCABULARY)}
+
+
+MODELS = {"trees": trees, "kinds": kinds, "mixed": mixed, "turned": turned, "normed": normed}
 
 
 def blocks_of(case: TreeCase) -> dict[str, Any]:
@@ -195,9 +212,10 @@ def test_trees(pool: Pool, method: str, depth: int, m: int) -> None:
 
 
 @pytest.mark.parametrize("depth", [2, 3, 6])
-def test_tensors_lie_in_memory_as_they_did(pool: Pool, depth: int) -> None:
+@pytest.mark.parametrize("model", ["turned", "normed"])
+def test_tensors_lie_in_memory_as_they_did(pool: Pool, model: str, depth: int) -> None:
     """Or kernels would round otherwise, and the numbers would depend on the cuts."""
-    case = TreeCase("1f1b", depth, 2, "turned", spans=(4,))
+    case = TreeCase("1f1b", depth, 2, model, spans=(4,))
     wanted = expected(case)
     assert_same(train(None, case), wanted)
     if depth < 6:

@@ -193,9 +193,27 @@ def test_lengths() -> None:
     assert equal_time_lengths(1.0)(4, 4) == [1, 1, 1, 1]
 
 
+class Shifted(nn.Linear):
+    """Of the token before."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(F.pad(x, (0, 0, 1, 0))[:, :-1])
+
+
+class Summed(nn.Sequential):
+    """Over all tokens before."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = super().forward(x)
+        return y.cumsum(1)
+
+
 def test_a_block_that_does_not_say_how_is_refused() -> None:
     schedule = make_schedule("seq1f1b", 1, 1)
-    for block in (torch.tanh, nn.MultiheadAttention(8, 2), nn.Sequential(nn.Linear(8, 8), nn.LayerNorm((12, 8)))):
+    replaced = nn.Linear(8, 8)
+    replaced.forward = lambda x: x.cumsum(1)  # type: ignore[method-assign]
+    mixing = (torch.tanh, nn.MultiheadAttention(8, 2), Shifted(8, 8), Summed(nn.Linear(8, 8)), replaced)
+    for block in (*mixing, nn.Sequential(nn.Linear(8, 8), nn.LayerNorm((12, 8))), nn.Sequential(Shifted(8, 8))):
         with pytest.raises(ConfigError, match=r"stage 0 on rank 0: block 'mixer' .* forward_slice"):
             Pipeline({"mixer": block}, schedule, loss=token_loss, optimizer=sgd)
 

@@ -79,6 +79,12 @@ def downhill(self: Any, x: Tensor) -> Tensor:
     return y
 
 
+def under_autocast(self: Any, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        y: Tensor = self.map(x)
+    return y
+
+
 def frozen_norm(self: Any, x: Tensor) -> Tensor:
     y: Tensor = x * self.norm(self.w)
     return y
@@ -129,6 +135,7 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
                                         other=nn.Linear(8, 8)),
     "frozen bias": lambda: Plain(lambda s, x: s.map(x) + s.b, map=nn.Linear(8, 8), b=weight(8).requires_grad_(False)),
     "a gradient of its own": lambda: Plain(downhill, map=nn.Linear(8, 8), norm=nn.LayerNorm(8)),
+    "autocast": lambda: Plain(under_autocast, map=nn.Linear(8, 8)),
     "batch statistics": lambda: Plain(lambda s, x: s.norm(x.flatten(0, 1)), norm=nn.BatchNorm1d(WIDTH)),
 }  # fmt: skip
 AT_ONCE: dict[str, tuple[Callable[[], nn.Module], set[str]]] = {

@@ -139,6 +139,7 @@ def test_slices_in_low_precision_are_refused(text: str) -> None:
         ("2bw", ["recompute=stage"]),
         ("1f1b", ["model.tied=true"]),
         ("2bw", ["model.tied=true", "stages=1"]),
+        ("interleaved", ["model.tied=true", "stages=1"]),
         ("1f1b", ["clip=null"]),
         ("2bw", ["clip=null", "width=3", "balance=[1,3]"]),
         ("1f1b", ["stages=4", "optimizer.name=sgd"]),

@@ -107,11 +107,16 @@ def _is_tokenwise(block: Any) -> bool:
     said = getattr(block, "tokenwise", None)
     if said is not None:
         return bool(said)
-    if isinstance(block, nn.Sequential | nn.ModuleList):
+    if not any(_runs_as(block, kind) for kind in (nn.Sequential, nn.LayerNorm, nn.RMSNorm, *_TOKENWISE)):
+        return False
+    if isinstance(block, nn.Sequential):
         return all(map(_is_tokenwise, block))
-    if isinstance(block, nn.LayerNorm | nn.RMSNorm):
-        return len(block.normalized_shape) == 1
-    return isinstance(block, _TOKENWISE)
+    return not isinstance(block, nn.LayerNorm | nn.RMSNorm) or len(block.normalized_shape) == 1
+
+
+def _runs_as(block: Any, kind: type[nn.Module]) -> bool:
+    """Whether it is a module of a kind, with the forward of its kind: a subclass may do anything in its own."""
+    return isinstance(block, kind) and type(block).forward is kind.forward and "forward" not in vars(block)
 
 
 Carry = tuple[Any, tuple[bool, ...]]

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -293,10 +294,19 @@ def run_backward(graph: Graph, gradients: Sequence[Tensor | None]) -> list[Tenso
         The gradients of all input leaves, None where none is wanted.
     """
     pairs = [(e, g) for e, g in zip(graph.outputs, gradients, strict=True) if e is not None and g is not None]
+    raw: dict[int, Tensor] = {}
+    hooks = [leaf.register_hook(partial(_keep_raw, raw, place, leaf.stride())) for place, leaf in graph.inputs.items()]
     if pairs:
         torch.autograd.backward([edge for edge, _ in pairs], [gradient for _, gradient in pairs])
     result: list[Tensor | None] = [None] * graph.leaves
-    for place, leaf in graph.inputs.items():
-        result[place] = leaf.grad
+    for (place, leaf), hook in zip(graph.inputs.items(), hooks, strict=True):
+        result[place] = raw.get(place, leaf.grad)
         leaf.grad = None
+        hook.remove()
     return result
+
+
+def _keep_raw(raw: dict[int, Tensor], place: int, strides: tuple[int, ...], gradient: Tensor) -> None:
+    """Keep a gradient that autograd would lay in memory as its leaf: without a cut it would have gone on as it is."""
+    if gradient.stride() != strides:
+        raw[place] = gradient

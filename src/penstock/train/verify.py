@@ -183,8 +183,9 @@ def _run_reference(prepared: Prepared, count: int) -> tuple[Reference, Watch]:
     watch, divisor = Watch(optimizer_factory(config.optimizer)), float(prepared.tokens_per_batch)
     if config.precision != "fp32":
         divisor = 2.0 ** round(math.log2(divisor))
-    parts = cut_blocks(gpt_blocks(prepared.model, config.seed), prepared.proof.schedule.cuts, config.balance)
-    blocks = _blocks(prepared, one_object=config.stages == 1)
+    cuts = prepared.proof.schedule.cuts
+    parts = cut_blocks(gpt_blocks(prepared.model, config.seed), cuts, config.balance)
+    blocks = _blocks(prepared, one_object=cuts == 1)
     result = train_reference(
         [{name: blocks[name] for name in part} for part in parts],
         language_loss,
@@ -197,7 +198,7 @@ def _run_reference(prepared: Prepared, count: int) -> tuple[Reference, Watch]:
         scaling=Scaling(*astuple(LossScale())) if config.precision == "fp16" else None,
         seed=config.seed,
         parts=_parts(prepared.proof.schedule, config.width),
-        tied=TIED_EMBEDDINGS if config.model.tied and config.stages > 1 else {},
+        tied=TIED_EMBEDDINGS if config.model.tied and cuts > 1 else {},
         precision=low_precision(config.precision),
         options=_options(prepared.correction),
         order=order_of(find_method(config.method).order, prepared.proof.schedule, config.recompute, config.segments),

@@ -10,7 +10,8 @@ Time goes by, and each rank that is free takes, in this order,
 
 Three yes-or-no choices remain open, all eight combinations are tried, and the one with the shortest span wins: whether
 a forward of the warm-up may hold up the first I; whether a rank may be more than one forward further than the next one;
-whether W fills gaps that are too short for it. Our own heuristic after the paper's description.
+whether W fills gaps that are too short for it. H1 and H2 are tried as well, where memory allows them. Our own
+heuristic after the paper's description.
 
 p=2, m=4, all times equal, at most 2 microbatches on a rank (ZB-1p) and at most 4 (ZB-2p):
     r0: F0 F1 I0 W0 F2 I1 W1 F3 I2 W2 I3 W3       r0: F0 F1 F2 I0 F3 I1 W0 I2 W1 I3 W2 W3
@@ -20,39 +21,13 @@ p=2, m=4, all times equal, at most 2 microbatches on a rank (ZB-1p) and at most 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
 from itertools import pairwise, product
 
 from penstock.errors import ScheduleError
-from penstock.schedule.ir import WINDOW, Action, Op, straight
+from penstock.schedule.ir import WINDOW, Op, straight
 from penstock.schedule.order import Order, make_order, pass_of
-
-
-@dataclass(frozen=True)
-class _Task:
-    """What is searched for; times in any unit, memory in hundredths of a microbatch's activations."""
-
-    ranks: int
-    microbatches: int
-    times: dict[Op, int]
-    hop: int
-    limit: int
-    held: int
-
-
-@dataclass
-class _Rank:
-    """Where a rank is."""
-
-    free: float = 0.0
-    ends: dict[Op, list[float]] = field(default_factory=lambda: {Op.F: [], Op.I: [], Op.W: []})
-    found: list[Action] = field(default_factory=list)
-    memory: int = 0
-    idle: float = 0.0
-
-    def done(self, op: Op) -> int:
-        """How many passes of a kind have been placed."""
-        return len(self.ends[op])
+from penstock.schedule.orders.progress import Rank, Task, input_at, place, replay
+from penstock.schedule.orders.zero_bubble import zb_h1, zb_h2
 
 
 def zb_auto(
@@ -81,13 +56,16 @@ def zb_auto(
     """
     check_percentage("zb-auto", held)
     times = {Op.F: forward, Op.I: input, Op.W: weight}
-    task = _Task(stages, microbatches, times, hop, 100 * (limit or 2 * stages), held)
+    task = Task(stages, microbatches, times, hop, 100 * (limit or 2 * stages), held)
     tried = [_search(task, *choices) for choices in product((False, True), repeat=3)]
-    best = min(tried, key=lambda ranks: max(r.free - r.ends[Op.F][0] for r in ranks))
+    for known in (zb_h1(stages, microbatches), zb_h2(stages, microbatches)):
+        ranks = replay(task, [program.period for program in known.programs])
+        tried += [ranks] if max(rank.most for rank in ranks) <= task.limit else []
+    best = min(tried, key=lambda ranks: max(rank.span for rank in ranks))
     return make_order([rank.found for rank in best], window=_window(task, best))
 
 
-def _window(task: _Task, ranks: list[_Rank]) -> int:
+def _window(task: Task, ranks: list[Rank]) -> int:
     """Messages that are under way on a lane when one is taken, where the search has let ranks run far ahead."""
     most = WINDOW
     for op, pairs in ((Op.F, pairwise(ranks)), (Op.I, pairwise(reversed(ranks)))):
@@ -108,22 +86,18 @@ def check_percentage(order: str, held: int) -> None:
         raise ScheduleError(f"{order}: held is a percentage of a microbatch's activations, got {held}")
 
 
-def _search(task: _Task, eager: bool, far: bool, thrifty: bool) -> list[_Rank]:
+def _search(task: Task, eager: bool, far: bool, thrifty: bool) -> list[Rank]:
     """One run of the heuristic."""
-    ranks, nodes, m = [_Rank() for _ in range(task.ranks)], straight(task.ranks), task.microbatches
+    ranks, nodes, m = [Rank() for _ in range(task.ranks)], straight(task.ranks), task.microbatches
 
     def arrival(s: int, op: Op) -> float:
         """When the next F or I of a rank can begin; infinite while nobody knows."""
-        k, own = ranks[s].done(op), ranks[s].ends
-        source = s - 1 if op is Op.F else s + 1
-        if k == m or (op is Op.I and k == len(own[Op.F])):
+        k = ranks[s].done(op)
+        if k == m or (op is Op.I and k == ranks[s].done(Op.F)):
             return math.inf
         if op is Op.F and (ranks[s].memory + 100 > task.limit or (not far and s + 1 < task.ranks and _ahead(ranks, s))):
             return math.inf
-        if not 0 <= source < task.ranks:
-            return own[Op.F][k] if op is Op.I else 0.0
-        there = ranks[source].ends[op]
-        return there[k] + task.hop if k < len(there) else math.inf
+        return input_at(task, ranks, s, op)
 
     def choose(s: int, now: float) -> Op | None:
         """What a free rank does now; None if it waits."""
@@ -148,7 +122,7 @@ def _search(task: _Task, eager: bool, far: bool, thrifty: bool) -> list[_Rank]:
             for s in reversed(range(task.ranks)):
                 op = choose(s, now) if ranks[s].free <= now else None
                 if op is not None:
-                    _place(task, ranks[s], pass_of(op, ranks[s].done(op), nodes[s]), now)
+                    place(task, ranks[s], pass_of(op, ranks[s].done(op), nodes[s]), now)
                     moved = True
         times = [rank.free for rank in ranks] + [arrival(s, op) for s in range(task.ranks) for op in (Op.F, Op.I)]
         now = min((time for time in times if now < time < math.inf), default=math.inf)
@@ -157,15 +131,6 @@ def _search(task: _Task, eager: bool, far: bool, thrifty: bool) -> list[_Rank]:
     return ranks
 
 
-def _ahead(ranks: list[_Rank], s: int) -> bool:
+def _ahead(ranks: list[Rank], s: int) -> bool:
     """Whether a rank that has begun its backwards holds more than one microbatch more than the next one."""
     return ranks[s].done(Op.I) > 0 and ranks[s].done(Op.F) > ranks[s + 1].done(Op.F) + 1
-
-
-def _place(task: _Task, rank: _Rank, action: Action, now: float) -> None:
-    if rank.found:
-        rank.idle += now - rank.free
-    rank.free = now + task.times[action.op]
-    rank.ends[action.op].append(rank.free)
-    rank.found.append(action)
-    rank.memory += {Op.F: 100, Op.I: task.held - 100, Op.W: -task.held}[action.op]
