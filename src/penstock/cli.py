@@ -32,6 +32,18 @@ app = typer.Typer(
 
 Stages = Annotated[int, typer.Option("--stages", help="Stages (ranks) of the pipeline.", min=1)]
 Microbatches = Annotated[int, typer.Option("--microbatches", help="Microbatches per batch.", min=1)]
+MaybeStages = Annotated[
+    int | None, typer.Option("--stages", help="Stages (ranks) of the pipeline.", min=1, show_default="4")
+]
+MaybeMicrobatches = Annotated[
+    int | None, typer.Option("--microbatches", help="Microbatches per batch.", min=1, show_default="8")
+]
+DataOption = Annotated[
+    str | None,
+    typer.Option(
+        "--data", help="Text file, folder, or tokens (.npy, .bin); the standard library's sources if not given."
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 OrderOptions = Annotated[
     list[str] | None, typer.Option("--set", metavar="OPTION=N", help="An option of the order, such as chunks=4.")
@@ -103,11 +115,15 @@ def _order_options(changes: list[str] | None) -> dict[str, int]:
     return options
 
 
+def _with_data(changes: list[str] | None, data: str | None) -> list[str]:
+    return [*(changes or []), *([f"data={data}"] if data is not None else [])]
+
+
 def _prove(
     method: str | None,
     file: Path | None,
-    stages: int,
-    microbatches: int,
+    stages: int | None,
+    microbatches: int | None,
     changes: list[str] | None,
     segments: str | None,
     order: str | None = None,
@@ -121,10 +137,13 @@ def _prove(
     options = _order_options(changes)
     if file is not None and order is not None:
         raise ConfigError("a --file holds the order; leave --order out")
+    if file is not None and file.suffix != ".py" and (stages or microbatches or options):
+        raise ConfigError(f"{file} holds a finished schedule; leave --stages, --microbatches and --set out")
+    size = stages or 4, microbatches or 8
     if file is not None:
-        proof = prove_file(file, stages, microbatches, options)
+        proof = prove_file(file, *size, options)
     else:
-        proof = prove(method or "", stages, microbatches, order=order, options=options)
+        proof = prove(method or "", *size, order=order, options=options)
     if segments is None:
         return proof
     if segments != "auto" and not (segments.isascii() and segments.isdigit()):
@@ -150,8 +169,8 @@ def methods(stages: Stages = 4, microbatches: Microbatches = 8, as_json: AsJson 
 @app.command()
 def show(
     method: MethodName = None,
-    stages: Stages = 4,
-    microbatches: Microbatches = 8,
+    stages: MaybeStages = None,
+    microbatches: MaybeMicrobatches = None,
     batches: Annotated[int | None, typer.Option(help="Batches to draw; 1 if flushed, else 3.", min=1)] = None,
     forward: Annotated[float, typer.Option(help="Time of a forward.", min=0)] = 1.0,
     backward: Annotated[float, typer.Option(help="Time of a full backward.", min=0)] = 2.0,
@@ -199,8 +218,8 @@ def show(
 @app.command()
 def simulate(
     method: MethodName = None,
-    stages: Stages = 4,
-    microbatches: Microbatches = 8,
+    stages: MaybeStages = None,
+    microbatches: MaybeMicrobatches = None,
     forward: Annotated[float, typer.Option(help="F, time of a forward of a rank's whole share.", min=0)] = 1.0,
     backward_input: Annotated[float, typer.Option(help="Time of the backward for the inputs.", min=0)] = 1.0,
     backward_weight: Annotated[float, typer.Option(help="Time of the backward for the weights.", min=0)] = 1.0,
@@ -249,10 +268,7 @@ def train(
     changes: Annotated[
         list[str] | None, typer.Option("--set", help="Change a value, as in [bold]--set method=1f1b[/bold].")
     ] = None,
-    data: Annotated[
-        str | None,
-        typer.Option(help="Text file, folder, or tokens (.npy, .bin); the standard library's sources if not given."),
-    ] = None,
+    data: DataOption = None,
     resume: Annotated[
         Path | None,
         typer.Option(help="Go on with the run in this folder, with its configuration and from its newest checkpoint."),
@@ -278,7 +294,7 @@ def train(
         return
     if resume is not None and config is None:
         config = resume / "config.yaml"
-    settings = load_config(config, [*(changes or []), *([f"data={data}"] if data is not None else [])])
+    settings = load_config(config, _with_data(changes, data))
     if resume is not None:
         check_resume(settings, resume)
     if is_worker():
@@ -320,6 +336,7 @@ def verify(
     changes: Annotated[
         list[str] | None, typer.Option("--set", help="Change a value, as in [bold]--set method=1f1b[/bold].")
     ] = None,
+    data: DataOption = None,
     batches: Annotated[int, typer.Option(help="Batches to train; delays show from the third one on.", min=1)] = 4,
     as_json: AsJson = False,
 ) -> None:
@@ -332,7 +349,7 @@ def verify(
     from penstock.train.verify import verify as run
     from penstock.view.verification import verification_json, verification_table
 
-    settings = load_config(config, changes or [])
+    settings = load_config(config, _with_data(changes, data))
     with Console(stderr=True).status(f"training {batches} batches, again and again"):
         found = run(settings, batches)
     if as_json:

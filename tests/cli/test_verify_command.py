@@ -115,3 +115,13 @@ def test_mistakes_are_no_failures(verify, change, message):
     assert code == 2
     assert out == ""
     assert message in " ".join(err.split())
+
+
+def test_its_data(monkeypatch, capsys, tmp_path):
+    settings = [part for change in TINY for part in ("--set", change)]
+    (tmp_path / "text.txt").write_text("a stitch in time saves nine; " * 30)
+    code, out, _ = run(monkeypatch, capsys, "verify", *settings, "--data", tmp_path / "text.txt", "--batches", 2)
+    assert code == 0
+    assert "batches 2" in out
+    _, _, said = run(monkeypatch, capsys, "verify", *settings, "--data", tmp_path / "none.txt")
+    assert "none.txt" in said
