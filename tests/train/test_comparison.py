@@ -203,6 +203,17 @@ def test_a_method_after_synchronous_batches(tmp_path: Path) -> None:
     assert (len(entrant.times), entrant.times[6]) == (7, 30 + 4 * 12 + 3)
 
 
+def test_a_delay_of_ones_own(tmp_path: Path) -> None:
+    """One update late under 1f1b: the numbers of 2bw, in the time of 1f1b."""
+    found = compared(tmp_path / "out", "methods=1f1b,2bw,1f1b:delays=1,gpipe:delays=3")
+    curve = curves(found, "updates", "training_loss", "validation_loss", "gradient_norm")
+    assert curve["1f1b:delays=1"] == curve["2bw"] != curve["1f1b"]
+    assert curve["gpipe:delays=3"] not in (curve["2bw"], curve["1f1b"])
+    base, _, one, three = found.entrants
+    assert one.times == base.times
+    assert [set(e.delays_forward) | set(e.delays_backward) for e in (base, one, three)] == [{0.0}, {1.0}, {3.0}]
+
+
 def test_simulated_time_is_that_of_closed_forms(found: Findings) -> None:
     """F = 1 and B = 2: a flushed batch takes (m + p - 1) (F + B), and without a flush one more takes m (F + B)."""
     times = {entrant.label: entrant.times for entrant in found.entrants}
@@ -463,6 +474,9 @@ def test_own_files_are_no_data(tmp_path: Path) -> None:
         (["methods=interleaved:chunk=2.5"], "order 'interleaved' has no option 'chunk'; .* Did you mean 'chunks'"),
         (["methods=i-timeprest:beta=null"], "i-timeprest:beta=null: .*beta takes a number; got null"),
         (["methods=2bw:sync=1.5"], "sync is the number of batches"),
+        (["methods=1f1b:delays=-1"], "delays is the number of updates that weights are late by"),
+        (["methods=2bw:delays=1"], "2bw:delays=1: delays need version rule 'flush'"),
+        (["methods=1f1b:delays=1:sync=2"], "a run with delays cannot go on from other weights; leave sync out"),
         (["methods=2bw:sync=6"], "2bw:sync=6: sync: all of the 6 batches"),
         (["methods=zb-h1:sync=2"], "zb-h1:sync=2: sync: the method has no delay"),
         (

@@ -295,7 +295,10 @@ def run_backward(graph: Graph, gradients: Sequence[Tensor | None]) -> list[Tenso
     """
     pairs = [(e, g) for e, g in zip(graph.outputs, gradients, strict=True) if e is not None and g is not None]
     raw: dict[int, Tensor] = {}
-    hooks = [leaf.register_hook(partial(_keep_raw, raw, place, leaf.stride())) for place, leaf in graph.inputs.items()]
+    hooks = [
+        leaf.register_hook(partial(_keep_raw, raw, place, leaf.stride()))  # type: ignore[no-untyped-call]
+        for place, leaf in graph.inputs.items()
+    ]
     if pairs:
         torch.autograd.backward([edge for edge, _ in pairs], [gradient for _, gradient in pairs])
     result: list[Tensor | None] = [None] * graph.leaves

@@ -17,7 +17,7 @@ from penstock.schedule.orders import ORDERS
 from penstock.train.config import Number, OptimizerSection, RateSection, Strict
 from penstock.train.settings import apply_change, validate
 
-SYNC = "sync"
+SYNC, DELAYS = "sync", "delays"
 """The option of every method of a comparison: batches trained by 1f1b first."""
 
 
@@ -136,11 +136,13 @@ class Contender:
         method: its row.
         options: of its order, such as chunks=4, and of its correction, such as reschedule=100.
         sync: batches that 1f1b trains before it (PipeMare's T3, arXiv 1910.05124, section 3.3).
+        delays: by how many updates the weights of every block are late, under a method that flushes.
     """
 
     method: Method
     options: tuple[tuple[str, float | None], ...] = ()
     sync: int = 0
+    delays: int = 0
 
     @property
     def for_order(self) -> dict[str, int]:
@@ -188,7 +190,8 @@ class Contender:
     @property
     def label(self) -> str:
         """What it is called, such as "interleaved:chunks=4"; `parse_contender` reads it."""
-        options = [*self.options, *([(SYNC, float(self.sync))] if self.sync else [])]
+        ours = [(name, float(value)) for name, value in ((SYNC, self.sync), (DELAYS, self.delays)) if value]
+        options = [*self.options, *ours]
         return ":".join([self.method.name, *(f"{name}={_written(value)}" for name, value in options)])
 
 
@@ -209,10 +212,15 @@ def parse_contender(text: str) -> Contender:
                 f"methods: {text!r}: after the name come options of the method with numbers (or null), such as "
                 "interleaved:chunks=4 or pipemare:reschedule=100:decay=null"
             ) from None
-    sync = options.pop(SYNC, 0.0)
-    if sync is None or sync < 0 or sync != int(sync):
-        raise ConfigError(f"methods: {text!r}: sync is the number of batches that 1f1b trains first; got {parts}")
-    return Contender(find_method(name.strip()), tuple(sorted(options.items())), int(sync))
+    ours = {}
+    for option, means in ((SYNC, "batches that 1f1b trains first"), (DELAYS, "updates that weights are late by")):
+        number = options.pop(option, 0.0)
+        if number is None or number < 0 or number != int(number):
+            raise ConfigError(f"methods: {text!r}: {option} is the number of {means}; got {parts}")
+        ours[option] = int(number)
+    if all(ours.values()):
+        raise ConfigError(f"methods: {text!r}: a run with delays cannot go on from other weights; leave sync out")
+    return Contender(find_method(name.strip()), tuple(sorted(options.items())), **ours)
 
 
 def _written(value: float | None) -> str:

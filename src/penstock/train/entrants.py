@@ -73,7 +73,7 @@ def enter(config: ComparisonConfig, task: Task, contender: Contender) -> Entrant
         row = contender.method
         correction = make_correction(row.correction, contender.for_correction, config.batches, config.rate.warm_up)
         plain = prove(row.name, config.stages, config.microbatches, options=contender.for_order)
-        pipeline = make_pipeline(config, task, plain, correction, 0, config.rates[0])
+        pipeline = make_pipeline(config, task, plain, correction, 0, config.rates[0], delays=contender.delays)
         check_hidden(config.optimizer, pipeline.optimizers().values(), f"task {config.task}")
         proof = pipeline.proof
         opening = _opening(config, task, contender, proof)
@@ -81,7 +81,7 @@ def enter(config: ComparisonConfig, task: Task, contender: Contender) -> Entrant
         raise type(error)(f"{contender.label}: {error}") from None
     costs = Costs.uniform(proof.schedule, FORWARD, BACKWARD / 2, BACKWARD / 2)
     begin = simulate_schedule(proof, costs, min(config.batches, 3)).timeline
-    forward, backward = _delays(proof)
+    forward, backward = ((float(contender.delays),) * proof.schedule.cuts,) * 2 if contender.delays else _delays(proof)
     before = (0.0,) if opening is None else update_times(opening, costs, contender.sync)
     after = update_times(proof, costs, config.batches - contender.sync)
     times = (*before, *(before[-1] + time for time in after[1:]))
@@ -116,6 +116,7 @@ def make_pipeline(
     seed: int,
     lr: float,
     optimizer: OptimizerFactory | None = None,
+    delays: int = 0,
 ) -> Pipeline:
     """The pipeline of one run, all ranks in this process.
 
@@ -127,6 +128,7 @@ def make_pipeline(
         seed: of the initial weights, and of what blocks draw.
         lr: peak learning rate.
         optimizer: what makes the optimizer of a stage; as configured, with this rate, if None.
+        delays: by how many updates all weights are late, beyond what the schedule says.
     """
     return Pipeline(
         task.blocks(seed),
@@ -138,6 +140,7 @@ def make_pipeline(
         clip=config.clip,
         seed=seed,
         correction=correction,
+        delays=delays or None,
     )
 
 
