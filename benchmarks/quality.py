@@ -45,6 +45,7 @@ OTHERS = "error-feedback,xpipe,pipeoptim,lwp,ftpipe,vertical-sync,spectrain-stas
 LATE = "stash,newest,pipemare,pipemare:sync=150,spectrain,xpipe,pipeoptim,lwp"
 ADAM = ("lr=1e-3,3e-3,1e-2",)
 MUON = ("optimizer.name=muon", "lr=3e-3,1e-2,3e-2")
+FAST_MUON = ("optimizer.name=muon", "lr=1e-2,3e-2,1e-1")  # on the last grid 1f1b took the highest rate
 MOMENTUM = ("optimizer.name=sgd", "optimizer.nesterov=false", "optimizer.weight_decay=0", "lr=0.01,0.03,0.1")
 NADAM = ("optimizer.name=nadam", "optimizer.beta1=0.99", *ADAM)
 
@@ -79,7 +80,7 @@ CAMPAIGNS = {
         "residual CNN on digits, AdamW, m = 8, 320 updates", "1f1b", ("task=digits", *EIGHT, *ADAM, *HALF)
     ),
     "text-muon": Campaign("GPT on text, Muon, m = 8", "1f1b,2bw,stash,pipemare:sync=150,spectrain", (*EIGHT, *MUON)),
-    "text-muon-32": Campaign("GPT on text, Muon, m = 32", "1f1b,stash,pipemare:sync=150", (*MANY, *MUON)),
+    "text-muon-32": Campaign("GPT on text, Muon, m = 32", "1f1b,pipemare:sync=150", (*MANY, *FAST_MUON)),
     "digits-1-sgd": Campaign(
         "residual CNN on digits, SGD with momentum, m = 1",
         f"1f1b,{LATE},spike,spike-lwp,gap-aware",

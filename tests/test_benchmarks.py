@@ -135,6 +135,6 @@ def test_the_table_of_a_campaign(tmp_path):
     ]
 
 
-@pytest.mark.parametrize("name", ["text", "text-muon", "digits", "digits-1-sgd"])
+@pytest.mark.parametrize("name", ["text", "text-muon", "text-muon-32", "digits", "digits-1-sgd"])
 def test_the_page_has_what_was_measured(name):
     assert table(name) in (ROOT / "docs/which-method.md").read_text()
