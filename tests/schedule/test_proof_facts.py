@@ -78,6 +78,12 @@ def test_vertical_sync_has_the_delay_of_stage_0_everywhere(depth, m):
         assert facts.delay.forward == facts.delay.backward == pytest.approx((depth - 1) / m, abs=1e-12)
 
 
+@pytest.mark.parametrize("method", ["seq1f1b", "terapipe"])
+def test_every_slice_asks_for_what_its_microbatch_was_admitted_with(method):
+    for facts in by_stage(prove(method, 3, 3, rule="vertical-sync")):
+        assert (facts.delay.forward, facts.delay.backward, facts.versions) == (0, 0, 1)
+
+
 def live_versions(schedule, rank, batches):
     """The most versions alive at once, from the unrolled span: a version lives from its birth to its last reader."""
     actions = list(schedule.actions(rank, batches))
