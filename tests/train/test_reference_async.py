@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import combinations
 from typing import Any
 
 import asynchronous as by_hand
@@ -123,11 +124,14 @@ def test_recursions_by_hand(case: str) -> None:
 
 
 def test_the_cases_by_hand_differ() -> None:
-    """Each says something of its own: no two come to the same weights."""
-    kinds = [kind for method, kind, *_ in CASES.values() if method != "gap-aware"]
-    ends = [torch.tensor(computed(kind, 4, 2))[:, -1] for kind in kinds]
-    for k, end in enumerate(ends):
-        assert all(float((end - other).abs().max()) > 1e-6 for other in ends[:k])
+    """Each says something of its own; but (d-1-s)/m microbatches are the mean delay, so two papers have one equation."""
+    ends = {
+        name: torch.tensor(computed(kind, 4, 2))[:, -1]
+        for name, (method, kind, *_) in CASES.items()
+        if method != "gap-aware"
+    }
+    same = {pair for pair in combinations(ends, 2) if float((ends[pair[0]] - ends[pair[1]]).abs().max()) <= 1e-6}
+    assert same == {("pipeoptim", "lwp"), ("spectrain-stash", "lwp on a stash")}
 
 
 @pytest.mark.parametrize("method", ["newest", "pipemare", "spectrain", "xpipe", "lwp", "spike", "error-feedback"])
