@@ -124,7 +124,7 @@ def test_recursions_by_hand(case: str) -> None:
 
 
 def test_the_cases_by_hand_differ() -> None:
-    """Each says something of its own, but that (d-1-s)/m microbatches are the mean delay: two papers have one equation."""
+    """Each says something of its own; but (d-1-s)/m microbatches are the mean delay: two papers, one equation."""
     ends = {
         name: torch.tensor(computed(kind, 4, 2))[:, -1]
         for name, (method, kind, *_) in CASES.items()
