@@ -397,9 +397,9 @@ def test_what_is_not_named_stays_as_it_is(tmp_path: Path) -> None:
 def test_a_paper_s_other_setting_is_told(tmp_path: Path) -> None:
     """All methods have one optimizer, so a method may not be as its paper has it."""
     said = "nag-pp: its paper has optimizer.beta1=0.99, here it is 0.9 for all"
-    nadam = "optimizer.name=nadam"
-    assert other_settings(configured("methods=1f1b,stash,nag-pp", nadam)) == [said]
-    assert not other_settings(configured("methods=1f1b,stash,nag-pp", nadam, "optimizer.beta1=0.99"))
+    nadam, decay = "optimizer.name=nadam", "optimizer.weight_decay=0.01"
+    assert other_settings(configured("methods=1f1b,stash,nag-pp", nadam, decay)) == [said]
+    assert not other_settings(configured("methods=1f1b,stash,nag-pp", nadam, decay, "optimizer.beta1=0.99"))
     assert f"{said}." in caption(compared(tmp_path, "methods=1f1b,nag-pp", nadam, "seeds=1", "batches=1"))
 
 
