@@ -74,8 +74,9 @@ class _Trial:
         wanted = range(every, config.batches, every)
         self._gatherer = Gatherer(make_optimizers(config, key.lr), self._scorer.parameters, wanted)
         first, correction = (entrant.proof, entrant.correction) if entrant.opening is None else (entrant.opening, None)
-        late = entrant.contender.delays
-        self._pipeline = make_pipeline(config, task, first, correction, key.seed, key.lr, self._gatherer, late)
+        self._pipeline = make_pipeline(
+            config, task, first, correction, key.seed, key.lr, self._gatherer, delays=entrant.contender.delays
+        )
         self._entrant = entrant
         self._whole = entrant.proof.schedule.replicas == 1  # else reports are of a part of the batch
         self._decided: dict[int, float] = {}  # norms
