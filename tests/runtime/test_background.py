@@ -36,10 +36,11 @@ def test_it_keeps_nothing_of_what_is_done_and_ends_once_all_is_done() -> None:
         pass
 
     background, first, second = Background("forgets"), Ticket("lane"), Ticket("lane")
-    (thread,) = [t for t in threading.enumerate() if t.name == "penstock forgets"]
+    assert not [t for t in threading.enumerate() if t.name == "penstock forgets"]
     block, go = Block(), threading.Event()
     gone = weakref.ref(block)
     background.later([first], lambda block=block: None)
+    (thread,) = [t for t in threading.enumerate() if t.name == "penstock forgets"]
     del block
     deadline = time.monotonic() + 10.0
     while gone() is not None and time.monotonic() < deadline:

@@ -13,7 +13,7 @@ _Job = tuple[Sequence[Ticket], Callable[[], Any]]
 
 
 class Background:
-    """Does what it is given in a thread of its own, one thing after another.
+    """Does what it is given in a thread of its own, one thing after another; there is none before the first.
 
     Args:
         name: of the thread.
@@ -21,11 +21,14 @@ class Background:
 
     def __init__(self, name: str) -> None:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        threading.Thread(target=self._serve, name=f"penstock {name}", daemon=True).start()
+        self._name, self._started = f"penstock {name}", False
 
     def later(self, tickets: Sequence[Ticket], work: Callable[[], Any]) -> None:
         """Do `work` after all that was given before; what it returns, or raises, becomes that of the tickets."""
         self._jobs.put((tickets, work))
+        if not self._started:
+            threading.Thread(target=self._serve, name=self._name, daemon=True).start()
+            self._started = True
 
     def close(self) -> None:
         """Let the thread end once all it was given is done."""

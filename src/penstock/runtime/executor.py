@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from penstock.errors import DataError
-from penstock.runtime.account import take_down
+from penstock.runtime.account import Account
 from penstock.runtime.combining import Combining, Meetings, Party
 from penstock.runtime.flight import Microbatch
 from penstock.runtime.graphs import Loss
@@ -104,6 +104,7 @@ class Executor:
         decides = any(spec.decides for spec in specs.values())
         waits = decides and not provisional
         self.reporting = Reporting(forwards, steps, decides, waits, self.decisions, self.recorder)
+        self._account = Account(self.recorder, self.nodes.values())
         self._books: dict[Node, NodeState] = {}
         self._begun: dict[Node, int] = {}  # the batch that each node is at
         self._drafts: dict[tuple[Node, Piece], Draft] = {}
@@ -165,8 +166,7 @@ class Executor:
         yield from self.reporting.pending()
         if self.combining is not None:
             trained = [self.nodes[node] for node, spec in self.specs.items() if spec.share]
-            hold = partial(self._hold_bytes, Op.AVERAGE)
-            ends = yield from self.combining.drain(trained, self._start + t, hold)
+            ends = yield from self.combining.drain(trained, self._start + t, self._hold_bytes)
             source.stopped |= ends  # which others may have set meanwhile
         yield from self.mailbox.flush()
 
@@ -198,7 +198,7 @@ class Executor:
             yield from self.updates.wait(action.node, self._start + first, action.op, f"{action.op}{first}")
         if action.op is Op.AVERAGE and self.combining is not None:
             node, label = self.nodes[action.node], f"{action.op}{first}"
-            yield from self.combining.meet(node, self._start + first, label, lambda: self._hold_bytes(Op.AVERAGE))
+            yield from self.combining.meet(node, self._start + first, label, self._hold_bytes)
         self._act(action, t, source)
 
     def _first(self, action: Action, t: int) -> int:
@@ -247,7 +247,8 @@ class Executor:
         if node.store is not None and books.spec.share:
             node.store.retain(v + self._start for v in books.versions)
             node.store.retain_copies(books.copies)
-        self._hold_bytes(action.op)
+        self._keeping.record()
+        self._account.after(node, action.op)
         if action.unit.kind is Kind.EVAL:
             batch = -1  # evaluation is no batch of the training
         version = batch + 1 if action.op in (Op.STEP, Op.VALIDATE, Op.AVERAGE) else self._version(action, t, books)
@@ -419,7 +420,7 @@ class Executor:
         header = Header(batch, key[0], self._more, weight=self.reporting.weight(batch), piece=key[1])
         self.joints.hand_back(node.node, header, found)
 
-    def _hold_bytes(self, op: Op) -> None:
-        """Take down what the parameter-sized memory of this rank is used for."""
+    def _hold_bytes(self) -> None:
+        """Take down what the parameter-sized memory of this rank is used for, while pipelines meet."""
         self._keeping.record()
-        take_down(self.recorder, self.nodes.values(), optimizers=op in (Op.STEP, Op.VALIDATE, Op.AVERAGE))
+        self._account.take_down(optimizers=True)

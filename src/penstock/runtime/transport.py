@@ -29,6 +29,13 @@ class Channel(IntEnum):
     EVALUATION = 1
 
 
+def _taken() -> threading.Lock:
+    """A lock that somebody has."""
+    lock = threading.Lock()
+    lock.acquire()
+    return lock
+
+
 @dataclass
 class Ticket:
     """A posted SEND or RECV, or another thing that others have to do their part of.
@@ -39,6 +46,7 @@ class Ticket:
         nbytes: memory that a posted RECV holds ready.
         made_at, done_at: when it was posted and completed, on the clock of `time.perf_counter`.
         error: why it never will.
+        done: whether it has completed or failed.
     """
 
     where: object
@@ -47,20 +55,18 @@ class Ticket:
     made_at: float = field(default_factory=time.perf_counter)
     done_at: float = 0.0
     error: BaseException | None = None
-    _event: threading.Event = field(default_factory=threading.Event)
+    done: bool = False
     _lock: threading.Lock = field(default_factory=threading.Lock)
+    _pending: threading.Lock = field(default_factory=_taken)  # free once it is done
     _followers: list[Callable[[], None]] = field(default_factory=list)
-
-    @property
-    def done(self) -> bool:
-        """Whether it has completed or failed."""
-        return self._event.is_set()
 
     def complete(self, result: Any = None, error: BaseException | None = None) -> None:
         """Mark as completed or failed."""
         self.result, self.error, self.done_at = result, error, time.perf_counter()
         with self._lock:
-            self._event.set()
+            if not self.done:
+                self._pending.release()
+            self.done = True
         for follow in self._followers:
             follow()
 
@@ -82,7 +88,9 @@ class Ticket:
         polled = min(deadline, time.perf_counter() + _POLLED)
         while not self.done and time.perf_counter() < polled:
             time.sleep(_NAP)
-        return self._event.wait(max(0.0, deadline - time.perf_counter()))
+        if self._pending.acquire(timeout=max(0.0, deadline - time.perf_counter())):
+            self._pending.release()  # others may wait, too
+        return self.done
 
     def wait(self, timeout: float, what: str) -> None:
         """Block until done.
