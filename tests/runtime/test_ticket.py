@@ -51,3 +51,22 @@ def test_what_gloo_says_is_cut_down_to_what_happened() -> None:
     )
     assert brief(RuntimeError(raw)) == "Connection closed by peer [127.0.0.1]:41694"
     assert brief(ValueError("[1, 2] is not a shape")) == "[1, 2] is not a shape"
+
+
+@pytest.mark.parametrize("polled", [0.0, 20.0])
+def test_all_who_wait_go_on_and_a_second_completion_changes_nothing_for_them(
+    polled: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transport, "_POLLED", polled)
+    ticket, settled = Ticket(LANE), []
+    waiting = [threading.Thread(target=lambda: settled.append(ticket.settles(30.0))) for _ in range(3)]
+    for thread in waiting:
+        thread.start()
+    time.sleep(0.1)
+    assert not settled
+    ticket.complete(5)
+    ticket.complete(5)
+    for thread in waiting:
+        thread.join(10.0)
+    assert settled == [True] * 3
+    assert ticket.settles(0.0)

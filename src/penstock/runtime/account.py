@@ -23,12 +23,12 @@ class Account:
 
     def __init__(self, recorder: Recorder, nodes: Collection[NodeRuntime]) -> None:
         self._recorder, self._nodes = recorder, nodes
-        self._seen: dict[Node, object] = {}
+        self._seen: dict[Node, tuple[int, int]] = {}
 
     def after(self, node: NodeRuntime, op: Op) -> None:
-        """An action of a stage is over. Most passes change nothing, and then this must cost nothing."""
+        """An action of a stage is over. Most passes change nothing, and then this must cost next to nothing."""
         in_use = node.in_use
-        if op not in _PASSES or node.agreement is not None or self._seen.get(node.node) != in_use:
+        if op not in _PASSES or self._seen.get(node.node) != in_use:
             self._seen[node.node] = in_use
             self.take_down(optimizers=op in (Op.STEP, Op.VALIDATE, Op.AVERAGE))
 

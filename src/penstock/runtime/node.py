@@ -313,11 +313,9 @@ class NodeRuntime:
         return None if model is None else {k: cast(view, self.stage.precision) for k, view in model.views.items()}
 
     @property
-    def in_use(self) -> object:
-        """Changes wherever a pass changes `bytes_by_role`: it begins a gradient, lets go of a version, or corrects."""
-        store, corrector = self.store, self.corrector
-        buffers = None if store is None else (len(store.versions), len(store.gradients))
-        return buffers, None if corrector is None else corrector.nbytes
+    def in_use(self) -> tuple[int, int]:
+        """Versions and gradients. A pass may begin a gradient or be a version's last; it changes no other bytes."""
+        return (0, 0) if self.store is None else (len(self.store.versions), len(self.store.gradients))
 
     def bytes_by_role(self) -> dict[str, int]:
         """Bytes of everything parameter-sized but the optimizer."""
