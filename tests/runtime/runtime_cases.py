@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -258,7 +258,7 @@ class Case:
     rule: str | None = None
     correction: Correction | None = None
 
-    @property
+    @cached_property  # it is proven, which takes longer than many a run
     def schedule(self) -> Schedule:
         return make_schedule(self.method, self.depth, self.m, options=dict(self.options), rule=self.rule)
 
