@@ -110,9 +110,10 @@ class Codec:
             block: as `encode` made it.
             fetch: gets the next tensor, where tensors are not inline; else they are views of the block.
         """
-        size, meta_bytes, batch, first, flags, checksum, _, weight = _HEADER.unpack_from(bytes_of(block))
+        raw = bytes_of(block)
+        size, meta_bytes, batch, first, flags, checksum, _, weight = _HEADER.unpack_from(raw)
         if meta_bytes:
-            self._received = _parse(bytes(block[HEADER_BYTES : HEADER_BYTES + meta_bytes].numpy()), self.where)
+            self._received = _parse(bytes(raw[HEADER_BYTES : HEADER_BYTES + meta_bytes]), self.where)
         if self._received is None:
             raise TransportError(f"{self.where}: a message came before any description of its structure")
         spec, kinds, wants = self._received

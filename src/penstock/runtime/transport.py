@@ -64,9 +64,9 @@ class Ticket:
         """Mark as completed or failed."""
         self.result, self.error, self.done_at = result, error, time.perf_counter()
         with self._lock:
-            if not self.done:
-                self._pending.release()
-            self.done = True
+            first, self.done = not self.done, True
+        if first:
+            self._pending.release()  # last: who gets it looks at `done`
         for follow in self._followers:
             follow()
 
