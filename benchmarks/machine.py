@@ -6,6 +6,7 @@ import os
 import platform
 import socket
 import subprocess
+import sys
 from pathlib import Path
 
 import torch
@@ -25,6 +26,15 @@ def describe_machine() -> dict[str, object]:
         "torch": torch.__version__,
         "commit": _commit(),
     }
+
+
+def command_line(name: str) -> str:
+    """The command of a benchmark as raw data keep it: without the folder of whoever ran it."""
+    given = sys.argv[1:]
+    if "--out" in given:
+        place = given.index("--out")
+        del given[place : place + 2]
+    return " ".join([f"python -m benchmarks.{name}", *given])
 
 
 def free_port() -> int:

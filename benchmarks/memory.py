@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 import time
 from pathlib import Path
 
@@ -20,7 +19,7 @@ import torch.distributed as dist
 from torch import multiprocessing
 
 from benchmarks.arms import ARMS, STAGES, Data
-from benchmarks.machine import describe_machine, free_port, join, leave
+from benchmarks.machine import command_line, describe_machine, free_port, join, leave
 
 RESULTS = Path(__file__).parent / "results"
 MICROBATCHES = 8
@@ -68,7 +67,7 @@ def main() -> None:
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     out = arguments.out / f"memory-{time.strftime('%Y-%m-%d-%H%M%S')}.jsonl"
-    header = {"machine": describe_machine(), "command": " ".join(["python -m benchmarks.memory", *sys.argv[1:]])}
+    header = {"machine": describe_machine(), "command": command_line("memory")}
     out.write_text(json.dumps(header) + "\n")
     found: dict[str, list[list[int]]] = {name: [] for name in arguments.arms}
     for round_ in range(arguments.rounds):

@@ -17,7 +17,6 @@ import json
 import math
 import random
 import statistics
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -28,7 +27,7 @@ import torch.distributed as dist
 from torch import multiprocessing
 
 from benchmarks.arms import ARMS, STAGES, Arm, Data, Maker
-from benchmarks.machine import describe_machine, free_port, join, leave
+from benchmarks.machine import command_line, describe_machine, free_port, join, leave
 
 RESULTS = Path(__file__).parent / "results"
 MICROBATCH_COUNTS = (2, 4, 8, 16)
@@ -127,7 +126,7 @@ def collect(name: str, work: Callable[..., None], arguments: argparse.Namespace)
     """
     arguments.out.mkdir(parents=True, exist_ok=True)
     out = arguments.out / f"{name}-{time.strftime('%Y-%m-%d-%H%M%S')}.jsonl"
-    header = {"machine": describe_machine(), "command": " ".join([f"python -m benchmarks.{name}", *sys.argv[1:]])}
+    header = {"machine": describe_machine(), "command": command_line(name)}
     out.write_text(json.dumps(header) + "\n")
     multiprocessing.spawn(work, (free_port(), arguments, str(out)), nprocs=STAGES)
     print(f"\nraw data: {out}")
