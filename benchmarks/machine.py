@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import platform
+import shlex
 import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import torch
@@ -30,11 +31,10 @@ def describe_machine() -> dict[str, object]:
 
 def command_line(name: str) -> str:
     """The command of a benchmark as raw data keep it: without the folder of whoever ran it."""
-    given = sys.argv[1:]
-    if "--out" in given:
-        place = given.index("--out")
-        del given[place : place + 2]
-    return " ".join([f"python -m benchmarks.{name}", *given])
+    folder = argparse.ArgumentParser(add_help=False)
+    folder.add_argument("--out")
+    _, others = folder.parse_known_args()
+    return shlex.join(["python", "-m", f"benchmarks.{name}", *others])
 
 
 def free_port() -> int:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import describe_machine
+from benchmarks.machine import command_line, describe_machine
 from penstock.schedule.build import call_order
 from penstock.schedule.check import check
 from penstock.schedule.lower import lower
@@ -86,7 +86,7 @@ def main() -> None:
         for method in arguments.methods
         for microbatches in arguments.microbatches
     ]
-    lines = [{"machine": describe_machine(), "command": "python -m benchmarks.schedules"}, *rows]
+    lines = [{"machine": describe_machine(), "command": command_line("schedules")}, *rows]
     out.write_text("".join(json.dumps(line) + "\n" for line in lines))
     print_summary(rows)
     print(f"\nraw data: {out}")

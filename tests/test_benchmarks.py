@@ -9,6 +9,7 @@ from unittest.mock import Mock, patch
 import pytest
 from benchmarks.clipping import ARMS
 from benchmarks.limits import factors, replay
+from benchmarks.machine import command_line
 from benchmarks.quality import CAMPAIGNS, table
 from benchmarks.throughput import interval
 
@@ -96,6 +97,12 @@ def test_replay_of_two_ranks():
     assert replay(lowered, slow) == 9.5
     found = factors(lowered, even, slow, seconds=12.0)
     assert found == {"order": 6.5 / 4.5, "work": 9.5 / 6.5, "messages": 12 / 9.5, "in all": 12 / 4.5}
+
+
+@pytest.mark.parametrize("out", [["--out", "/somewhere"], ["--out=/somewhere"]])
+def test_the_command_can_be_given_again(out, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["orders", "--arms", "penstock zb-v", "torch zbv", *out, "--rounds", "3"])
+    assert command_line("orders") == "python -m benchmarks.orders --arms 'penstock zb-v' 'torch zbv' --rounds 3"
 
 
 @pytest.mark.parametrize(("n", "k"), [(1, 1), (5, 1), (6, 1), (8, 1), (9, 2), (12, 3), (25, 8)])

@@ -70,3 +70,22 @@ def test_all_who_wait_go_on_and_a_second_completion_changes_nothing_for_them(
         thread.join(10.0)
     assert settled == [True] * 3
     assert ticket.settles(0.0)
+
+
+class _Observed:
+    """A lock that notes, when it is let go, whether its ticket says that it is done."""
+
+    def __init__(self, ticket: Ticket) -> None:
+        self._ticket, self.seen = ticket, list[bool]()
+
+    def release(self) -> None:
+        self.seen.append(self._ticket.done)
+
+
+def test_it_is_done_before_anybody_is_let_through() -> None:
+    """Who is let through looks at `done`, and would raise if it were false; once only, however often it completes."""
+    ticket = Ticket(LANE)
+    ticket._pending = lock = _Observed(ticket)  # type: ignore[assignment]
+    ticket.complete()
+    ticket.complete()
+    assert lock.seen == [True]
