@@ -24,8 +24,8 @@ from torch.distributed.pipelining import (
 from torch.nn import functional as F
 
 from penstock import GPTConfig, Pipeline, gpt_blocks, prove
-from penstock.train.corpus import load_corpus
-from penstock.train.data import Windows
+from penstock.train.data.corpus import load_corpus
+from penstock.train.data.windows import Windows
 
 SHAPE = GPTConfig(layers=8, width=256, heads=8, context=128)
 MICROBATCH = 4

@@ -27,8 +27,8 @@ from benchmarks.arms import STAGES, CeilingArm, Data, PenstockStream
 from benchmarks.machine import free_port, join, leave
 from benchmarks.throughput import time_run
 from penstock import Timeline
-from penstock.schedule.lowered import Lowered
-from penstock.schedule.machine import Machine
+from penstock.schedule.machine.instructions import Lowered
+from penstock.schedule.machine.play import Machine
 
 T = TypeVar("T")
 Times = dict[str, list[float]]

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from penstock.runtime.allocator import keep_freed_memory
+from penstock.runtime.malloc import keep_freed_memory
 
 
 def describe_machine() -> dict[str, object]:

@@ -21,11 +21,10 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmarks.throughput import RESULTS
-from penstock.train.comparing import ComparisonRun
-from penstock.train.comparison import ComparisonConfig, comparison_config
+from penstock.compare.config import ComparisonConfig, comparison_config
+from penstock.compare.run import ComparisonRun
 from penstock.view.comparing import TerminalComparison
-from penstock.view.comparison_page import RESULTS as ROWS
-from penstock.view.comparison_page import SUMMARY, write_findings
+from penstock.view.comparison_page import RESULTS as ROWS, SUMMARY, write_findings
 
 PUBLISHED = RESULTS / "quality"
 SHARED = ("stages=8", "batches=600", "rate.warm_up=150", "seeds=3", "tune=1")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from pool import Pool
+from support.pool import Pool
 
 settings.register_profile("untimed", deadline=None)  # a busy machine is no fault
 settings.load_profile("untimed")

@@ -13,10 +13,10 @@ from benchmarks.machine import command_line
 from benchmarks.quality import CAMPAIGNS, table
 from benchmarks.throughput import interval
 
+from penstock.compare.config import contenders
+from penstock.compare.contenders import enter
+from penstock.compare.tasks import make_task
 from penstock.schedule.build import prove
-from penstock.train.comparison import contenders
-from penstock.train.entrants import enter
-from penstock.train.tasks import make_task
 
 pytestmark = pytest.mark.processes
 

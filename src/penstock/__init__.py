@@ -16,73 +16,50 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from penstock.checkpoint.manager import Checkpoints as Checkpoints
     from penstock.errors import (
         CapabilityError as CapabilityError,
-    )
-    from penstock.errors import (
         CheckpointError as CheckpointError,
-    )
-    from penstock.errors import (
         ConfigError as ConfigError,
-    )
-    from penstock.errors import (
         DataError as DataError,
-    )
-    from penstock.errors import (
         PenstockError as PenstockError,
-    )
-    from penstock.errors import (
         ScheduleError as ScheduleError,
-    )
-    from penstock.errors import (
         TransportError as TransportError,
-    )
-    from penstock.errors import (
         VersionError as VersionError,
     )
-    from penstock.idle import TimeSplit as TimeSplit
-    from penstock.idle import split_time as split_time
-    from penstock.models.gpt import GPTConfig as GPTConfig
-    from penstock.models.gpt import gpt_blocks as gpt_blocks
-    from penstock.models.gpt import language_loss as language_loss
-    from penstock.runtime.allocator import keep_freed_memory as keep_freed_memory
-    from penstock.runtime.blocks import LazyBlock as LazyBlock
-    from penstock.runtime.divergence import Divergence as Divergence
-    from penstock.runtime.evaluation import Evaluating as Evaluating
+    from penstock.idle_time import TimeSplit as TimeSplit, split_time as split_time
+    from penstock.models.gpt import GPTConfig as GPTConfig, gpt_blocks as gpt_blocks, language_loss as language_loss
+    from penstock.partition.blocks import LazyBlock as LazyBlock
+    from penstock.runtime.malloc import keep_freed_memory as keep_freed_memory
     from penstock.runtime.pipeline import Pipeline as Pipeline
-    from penstock.runtime.reporting import Report as Report
-    from penstock.runtime.snapshot import Saving as Saving
-    from penstock.runtime.snapshot import Snapshot as Snapshot
-    from penstock.schedule.build import make_schedule as make_schedule
-    from penstock.schedule.build import prove as prove
-    from penstock.schedule.check import Proof as Proof
-    from penstock.schedule.check import check as check
-    from penstock.schedule.combine import Combine as Combine
-    from penstock.schedule.exchange import from_torch_csv as from_torch_csv
-    from penstock.schedule.exchange import to_torch_csv as to_torch_csv
-    from penstock.schedule.ir import Schedule as Schedule
+    from penstock.runtime.rank.evaluation import Evaluating as Evaluating
+    from penstock.runtime.rank.reports import Report as Report
+    from penstock.runtime.rank.snapshot import Saving as Saving, Snapshot as Snapshot
+    from penstock.runtime.update.divergence import Divergence as Divergence
+    from penstock.schedule.build import make_schedule as make_schedule, prove as prove
+    from penstock.schedule.ir.schedule import Schedule as Schedule
+    from penstock.schedule.methods.combine import Combine as Combine
+    from penstock.schedule.proof.check import Proof as Proof, check as check
     from penstock.schedule.text import parse_schedule as parse_schedule
-    from penstock.simulate.costs import Costs as Costs
-    from penstock.simulate.costs import StageCost as StageCost
-    from penstock.simulate.simulate import Simulation as Simulation
-    from penstock.simulate.simulate import simulate_schedule as simulate_schedule
+    from penstock.schedule.torch_csv import from_torch_csv as from_torch_csv, to_torch_csv as to_torch_csv
+    from penstock.simulate.costs import Costs as Costs, StageCost as StageCost
+    from penstock.simulate.simulate import Simulation as Simulation, simulate_schedule as simulate_schedule
     from penstock.timeline import Timeline as Timeline
-    from penstock.train.checkpoints import Checkpoints as Checkpoints
     from penstock.view.perfetto import write_trace as write_trace
     from penstock.view.svg import timeline_svg as timeline_svg
     from penstock.view.text import draw_timeline as draw_timeline
-    from penstock.weights.methods import correction_of as correction_of
+    from penstock.weights.corrections.registry import correction_of as correction_of
 
 _HOMES = {
     # schedules: build, prove, exchange
     "make_schedule": "schedule.build",
     "prove": "schedule.build",
-    "check": "schedule.check",
-    "Proof": "schedule.check",
-    "Schedule": "schedule.ir",
+    "check": "schedule.proof.check",
+    "Proof": "schedule.proof.check",
+    "Schedule": "schedule.ir.schedule",
     "parse_schedule": "schedule.text",
-    "to_torch_csv": "schedule.exchange",
-    "from_torch_csv": "schedule.exchange",
+    "to_torch_csv": "schedule.torch_csv",
+    "from_torch_csv": "schedule.torch_csv",
     # predict
     "simulate_schedule": "simulate.simulate",
     "Simulation": "simulate.simulate",
@@ -90,23 +67,23 @@ _HOMES = {
     "StageCost": "simulate.costs",
     # run
     "Pipeline": "runtime.pipeline",
-    "correction_of": "weights.methods",
-    "Report": "runtime.reporting",
-    "Evaluating": "runtime.evaluation",
-    "Divergence": "runtime.divergence",
-    "Saving": "runtime.snapshot",
-    "Snapshot": "runtime.snapshot",
-    "Combine": "schedule.combine",
-    "LazyBlock": "runtime.blocks",
-    "keep_freed_memory": "runtime.allocator",
-    "Checkpoints": "train.checkpoints",
+    "correction_of": "weights.corrections.registry",
+    "Report": "runtime.rank.reports",
+    "Evaluating": "runtime.rank.evaluation",
+    "Divergence": "runtime.update.divergence",
+    "Saving": "runtime.rank.snapshot",
+    "Snapshot": "runtime.rank.snapshot",
+    "Combine": "schedule.methods.combine",
+    "LazyBlock": "partition.blocks",
+    "keep_freed_memory": "runtime.malloc",
+    "Checkpoints": "checkpoint.manager",
     "GPTConfig": "models.gpt",
     "gpt_blocks": "models.gpt",
     "language_loss": "models.gpt",
     # look
     "Timeline": "timeline",
-    "split_time": "idle",
-    "TimeSplit": "idle",
+    "split_time": "idle_time",
+    "TimeSplit": "idle_time",
     "draw_timeline": "view.text",
     "timeline_svg": "view.svg",
     "write_trace": "view.perfetto",

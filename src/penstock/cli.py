@@ -17,8 +17,8 @@ from rich.text import Text
 from penstock.errors import ConfigError, InterruptedRunError, PenstockError, WorkerError
 
 if TYPE_CHECKING:
-    from penstock.schedule.check import Proof
-    from penstock.train.comparison import ComparisonConfig
+    from penstock.compare.config import ComparisonConfig
+    from penstock.schedule.proof.check import Proof
 
 app = typer.Typer(
     name="penstock",
@@ -130,7 +130,7 @@ def _prove(
 ) -> Proof:
     """The proof of a method's schedule, or of that in a file, with recomputes if they are asked for."""
     from penstock.schedule.build import extend, prove
-    from penstock.schedule.files import prove_file
+    from penstock.schedule.load import prove_file
 
     if (method is None) == (file is None):
         raise ConfigError("give either a METHOD (penstock methods lists them) or --file")
@@ -182,7 +182,7 @@ def show(
     svg: Annotated[Path | None, typer.Option(help="Also write the drawing to this SVG file.")] = None,
 ) -> None:
     """Print a schedule: the order of every rank, and its timeline with the versions read."""
-    from penstock.schedule.ir import format_action
+    from penstock.schedule.ir.schedule import format_action
     from penstock.simulate.costs import Costs
     from penstock.simulate.simulate import simulate_schedule
     from penstock.view.svg import timeline_svg
@@ -242,7 +242,7 @@ def simulate(
     as_json: AsJson = False,
 ) -> None:
     """Predict makespan, bubble, activations, versions and messages of a span of batches."""
-    from penstock.idle import split_time
+    from penstock.idle_time import split_time
     from penstock.simulate.costs import Costs, read_stage_costs
     from penstock.simulate.simulate import simulate_schedule, steady_bubble
     from penstock.view.tables import simulation_table, time_table
@@ -282,11 +282,11 @@ def train(
     Started by torchrun (torchrun --nproc-per-node 2 -m penstock train ...), this process joins that job as one of its
     workers instead.
     """
-    from penstock.train.keys import described_keys, with_options
-    from penstock.train.launch import is_worker, launch_local
-    from penstock.train.prepare import check_resume, make_run_folder, prepare
-    from penstock.train.resumed import how_to_go_on
-    from penstock.train.settings import load_config
+    from penstock.launch.launch import is_worker, launch_local
+    from penstock.train.config.key_reference import described_keys, with_options
+    from penstock.train.config.load import load_config
+    from penstock.train.setup.prepare import check_resume, make_run_folder, prepare
+    from penstock.train.setup.run_folder import how_to_go_on
     from penstock.view.tables import keys_table
 
     if keys:
@@ -318,8 +318,8 @@ def train(
 
 def _work(values: dict[str, Any], folder: str | None, drain: str | None) -> None:
     """One worker of a job."""
+    from penstock.train.config.load import validate_config
     from penstock.train.loop import train as run
-    from penstock.train.settings import validate_config
     from penstock.view.progress import TerminalObserver
 
     observer = TerminalObserver()
@@ -345,8 +345,8 @@ def verify(
     All ranks run in this process, which has to hold the whole model several times: a small model of the same kind shows
     the same. Synchronous methods are compared with plain torch, too. Exit code 1 if anything differs.
     """
-    from penstock.train.settings import load_config
-    from penstock.train.verify import verify as run
+    from penstock.train.config.load import load_config
+    from penstock.verify.verify import verify as run
     from penstock.view.verification import verification_json, verification_table
 
     settings = load_config(config, _with_data(changes, data))
@@ -395,8 +395,8 @@ def compare(
     All ranks run in this process, one run after the other. The folder gets results.csv, summary.csv, comparison.html.
     After Ctrl-C, or anything else that ends it, the same command goes on with the runs that have not finished.
     """
-    from penstock.train.comparison import ComparisonConfig, comparison_config
-    from penstock.train.keys import described_keys
+    from penstock.compare.config import ComparisonConfig, comparison_config
+    from penstock.train.config.key_reference import described_keys
     from penstock.view.tables import keys_table
 
     if keys:
@@ -409,7 +409,7 @@ def compare(
 
 
 def _compare(settings: ComparisonConfig, out: Path) -> None:
-    from penstock.train.comparing import ComparisonRun
+    from penstock.compare.run import ComparisonRun
     from penstock.view.comparing import TerminalComparison, summary_table
     from penstock.view.comparison_page import PAGE, write_findings
 
@@ -431,7 +431,7 @@ def _compare(settings: ComparisonConfig, out: Path) -> None:
 @app.command()
 def config() -> None:
     """Print every key of a training run with its default and meaning, as YAML to edit."""
-    from penstock.train.keys import commented_reference
+    from penstock.train.config.key_reference import commented_reference
 
     sys.stdout.write(commented_reference())
 
@@ -445,7 +445,7 @@ def sample(
     seed: Annotated[int, typer.Option(help="Of the choices.", min=0)] = 0,
 ) -> None:
     """Write text with the weights of a finished run."""
-    from penstock.train.sample import sample_text
+    from penstock.train.export.sample import sample_text
 
     sys.stdout.write(sample_text(run, prompt, length, temperature, seed) + "\n")
 

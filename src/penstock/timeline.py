@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
-from penstock.schedule.ops import Lane
+from penstock.schedule.ir.ops import Lane
 
 
 class Waiting(StrEnum):

@@ -24,9 +24,9 @@ import psutil
 import torch
 import yaml
 
+from penstock.checkpoint.format import Checkpoint, checkpoints
 from penstock.errors import CheckpointError
-from penstock.train.checkpoint import Checkpoint, checkpoints
-from penstock.train.files import load_weights
+from penstock.train.export.weights_format import load_weights
 
 BATCHES = 60
 STALL = 8.0  # seconds of `timeout` where a worker is stopped; a slow machine must not stall by itself

@@ -2,26 +2,14 @@
 
 import json
 import re
-import sys
 from io import StringIO
 
 import pytest
 from rich.console import Console
 
-from penstock.cli import main
-from penstock.schedule.methods import METHODS
+from penstock.schedule.methods.table import METHODS
 from penstock.view.tables import methods_table
-
-
-def run(monkeypatch, capsys, *arguments, columns=160):
-    """Run a command in this process; its exit code and what it printed."""
-    monkeypatch.setattr(sys, "argv", ["penstock", *map(str, arguments)])
-    monkeypatch.setenv("COLUMNS", str(columns))
-    with pytest.raises(SystemExit) as caught:
-        main()
-    printed = capsys.readouterr()
-    return caught.value.code or 0, printed.out, printed.err
-
+from support.cli import run
 
 FORWARDS = (  # a predicted copy for forwards
     "pipeoptim", "lwp", "lwp-weights", "spike-lwp", "spike-lwp-weights", "ftpipe", "ftpipe-aggregated"

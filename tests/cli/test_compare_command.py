@@ -3,11 +3,11 @@
 import csv
 
 import pytest
-from test_commands import run
 from typer.testing import CliRunner
 
 from penstock.cli import app
-from penstock.train import comparing
+from penstock.compare import run as run_module
+from support.cli import run
 
 TINY = [
     "compare", "--methods", "1f1b,2bw", "--stages", 2, "--microbatches", 2, "--batches", 2, "--seeds", 2,
@@ -49,7 +49,7 @@ def test_the_command_from_beginning_to_end_and_again(tmp_path):
 
 
 def test_ctrl_c_says_how_to_go_on_and_leaves_what_there_is(tmp_path, monkeypatch):
-    real, begun = comparing.run_trial, []
+    real, begun = run_module.run_trial, []
 
     def interrupted(*arguments):
         begun.append(arguments)
@@ -57,7 +57,7 @@ def test_ctrl_c_says_how_to_go_on_and_leaves_what_there_is(tmp_path, monkeypatch
             raise KeyboardInterrupt
         return real(*arguments)
 
-    monkeypatch.setattr(comparing, "run_trial", interrupted)
+    monkeypatch.setattr(run_module, "run_trial", interrupted)
     result = compare("--out", tmp_path)
     assert result.exit_code == 130
     assert "the same command goes on with the runs that have not finished" in result.output

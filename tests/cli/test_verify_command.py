@@ -3,10 +3,10 @@
 import json
 
 import pytest
-from test_commands import run
 
-from penstock.runtime.node import NodeRuntime
-from penstock.runtime.stage import Stage
+from penstock.stage.module import Stage
+from penstock.stage.node import NodeRuntime
+from support.cli import run
 
 TINY = [
     "microbatches=2", "microbatch_size=1", "model.layers=2", "model.width=16", "model.heads=2", "model.context=8",

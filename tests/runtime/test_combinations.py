@@ -12,23 +12,29 @@ from typing import Any
 
 import pytest
 import torch
-from combinations import (
-    AVERAGE,
-    BUILDS,
-    DELAYS,
-    MEETING,
-    PAGE,
-    SCALING,
-    Stated,
-    answer,
-    case_of,
-    reason,
-    stated_on,
-)
-from kept import Kept
-from meetings import Reference as Meetings
-from meetings import assert_close, precise_blocks, precise_loss, states_of, uneven_batches
-from runtime_cases import (
+from torch import Tensor, nn
+
+from penstock.errors import ConfigError
+from penstock.partition.sequence_slices import Slicing
+from penstock.runtime.pipeline import Pipeline
+from penstock.runtime.rank.evaluation import Evaluating
+from penstock.runtime.rank.reports import Report
+from penstock.runtime.rank.snapshot import Saving, Snapshot
+from penstock.runtime.update.decisions import Evaluated
+from penstock.runtime.update.divergence import Divergence, Trouble
+from penstock.schedule.build import make_schedule, prove
+from penstock.schedule.machine.batch_border import border_fault
+from penstock.schedule.methods.table import METHODS
+from penstock.stage.autograd.recompute import Recompute
+from penstock.verify.pass_order import order_of
+from penstock.verify.reference import Reference, train_reference
+from penstock.verify.reference.decayed import Partials
+from penstock.verify.reference.delays import version_read
+from penstock.verify.reference.methods import FLUSH
+from penstock.verify.verify import _options
+from penstock.weights.corrections.base import Correction
+from penstock.weights.corrections.pipemare import PipeMare
+from support.cases import (
     BALANCE,
     LOSSES,
     OPTIMIZERS,
@@ -53,31 +59,31 @@ from runtime_cases import (
     train,
     warm_up,
 )
-from test_delays import assert_trained, sequential
-from test_late_weights import assert_near
-from test_snapshots import rest_of
-from torch import Tensor, nn
-
-from penstock.errors import ConfigError
-from penstock.runtime.decisions import Evaluated
-from penstock.runtime.divergence import Divergence, Trouble
-from penstock.runtime.evaluation import Evaluating
-from penstock.runtime.pipeline import Pipeline
-from penstock.runtime.recompute import Recompute
-from penstock.runtime.reporting import Report
-from penstock.runtime.slicing import Slicing
-from penstock.runtime.snapshot import Saving, Snapshot
-from penstock.schedule.border import border_fault
-from penstock.schedule.build import make_schedule, prove
-from penstock.schedule.methods import METHODS
-from penstock.train.moments import order_of
-from penstock.train.reference import Reference, train_reference
-from penstock.train.reference.decayed import Partials
-from penstock.train.reference.delays import version_read
-from penstock.train.reference.methods import FLUSH
-from penstock.train.verify import _options
-from penstock.weights.corrections import Correction
-from penstock.weights.pipemare import PipeMare
+from support.combinations import (
+    AVERAGE,
+    BUILDS,
+    DELAYS,
+    MEETING,
+    PAGE,
+    SCALING,
+    Stated,
+    answer,
+    case_of,
+    reason,
+    stated_on,
+)
+from support.correction_cases import assert_near
+from support.delay_cases import assert_trained, sequential
+from support.meetings import (
+    Reference as Meetings,
+    assert_close,
+    precise_blocks,
+    precise_loss,
+    states_of,
+    uneven_batches,
+)
+from support.resumed_cases import rest_of
+from support.snapshots import Kept
 
 ROUNDED = {"spike", "spike-lwp", "spike-lwp-weights", "gap-aware"}
 """Methods whose steps are written otherwise than in the reference, so that they differ by roundings; slices do, too."""
@@ -396,7 +402,7 @@ def page() -> Stated:
 def test_it_runs_as_the_reference_says_or_is_refused(method: str, features: tuple[str, ...], page: Stated) -> None:
     """And the page says so."""
     for feature in features:
-        assert page[method][feature] == reason(method, feature), "run python tests/runtime/combinations.py"
+        assert page[method][feature] == reason(method, feature), "run python tests/support/combinations.py"
         refusal = answer(method, feature)
         if refusal is not None:
             assert "{" not in refusal

@@ -5,7 +5,12 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from runtime_cases import (
+
+from penstock.errors import ConfigError
+from penstock.schedule.build import make_schedule
+from penstock.verify.reference import Scaling
+from penstock.weights.decision import LossScale
+from support.cases import (
     METHODS,
     Case,
     assert_same,
@@ -15,13 +20,8 @@ from runtime_cases import (
     train,
     train_on_ranks,
 )
-
-from least import least
-from penstock.errors import ConfigError
-from penstock.schedule.build import make_schedule
-from penstock.train.reference import Scaling
-from penstock.weights.decision import LossScale
-from pool import Pool
+from support.least import least
+from support.pool import Pool
 
 EVERY = (*METHODS, "2bw-eager")
 CLIP = 0.6  # below the norm of most batches of these models

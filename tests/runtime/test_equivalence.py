@@ -1,14 +1,14 @@
 """The pipeline computes what the sequential reference computes, bit for bit."""
 
 import pytest
-from runtime_cases import METHODS, Case, assert_same, expected, together, train, train_on_ranks
-from test_late_weights import KINDS
-from test_orders_at_work import ORDERS
 
-from least import least
-from penstock.schedule.methods import METHODS as METHOD_TABLE
-from penstock.train.reference import METHODS as REFERENCES
-from pool import Pool
+from penstock.schedule.methods.table import METHODS as METHOD_TABLE
+from penstock.verify.reference import METHODS as REFERENCES
+from support.cases import METHODS, Case, assert_same, expected, together, train, train_on_ranks
+from support.correction_cases import KINDS
+from support.least import least
+from support.order_cases import ORDERS
+from support.pool import Pool
 
 EAGER = "2bw-eager"  # the versions of 2bw; that its order is right is seen here, all else by the other methods
 SHAPES = [(1, 1), (1, 3), (2, 1), (2, 5), (3, 2), (4, 3), (4, 6)]

@@ -7,17 +7,17 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from kept import Kept
-from runtime_cases import VOCABULARY, WIDTH, Case, assert_equal_tensors, expected, make_batches, make_pipeline
 from torch import nn
 
-from least import least
 from penstock.errors import ConfigError, DataError
-from penstock.runtime.decisions import Evaluated
-from penstock.runtime.evaluation import Evaluating
 from penstock.runtime.pipeline import Pipeline
-from penstock.runtime.snapshot import Saving, Snapshot
-from pool import Pool
+from penstock.runtime.rank.evaluation import Evaluating
+from penstock.runtime.rank.snapshot import Saving, Snapshot
+from penstock.runtime.update.decisions import Evaluated
+from support.cases import VOCABULARY, WIDTH, Case, assert_equal_tensors, expected, make_batches, make_pipeline
+from support.least import least
+from support.pool import Pool
+from support.snapshots import Kept
 
 Found = list[tuple[int, float | None, float]]
 

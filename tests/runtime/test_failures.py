@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from faults import Fails, divide_by_zero, refuses_to_go_on, what_happens, with_block
-from runtime_cases import METHODS, Case, make_batches, make_pipeline, mixed
 from torch import Tensor, nn
 
 from penstock.errors import ConfigError, DataError
-from pool import Pool
+from support.cases import METHODS, Case, make_batches, make_pipeline, mixed
+from support.pool import Pool
+from support.runtime_faults import Fails, divide_by_zero, refuses_to_go_on, what_happens, with_block
 
 
 @pytest.mark.parametrize("method", METHODS)

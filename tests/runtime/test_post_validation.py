@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from runtime_cases import (
+
+from penstock.errors import CapabilityError
+from penstock.runtime.rank.evaluation import Evaluating
+from penstock.runtime.rank.snapshot import Saving
+from penstock.schedule.ir.schedule import Op, Schedule
+from penstock.stage.node import NodeRuntime
+from penstock.verify.reference import Scaling
+from penstock.weights.optim.undo import undo_step
+from support.cases import (
     OPTIMIZERS,
     Case,
     Outcome,
@@ -23,15 +31,7 @@ from runtime_cases import (
     together,
     token_loss,
 )  # fmt: skip
-
-from penstock.errors import CapabilityError
-from penstock.runtime.evaluation import Evaluating
-from penstock.runtime.node import NodeRuntime
-from penstock.runtime.snapshot import Saving
-from penstock.schedule.ir import Op, Schedule
-from penstock.train.reference import Scaling
-from penstock.weights.undo import undo_step
-from pool import Pool
+from support.pool import Pool
 
 SPIKES: dict[str, Any] = {"scaling": Scaling(4.0, 2.0, 0.5, 2), "loss": "spiky", "spikes": (1, 4)}
 SPANS = (4, 3)

@@ -8,8 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from kept import Kept
-from runtime_cases import (
+from torch import nn
+
+from penstock.errors import CapabilityError, CheckpointError, ConfigError, PenstockError
+from penstock.runtime.rank.snapshot import Saving, Snapshot
+from penstock.verify.reference import Scaling, train_reference
+from support.cases import (
     OPTIMIZERS,
     Case,
     Outcome,
@@ -27,12 +31,9 @@ from runtime_cases import (
     token_loss,
     train,
 )
-from torch import nn
-
-from penstock.errors import CapabilityError, CheckpointError, ConfigError, PenstockError
-from penstock.runtime.snapshot import Saving, Snapshot
-from penstock.train.reference import Scaling, train_reference
-from pool import Pool
+from support.pool import Pool
+from support.resumed_cases import rest_of
+from support.snapshots import Kept
 
 RESTLESS = Scaling(initial=2.0**24, growth=2.0, backoff=0.5, interval=2)
 
@@ -59,19 +60,6 @@ def go_on(group: dist.ProcessGroup | None, case: Case, kept: Kept) -> Outcome:
         add_decisions(outcome, case, r.decided)
     add_decisions(outcome, case, pipeline.decided())
     return finish(outcome, pipeline, recording)
-
-
-def rest_of(outcome: Outcome, batch: int) -> Outcome:
-    """What of a whole run comes from `batch` on."""
-    decided = [t for t, *_, skipped in outcome.decided if not skipped]
-    made = decided if outcome.decided else [t for t, _, weight in outcome.reports if weight]
-    first = sum(t < batch for t in made)
-    return replace(
-        outcome,
-        reports=[r for r in outcome.reports if r[0] >= batch],
-        gradients=outcome.gradients[first:],
-        decided=[d for d in outcome.decided if d[0] >= batch],
-    )
 
 
 def uninterrupted(case: Case) -> Outcome:

@@ -11,11 +11,28 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 import pytest
-import runtime_cases
 import torch
 import torch.distributed as dist
-from kept import Kept
-from runtime_cases import (
+from torch import Tensor, nn
+
+from penstock.errors import CapabilityError, ConfigError, PenstockError
+from penstock.runtime.pipeline import Pipeline
+from penstock.runtime.rank.evaluation import Evaluating
+from penstock.runtime.update.decisions import Evaluated
+from penstock.runtime.update.divergence import Divergence, Lookout, Trouble
+from penstock.schedule.build import make_schedule
+from penstock.schedule.ir.schedule import Schedule
+from penstock.train.setup.early_stopping import heard_after
+from penstock.verify.reference import Scaling, run
+from penstock.verify.reference.methods import DOUBLE_BUFFER, options_of
+from penstock.verify.reference.predictions import Prediction
+from penstock.verify.reference.stage import Reading, step
+from penstock.weights.corrections.pipemare import PipeMare
+from penstock.weights.corrections.registry import correction_of
+from penstock.weights.decision import Decision
+from penstock.weights.memory.buffers import Buffer
+from support import cases
+from support.cases import (
     OPTIMIZERS,
     VOCABULARY,
     Case,
@@ -31,25 +48,8 @@ from runtime_cases import (
     together,
     token_loss,
 )
-from torch import Tensor, nn
-
-from penstock.errors import CapabilityError, ConfigError, PenstockError
-from penstock.runtime.decisions import Evaluated
-from penstock.runtime.divergence import Divergence, Lookout, Trouble
-from penstock.runtime.evaluation import Evaluating
-from penstock.runtime.pipeline import Pipeline
-from penstock.schedule.build import make_schedule
-from penstock.schedule.ir import Schedule
-from penstock.train.patience import heard_after
-from penstock.train.reference import Scaling, run
-from penstock.train.reference.methods import DOUBLE_BUFFER, options_of
-from penstock.train.reference.predictions import Prediction
-from penstock.train.reference.stage import Reading, step
-from penstock.weights.buffers import Buffer
-from penstock.weights.decision import Decision
-from penstock.weights.methods import correction_of
-from penstock.weights.pipemare import PipeMare
-from pool import Pool
+from support.pool import Pool
+from support.snapshots import Kept
 
 Phases = Sequence[tuple[str, int]]  # method, batches
 OPTIONS = {"pipemare": {"reschedule": 12}}
@@ -361,7 +361,7 @@ def test_no_version_is_left_out_or_evaluated_twice(monkeypatch: pytest.MonkeyPat
             versions.extend(result.versions)
             return result
 
-        patch.setattr(runtime_cases, "train_reference", train)
+        patch.setattr(cases, "train_reference", train)
         expected_of(drains, drained, patch)
     last = sum(case.spans) - 1
     assert [v for v, _, _ in found] == list(range(1, last + 1))

@@ -13,27 +13,27 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import torch.distributed as dist
-from kept import Kept
-from meetings import State, assert_close, states_of
-from runtime_cases import OPTIMIZERS, Case, make_batches, make_blocks, make_pipeline, mean_loss
 from torch import nn
-from waves_by_hand import Waved, reads_of
 
+from penstock.comm.collective.wave_exchange import LocalExchange
+from penstock.comm.core.ranks import Holder
 from penstock.errors import CheckpointError, ConfigError, PenstockError, TransportError, VersionError
-from penstock.runtime.divergence import Divergence
-from penstock.runtime.evaluation import Evaluating
-from penstock.runtime.exchange import LocalExchange
 from penstock.runtime.pipeline import Pipeline
-from penstock.runtime.precision import Precision
-from penstock.runtime.reduction import Holder
-from penstock.runtime.snapshot import Saving, Snapshot
+from penstock.runtime.rank.evaluation import Evaluating
+from penstock.runtime.rank.snapshot import Saving, Snapshot
+from penstock.runtime.update.divergence import Divergence
 from penstock.schedule.build import make_schedule
-from penstock.schedule.combine import Combine
-from penstock.schedule.ir import Op
+from penstock.schedule.ir.schedule import Op
+from penstock.schedule.methods.combine import Combine
 from penstock.schedule.text import parse_schedule
+from penstock.stage.precision import Precision
 from penstock.weights.store import VersionStore
 from penstock.weights.waves import Waves
-from pool import Pool
+from support.cases import OPTIMIZERS, Case, make_batches, make_blocks, make_pipeline, mean_loss
+from support.meetings import State, assert_close, states_of
+from support.pool import Pool
+from support.snapshots import Kept
+from support.waves_by_hand import Waved, reads_of
 
 CASES = [
     ("1f1b", 1, 2, 2, Combine("wsp", every=4), "momentum"),

@@ -9,8 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from meetings import states_of
-from runtime_cases import (
+
+from penstock.schedule.methods.combine import Combine
+from penstock.stage.precision import low_precision
+from penstock.verify.reference.decisions import Scaling
+from penstock.verify.reference.waves import Wsp, train_wsp
+from support.cases import (
     BALANCE,
     LOSSES,
     OPTIMIZERS,
@@ -24,11 +28,7 @@ from runtime_cases import (
     make_pipeline,
     warm_up,
 )
-
-from penstock.runtime.precision import low_precision
-from penstock.schedule.combine import Combine
-from penstock.train.reference.decisions import Scaling
-from penstock.train.reference.waves import Wsp, train_wsp
+from support.meetings import states_of
 
 RESTLESS = Scaling(initial=2.0**24, growth=2.0, backoff=0.5, interval=2)
 CASES = [

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from runtime_cases import Case, make_batches, make_pipeline, mixed
 from torch import Tensor
 
-from penstock.idle import TimeSplit, split_time
-from penstock.runtime.reduction import GlooReducer
-from pool import Pool
+from penstock.comm.collective.all_reduce import GlooReducer
+from penstock.idle_time import TimeSplit, split_time
+from support.cases import Case, make_batches, make_pipeline, mixed
+from support.pool import Pool
 
 NAP = 0.03
 CASE = Case("2bw", 2, 4, spans=(4,), skips=())

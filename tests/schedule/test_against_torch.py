@@ -6,12 +6,12 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from test_torch_csv import torch_schedule
 from torch.distributed.pipelining import schedules
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from penstock.schedule.build import make_schedule
-from penstock.schedule.ir import Action, Op, Schedule
+from penstock.schedule.ir.schedule import Action, Op, Schedule
+from support.torch_schedules import torch_schedule
 
 SAME = {
     "ScheduleGPipe": ("gpipe", 1, [(2, 3), (4, 8)]),

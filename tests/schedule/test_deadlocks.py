@@ -6,10 +6,10 @@ import pytest
 
 from penstock.errors import ScheduleError
 from penstock.schedule.build import make_schedule
-from penstock.schedule.check import check
-from penstock.schedule.ir import Op
-from penstock.schedule.lower import lower
-from penstock.schedule.machine import Machine
+from penstock.schedule.ir.schedule import Op
+from penstock.schedule.machine.lower import lower
+from penstock.schedule.machine.play import Machine
+from penstock.schedule.proof.check import check
 from penstock.schedule.text import parse_schedule
 
 

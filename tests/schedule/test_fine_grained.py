@@ -7,9 +7,9 @@ from fractions import Fraction
 import pytest
 
 from penstock.schedule.build import call_order, extend, prove
-from penstock.schedule.ir import Op
-from penstock.schedule.lower import lower
-from penstock.schedule.order import Order
+from penstock.schedule.ir.order import Order
+from penstock.schedule.ir.schedule import Op
+from penstock.schedule.machine.lower import lower
 from penstock.schedule.orders import ORDERS
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import simulate_schedule, steady_bubble

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.schedule.check import check
+from penstock.schedule.proof.check import check
 from penstock.schedule.text import parse_schedule
 
 FOLDER = Path(__file__).parents[1] / "golden"

@@ -7,12 +7,12 @@ from itertools import product
 import pytest
 
 from penstock.errors import CapabilityError, ConfigError, ScheduleError
-from penstock.runtime.offer import check_offered
+from penstock.runtime.setup.capabilities import check_offered
 from penstock.schedule.build import make_schedule, prove, smallest_microbatches
-from penstock.schedule.check import check
-from penstock.schedule.ir import Op, Schedule
-from penstock.schedule.lower import lower
+from penstock.schedule.ir.schedule import Op, Schedule
+from penstock.schedule.machine.lower import lower
 from penstock.schedule.orders.nf1b import version_difference
+from penstock.schedule.proof.check import check
 from penstock.schedule.text import parse_schedule
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import simulate_schedule, steady_bubble

@@ -6,19 +6,19 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from worked_orders import CHIMERA, SEQ1F1B, WORKED
 
 from penstock.errors import ConfigError, ScheduleError
 from penstock.schedule.build import call_order, extend, prove
-from penstock.schedule.check import check
-from penstock.schedule.exchange import to_torch_csv
-from penstock.schedule.files import prove_file
-from penstock.schedule.ir import Action, Op, Schedule, passes
+from penstock.schedule.ir.schedule import Action, Op, Schedule, passes
+from penstock.schedule.load import prove_file
+from penstock.schedule.machine.window_search import widened
 from penstock.schedule.orders import ORDERS
+from penstock.schedule.proof.check import check
 from penstock.schedule.text import parse_schedule
-from penstock.schedule.windows import widened
+from penstock.schedule.torch_csv import to_torch_csv
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import simulate_schedule
+from support.worked_orders import CHIMERA, SEQ1F1B, WORKED
 
 
 def printed(action: Action, first: dict[int, int], chunks: bool) -> str:

@@ -3,16 +3,15 @@
 from dataclasses import replace
 
 import pytest
-from brute_force import complaint
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
-from least import CHAINS, least
 from penstock.errors import ScheduleError
 from penstock.schedule.build import make_schedule
-from penstock.schedule.check import check
-from penstock.schedule.ir import Op, Program, WeightRef
+from penstock.schedule.ir.schedule import Op, Program, WeightRef
+from penstock.schedule.proof.check import check
 from penstock.schedule.text import parse_schedule
+from support.brute_force import complaint
+from support.least import CHAINS, least
 
 SWEEP = settings(max_examples=100, derandomize=True, deadline=None, database=None)
 

@@ -5,7 +5,7 @@ from math import ceil
 import pytest
 
 from penstock.schedule.build import prove
-from penstock.schedule.check import check
+from penstock.schedule.proof.check import check
 from penstock.schedule.text import parse_schedule
 
 DEPTHS = [1, 2, 3, 4, 6]

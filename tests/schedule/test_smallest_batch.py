@@ -4,9 +4,9 @@ from contextlib import suppress
 
 import pytest
 
-from least import CHAINS, least
 from penstock.errors import ScheduleError
 from penstock.schedule.build import make_schedule, prove, smallest_microbatches
+from support.least import CHAINS, least
 
 DEPTHS = range(1, 7)
 

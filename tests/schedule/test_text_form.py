@@ -4,14 +4,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
-from least import CHAINS, least
 from penstock.errors import ScheduleError
 from penstock.schedule.build import make_schedule
-from penstock.schedule.check import check
-from penstock.schedule.ir import (
+from penstock.schedule.ir.schedule import (
     Action,
     Copy,
     Edge,
@@ -27,7 +24,9 @@ from penstock.schedule.ir import (
     format_schedule,
     straight,
 )
+from penstock.schedule.proof.check import check
 from penstock.schedule.text import parse_action, parse_schedule
+from support.least import CHAINS, least
 
 GOLDEN = sorted((Path(__file__).parents[1] / "golden").glob("*.txt"))
 

@@ -3,18 +3,17 @@
 import csv
 import io
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 from torch.distributed.pipelining import schedules as torch_schedules
-from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from penstock.errors import ScheduleError
 from penstock.schedule.build import make_schedule
-from penstock.schedule.check import check
-from penstock.schedule.exchange import from_torch_csv, to_torch_csv
-from penstock.schedule.ir import Op, passes
+from penstock.schedule.ir.schedule import Op, passes
+from penstock.schedule.proof.check import check
 from penstock.schedule.text import parse_schedule
+from penstock.schedule.torch_csv import from_torch_csv, to_torch_csv
+from support.torch_schedules import torch_schedule
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 
@@ -25,18 +24,6 @@ MULTI = {  # class -> does it place stages in a V?
     "ScheduleZBVZeroBubble": True,
     "ScheduleDualPipeV": True,
 }
-
-
-def torch_schedule(name, ranks, microbatches, chunks=1):
-    """One of torch's schedules over stages that are nothing but numbers."""
-    stages = []
-    for chunk in range(chunks):
-        stage = Mock(spec=_PipelineStageBase)
-        stage.num_stages, stage.group_size, stage.group_rank = ranks * chunks, ranks, 0
-        stage.stage_index, stage.is_first, stage.is_last, stage.submod = chunk * ranks, chunk == 0, False, None
-        stages.append(stage)
-    made = getattr(torch_schedules, name)
-    return made(stages if chunks > 1 else stages[0], microbatches, loss_fn=lambda output, target: None)
 
 
 def table_of(schedule):

@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 
 from penstock.schedule.build import make_schedule
-from penstock.schedule.ir import Op
+from penstock.schedule.ir.schedule import Op
 
 DEPTHS = [1, 2, 3, 4, 6]
 SIZES = [1, 2, 3, 4, 7]

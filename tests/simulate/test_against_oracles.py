@@ -4,17 +4,16 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from buffer_oracle import bounded_times
-from event_oracle import start_times
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
-from least import CHAINS, least
 from penstock.schedule.build import make_schedule
-from penstock.schedule.lower import lower
+from penstock.schedule.machine.lower import lower
 from penstock.schedule.text import parse_schedule
 from penstock.simulate.costs import Costs, StageCost
 from penstock.simulate.simulate import play
+from support.buffer_oracle import bounded_times
+from support.event_oracle import start_times
+from support.least import CHAINS, least
 
 GOLDEN = {path.stem: parse_schedule(path.read_text()) for path in (Path(__file__).parents[1] / "golden").glob("*.txt")}
 FLUSHED = [name for name, schedule in GOLDEN.items() if not any(program.epilogue for program in schedule.programs)]

@@ -3,7 +3,7 @@
 import pytest
 
 from penstock.schedule.build import make_schedule, prove
-from penstock.schedule.lower import lower
+from penstock.schedule.machine.lower import lower
 from penstock.simulate.costs import Costs, StageCost
 from penstock.simulate.simulate import simulate_schedule, steady_bubble
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from penstock.schedule.batchwise import with_decisions, with_reductions
 from penstock.schedule.build import make_schedule, prove
-from penstock.schedule.check import check
+from penstock.schedule.proof.check import check
+from penstock.schedule.transforms.batch_ops import with_decisions, with_reductions
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import simulate_schedule, steady_bubble
 

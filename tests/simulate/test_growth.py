@@ -6,10 +6,11 @@ from functools import partial
 import pytest
 
 from penstock.schedule.build import make_schedule, prove
-from penstock.schedule.lower import lower
+from penstock.schedule.ir.rules import RULES
+from penstock.schedule.machine.lower import lower
 from penstock.schedule.orders import ORDERS
 from penstock.schedule.text import parse_schedule
-from penstock.schedule.versions import RULES, apply_rule
+from penstock.schedule.transforms.apply_rule import apply_rule
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import play
 

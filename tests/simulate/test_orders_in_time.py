@@ -12,7 +12,7 @@ from itertools import groupby
 import pytest
 
 from penstock.schedule.build import prove
-from penstock.schedule.ir import Op
+from penstock.schedule.ir.schedule import Op
 from penstock.schedule.orders import ORDERS
 from penstock.simulate.costs import Costs, StageCost
 from penstock.simulate.simulate import Simulation, simulate_schedule

@@ -4,15 +4,14 @@ from collections import defaultdict
 from itertools import pairwise
 from pathlib import Path
 
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
-from least import CHAINS, least
 from penstock.schedule.build import make_schedule
-from penstock.schedule.check import check
+from penstock.schedule.proof.check import check
 from penstock.schedule.text import parse_schedule
 from penstock.simulate.costs import Costs, StageCost
 from penstock.simulate.simulate import simulate_schedule
+from support.least import CHAINS, least
 
 GOLDEN = [
     check(parse_schedule(path.read_text(), path.stem))

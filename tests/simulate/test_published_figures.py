@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from penstock.schedule.build import make_schedule, prove
-from penstock.schedule.order import NO_OPTIONS
+from penstock.schedule.ir.order import NO_OPTIONS
 from penstock.schedule.text import parse_schedule
 from penstock.simulate.costs import Costs, StageCost
 from penstock.simulate.simulate import simulate_schedule

@@ -6,7 +6,7 @@ import pytest
 
 from penstock.errors import ConfigError
 from penstock.schedule.build import make_schedule
-from penstock.schedule.ir import Action, Kind, Node, Op, Unit
+from penstock.schedule.ir.schedule import Action, Kind, Node, Op, Unit
 from penstock.schedule.text import parse_schedule
 from penstock.simulate.costs import Costs, StageCost, read_stage_costs
 from penstock.simulate.simulate import simulate_schedule

@@ -8,12 +8,12 @@ import pytest
 import yaml
 
 from penstock.errors import ConfigError
-from penstock.schedule.methods import METHODS, correction_options
-from penstock.train.config import TrainConfig
-from penstock.train.keys import commented_reference, described_keys, known_keys, with_options
-from penstock.train.prepare import prepare
-from penstock.train.settings import load_config, validate_config
-from penstock.train.verify import verify
+from penstock.schedule.methods.table import METHODS, correction_options
+from penstock.train.config.key_reference import commented_reference, described_keys, known_keys, with_options
+from penstock.train.config.load import load_config, validate_config
+from penstock.train.config.schema import TrainConfig
+from penstock.train.setup.prepare import prepare
+from penstock.verify.verify import verify
 
 
 def test_the_defaults_are_a_2_stage_2bw_pipeline():

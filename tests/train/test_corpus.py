@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from penstock.errors import DataError
-from penstock.train import corpus as corpus_module
-from penstock.train.corpus import SKIPPED_FOLDERS, load_corpus, unigram_entropy
-from penstock.train.prepare import is_of_a_run
+from penstock.train.data import corpus as corpus_module
+from penstock.train.data.corpus import SKIPPED_FOLDERS, load_corpus, unigram_entropy
+from penstock.train.setup.prepare import is_of_a_run
 
 
 def test_the_standard_library_is_real_text_of_some_size():

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from commands import TINY, only_folder, settings, start
 
 from penstock.errors import ConfigError
-from penstock.train.build import make_pipeline
-from penstock.train.data import batches
-from penstock.train.files import load_weights
-from penstock.train.prepare import prepare
-from penstock.train.settings import load_config
-from penstock.train.verify import verify
+from penstock.train.config.load import load_config
+from penstock.train.data.windows import batches
+from penstock.train.export.weights_format import load_weights
+from penstock.train.setup.build_pipeline import make_pipeline
+from penstock.train.setup.prepare import prepare
+from penstock.verify.verify import verify
+from support.commands import TINY, only_folder, settings, start
 
 
 @pytest.fixture

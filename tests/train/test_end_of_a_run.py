@@ -1,9 +1,9 @@
 """What a run that is over, or goes on, makes of its folder."""
 
 import pytest
-from commands import only_folder, settings, start
 
-from penstock.train.files import load_weights
+from penstock.train.export.weights_format import load_weights
+from support.commands import only_folder, settings, start
 
 pytestmark = pytest.mark.processes
 

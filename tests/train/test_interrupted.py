@@ -10,11 +10,11 @@ import time
 import psutil
 import pytest
 import torch
-from commands import only_folder, settings, start
 
 from campaigns.trial import workers_of
-from penstock.train.checkpoint import checkpoints
-from penstock.train.files import load_weights
+from penstock.checkpoint.format import checkpoints
+from penstock.train.export.weights_format import load_weights
+from support.commands import only_folder, settings, start
 
 pytestmark = pytest.mark.processes
 

@@ -14,17 +14,17 @@ from torch.optim import Optimizer
 
 from penstock.errors import CapabilityError, ConfigError
 from penstock.models.gpt import GPTConfig, gpt_blocks
-from penstock.runtime.blocks import LazyBlock
-from penstock.train.config import OptimizerName, OptimizerSection, TrainConfig
-from penstock.train.optimizers import is_hidden, optimizer_factory
-from penstock.train.prepare import prepare
-from penstock.train.settings import load_config
-from penstock.weights.basis import BasisRotation
-from penstock.weights.buffers import Layout
-from penstock.weights.corrections import Place
-from penstock.weights.methods import correction_of
-from penstock.weights.optimizers import ByParameter, Joined, is_separable, name_of, part_of
-from penstock.weights.predictors import check_predictable, direction
+from penstock.partition.blocks import LazyBlock
+from penstock.train.config.load import load_config
+from penstock.train.config.schema import OptimizerName, OptimizerSection, TrainConfig
+from penstock.train.setup.optimizers import is_hidden, optimizer_factory
+from penstock.train.setup.prepare import prepare
+from penstock.weights.corrections.base import Place
+from penstock.weights.corrections.registry import correction_of
+from penstock.weights.memory.buffers import Layout
+from penstock.weights.optim.adapters import ByParameter, Joined, is_separable, name_of, part_of
+from penstock.weights.optim.basis_rotation import BasisRotation
+from penstock.weights.optim.directions import check_predictable, direction
 
 Named = list[tuple[str, nn.Parameter]]
 

@@ -10,12 +10,12 @@ from xml.etree import ElementTree
 
 import pytest
 
-from penstock.train.comparison import Key, comparison_config, parse_contender
-from penstock.train.entrants import enter
-from penstock.train.findings import Findings
-from penstock.train.scoring import Score
-from penstock.train.tasks import make_task
-from penstock.train.trial import Result
+from penstock.compare.config import Key, comparison_config, parse_contender
+from penstock.compare.contenders import enter
+from penstock.compare.held_out import Score
+from penstock.compare.results import Findings
+from penstock.compare.tasks import make_task
+from penstock.compare.trial import Result
 from penstock.view.comparing import plus_minus
 from penstock.view.comparison_page import comparison_page, write_findings
 from penstock.view.plot import Curve, plot_svg

@@ -10,14 +10,14 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from penstock.idle import split_time
+from penstock.idle_time import split_time
 from penstock.schedule.build import prove
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import simulate_schedule
 from penstock.timeline import Interval, Timeline
+from penstock.train.config.load import load_config
 from penstock.train.observer import Progress, Summary, Switched
-from penstock.train.prepare import prepare
-from penstock.train.settings import load_config
+from penstock.train.setup.prepare import prepare
 from penstock.view.perfetto import trace_events, write_trace
 from penstock.view.progress import TerminalObserver, human_bytes
 from penstock.view.svg import timeline_svg

@@ -1,1 +1,1 @@
-"""Room 7: what can be cut into blocks."""
+"""Models that can be cut into blocks."""

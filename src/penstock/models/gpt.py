@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from penstock.errors import ConfigError
-from penstock.runtime.blocks import LazyBlock
+from penstock.partition.blocks import LazyBlock
 
 
 @dataclass(frozen=True)

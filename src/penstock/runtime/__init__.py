@@ -1,1 +1,1 @@
-"""Room 6: stages, transports, executors and the engine."""
+"""The engine that runs a schedule on ranks."""

@@ -14,44 +14,44 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from penstock.comm.collective.all_reduce import Reduce, is_fast
+from penstock.comm.collective.gather import gather_json
+from penstock.comm.communicators import holders_of
+from penstock.comm.core.ranks import Team
+from penstock.comm.core.recorder import merge_recordings
+from penstock.comm.mesh import from_mesh, groups_of_holders
+from penstock.comm.p2p.nccl import LaneGroups
+from penstock.comm.p2p.transport import Channel
 from penstock.errors import ConfigError
-from penstock.runtime.assembly import check_combine, loss_constant, make_lane_groups, make_workers
-from penstock.runtime.blocks import Blocks, cut_blocks, named_blocks
-from penstock.runtime.collective import gather_json
-from penstock.runtime.decisions import Evaluated
-from penstock.runtime.delays import Delays, resolve_both
-from penstock.runtime.divergence import Divergence, Trouble
-from penstock.runtime.evaluation import Evaluating, check_every
-from penstock.runtime.links import holders_of
-from penstock.runtime.mesh import from_mesh, groups_of_holders
-from penstock.runtime.nccl import LaneGroups
-from penstock.runtime.node import NodeRuntime
-from penstock.runtime.offer import check_correction, check_slices
-from penstock.runtime.precision import Precision, low_precision
-from penstock.runtime.recompute import Recompute
-from penstock.runtime.recorder import merge_recordings
-from penstock.runtime.reduction import Reduce, is_fast
-from penstock.runtime.reporting import Report
-from penstock.runtime.slicing import EQUAL_SLICES, Slicing
-from penstock.runtime.snapshot import Saved, Saving, Snapshot, check_names, check_pipelines, restore
-from penstock.runtime.source import Batches
-from penstock.runtime.spans import Spans
-from penstock.runtime.stage import LossFunction
-from penstock.runtime.switching import Wants, check_heard, check_same_places, extended, schedule_of
-from penstock.runtime.team import Team
-from penstock.runtime.ties import find_ties
-from penstock.runtime.transport import Channel
-from penstock.runtime.worker import Recipe
+from penstock.partition.block_delays import Delays, resolve_both
+from penstock.partition.blocks import Blocks, cut_blocks, named_blocks
+from penstock.partition.sequence_slices import EQUAL_SLICES, Slicing
+from penstock.partition.tied import find_ties
+from penstock.runtime.engine import Spans
+from penstock.runtime.rank.batch_source import Batches
+from penstock.runtime.rank.evaluation import Evaluating, check_every
+from penstock.runtime.rank.rank import Recipe
+from penstock.runtime.rank.reports import Report
+from penstock.runtime.rank.snapshot import Saved, Saving, Snapshot, check_names, check_pipelines, restore
+from penstock.runtime.setup.capabilities import check_correction, check_slices
+from penstock.runtime.setup.requirements import Wants, check_heard, check_same_places, extended, schedule_of
+from penstock.runtime.setup.workers import check_combine, loss_constant, make_lane_groups, make_workers
+from penstock.runtime.update.decisions import Evaluated
+from penstock.runtime.update.divergence import Divergence, Trouble
 from penstock.schedule.build import prove_evaluation
-from penstock.schedule.check import Proof
-from penstock.schedule.combine import REDUCE, Combine
-from penstock.schedule.ir import Node, Schedule
-from penstock.schedule.recompute import Segments
-from penstock.schedule.versions import RULES
+from penstock.schedule.ir.rules import RULES
+from penstock.schedule.ir.schedule import Node, Schedule
+from penstock.schedule.methods.combine import REDUCE, Combine
+from penstock.schedule.proof.check import Proof
+from penstock.schedule.transforms.recompute import Segments
+from penstock.stage.autograd.recompute import Recompute
+from penstock.stage.module import LossFunction
+from penstock.stage.node import NodeRuntime
+from penstock.stage.precision import Precision, low_precision
 from penstock.timeline import Timeline
-from penstock.weights.corrections import Correction
+from penstock.weights.corrections.base import Correction
 from penstock.weights.decision import Decision, LossScale, Policy
-from penstock.weights.update import OptimizerFactory
+from penstock.weights.optim.updater import OptimizerFactory
 from penstock.weights.waves import Waves
 
 
@@ -81,21 +81,22 @@ class Pipeline:
             gradient is still on its way. The same numbers, random ones and buffers included; only the gradient of a
             parameter that several blocks of one stage share is added up in another order with "block". (Where the rule
             is "newest", a forward that is run again reads what is newest then, or PipeMare's estimate.)
-        segments: with recompute="stage", how many stages run forwards again together (`penstock.schedule.recompute`):
-            only the first of each segment keeps its input, the others have it again from the stage before, in a message
-            of its own. "auto" is the square root of the number of stages, rounded.
-        seed: of the random numbers that blocks draw (`penstock.runtime.randomness`).
+        segments: with recompute="stage", how many stages run forwards again together
+            (`penstock.schedule.transforms.recompute`): only the first of each segment keeps its input, the others have
+            it again from the stage before, in a message of its own. "auto" is the square root of the number of stages,
+            rounded.
+        seed: of the random numbers that blocks draw (`penstock.stage.rng`).
         width: w, parallel pipelines that hold the same weights (or, with `combine`, meet now and then); each takes its
             m of the w * m microbatches of a batch, and gradients are added while the passes go on. Reports are of one
             pipeline's part, decisions (`Report.decided`) of the whole batch. 1, or that of the mesh, if None.
         combine: how parallel pipelines agree: they add their gradients in every batch, or, as in
             ``Combine("average", every=8)``, make updates of their own and meet now and then
-            (`penstock.schedule.combine` has the equations). Then each decides for itself, by its own norm, loss weight
-            and loss scale; reports and decisions are of one pipeline; `stop` ends the run where pipelines meet next;
-            sums are always in the order of the pipelines. With "wsp" they read what others have changed some waves
-            later, and `stop` as many waves later; the end of a run is the end of a wave. Evaluations and `state_dict`
-            are of the model that pipelines have in common; with "average" of their newest weights, `state_dict` of
-            those of the first pipeline here.
+            (`penstock.schedule.methods.combine` has the equations). Then each decides for itself, by its own norm, loss
+            weight and loss scale; reports and decisions are of one pipeline; `stop` ends the run where pipelines meet
+            next; sums are always in the order of the pipelines. With "wsp" they read what others have changed some
+            waves later, and `stop` as many waves later; the end of a run is the end of a wave. Evaluations and
+            `state_dict` are of the model that pipelines have in common; with "average" of their newest weights,
+            `state_dict` of those of the first pipeline here.
         reduce: how the gradients of parallel pipelines are added: "ordered", in the order of the pipelines, the same
             bits as in one process; or "fast", between processes by torch's all_reduce, on the groups of the mesh along
             its width or on one made for each stage. All pipelines still get the same bits. Two get those of "ordered";
@@ -108,12 +109,14 @@ class Pipeline:
         tied: name of a parameter -> that of the one it is the same as, such as {"head.weight": "embedding.weight"},
             where blocks are made lazily; modules that hold one parameter are seen to do so. Stages that share one hold
             a copy each, which stay equal, and it counts once in the norm; its optimizer must treat all copies alike.
-        slicing: how sequences are cut where a method takes slices of them (`penstock.runtime.slicing`).
-        correction: what is done about staleness, such as `PipeMare(reschedule=500)` (`penstock.weights.corrections`).
+        slicing: how sequences are cut where a method takes slices of them (`penstock.partition.sequence_slices`).
+        correction: what is done about staleness, such as `PipeMare(reschedule=500)`
+            (`penstock.weights.corrections.base`).
         delays: how many updates a block's weights are behind, to study staleness on a schedule that flushes
-            (`penstock.runtime.delays`): batch t reads W(max(t - delay, 0)) in forward and backward, and its gradient
-            updates W(t). A number for all blocks with trained parameters, a dict by name (the others have none), a
-            list, a function of the name, or the profile that a pipeline without flushes would have, such as "1f1b:8".
+            (`penstock.partition.block_delays`): batch t reads W(max(t - delay, 0)) in forward and backward, and its
+            gradient updates W(t). A number for all blocks with trained parameters, a dict by name (the others have
+            none), a list, a function of the name, or the profile that a pipeline without flushes would have, such as
+            "1f1b:8".
         backward_delays: the same of backwards, where they are not those of forwards: wherever the formulas of a
             backward contain weights, these are W(max(t - delay, 0)); activations stay as the forward made them.
         divergence: what `trouble` is to tell of, where stages decide together.

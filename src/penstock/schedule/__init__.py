@@ -1,1 +1,1 @@
-"""Room 1: what runs when, on which weights. Never imports torch."""
+"""What each rank does when, and on which weights. Never imports torch."""

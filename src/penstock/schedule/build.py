@@ -7,17 +7,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
 from penstock.errors import ConfigError, ScheduleError
-from penstock.schedule.batchwise import (
-    with_averages,
-    with_decisions,
-    with_reductions,
-    with_ties,
-    without_averages,
-)
-from penstock.schedule.check import Proof, check
-from penstock.schedule.ir import Action, Op, Schedule, straight
-from penstock.schedule.methods import compatible, find_method
-from penstock.schedule.order import (
+from penstock.schedule.ir.order import (
     NO_OPTIONS,
     Options,
     Order,
@@ -27,12 +17,23 @@ from penstock.schedule.order import (
     name_of,
     options_of,
 )
+from penstock.schedule.ir.rules import RULES
+from penstock.schedule.ir.schedule import Action, Op, Schedule, straight
+from penstock.schedule.machine.window_search import widened
+from penstock.schedule.methods.table import compatible, find_method
 from penstock.schedule.orders import ORDERS
 from penstock.schedule.orders.forward_only import forward_through
-from penstock.schedule.recompute import Segments, with_recompute
+from penstock.schedule.proof.check import Proof, check
 from penstock.schedule.text import parse_action
-from penstock.schedule.versions import RULES, apply_rule
-from penstock.schedule.windows import widened
+from penstock.schedule.transforms.apply_rule import apply_rule
+from penstock.schedule.transforms.batch_ops import (
+    with_averages,
+    with_decisions,
+    with_reductions,
+    with_ties,
+    without_averages,
+)
+from penstock.schedule.transforms.recompute import Segments, with_recompute
 
 
 def make_schedule(
@@ -113,7 +114,8 @@ def extend(
         decides: updates wait for what all stages decide together.
         reduces: parallel pipelines add their gradients.
         recomputes: forwards are run again, in actions of their own.
-        segments: how many stages do so together (`penstock.schedule.recompute`), where the schedule does not say.
+        segments: how many stages do so together (`penstock.schedule.transforms.recompute`), where the schedule does not
+            say.
         tied: cuts that share parameters.
         averages: parallel pipelines average their weights, or the like, after every so many batches.
         behind: they add there what they have made so many batches before.

@@ -29,7 +29,10 @@ from __future__ import annotations
 import re
 
 from penstock.errors import ScheduleError
-from penstock.schedule.ir import (
+from penstock.schedule.ir.ops import PASSES
+from penstock.schedule.ir.order import Order
+from penstock.schedule.ir.rules import RULES
+from penstock.schedule.ir.schedule import (
     WINDOW,
     Action,
     Copy,
@@ -45,9 +48,7 @@ from penstock.schedule.ir import (
     chain,
     passes,
 )
-from penstock.schedule.ops import PASSES
-from penstock.schedule.order import Order
-from penstock.schedule.versions import RULES, apply_rule
+from penstock.schedule.transforms.apply_rule import apply_rule
 
 _ACTION = re.compile(
     r"(?P<op>[A-Z]+)"

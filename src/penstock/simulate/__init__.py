@@ -1,1 +1,1 @@
-"""Room 3: a schedule and costs give a predicted timeline. Never imports torch."""
+"""A schedule and costs give a predicted timeline. Never imports torch."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.errors import ConfigError
-from penstock.schedule.ir import Action, Op, Schedule
+from penstock.schedule.ir.schedule import Action, Op, Schedule
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,13 @@ from fractions import Fraction
 from string import ascii_lowercase
 
 from penstock.errors import ConfigError
-from penstock.schedule.activations import Activations
-from penstock.schedule.check import Proof, check
-from penstock.schedule.collection import no_collection
-from penstock.schedule.ir import Action, Kind, Node, Op, Payload, Schedule, format_unit, since
-from penstock.schedule.lowered import Lowered
-from penstock.schedule.machine import Machine
-from penstock.schedule.ops import OPS
+from penstock.schedule.ir.gc_pause import no_collection
+from penstock.schedule.ir.ops import OPS
+from penstock.schedule.ir.schedule import Action, Kind, Node, Op, Payload, Schedule, format_unit, since
+from penstock.schedule.machine.instructions import Lowered
+from penstock.schedule.machine.play import Machine
+from penstock.schedule.proof.activations import Activations
+from penstock.schedule.proof.check import Proof, check
 from penstock.simulate.costs import Costs
 from penstock.timeline import Bubble, Interval, Timeline
 

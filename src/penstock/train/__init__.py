@@ -1,1 +1,1 @@
-"""Room 8: config, data, the training loop, saved weights, launch."""
+"""The training loop of `penstock train`."""

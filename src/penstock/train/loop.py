@@ -13,35 +13,35 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from penstock.checkpoint.manager import Checkpoints
+from penstock.comm.collective.gather import gather_json
 from penstock.errors import CheckpointError, DataError, EndedError, PenstockError
-from penstock.idle import split_time
-from penstock.runtime.allocator import keep_freed_memory
-from penstock.runtime.collective import gather_json
-from penstock.runtime.decisions import Evaluated
-from penstock.runtime.evaluation import Evaluating
-from penstock.runtime.reporting import Report
-from penstock.runtime.source import Batches
-from penstock.schedule.lags import RECORD
-from penstock.schedule.versions import RULES
+from penstock.idle_time import split_time
+from penstock.runtime.malloc import keep_freed_memory
+from penstock.runtime.rank.batch_source import Batches
+from penstock.runtime.rank.evaluation import Evaluating
+from penstock.runtime.rank.reports import Report
+from penstock.runtime.update.decisions import Evaluated
+from penstock.schedule.ir.rules import RULES
+from penstock.schedule.methods.wave_lags import RECORD
 from penstock.timeline import Timeline
-from penstock.train.board import Board, BubbleMeter
-from penstock.train.build import make_pipeline
-from penstock.train.checkpoints import Checkpoints
-from penstock.train.config import TrainConfig
-from penstock.train.corpus import unigram_entropy
-from penstock.train.data import Microbatches, batches
-from penstock.train.drain import DrainRequest
-from penstock.train.job import local_ranks, process_group, shared_folder
-from penstock.train.lags import write_lags
-from penstock.train.metrics import Metrics
+from penstock.train.config.lags_file import write_lags
+from penstock.train.config.schema import TrainConfig
+from penstock.train.data.corpus import unigram_entropy
+from penstock.train.data.windows import Microbatches, batches
+from penstock.train.export.sample import sample_text
+from penstock.train.export.save_weights import save_weights
+from penstock.train.graceful_stop import DrainRequest
+from penstock.train.live_stats import Board, BubbleMeter
+from penstock.train.metrics_file import Metrics
 from penstock.train.observer import Observer, Progress, Summary
-from penstock.train.patience import Patience
-from penstock.train.phases import Phases
-from penstock.train.prepare import Prepared, prepare
-from penstock.train.rate import rate_schedule
-from penstock.train.resumed import note_changes
-from penstock.train.sample import sample_text
-from penstock.train.saving import save_weights
+from penstock.train.phase_switcher import Phases
+from penstock.train.process_group import local_ranks, process_group, shared_folder
+from penstock.train.setup.build_pipeline import make_pipeline
+from penstock.train.setup.early_stopping import Patience
+from penstock.train.setup.lr_schedule import rate_schedule
+from penstock.train.setup.prepare import Prepared, prepare
+from penstock.train.setup.run_folder import note_changes
 
 _SAMPLED_PARAMETERS = 200_000_000  # the sample at the end loads the whole model on one rank
 _SAMPLING = 20.0  # seconds that the sample may take

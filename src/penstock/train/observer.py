@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from penstock.idle import TimeSplit
-from penstock.runtime.decisions import Evaluated
+from penstock.idle_time import TimeSplit
+from penstock.runtime.update.decisions import Evaluated
 from penstock.timeline import Timeline
-from penstock.train.prepare import Prepared
+from penstock.train.setup.prepare import Prepared
 
 
 class Switched(NamedTuple):

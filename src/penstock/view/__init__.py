@@ -1,1 +1,1 @@
-"""Room 9: what people see: terminal drawings, SVG, traces, progress."""
+"""What people see: terminal drawings, SVG, pages, traces, progress."""

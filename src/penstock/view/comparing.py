@@ -8,10 +8,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from penstock.train.comparison import Key, other_settings
-from penstock.train.findings import Findings, Summary
-from penstock.train.tasks import Task
-from penstock.train.trial import Result
+from penstock.compare.config import Key, other_settings
+from penstock.compare.results import Findings, Summary
+from penstock.compare.tasks import Task
+from penstock.compare.trial import Result
 from penstock.view.tables import DELAY, RANGES, briefly, delay_on
 from penstock.view.words import counted
 

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 from html import escape
 from pathlib import Path
 
+from penstock.compare.contenders import Entrant
+from penstock.compare.result_files import write_whole
+from penstock.compare.results import Findings, Row, Summary, as_csv
 from penstock.errors import ConfigError
-from penstock.train.entrants import Entrant
-from penstock.train.findings import Findings, Row, Summary, as_csv
-from penstock.train.records import write_whole
 from penstock.view.comparing import caption, plus_minus
 from penstock.view.plot import Curve, plot_svg
 from penstock.view.svg import timeline_svg

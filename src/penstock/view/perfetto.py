@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from penstock.schedule.ir import Op, Payload
+from penstock.schedule.ir.schedule import Op, Payload
 from penstock.timeline import Interval, Timeline
 
 Message = tuple[int, str, int, int]

@@ -9,15 +9,14 @@ from pathlib import Path
 
 from rich.console import Console, Group
 from rich.live import Live
-from rich.progress import BarColumn, TextColumn
-from rich.progress import Progress as Bar
+from rich.progress import BarColumn, Progress as Bar, TextColumn
 from rich.table import Table
 
-from penstock.idle import split_time
-from penstock.runtime.decisions import Evaluated
+from penstock.idle_time import split_time
+from penstock.runtime.update.decisions import Evaluated
 from penstock.timeline import Timeline
 from penstock.train.observer import Progress, Summary, Switched
-from penstock.train.prepare import Prepared
+from penstock.train.setup.prepare import Prepared
 from penstock.view.perfetto import write_trace
 from penstock.view.tables import time_table
 from penstock.view.words import counted

@@ -12,12 +12,12 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.errors import ScheduleError
-from penstock.idle import TimeSplit
+from penstock.idle_time import TimeSplit
 from penstock.schedule.build import prove
-from penstock.schedule.check import Proof
-from penstock.schedule.combine import COMBINES
-from penstock.schedule.corrections import CORRECTIONS
-from penstock.schedule.methods import METHODS, Method
+from penstock.schedule.methods.combine import COMBINES
+from penstock.schedule.methods.corrections import CORRECTIONS
+from penstock.schedule.methods.table import METHODS, Method
+from penstock.schedule.proof.check import Proof
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import Simulation, steady_bubble
 from penstock.view.words import counted

@@ -10,8 +10,8 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from penstock.train.differences import Difference, Place
-from penstock.train.verification import Verification
+from penstock.verify.differences import Difference, Place
+from penstock.verify.report import Verification
 
 
 def verification_json(found: Verification) -> dict[str, Any]:

@@ -1,1 +1,1 @@
-"""Room 5: weight versions on torch: buffers, leaves, epochs, updates."""
+"""Weight versions on torch: buffers, leaves, epochs, updates."""

@@ -2,7 +2,7 @@
 
 Apart, the new version is written beside the one it starts from, and what the optimizer remembers is copied, so that the
 second attempt starts from the very same bits. In place, nothing is copied: the first attempt is undone by arithmetic
-(`penstock.weights.undo`), which rounds. The gradient stays until the decision either way.
+(`penstock.weights.optim.undo`), which rounds. The gradient stays until the decision either way.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from penstock.errors import CapabilityError
+from penstock.weights.optim.updater import Updater
 from penstock.weights.store import VersionStore
-from penstock.weights.update import Updater
 
 
 class Provisional:

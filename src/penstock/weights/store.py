@@ -1,9 +1,9 @@
 """The version store of one stage: which buffer holds which version or gradient.
 
 The store has as many buffers as the schedule's proof says, and no more. Its life rule is not its own: after each
-action the books of the schedule (`penstock.schedule.nodestate`) tell which versions are alive, and the store frees the
-rest. Gradients of a batch accumulate in one buffer, in microbatch order; with rotating updates the new version is
-written over that gradient, parameter by parameter, so that three buffers serve two versions and a gradient.
+action the books of the schedule (`penstock.schedule.proof.node_state`) tell which versions are alive, and the store
+frees the rest. Gradients of a batch accumulate in one buffer, in microbatch order; with rotating updates the new
+version is written over that gradient, parameter by parameter, so that three buffers serve two versions and a gradient.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterable, Mapping
 from torch import Tensor
 
 from penstock.errors import VersionError
-from penstock.schedule.check import NodeFacts
-from penstock.schedule.ir import Copy
-from penstock.weights.buffers import Buffer, Handle, Layout
-from penstock.weights.steps import Stepped
-from penstock.weights.update import Updater
+from penstock.schedule.ir.schedule import Copy
+from penstock.schedule.proof.check import NodeFacts
+from penstock.weights.memory.buffers import Buffer, Handle, Layout
+from penstock.weights.optim.step_info import Stepped
+from penstock.weights.optim.updater import Updater
 
 
 class VersionStore:

@@ -1,4 +1,4 @@
-"""What pipelines add to each other's weights wave by wave; `penstock.schedule.combine` has the equations (wsp).
+"""What pipelines add to each other's weights wave by wave; `penstock.schedule.methods.combine` has the equations (wsp).
 
 At the end of a wave `push` gives what it has changed, to be sent, and room for what the others send. Once they have
 come of as many waves as `due` says, `take` adds them. `pull` ends the count when the pipeline is drained.
@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from penstock.errors import ConfigError
-from penstock.schedule.combine import Combine
-from penstock.schedule.lags import place_of
-from penstock.weights.buffers import Buffer
+from penstock.schedule.methods.combine import Combine
+from penstock.schedule.methods.wave_lags import place_of
+from penstock.weights.memory.buffers import Buffer
 from penstock.weights.store import VersionStore
-from penstock.weights.watch import Watch
+from penstock.weights.written_check import Watch
 
 COMMON = "common"  # the kind of tensors that `copies` makes
 

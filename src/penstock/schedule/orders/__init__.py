@@ -3,14 +3,13 @@
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from penstock.schedule.order import OrderFunction
+from penstock.schedule.ir.order import OrderFunction
 from penstock.schedule.orders.bitpipe import bitpipe
 from penstock.schedule.orders.bpipe import bpipe
 from penstock.schedule.orders.breadth_first import breadth_first
 from penstock.schedule.orders.chimera import chimera
 from penstock.schedule.orders.controllable_memory import v_half, v_min
 from penstock.schedule.orders.dualpipe import dualpipe, dualpipe_v
-from penstock.schedule.orders.exact import zb_exact
 from penstock.schedule.orders.forward_only import forward_only
 from penstock.schedule.orders.gpipe import gpipe
 from penstock.schedule.orders.hanayo import hanayo
@@ -23,11 +22,12 @@ from penstock.schedule.orders.one_f_one_b import (
     fine_grained,
     one_f_one_b,
 )
-from penstock.schedule.orders.searched import zb_auto
-from penstock.schedule.orders.sequence import seq1f1b, terapipe
+from penstock.schedule.orders.sequence_slices import seq1f1b, terapipe
 from penstock.schedule.orders.sequential import sequential
 from penstock.schedule.orders.v_shaped import zb_v
 from penstock.schedule.orders.wpipe import wpipe
+from penstock.schedule.orders.zb_auto import zb_auto
+from penstock.schedule.orders.zb_exact import zb_exact
 from penstock.schedule.orders.zero_bubble import zb_h1, zb_h2, zb_interleaved
 
 ORDERS: Mapping[str, OrderFunction] = MappingProxyType(

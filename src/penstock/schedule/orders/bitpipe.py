@@ -7,9 +7,9 @@ copies of a cut are added before its update. The order is greedy (`greedy`), as 
 from __future__ import annotations
 
 from penstock.errors import ScheduleError
-from penstock.schedule.order import Order, make_order
-from penstock.schedule.orders.greedy import greedy
-from penstock.schedule.placement import zigzag
+from penstock.schedule.ir.order import Order, make_order
+from penstock.schedule.ir.placement import zigzag
+from penstock.schedule.orders.list_scheduling import greedy
 
 
 def bitpipe(stages: int, microbatches: int, *, backward: int = 2, in_flight: int | None = None) -> Order:

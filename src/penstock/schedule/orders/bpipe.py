@@ -16,8 +16,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from penstock.schedule.ir import Action, Node, Op, Payload
-from penstock.schedule.order import Order, make_order, pass_of
+from penstock.schedule.ir.order import Order, make_order, pass_of
+from penstock.schedule.ir.schedule import Action, Node, Op, Payload
 from penstock.schedule.orders.one_f_one_b import one_f_one_b
 
 

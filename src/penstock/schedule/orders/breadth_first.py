@@ -20,9 +20,9 @@ of an earlier layer; whether it concerns you is yours to judge."""
 
 from __future__ import annotations
 
-from penstock.schedule.ir import WINDOW, Op
-from penstock.schedule.order import Order, make_order, pass_of
-from penstock.schedule.placement import by_rank, looped
+from penstock.schedule.ir.order import Order, make_order, pass_of
+from penstock.schedule.ir.placement import by_rank, looped
+from penstock.schedule.ir.schedule import WINDOW, Op
 
 
 def breadth_first(stages: int, microbatches: int, *, chunks: int = 2, group: int | None = None) -> Order:

@@ -20,8 +20,8 @@ D=4, f=1, m=4 (> is down, < up):
 from __future__ import annotations
 
 from penstock.errors import ScheduleError
-from penstock.schedule.ir import Node, Op
-from penstock.schedule.order import Order, make_order, pass_of
+from penstock.schedule.ir.order import Order, make_order, pass_of
+from penstock.schedule.ir.schedule import Node, Op
 
 
 def chimera(stages: int, microbatches: int, *, pairs: int = 1) -> Order:

@@ -24,9 +24,9 @@ from __future__ import annotations
 from collections import deque
 from typing import NamedTuple
 
-from penstock.schedule.ir import Action, Node, Op
-from penstock.schedule.order import Order, make_order, pass_of
-from penstock.schedule.placement import by_rank, zigzag
+from penstock.schedule.ir.order import Order, make_order, pass_of
+from penstock.schedule.ir.placement import by_rank, zigzag
+from penstock.schedule.ir.schedule import Action, Node, Op
 
 _PERIOD = 6
 

@@ -15,9 +15,9 @@ from __future__ import annotations
 from collections import deque
 
 from penstock.errors import ScheduleError
-from penstock.schedule.ir import Action, Node, Op
-from penstock.schedule.order import Order, make_order, pass_of
-from penstock.schedule.placement import by_rank, looped, zigzag
+from penstock.schedule.ir.order import Order, make_order, pass_of
+from penstock.schedule.ir.placement import by_rank, looped, zigzag
+from penstock.schedule.ir.schedule import Action, Node, Op
 
 
 def dualpipe(stages: int, microbatches: int) -> Order:

@@ -1,8 +1,8 @@
 """Forward passes alone: evaluation. Each activation dies as soon as its output has been handed on."""
 
-from penstock.schedule.ir import Edge, Kind, Node, Op, chain, straight
-from penstock.schedule.order import Order, make_order, pass_of
-from penstock.schedule.placement import by_rank
+from penstock.schedule.ir.order import Order, make_order, pass_of
+from penstock.schedule.ir.placement import by_rank
+from penstock.schedule.ir.schedule import Edge, Kind, Node, Op, chain, straight
 
 
 def forward_only(stages: int, microbatches: int) -> Order:

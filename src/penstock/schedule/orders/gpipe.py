@@ -9,8 +9,8 @@ Backwards run first in, first out, so that gradients accumulate in microbatch or
 (m + p - 1)(F + B) is that of the reversed order, too. Every rank holds m activations.
 """
 
-from penstock.schedule.ir import Op, straight
-from penstock.schedule.order import Order, make_order, pass_of
+from penstock.schedule.ir.order import Order, make_order, pass_of
+from penstock.schedule.ir.schedule import Op, straight
 
 
 def gpipe(stages: int, microbatches: int) -> Order:

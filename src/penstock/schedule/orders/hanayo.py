@@ -5,9 +5,9 @@ needs two for. The paper gives no table; the order is what a greedy list schedul
 
 from __future__ import annotations
 
-from penstock.schedule.order import Order, make_order
-from penstock.schedule.orders.greedy import greedy
-from penstock.schedule.placement import zigzag
+from penstock.schedule.ir.order import Order, make_order
+from penstock.schedule.ir.placement import zigzag
+from penstock.schedule.orders.list_scheduling import greedy
 
 
 def hanayo(stages: int, microbatches: int, *, waves: int = 1, backward: int = 2, in_flight: int | None = None) -> Order:

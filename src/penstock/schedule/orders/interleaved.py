@@ -14,9 +14,9 @@ none is smaller than p unless m is. (With a smaller last group the ranks would w
 from __future__ import annotations
 
 from penstock.errors import ScheduleError
-from penstock.schedule.ir import WINDOW, Action, Node, Op
-from penstock.schedule.order import Order, alternate, make_order, pass_of
-from penstock.schedule.placement import by_rank, looped
+from penstock.schedule.ir.order import Order, alternate, make_order, pass_of
+from penstock.schedule.ir.placement import by_rank, looped
+from penstock.schedule.ir.schedule import WINDOW, Action, Node, Op
 
 
 def interleaved(stages: int, microbatches: int, *, chunks: int = 2, group: int | None = None) -> Order:

@@ -19,8 +19,8 @@ to fill and to drain, at the price of more activations and longer delays.
 """
 
 from penstock.errors import ScheduleError
-from penstock.schedule.ir import WINDOW, Action, Op, Unit, straight
-from penstock.schedule.order import Order, make_order, pass_of
+from penstock.schedule.ir.order import Order, make_order, pass_of
+from penstock.schedule.ir.schedule import WINDOW, Action, Op, Unit, straight
 
 
 def nf1b(stages: int, microbatches: int, *, ahead: int = 2) -> Order:

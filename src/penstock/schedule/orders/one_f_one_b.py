@@ -25,8 +25,8 @@ the order is endless eager 1F1B.
 
 from collections.abc import Iterator
 
-from penstock.schedule.ir import Action, Node, Op, straight
-from penstock.schedule.order import Order, make_order, pass_of
+from penstock.schedule.ir.order import Order, make_order, pass_of
+from penstock.schedule.ir.schedule import Action, Node, Op, straight
 
 
 def one_f_one_b(stages: int, microbatches: int) -> Order:

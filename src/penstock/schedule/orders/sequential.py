@@ -5,8 +5,8 @@ p=2, m=2:
     r1: .. F0 .. .. F1 ..    (its backwards follow at once)
 """
 
-from penstock.schedule.ir import Op, straight
-from penstock.schedule.order import Order, make_order, pass_of
+from penstock.schedule.ir.order import Order, make_order, pass_of
+from penstock.schedule.ir.schedule import Op, straight
 
 
 def sequential(stages: int, microbatches: int) -> Order:

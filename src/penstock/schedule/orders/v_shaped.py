@@ -13,9 +13,9 @@ p=2, m=4 (lower case is chunk 1):
 
 from __future__ import annotations
 
-from penstock.schedule.ir import Action, Node, Op
-from penstock.schedule.order import Order, make_order, pass_of
-from penstock.schedule.placement import by_rank, zigzag
+from penstock.schedule.ir.order import Order, make_order, pass_of
+from penstock.schedule.ir.placement import by_rank, zigzag
+from penstock.schedule.ir.schedule import Action, Node, Op
 
 
 def zb_v(stages: int, microbatches: int) -> Order:

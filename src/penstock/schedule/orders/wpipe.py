@@ -20,9 +20,9 @@ still read what they read above (variant "penstock").
 
 from __future__ import annotations
 
-from penstock.schedule.ir import WINDOW, Action, Node, Op
-from penstock.schedule.order import Order, make_order, pass_of
-from penstock.schedule.placement import by_rank, looped
+from penstock.schedule.ir.order import Order, make_order, pass_of
+from penstock.schedule.ir.placement import by_rank, looped
+from penstock.schedule.ir.schedule import WINDOW, Action, Node, Op
 
 
 def wpipe(stages: int, microbatches: int) -> Order:

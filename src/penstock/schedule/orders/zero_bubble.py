@@ -17,10 +17,10 @@ With several chunks per rank, H1 in Megatron's interleaved order: (v - 1) g + p 
 
 from __future__ import annotations
 
-from penstock.schedule.ir import Action, Node, Op, straight
-from penstock.schedule.order import Order, make_order, pass_of
+from penstock.schedule.ir.order import Order, make_order, pass_of
+from penstock.schedule.ir.placement import by_rank, looped
+from penstock.schedule.ir.schedule import Action, Node, Op, straight
 from penstock.schedule.orders.interleaved import groups_of, passes_in_turns, window_of
-from penstock.schedule.placement import by_rank, looped
 
 
 def zb_h1(stages: int, microbatches: int) -> Order:

@@ -1,0 +1,1 @@
+"""What all communication shares: tickets, background threads, the rank grid, the trace recorder."""

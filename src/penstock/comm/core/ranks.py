@@ -1,0 +1,94 @@
+"""Who runs what: w parallel pipelines of d ranks each, all in one process or one process for each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from penstock.errors import ConfigError
+from penstock.schedule.ir.schedule import Node
+
+
+class Seat(NamedTuple):
+    """A rank of one of the parallel pipelines."""
+
+    replica: int
+    rank: int
+
+
+class Holder(NamedTuple):
+    """A node of one of the parallel pipelines."""
+
+    replica: int
+    node: Node
+
+
+Members = tuple[Holder, ...]
+
+
+class Team:
+    """All ranks of all parallel pipelines.
+
+    Args:
+        width: w, the number of pipelines.
+        depth: d, the ranks of each.
+        group: one process per seat, the ranks of a pipeline next to each other; None for one process with all seats.
+        timeout: seconds that peers may take, for a group that is made here.
+
+    Attributes:
+        seats: those of this process.
+        control: a group on the CPU for small messages; None in one process.
+
+    Raises:
+        ConfigError: the group has another size.
+    """
+
+    def __init__(self, width: int, depth: int, group: dist.ProcessGroup | None, timeout: float) -> None:
+        if isinstance(width, bool) or not isinstance(width, int) or width < 1:
+            raise ConfigError(f"width must be a whole number of at least 1, got {width!r}")
+        self.width, self.depth, self.group = width, depth, group
+        if group is None:
+            self.seats = [Seat(replica, rank) for replica in range(width) for rank in range(depth)]
+        else:
+            size = dist.get_world_size(group)
+            if size != width * depth:
+                pipelines = f" times {width} parallel pipelines" if width > 1 else ""
+                raise ConfigError(f"the schedule has {depth} ranks{pipelines}, the process group {size}")
+            self.seats = [Seat(*divmod(dist.get_rank(group), depth))]
+        self.control = _control_group(group, timeout)
+
+    def worker(self, seat: Seat) -> int:
+        """The number of a seat among all; between processes the rank of its process in the group."""
+        return seat.replica * self.depth + seat.rank
+
+    def process(self, holder: Holder) -> int:
+        """The group rank of the process that holds a node."""
+        return self.worker(Seat(holder.replica, holder.node.rank))
+
+    @property
+    def workers(self) -> Iterator[int]:
+        """The numbers of this process's seats."""
+        return (self.worker(seat) for seat in self.seats)
+
+    @property
+    def replicas(self) -> list[int]:
+        """The pipelines that this process has a part of."""
+        return sorted({seat.replica for seat in self.seats})
+
+
+def backends(group: dist.ProcessGroup) -> dict[str, str]:
+    """Kind of device -> backend, as in {"cpu": "gloo", "cuda": "nccl"}."""
+    parts = dist.get_backend_config(group).split(",")
+    return {device: backend for device, _, backend in (part.partition(":") for part in parts)}
+
+
+def _control_group(group: dist.ProcessGroup | None, timeout: float) -> dist.ProcessGroup | None:
+    """A group on the CPU for small messages: the given one, or a gloo group of the same ranks."""
+    if group is None or backends(group).get("cpu") == "gloo":
+        return group
+    ranks, limit = dist.get_process_group_ranks(group), timedelta(seconds=timeout)
+    made: dist.ProcessGroup = dist.new_group(ranks, limit, backend="gloo")
+    return made

@@ -1,0 +1,113 @@
+"""A ticket: the completion of something that runs in the background, with its result or its error."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock.errors import TransportError
+
+_NAP = 50e-6  # seconds between two looks: too short for a core to fall asleep, long enough to leave it to others
+_POLLED = 1.0  # seconds of a wait that are spent looking; pipelines at work wait for less
+
+
+def _taken() -> threading.Lock:
+    """A lock that somebody has."""
+    lock = threading.Lock()
+    lock.acquire()
+    return lock
+
+
+@dataclass
+class Ticket:
+    """A posted SEND or RECV, or another thing that others have to do their part of.
+
+    Attributes:
+        where: the lane, for messages.
+        result: what came of it; for a RECV the parcel, until it is used.
+        nbytes: memory that a posted RECV holds ready.
+        made_at, done_at: when it was posted and completed, on the clock of `time.perf_counter`.
+        error: why it never will.
+        done: whether it has completed or failed.
+    """
+
+    where: object
+    result: Any = None
+    nbytes: int = 0
+    made_at: float = field(default_factory=time.perf_counter)
+    done_at: float = 0.0
+    error: BaseException | None = None
+    done: bool = False
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _pending: threading.Lock = field(default_factory=_taken)  # free once it is done
+    _followers: list[Callable[[], None]] = field(default_factory=list)
+
+    def complete(self, result: Any = None, error: BaseException | None = None) -> None:
+        """Mark as completed or failed."""
+        self.result, self.error, self.done_at = result, error, time.perf_counter()
+        with self._lock:
+            first, self.done = not self.done, True
+        if first:
+            self._pending.release()  # last: who gets it looks at `done`
+        for follow in self._followers:
+            follow()
+
+    def then(self, follow: Callable[[], None]) -> None:
+        """Call `follow` as soon as this has completed or failed, in whatever thread completes it."""
+        with self._lock:
+            if not self.done:
+                self._followers.append(follow)
+                return
+        follow()
+
+    def settles(self, timeout: float) -> bool:
+        """Block until done, or for so many seconds; whether it is done.
+
+        At first it looks again and again: a core that has fallen asleep comes back slower, on virtual machines by up to
+        a tenth of the work that follows (docs/benchmarks.md).
+        """
+        deadline = time.perf_counter() + timeout
+        polled = min(deadline, time.perf_counter() + _POLLED)
+        while not self.done and time.perf_counter() < polled:
+            time.sleep(_NAP)
+        if self._pending.acquire(timeout=max(0.0, deadline - time.perf_counter())):
+            self._pending.release()  # others may wait, too
+        return self.done
+
+    def wait(self, timeout: float, what: str) -> None:
+        """Block until done.
+
+        Args:
+            timeout: seconds.
+            what: what the caller was about to do, for messages.
+
+        Raises:
+            TransportError: the peer is gone, or nothing came in time.
+        """
+        if not self.settles(timeout):
+            raise TransportError(
+                f"{what}: nothing moved on {self.where} within {timeout:g} seconds; the peer is stalled or dead"
+            )
+        self.check(what)
+
+    def check(self, what: str) -> None:
+        """Raise if it failed."""
+        if self.error is not None:
+            raise TransportError(f"{what}: {self.where} broke: {brief(self.error)}") from self.error
+
+
+def brief(error: BaseException) -> str:
+    """What an error says, without the place in gloo's sources and gloo's advice."""
+    return re.sub(r"^\[\S+\.cc:\d+\] |\. This is typically caused by .*", "", str(error), flags=re.DOTALL)
+
+
+def after_all(tickets: Sequence[Ticket], follow: Callable[[], None]) -> None:
+    """Call `follow` as soon as all have completed or failed."""
+    if tickets:
+        tickets[0].then(lambda: after_all(tickets[1:], follow))
+    else:
+        follow()

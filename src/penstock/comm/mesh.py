@@ -1,0 +1,97 @@
+"""Parallel pipelines on torch's device mesh, and the process groups of those that hold the same weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from penstock.comm.collective.gather import collective
+from penstock.comm.core.ranks import Members, Team, backends
+from penstock.errors import CapabilityError, ConfigError
+
+_DIMENSIONS = ("width", "depth", "inner")
+
+Groups = Mapping[frozenset[int], dist.ProcessGroup]
+"""The ranks in the team's group -> a group of just these."""
+
+
+def from_mesh(
+    mesh: DeviceMesh | None, width: int | None, depth: int, group: dist.ProcessGroup | None
+) -> tuple[int, dist.ProcessGroup | None]:
+    """The number of pipelines and the group of all ranks, as `Team` takes them.
+
+    Args:
+        mesh: with dimensions (width, depth) or (width, depth, inner); without one they are what the user says.
+        width: what the user says of it; None for nothing.
+        depth: ranks of the schedule.
+        group: of the mesh's ranks, in its order; the whole job if None.
+
+    Raises:
+        ConfigError: they do not fit.
+        CapabilityError: stages are to be split over several ranks.
+    """
+    if mesh is None:
+        return 1 if width is None else width, group
+    if not isinstance(mesh, DeviceMesh):
+        raise ConfigError(f"mesh must be a torch.distributed.device_mesh.DeviceMesh, got {mesh!r:.80}")
+    names = mesh.mesh_dim_names or ()
+    if names not in (_DIMENSIONS[:2], _DIMENSIONS):
+        raise ConfigError(
+            f"the mesh has {mesh.ndim} dimensions called {names}; name them {_DIMENSIONS[:2]} or {_DIMENSIONS}"
+        )
+    sizes = dict(zip(names, mesh.shape, strict=True))
+    if sizes.get("inner", 1) != 1:
+        raise CapabilityError(
+            f"the inner dimension of the mesh is {sizes['inner']}, but tensor parallelism is not offered yet; make it 1"
+        )
+    if sizes["depth"] != depth:
+        raise ConfigError(f"the schedule has {depth} ranks, but the depth of the mesh is {sizes['depth']}")
+    if width not in (None, sizes["width"]):
+        raise ConfigError(f"width is {width}, but that of the mesh is {sizes['width']}; leave width out")
+    whole: dist.ProcessGroup | None = dist.group.WORLD if group is None else group
+    assert whole is not None, "a mesh makes the default group"
+    ranks, found = mesh.mesh.flatten().tolist(), dist.get_process_group_ranks(whole)
+    if ranks != found:
+        raise ConfigError(
+            f"the mesh has the ranks {ranks}, but {'the job' if group is None else 'group'} has {found}; pass as group "
+            "one of the mesh's ranks in the mesh's order"
+        )
+    return sizes["width"], whole
+
+
+def groups_of_holders(team: Team, holders: Iterable[Members], mesh: DeviceMesh | None, timeout: float) -> Groups:
+    """A group for each cut, made once and used by all spans; without a mesh all ranks of the job call this.
+
+    Args:
+        team: all seats.
+        holders: of each cut.
+        mesh: its groups along the width are taken, unless they are needed for something else.
+        timeout: seconds that peers may take.
+
+    Raises:
+        TransportError: they took longer.
+        CapabilityError: the pipelines are only a part of the job, so that not all ranks would take part.
+    """
+    if team.group is None or team.width == 1:
+        return {}
+    mine = None if mesh is None else mesh.get_group("width")
+    # With one stage the mesh may hand out the pipelines' own group, on which other collective calls may come between.
+    if mine is not None and mine is not team.control and backends(mine).get("cpu") == "gloo":
+        return {frozenset(dist.get_group_rank(team.group, r) for r in dist.get_process_group_ranks(mine)): mine}
+    here, everywhere = dist.get_world_size(team.group), dist.get_world_size()
+    if here != everywhere:
+        raise CapabilityError(
+            f"reduce='fast' makes process groups, which takes all {everywhere} ranks of the job; the pipelines have "
+            f"{here} of them. Pass a device mesh whose groups along the width are there already and used for nothing "
+            "else, or take reduce='ordered'"
+        )
+    wanted = dict.fromkeys(frozenset(map(team.process, members)) for members in holders)  # in one order everywhere
+    limit = timedelta(seconds=timeout)
+    with collective("making groups of equal stages", team.control):
+        return {
+            ranks: dist.new_group([dist.get_global_rank(team.group, rank) for rank in ranks], limit, backend="gloo")
+            for ranks in wanted
+        }

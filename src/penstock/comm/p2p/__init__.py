@@ -1,0 +1,1 @@
+"""Messages between stages: format, routing, and the transports."""

@@ -1,0 +1,58 @@
+"""All ranks in one process: messages are handed over in memory.
+
+What is handed over is a copy, as it would be between processes: a stage that writes into its input does not touch what
+the stage before it saved for its backward.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from penstock.comm.core.ticket import Ticket
+from penstock.comm.p2p.message import Parcel, Structure, copied, dump_structure, structure_of
+from penstock.schedule.machine.instructions import LaneKey
+
+
+class LocalTransport:
+    """Lanes between ranks of one process; one object serves them all."""
+
+    def __init__(self) -> None:
+        self._sends: defaultdict[LaneKey, deque[tuple[Ticket, Parcel]]] = defaultdict(deque)
+        self._receives: defaultdict[LaneKey, deque[Ticket]] = defaultdict(deque)
+        self._structures: dict[LaneKey, Structure] = {}
+
+    def receive(self, lane: LaneKey) -> Ticket:
+        """Post a RECV; it completes at once if the message is there."""
+        ticket = Ticket(lane)
+        self._receives[lane].append(ticket)
+        self._match(lane)
+        return ticket
+
+    def send(self, lane: LaneKey, parcel: Parcel) -> Ticket:
+        """Post a SEND; it completes when the RECV has been posted."""
+        ticket, structure = Ticket(lane), structure_of(parcel, str(lane))
+        if structure != self._structures.get(lane):
+            dump_structure(structure, str(lane))  # what could not travel between processes is refused here, too
+            self._structures[lane] = structure
+        self._sends[lane].append((ticket, Parcel(parcel.header, _copied(parcel.tree), parcel.wants_gradient)))
+        self._match(lane)
+        return ticket
+
+    def close(self) -> None:
+        """Forget what is under way."""
+        self._sends.clear()
+        self._receives.clear()
+
+    def _match(self, lane: LaneKey) -> None:
+        sends, receives = self._sends[lane], self._receives[lane]
+        while sends and receives:
+            sent, parcel = sends.popleft()
+            sent.complete()
+            receives.popleft().complete(parcel)
+
+
+def _copied(tree: object) -> object:
+    return pytree.tree_map(lambda x: copied(x) if isinstance(x, Tensor) else x, tree)

@@ -1,0 +1,1 @@
+"""`penstock compare`: several methods on one task, over several seeds."""

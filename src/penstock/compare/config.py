@@ -1,0 +1,301 @@
+"""What a comparison trains: methods, seeds and learning rates, and everything that is alike for all of them."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, NamedTuple
+
+from pydantic import Field
+
+from penstock.errors import ConfigError
+from penstock.schedule.ir.order import options_of as order_options
+from penstock.schedule.methods.corrections import CORRECTIONS, options_of
+from penstock.schedule.methods.table import Method, find_method
+from penstock.schedule.orders import ORDERS
+from penstock.train.config.load import apply_change, validate
+from penstock.train.config.schema import Number, OptimizerSection, RateSection, Strict
+
+SYNC, DELAYS = "sync", "delays"
+"""The option of every method of a comparison: batches trained by 1f1b first."""
+
+
+class NetSection(Strict):
+    """The model of the task."""
+
+    layers: int | None = Field(
+        default=None, ge=1, description="transformer layers or residual blocks; as many as stages if not set"
+    )
+    width: int | None = Field(default=None, ge=1, description="model width (64), or channels of the first half (16)")
+    heads: int | None = Field(default=None, ge=1, description="attention heads of task text (4)")
+    context: int | None = Field(default=None, ge=2, description="tokens per sample of task text (64)")
+
+
+class ScoringSection(Strict):
+    """When held-out losses are taken, and on what."""
+
+    every: int = Field(default=25, ge=1, description="updates between two evaluations; there is one at the end, too")
+    samples: int = Field(default=256, ge=1, description="held-out samples; all there are, if these are fewer")
+
+
+class ComparisonConfig(Strict):
+    """Everything about a comparison."""
+
+    methods: list[str] = Field(default=["1f1b", "2bw"], min_length=1, description="rows of `penstock methods`")
+    seeds: int = Field(default=3, ge=1, description="runs of each method: seeds 0, 1, ...")
+    lr: list[Annotated[Number, Field(gt=0)]] | None = Field(
+        default=None, min_length=1, description="learning rates to try with each method; optimizer.lr if not set"
+    )
+    tune: int | None = Field(
+        default=None,
+        ge=1,
+        description="seeds that all rates are tried with; the others get what was best for a method. All if not set",
+    )
+    task: str = Field(default="text", description="text (a byte-level GPT) or digits (a residual CNN)")
+    stages: int = Field(default=8, ge=1, description="d, ranks of the pipeline")
+    microbatches: int = Field(default=8, ge=1, description="m, microbatches per batch (per update)")
+    microbatch_size: int = Field(default=4, ge=1, description="samples per microbatch")
+    batches: int = Field(default=300, ge=1, description="updates to make")
+    clip: Number | None = Field(
+        default=None,
+        gt=0,
+        description="largest global norm of a gradient; null for none, so that no update waits for it",
+    )
+    spike: Number = Field(
+        default=1.5, gt=1, description="a run has diverged when its loss is so many times that of the initial weights"
+    )
+    data: str | None = Field(
+        default=None, description="text file, folder or token array of task text; the standard library if not set"
+    )
+    held_out: Number | None = Field(
+        default=None, gt=0, le=0.5, description="fraction of the data held out (0.05 of text, 0.2 of digits)"
+    )
+    threads: int = Field(default=1, ge=1, description="threads to compute with; the number changes the last bits")
+    model: NetSection = Field(default=NetSection(), description="the model of the task")
+    optimizer: OptimizerSection = Field(default=OptimizerSection(), description="the optimizer")
+    rate: RateSection = Field(default=RateSection(), description="the learning rate over time")
+    evaluate: ScoringSection = Field(default=ScoringSection(), description="when held-out losses are taken")
+
+    @property
+    def rates(self) -> tuple[float, ...]:
+        """The learning rates that every method is trained with."""
+        return tuple(dict.fromkeys(map(float, self.lr or [self.optimizer.lr])))
+
+    @property
+    def tuned(self) -> int:
+        """How many seeds are trained with all rates."""
+        return self.seeds if self.tune is None else min(self.tune, self.seeds)
+
+    @property
+    def runs(self) -> int:
+        """How many there are of each method."""
+        return self.tuned * len(self.rates) + self.seeds - self.tuned
+
+    @property
+    def shared(self) -> dict[str, Any]:
+        """What every run of the comparison has in common: all but methods, seeds and rates."""
+        values = self.model_dump()
+        del values["optimizer"]["lr"]
+        return {key: value for key, value in values.items() if key not in ("methods", "seeds", "lr", "tune")}
+
+
+def comparison_config(changes: Sequence[str], given: dict[str, Any]) -> ComparisonConfig:
+    """A checked configuration.
+
+    Args:
+        changes: `key=value`, as after --set.
+        given: what has an option of its own, which counts more; None where it is left out.
+
+    Raises:
+        ConfigError: every unknown key (with the nearest known one), every value of a wrong type or range.
+    """
+    values: dict[str, Any] = {}
+    for change in changes:
+        apply_change(values, change)
+    values |= {key: value for key, value in given.items() if value is not None}
+    for key, kind in (("methods", str), ("lr", float)):
+        if isinstance(values.get(key), str | float | int):
+            values[key] = _listed(key, str(values[key]), kind)
+    return validate(ComparisonConfig, values)
+
+
+def _listed(key: str, text: str, kind: type) -> list[Any]:
+    """A list that is written with commas."""
+    try:
+        return [kind(part.strip()) for part in text.split(",") if part.strip()]
+    except ValueError:
+        raise ConfigError(f"{key} takes numbers with commas between them, such as 1e-3,3e-3; got {text!r}") from None
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A method with options of its own.
+
+    Attributes:
+        method: its row.
+        options: of its order, such as chunks=4, and of its correction, such as reschedule=100.
+        sync: batches that 1f1b trains before it (PipeMare's T3, arXiv 1910.05124, section 3.3).
+        delays: by how many updates the weights of every block are late, under a method that flushes.
+    """
+
+    method: Method
+    options: tuple[tuple[str, float | None], ...] = ()
+    sync: int = 0
+    delays: int = 0
+
+    @property
+    def for_order(self) -> dict[str, int]:
+        """What is no option of the correction.
+
+        Raises:
+            ConfigError: the order has no such option either, or it is no whole number.
+        """
+        others = {name: value for name, value in self.options if name not in self._corrections}
+        known = order_options(ORDERS[self.method.order])
+        for name in others:
+            if name not in known:
+                raise ConfigError(self._unknown(name, known))
+        whole = {name: int(value) for name, value in others.items() if value is not None and value == int(value)}
+        if whole.keys() != others.keys():
+            wrong = min(others.keys() - whole.keys())
+            raise ConfigError(f"{wrong} is an option of the order, so it is a whole number")
+        return whole
+
+    @property
+    def for_correction(self) -> dict[str, float | None]:
+        """All options of the correction, with the defaults where none are given."""
+        given = {name: value for name, value in self.options if name in self._corrections}
+        return options_of(self.method.correction, given)
+
+    def _unknown(self, option: str, known: Collection[str]) -> str:
+        """What is to be said of an option that neither order nor correction has."""
+        order, correction = f"order {self.method.order!r}", f"correction {self.method.correction!r}"
+        said = f"{order} has no option {option!r}; it has: {', '.join(known) or 'none'}"
+        if self.method.correction != "none":
+            said = (
+                f"neither {order} nor {correction} has an option {option!r}; the order has: "
+                f"{', '.join(known) or 'none'}; the correction has: {', '.join(self._corrections) or 'none'}"
+            )
+        near = difflib.get_close_matches(option, [*known, *self._corrections], n=1, cutoff=0.5)
+        if near:
+            return f"{said}. Did you mean {near[0]!r}?"
+        owners = [name for name, function in ORDERS.items() if option in order_options(function)]
+        return f"{said}. Leave it out, or take an order that has it: {', '.join(owners)}" if owners else said
+
+    @property
+    def _corrections(self) -> Collection[str]:
+        return CORRECTIONS[self.method.correction].options
+
+    @property
+    def label(self) -> str:
+        """What it is called, such as "interleaved:chunks=4"; `parse_contender` reads it."""
+        ours = [(name, float(value)) for name, value in ((SYNC, self.sync), (DELAYS, self.delays)) if value]
+        options = [*self.options, *ours]
+        return ":".join([self.method.name, *(f"{name}={_written(value)}" for name, value in options)])
+
+
+def parse_contender(text: str) -> Contender:
+    """Read METHOD or METHOD:option=N:option=N.
+
+    Raises:
+        ConfigError: no such method, or options that are not of this form.
+    """
+    name, *parts = text.split(":")
+    options: dict[str, float | None] = {}
+    for part in parts:
+        option, _, value = (word.strip() for word in part.partition("="))
+        try:
+            options[option] = None if value == "null" else float(value)
+        except ValueError:
+            raise ConfigError(
+                f"methods: {text!r}: after the name come options of the method with numbers (or null), such as "
+                "interleaved:chunks=4 or pipemare:reschedule=100:decay=null"
+            ) from None
+    ours = {}
+    for option, means in ((SYNC, "batches that 1f1b trains first"), (DELAYS, "updates that weights are late by")):
+        number = options.pop(option, 0.0)
+        if number is None or number < 0 or number != int(number):
+            raise ConfigError(f"methods: {text!r}: {option} is the number of {means}; got {parts}")
+        ours[option] = int(number)
+    if all(ours.values()):
+        raise ConfigError(f"methods: {text!r}: a run with delays cannot go on from other weights; leave sync out")
+    return Contender(find_method(name.strip()), tuple(sorted(options.items())), **ours)
+
+
+def _written(value: float | None) -> str:
+    return "null" if value is None else f"{value:.12g}"
+
+
+def contenders(config: ComparisonConfig) -> list[Contender]:
+    """The methods of a comparison, in the order given.
+
+    Raises:
+        ConfigError: as `parse_contender`, or one comes twice.
+    """
+    found = [parse_contender(text) for text in config.methods]
+    labels = [contender.label for contender in found]
+    twice = next((label for label in labels if labels.count(label) > 1), None)
+    if twice is not None:
+        raise ConfigError(f"methods: {twice} is there twice (perhaps under another name); name each method once")
+    return found
+
+
+def other_settings(config: ComparisonConfig) -> list[str]:
+    """Where a method's paper has another value than all methods here, which `penstock train` would take by itself."""
+    found = []
+    for contender in contenders(config):
+        for key, value in contender.method.settings.items():
+            section, _, name = key.partition(".")
+            there = getattr(config.optimizer, name) if section == "optimizer" else value
+            if there != value:
+                found.append(f"{contender.label}: its paper has {key}={value}, here it is {there} for all")
+    return found
+
+
+class Key(NamedTuple):
+    """One run of a comparison.
+
+    Attributes:
+        method: label of the contender.
+        seed: of initial weights and the order of samples.
+        lr: peak learning rate.
+    """
+
+    method: str
+    seed: int
+    lr: float
+
+    @property
+    def file(self) -> str:
+        """The name of the file that holds what it has found."""
+        return f"{self.method.replace(':', '+')}-seed-{self.seed}-lr-{self.lr!r}.json"
+
+    def __str__(self) -> str:
+        return f"{self.method}, seed {self.seed}, lr {self.lr:g}"
+
+
+def grid_of(config: ComparisonConfig) -> Iterator[Key]:
+    """Every run that there may be: all methods with all seeds and all rates."""
+    labels = [contender.label for contender in contenders(config)]
+    for seed in range(config.seeds):
+        for lr in config.rates:
+            for label in labels:
+                yield Key(label, seed, lr)
+
+
+def keys_of(config: ComparisonConfig, best: Callable[[str], float | None]) -> Iterator[Key]:
+    """All runs; one seed after the other, so that what is there early compares all methods.
+
+    Args:
+        config: the comparison.
+        best: label of a method -> its best rate, asked when all rates have been tried; None leaves its runs out.
+    """
+    tuned = config.tuned
+    yield from (key for key in grid_of(config) if key.seed < tuned)
+    labels = [contender.label for contender in contenders(config)]
+    for seed in range(tuned, config.seeds):
+        for label in labels:
+            lr = best(label)
+            if lr is not None:
+                yield Key(label, seed, lr)

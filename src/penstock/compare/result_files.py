@@ -1,0 +1,191 @@
+"""The folder of a comparison: what is compared, and a file for every finished run.
+
+    comparison.json                      schema, settings that all runs share, data, methods, seeds, rates
+    runs/2bw-seed-0-lr-0.003.json        what one run has found
+
+Files appear under their names only when they are complete, so a comparison may be ended at any moment: the same command
+goes on with the runs that are not there. Methods, seeds and rates may be added, and what a command does not name of
+them stays as it is; everything else must be the same.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+from penstock.checkpoint.format import sync_file
+from penstock.compare.config import ComparisonConfig, Key, contenders
+from penstock.compare.held_out import Score
+from penstock.compare.tasks import Task
+from penstock.compare.trial import Result
+from penstock.errors import ConfigError, DataError
+
+SCHEMA = 1
+INDEX = "comparison.json"
+RUNS = "runs"
+_MISSING = object()
+
+
+def joined(config: ComparisonConfig, folder: Path) -> ComparisonConfig:
+    """A comparison with the methods, seeds and rates that its folder has already, and those that are asked for besides.
+
+    Of what was not asked for by name, nothing is added to what is there.
+
+    Raises:
+        ConfigError: no such method.
+        DataError: the folder's description is damaged.
+    """
+    if not (folder / INDEX).exists():
+        return config
+    there, given = _read(folder / INDEX), config.model_fields_set
+    named = [contender.label for contender in contenders(config)] if "methods" in given else []
+    rated = "lr" in given or "lr" in config.optimizer.model_fields_set
+    changes = {
+        "methods": list(dict.fromkeys([*there["methods"], *named])),
+        "seeds": max(there["seeds"], config.seeds if "seeds" in given else 0),
+        "lr": list(dict.fromkeys([*there["lr"], *(config.rates if rated else ())])),
+        "tune": config.tune if "tune" in given else there.get("tune"),
+    }
+    return config.model_copy(update=changes)
+
+
+class Records:
+    """Of one comparison.
+
+    Args:
+        folder: may be there, with what has been found before.
+        config: of the comparison, `joined` with what is there.
+        task: its model and data.
+
+    Raises:
+        ConfigError: the folder holds another comparison, or something else.
+    """
+
+    def __init__(self, folder: Path, config: ComparisonConfig, task: Task) -> None:
+        self.folder = folder
+        self._shared = json.loads(json.dumps({**config.shared, "data found": task.fingerprint}))
+        self._listed = {
+            "methods": [c.label for c in contenders(config)],
+            "seeds": config.seeds,
+            "lr": list(config.rates),
+            "tune": config.tune,
+        }
+        if (folder / INDEX).exists():
+            self._compare(_read(folder / INDEX)["shared"])
+        elif folder.is_dir() and any(not path.name.startswith(".") for path in folder.iterdir()):
+            raise ConfigError(
+                f"--out {str(folder)!r} has other files in it and no comparison; give a new or empty folder"
+            )
+
+    def begin(self) -> None:
+        """Make the folder, and write into it what is compared.
+
+        Raises:
+            ConfigError: it cannot be written.
+        """
+        index = {"schema": SCHEMA, "shared": self._shared, **self._listed}
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_whole(self.folder / INDEX, json.dumps(index, indent=1))
+            (self.folder / RUNS).mkdir(exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"cannot write to --out {str(self.folder)!r}: {error.strerror or error}") from None
+
+    def _compare(self, there: dict[str, Any]) -> None:
+        """Refuse another comparison."""
+        before, now = _flat(there), _flat(self._shared)
+        differing = [
+            f"{key} is {_shown(before.get(key, _MISSING))} there and {_shown(now.get(key, _MISSING))} now"
+            for key in dict.fromkeys([*before, *now])
+            if before.get(key, _MISSING) != now.get(key, _MISSING)
+        ]
+        if differing:
+            raise ConfigError(
+                f"--out {str(self.folder)!r} holds another comparison: {'; '.join(differing)}. Give the settings "
+                "that it had (methods, seeds and rates may be added), or another folder"
+            )
+
+    def load(self, key: Key) -> Result | None:
+        """What a run has found; None if it has not finished.
+
+        Raises:
+            DataError: its file is damaged.
+        """
+        path = self.folder / RUNS / key.file
+        if not path.exists():
+            return None
+        try:
+            found = _read(path)
+            scores = (Score(s["updates"], _number(s["loss"]), s["accuracy"]) for s in found["scores"])
+            losses, norms = (tuple(map(_number, found[what])) for what in ("losses", "norms"))
+            return Result(key, tuple(scores), losses, norms, found["diverged"], found["seconds"])
+        except (KeyError, TypeError) as error:
+            raise DataError(f"{str(path)!r} is damaged ({error!r}); remove it, and the run is trained again") from None
+
+    def save(self, result: Result) -> None:
+        """Write what a run has found.
+
+        Raises:
+            ConfigError: it cannot be written.
+        """
+        values = {
+            "schema": SCHEMA,
+            **result.key._asdict(),
+            "diverged": result.diverged,
+            "seconds": result.seconds,
+            "scores": [{**score._asdict(), "loss": _finite(score.loss)} for score in result.scores],
+            "losses": [_finite(loss) for loss in result.losses],
+            "norms": [_finite(norm) for norm in result.norms],
+        }
+        path = self.folder / RUNS / result.key.file
+        try:
+            write_whole(path, json.dumps(values, indent=1))
+        except OSError as error:
+            raise ConfigError(f"cannot write {str(path)!r}: {error.strerror or error}") from None
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file so that it is complete whenever it is there.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
+    temporary.write_text(text)
+    sync_file(temporary)
+    os.replace(temporary, path)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text())
+    except ValueError as error:
+        raise DataError(f"{str(path)!r} is damaged ({error}); remove it") from None
+    if not isinstance(found, dict) or found.get("schema") != SCHEMA:
+        schema = found.get("schema") if isinstance(found, dict) else None
+        raise DataError(f"{str(path)!r} has schema {schema}, this version of penstock reads {SCHEMA}")
+    return found
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Keys of sections as `section.key`."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat
+
+
+def _shown(value: Any) -> str:
+    return "unknown" if value is _MISSING else "not set" if value is None else str(value)
+
+
+def _finite(value: float) -> float | None:
+    """JSON has no NaN."""
+    return value if math.isfinite(value) else None
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else float(value)

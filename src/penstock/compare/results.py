@@ -1,0 +1,257 @@
+"""What a comparison has found: a row per evaluation, and a summary of every method."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.compare.config import ComparisonConfig, Key
+from penstock.compare.contenders import Entrant
+from penstock.compare.held_out import Score
+from penstock.compare.tasks import Task
+from penstock.compare.trial import Result
+
+
+@dataclass(frozen=True)
+class Row:
+    """One evaluation of one run; the fields are the columns of results.csv.
+
+    Attributes:
+        method, seed, lr: which run.
+        updates: that the weights have seen.
+        samples, tokens: that they have learnt from; no tokens where the task has none.
+        simulated_time: when the last stage has made the update, in forwards of a rank's whole share.
+        training_loss: mean over the batches since the evaluation before, each at the weights that it read.
+        validation_loss: the mean over held-out samples.
+        accuracy: the part of them that is right.
+        gradient_norm: mean over the updates since the evaluation before, before clipping.
+        delay_forward, delay_backward: of every stage, with spaces between them.
+        diverged: whether the run ended here because it did.
+    """
+
+    method: str
+    seed: int
+    lr: float
+    updates: int
+    samples: int
+    tokens: int | None
+    simulated_time: float
+    training_loss: float | None
+    validation_loss: float | None
+    accuracy: float | None
+    gradient_norm: float | None
+    delay_forward: str
+    delay_backward: str
+    diverged: bool
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What became of a method at its best rate; the fields are the columns of summary.csv.
+
+    Attributes:
+        method: its label.
+        lr: the rate at which the fewest of the seeds that all rates were tried with diverge, and among those the mean
+            validation loss at the end is lowest.
+        runs: finished at this rate.
+        diverged: how many of them did; the figures that follow are of the others.
+        loss, spread: mean and sample standard deviation over seeds of the validation loss at the end.
+        accuracy: its mean.
+        difference: of the loss to that of the synchronous baseline in %, mean over the seeds that both have.
+        difference_spread: its sample standard deviation.
+        verdict: "baseline", "worse", "better", "equal", "not resolved" where the spread over seeds is not smaller than
+            the difference (or there is one seed), "diverged", or "-" without a baseline.
+        simulated_time: of all updates.
+        delay: the largest of a stage, in forward or backward.
+        seconds: mean of a run in this process.
+    """
+
+    method: str
+    lr: float
+    runs: int
+    diverged: int
+    loss: float | None
+    spread: float | None
+    accuracy: float | None
+    difference: float | None
+    difference_spread: float | None
+    verdict: str
+    simulated_time: float
+    delay: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Findings:
+    """All of a comparison, or what there is of it.
+
+    Attributes:
+        config: what was compared.
+        task: model and data.
+        entrants: the methods.
+        results: of the runs that have finished.
+    """
+
+    config: ComparisonConfig
+    task: Task
+    entrants: Sequence[Entrant]
+    results: Mapping[Key, Result]
+
+    @property
+    def baseline(self) -> Entrant | None:
+        """The first method without delay."""
+        return next((entrant for entrant in self.entrants if entrant.synchronous), None)
+
+    def rows(self) -> list[Row]:
+        """All evaluations, run by run."""
+        entrants = {entrant.label: entrant for entrant in self.entrants}
+        return [row for key, found in self.results.items() for row in self.rows_of(entrants[key.method], found)]
+
+    def rows_of(self, entrant: Entrant, result: Result) -> list[Row]:
+        """The evaluations of a run, and what there was when it diverged."""
+        rows, before = [], 0
+        for score in result.scores:
+            rows.append(self._row(entrant, result, score, before, diverged=False))
+            before = score.updates
+        if result.diverged is not None:
+            last = result.scores[-1]
+            end = last if last.updates >= result.diverged else Score(result.diverged, math.nan, None)
+            rows = rows[:-1] if end is last else rows
+            before = rows[-1].updates if rows else 0
+            rows.append(self._row(entrant, result, end, before, diverged=True))
+        return rows
+
+    def _row(self, entrant: Entrant, result: Result, score: Score, before: int, *, diverged: bool) -> Row:
+        samples = score.updates * self.config.microbatches * self.config.microbatch_size
+        delays = [" ".join(f"{d:g}" for d in delays) for delays in (entrant.delays_forward, entrant.delays_backward)]
+        return Row(
+            *result.key,
+            score.updates,
+            samples,
+            samples * self.task.units if self.task.unit == "tokens" else None,
+            entrant.times[score.updates],
+            _mean(result.losses[before : score.updates]),
+            _finite(score.loss),
+            score.accuracy,
+            _mean(result.norms[before : score.updates]),
+            delays[0],
+            delays[1],
+            diverged,
+        )
+
+    def at_best_rate(self, entrant: Entrant) -> list[Result]:
+        """The runs of a method at its best rate; none if none has finished."""
+        best = self.best_rate(entrant)
+        return [found for key, found in self.results.items() if (key.method, key.lr) == (entrant.label, best)]
+
+    def best_rate(self, entrant: Entrant) -> float | None:
+        """See `Summary.lr`; None if no run has finished."""
+
+        def badness(lr: float) -> tuple[int, float]:
+            ends = [_end(result) for result in runs[lr]]
+            fine = [end for end in ends if end is not None]
+            return len(ends) - len(fine), statistics.fmean(fine) if fine else math.inf
+
+        runs = self.by_rate(entrant)
+        return min(runs, key=badness, default=None)
+
+    def by_rate(self, entrant: Entrant) -> dict[float, list[Result]]:
+        """The finished runs of a method by learning rate, of the seeds that all rates were tried with.
+
+        Rates are left out that have fewer runs than others.
+        """
+        runs: dict[float, list[Result]] = {}
+        for key, result in self.results.items():
+            if key.method == entrant.label and key.seed < self.config.tuned:
+                runs.setdefault(key.lr, []).append(result)
+        most = max(map(len, runs.values()), default=0)
+        return {lr: found for lr, found in runs.items() if len(found) == most}
+
+    def summaries(self) -> list[Summary]:
+        """Of every method with a finished run."""
+        base = self.baseline
+        reference = {} if base is None else _ends(self.at_best_rate(base))
+        return [
+            self._summary(entrant, found, base, reference)
+            for entrant in self.entrants
+            if (found := self.at_best_rate(entrant))
+        ]
+
+    def _summary(
+        self, entrant: Entrant, found: Sequence[Result], base: Entrant | None, reference: Mapping[int, float]
+    ) -> Summary:
+        ends = _ends(found)
+        accuracies = [r.scores[-1].accuracy for r in found if r.diverged is None]
+        differences = [100 * (ends[seed] / reference[seed] - 1) for seed in ends if seed in reference]
+        mean = _mean(differences)
+        diverged = sum(result.diverged is not None for result in found)
+        if entrant is base:
+            mean, differences = None, []
+        return Summary(
+            entrant.label,
+            found[0].key.lr,
+            len(found),
+            diverged,
+            _mean(ends.values()),
+            _spread(ends.values()),
+            _mean(a for a in accuracies if a is not None),
+            mean,
+            _spread(differences),
+            "baseline" if entrant is base else "diverged" if diverged == len(found) else _verdict(differences),
+            entrant.times[-1],
+            max((*entrant.delays_forward, *entrant.delays_backward)),
+            statistics.fmean(result.seconds for result in found),
+        )
+
+
+def as_csv(rows: Sequence[Row] | Sequence[Summary], kind: type[Row] | type[Summary]) -> str:
+    """A table with a header; what is not known is empty, numbers are exact."""
+    text = io.StringIO()
+    names = list(kind.__dataclass_fields__)
+    writer = csv.DictWriter(text, names, lineterminator="\n")
+    writer.writeheader()
+    for row in rows:
+        values: dict[str, Any] = vars(row)
+        writer.writerow({name: "" if values[name] is None else values[name] for name in names})
+    return text.getvalue()
+
+
+def _end(result: Result) -> float | None:
+    """The validation loss at the end; None where there is none, because the run diverged."""
+    return None if result.diverged is not None else result.scores[-1].loss
+
+
+def _ends(results: Iterable[Result]) -> dict[int, float]:
+    """The same by seed."""
+    return {result.key.seed: end for result in results if (end := _end(result)) is not None}
+
+
+def _verdict(differences: Sequence[float]) -> str:
+    if not differences:
+        return "-"
+    if not any(differences):
+        return "equal"
+    spread, mean = _spread(differences), statistics.fmean(differences)
+    if spread is None or spread >= abs(mean):
+        return "not resolved"
+    return "worse" if mean > 0 else "better"
+
+
+def _mean(values: Iterable[float]) -> float | None:
+    known = list(values)
+    return _finite(sum(known) / len(known)) if known else None
+
+
+def _spread(values: Iterable[float]) -> float | None:
+    """The sample standard deviation; None of fewer than two."""
+    known = list(values)
+    return statistics.stdev(known) if len(known) > 1 else None
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

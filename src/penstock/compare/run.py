@@ -1,0 +1,108 @@
+"""Train everything that a comparison asks for, but for what is there already."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from penstock.compare.config import ComparisonConfig, Key, contenders, grid_of, keys_of
+from penstock.compare.contenders import Entrant, enter
+from penstock.compare.result_files import Records, joined
+from penstock.compare.results import Findings
+from penstock.compare.tasks import Task, make_task
+from penstock.compare.trial import Result, run_trial
+
+
+class ComparisonObserver(Protocol):
+    """Is told how far a comparison is."""
+
+    def entering(self, label: str) -> None:
+        """A method is proven, cut and simulated."""
+        ...
+
+    def started(self, task: Task, total: int, there: int) -> None:
+        """Everything can be trained; of so many runs so many have finished earlier."""
+        ...
+
+    def began(self, key: Key, batches: int) -> None:
+        """A run begins."""
+        ...
+
+    def progress(self, batches: int, loss: float) -> None:
+        """So many of its batches are done; the loss of the last one."""
+        ...
+
+    def finished(self, result: Result) -> None:
+        """It has ended, and what it has found is on the disk."""
+        ...
+
+
+class ComparisonRun:
+    """A comparison under way.
+
+    Args:
+        config: what to compare, with what the folder has already.
+        folder: where what is found is kept.
+        observer: is told how far it is.
+
+    Raises:
+        ConfigError: a method cannot be trained as asked, or the folder holds another comparison.
+        PenstockError: as `make_task` and `penstock.schedule.build.prove` say.
+    """
+
+    def __init__(self, config: ComparisonConfig, folder: Path, observer: ComparisonObserver) -> None:
+        config = joined(config, folder)
+        self._config, self._observer = config, observer
+        self._task = make_task(config, folder)
+        self._records = Records(folder, config, self._task)
+        self._entrants: list[Entrant] = []
+        for contender in contenders(config):
+            observer.entering(contender.label)
+            self._entrants.append(enter(config, self._task, contender))
+        self._records.begin()
+        self._results: dict[Key, Result] = {}
+
+    def run(self) -> Findings:
+        """Train every run that has not finished yet.
+
+        Raises:
+            PenstockError: as `Pipeline` says.
+        """
+        there = {key: found for key in grid_of(self._config) if (found := self._records.load(key)) is not None}
+        self._results |= there
+        wanted = sum(key in there for key in keys_of(self._config, self._best_rate))
+        self._observer.started(self._task, len(self._entrants) * self._config.runs, wanted)
+        entrants = {entrant.label: entrant for entrant in self._entrants}
+        with _threads(self._config.threads), torch.random.fork_rng(devices=[]):
+            for key in keys_of(self._config, self._best_rate):
+                if key not in self._results:
+                    self._observer.began(key, self._config.batches)
+                    result = run_trial(self._config, self._task, entrants[key.method], key, self._observer.progress)
+                    self._records.save(result)
+                    self._results[key] = result
+                    self._observer.finished(result)
+        return self.findings()
+
+    def _best_rate(self, label: str) -> float | None:
+        """The best rate of a method by the runs that there are; None if there are none."""
+        return self.findings().best_rate(next(e for e in self._entrants if e.label == label))
+
+    def findings(self) -> Findings:
+        """What there is so far."""
+        ordered = {key: self._results[key] for key in grid_of(self._config) if key in self._results}
+        return Findings(self._config, self._task, self._entrants, ordered)
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """Compute with so many threads meanwhile: the number changes the last bits of a sum."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,151 @@
+"""One run of a comparison: a method, a seed and a learning rate, trained by the real pipeline in this process."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+
+from torch import Tensor
+
+from penstock.compare.config import ComparisonConfig, Key
+from penstock.compare.contenders import Entrant, make_optimizers, make_pipeline
+from penstock.compare.held_out import Gatherer, Score, Scorer
+from penstock.compare.tasks import Sample, Task, training_batches
+from penstock.runtime.rank.reports import Report
+from penstock.weights.decision import Decision
+
+Told = Callable[[int, float], None]
+"""Is told, after each batch, how many are done and the loss of the last one."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run has found.
+
+    Attributes:
+        key: which.
+        scores: evaluations, the first one of the initial weights.
+        losses: of every batch, at the weights that its forwards read.
+        norms: of the gradient of every update, before it was clipped.
+        diverged: after how many batches it was noticed; None where it did not.
+        seconds: that it took.
+    """
+
+    key: Key
+    scores: tuple[Score, ...]
+    losses: tuple[float, ...]
+    norms: tuple[float, ...]
+    diverged: int | None
+    seconds: float
+
+
+def run_trial(config: ComparisonConfig, task: Task, entrant: Entrant, key: Key, tell: Told) -> Result:
+    """Train one run to its end, or until it diverges.
+
+    Args:
+        config: of the comparison.
+        task: model and data.
+        entrant: the method.
+        key: which run.
+        tell: is told how far it is.
+
+    Raises:
+        PenstockError: as `Pipeline` says. A loss that is not finite or grows is a result, not an error.
+    """
+    begun = time.perf_counter()
+    trial = _Trial(config, task, entrant, key)
+    trial.train(tell)
+    count = len(trial.losses) if trial.diverged is None else trial.diverged
+    losses = tuple(trial.losses.get(batch, math.nan) for batch in range(count))
+    norms = tuple(trial.norms().get(batch, math.nan) for batch in range(count))
+    return Result(key, tuple(trial.scores), losses, norms, trial.diverged, time.perf_counter() - begun)
+
+
+class _Trial:
+    """A run under way."""
+
+    def __init__(self, config: ComparisonConfig, task: Task, entrant: Entrant, key: Key) -> None:
+        self._config, self._task, self._key = config, task, key
+        self._scorer = Scorer(task, key.seed, config.evaluate.samples)
+        every = config.evaluate.every
+        wanted = range(every, config.batches, every)
+        self._gatherer = Gatherer(make_optimizers(config, key.lr), self._scorer.parameters, wanted)
+        first, correction = (entrant.proof, entrant.correction) if entrant.opening is None else (entrant.opening, None)
+        self._pipeline = make_pipeline(
+            config, task, first, correction, key.seed, key.lr, self._gatherer, delays=entrant.contender.delays
+        )
+        self._entrant = entrant
+        self._whole = entrant.proof.schedule.replicas == 1  # else reports are of a part of the batch
+        self._decided: dict[int, float] = {}  # norms
+        self.losses: dict[int, float] = {}
+        self.scores = [self._scorer.score(0)]
+        self.diverged: int | None = None
+        self._limit = config.spike * self.scores[0].loss
+
+    def train(self, tell: Told) -> None:
+        """All batches; fewer if it diverges."""
+        config = self._config
+        data = training_batches(self._task, self._key.seed, config.batches, config.microbatches, config.microbatch_size)
+        if self._entrant.opening is not None:
+            self._run(islice(data, self._entrant.contender.sync), tell)
+            self._pipeline.switch(self._entrant.proof, correction=self._entrant.correction)
+        if self.diverged is None:
+            self._run(data, tell)
+        if self.diverged is None:
+            self._score(config.batches, self._pipeline.state_dict())
+
+    def _run(self, data: Iterator[list[Sample]], tell: Told) -> None:
+        """One method's batches; fewer if it diverges."""
+        for report in self._pipeline.run(data):
+            self._evaluate()  # versions that were complete before this batch ended
+            self._report(report)
+            tell(report.batch + 1, self.losses.get(max(self.losses, default=0), math.nan))
+            if self.diverged is not None:
+                break
+        self._decisions(self._pipeline.decided())
+        self._evaluate()
+
+    def norms(self) -> dict[int, float]:
+        """Of every update; before it was clipped, where stages have decided on that."""
+        return self._gatherer.norms() | self._decided
+
+    def _report(self, report: Report) -> None:
+        if self._whole:
+            self._lose(report.batch, math.nan if report.loss is None else report.loss)
+        self._decisions(report.decided)
+
+    def _decisions(self, decided: Iterable[Decision]) -> None:
+        for d in decided:
+            if not self._whole:
+                self._lose(d.batch, d.loss)
+            if self._config.clip is not None:
+                self._decided[d.batch] = d.norm
+            if d.skipped:
+                self._diverge(d.batch + 1)
+
+    def _lose(self, batch: int, loss: float) -> None:
+        if self.diverged is not None:
+            return
+        self.losses[batch] = loss
+        every = self._config.evaluate.every
+        recent = [self.losses[t] for t in range(batch + 1 - every, batch + 1) if t in self.losses]
+        if not math.isfinite(loss) or (len(recent) == every and sum(recent) / every > self._limit):
+            self._diverge(batch + 1)
+
+    def _evaluate(self) -> None:
+        """Score the versions that are complete."""
+        for updates, weights in self._gatherer.complete():
+            if self.diverged is None:
+                self._score(updates, weights)
+
+    def _score(self, updates: int, weights: Mapping[str, Tensor]) -> None:
+        self.scores.append(self._scorer.score(updates, weights))
+        if not self.scores[-1].loss <= self._limit:
+            self._diverge(updates)
+
+    def _diverge(self, batches: int) -> None:
+        if self.diverged is None:
+            self.diverged = batches

@@ -1,0 +1,1 @@
+"""Worker processes: starting them, watching them, reporting how they ended."""

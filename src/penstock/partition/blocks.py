@@ -1,0 +1,146 @@
+"""A model as a list of blocks, and how the list is cut into stages."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.errors import ConfigError
+from penstock.schedule.ir.schedule import Node
+
+Blocks = Mapping[str, Any] | Sequence[Any]
+"""Modules, plain functions or `LazyBlock`s, by name or in a row (then their names are "0", "1", ...)."""
+
+
+@dataclass(frozen=True)
+class LazyBlock:
+    """A block that is made only on the rank that holds it, and with a random state of its own.
+
+    Attributes:
+        build: makes the module.
+        seed: seeds its initialisation, so that it does not depend on where the model is cut.
+        cost: relative time of its forward, for cutting; parameters of the built module if None.
+    """
+
+    build: Callable[[], nn.Module]
+    seed: int
+    cost: float | None = None
+
+    def make(self) -> nn.Module:
+        """Build the module."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed)
+            return self.build()
+
+
+def named_blocks(blocks: Blocks) -> dict[str, Any]:
+    """The blocks by name.
+
+    Raises:
+        ConfigError: there is none, one is neither a module nor a function, or two could share names of parameters.
+    """
+    if isinstance(blocks, nn.ModuleDict):
+        named = dict(blocks.items())
+    elif isinstance(blocks, Mapping):
+        named = dict(blocks)
+    elif isinstance(blocks, Sequence | nn.Sequential | nn.ModuleList):
+        named = {str(i): block for i, block in enumerate(blocks)}
+    else:
+        raise ConfigError(f"blocks must be a list or a dict of modules, got {type(blocks).__name__}")
+    if not named:
+        raise ConfigError("the model has no blocks")
+    for name, block in named.items():
+        if not callable(block) and not isinstance(block, LazyBlock):
+            raise ConfigError(f"block {name!r} is a {type(block).__name__}, neither a module nor a function")
+        outer = next((other for other in named if name.startswith(f"{other}.")), None)
+        if outer is not None:
+            raise ConfigError(
+                f"blocks {outer!r} and {name!r} may give two parameters one name; a block's name must not begin with "
+                "that of another one and a dot"
+            )
+    return named
+
+
+def cost_of(block: Any) -> float:
+    """The relative cost of a block: what it says itself, or its number of parameters."""
+    if isinstance(block, LazyBlock) and block.cost is None:
+        with torch.device("meta"):
+            block = block.build()
+    cost = getattr(block, "cost", None)
+    if cost is None and isinstance(block, nn.Module):
+        cost = sum(p.numel() for p in block.parameters())
+    return float(cost or 0.0)
+
+
+def cut_blocks(blocks: Mapping[str, Any], cuts: int, balance: Sequence[int] | None = None) -> list[list[str]]:
+    """The names of the blocks of each cut, consecutive and none empty.
+
+    Args:
+        blocks: the model.
+        cuts: how many stages.
+        balance: blocks per stage; chosen so that the costliest stage costs least if None.
+
+    Raises:
+        ConfigError: there are fewer blocks than stages, or `balance` does not fit.
+    """
+    names = list(blocks)
+    if len(names) < cuts:
+        raise ConfigError(
+            f"the model has {len(names)} blocks, which cannot be cut into {cuts} stages; use fewer stages"
+        )
+    if balance is None:
+        balance = _best_balance([cost_of(block) for block in blocks.values()], cuts)
+    elif len(balance) != cuts or min(balance) < 1 or sum(balance) != len(names):
+        raise ConfigError(
+            f"balance {list(balance)} must hold {cuts} positive numbers that add up to the model's {len(names)} blocks"
+        )
+    ends = list(accumulate(balance))
+    return [names[end - size : end] for size, end in zip(balance, ends, strict=True)]
+
+
+def deal(
+    blocks: Mapping[str, Any], parts: Sequence[Sequence[str]], nodes: Iterable[tuple[int, Node]]
+) -> dict[int, dict[Node, dict[str, Any]]]:
+    """The blocks of every node in this process: those given for the first to hold a cut, copies for the others.
+
+    Args:
+        blocks: the model.
+        parts: names of the blocks of each cut.
+        nodes: of this process, each with its pipeline.
+
+    Returns:
+        By pipeline and node.
+    """
+    dealt: dict[int, dict[Node, dict[str, Any]]] = {}
+    held: set[int] = set()
+    for replica, node in sorted(nodes, key=lambda held: (held[0], held[1].replica)):
+        own = {name: blocks[name] for name in parts[node.cut]}
+        dealt.setdefault(replica, {})[node] = copy.deepcopy(own) if node.cut in held else own
+        held.add(node.cut)
+    return dealt
+
+
+def _best_balance(costs: list[float], cuts: int) -> list[int]:
+    """Sizes of consecutive, non-empty parts with the least maximal cost (dynamic program over block and part)."""
+    sums = [0.0, *accumulate(costs)]
+    n = len(costs)
+    best = [[float("inf")] * (n + 1) for _ in range(cuts + 1)]
+    where = [[0] * (n + 1) for _ in range(cuts + 1)]
+    best[0][0] = 0.0
+    for part in range(1, cuts + 1):
+        for end in range(part, n + 1):
+            for start in range(part - 1, end):
+                value = max(best[part - 1][start], sums[end] - sums[start])
+                if value < best[part][end]:
+                    best[part][end], where[part][end] = value, start
+    sizes, end = [], n
+    for part in range(cuts, 0, -1):
+        sizes.append(end - where[part][end])
+        end = where[part][end]
+    return sizes[::-1]

@@ -1,0 +1,158 @@
+"""Parameters that stages share, such as an input and an output embedding.
+
+Every stage has a copy of its own. The copies begin equal, are given the same summed gradient, and are stepped alike; so
+they stay equal. In the global norm they count once, with the stage that comes first.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from penstock.errors import ConfigError
+from penstock.partition.blocks import LazyBlock
+
+
+@dataclass(frozen=True)
+class Tie:
+    """Parameters that the same cuts share.
+
+    Attributes:
+        cuts: in their order; the first one counts in the norm.
+        names: per cut, what the parameters are called there, in one order.
+    """
+
+    cuts: tuple[int, ...]
+    names: tuple[tuple[str, ...], ...]
+
+    def names_at(self, cut: int) -> tuple[str, ...]:
+        """What the parameters are called at a cut."""
+        return self.names[self.cuts.index(cut)]
+
+
+def find_ties(
+    blocks: Mapping[str, Any], parts: Sequence[Sequence[str]], tied: Mapping[str, str]
+) -> tuple[list[Tie], dict[str, str]]:
+    """What stages share: parameters that are one object, and those that the user says are one.
+
+    Args:
+        blocks: the model.
+        parts: names of the blocks of each cut.
+        tied: name of a parameter -> name of the one it is the same as.
+
+    Returns:
+        What different stages share, and of `tied` what lies within one stage.
+
+    Raises:
+        ConfigError: `tied` names a parameter of no block.
+    """
+    cuts, alias = _first_names(blocks, parts)
+    for name in (*tied, *tied.values()):
+        cuts.setdefault(name, _cut_of(name, blocks, parts))
+    places: dict[str, dict[int, str]] = defaultdict(dict)  # the one parameter -> cut -> its name there
+    inside: dict[str, str] = {}
+    for name in sorted(cuts, key=lambda n: (cuts[n], n in tied)):
+        here = places[_root(name, tied, alias)].setdefault(cuts[name], name)
+        if here != name and name in tied:
+            inside[name] = here
+    grouped: dict[tuple[int, ...], list[list[str]]] = defaultdict(list)
+    for names in places.values():
+        if len(names) > 1:
+            group = tuple(sorted(names))
+            grouped[group].append([names[cut] for cut in group])
+    return [Tie(group, tuple(zip(*found, strict=True))) for group, found in sorted(grouped.items())], inside
+
+
+def _first_names(blocks: Mapping[str, Any], parts: Sequence[Sequence[str]]) -> tuple[dict[str, int], dict[str, str]]:
+    """The cut of every trained parameter, and for further names of one object the first.
+
+    Raises:
+        ConfigError: stages share a module, in which each would put weights of its own.
+    """
+    cuts: dict[str, int] = {}
+    alias: dict[str, str] = {}
+    first: dict[int, str] = {}
+    homes: dict[int, int] = {}
+    for cut, part in enumerate(parts):
+        for prefix in part:
+            if not isinstance(blocks[prefix], nn.Module):
+                continue
+            for path, module in blocks[prefix].named_modules(prefix=prefix):
+                for key, parameter in module._parameters.items():
+                    if parameter is None or not parameter.requires_grad:
+                        continue
+                    if homes.setdefault(id(module), cut) != cut:
+                        raise ConfigError(
+                            f"{path}, a {type(module).__name__} with trained parameters, is one module in stages "
+                            f"{homes[id(module)]} and {cut}; give each stage a module of its own that holds the same "
+                            "parameter, as in head.weight = embedding.weight"
+                        )
+                    name = f"{path}.{key}"
+                    cuts[name] = cut
+                    alias[name] = first.setdefault(id(parameter), name)
+    return cuts, alias
+
+
+def _root(name: str, tied: Mapping[str, str], alias: Mapping[str, str]) -> str:
+    """The name that stands for all of one parameter.
+
+    Raises:
+        ConfigError: the names go round in a circle.
+    """
+    seen = {name}
+    while True:
+        following = tied.get(name, alias.get(name, name))
+        if following == name:
+            return name
+        if following in seen:
+            raise ConfigError(f"tied: {name!r} is the same as itself, by way of {following!r}")
+        seen.add(following)
+        name = following
+
+
+def _cut_of(name: str, blocks: Mapping[str, Any], parts: Sequence[Sequence[str]]) -> int:
+    """The cut of the block that a parameter belongs to."""
+    for cut, part in enumerate(parts):
+        for prefix in part:
+            if name.startswith(f"{prefix}.") and isinstance(blocks[prefix], nn.Module | LazyBlock):
+                return cut
+    raise ConfigError(f"tied: there is no block that {name!r} could be a parameter of; blocks: {', '.join(blocks)}")
+
+
+def share_inside(modules: Mapping[str, Any], tied: Mapping[str, str]) -> None:
+    """Make parameters of one stage one object.
+
+    Args:
+        modules: the blocks of the stage, made.
+        tied: name of a parameter -> name of the one it is the same as; those of other stages are left out.
+
+    Raises:
+        ConfigError: a block has no such parameter, or their shapes differ.
+    """
+    for name, owner in tied.items():
+        if any(name.startswith(f"{prefix}.") for prefix in modules):
+            module, key = _place(name, modules)
+            other, other_key = _place(owner, modules)
+            mine, theirs = getattr(module, key), getattr(other, other_key)
+            if mine.shape != theirs.shape:
+                raise ConfigError(
+                    f"tied: {name} has shape {tuple(mine.shape)}, {owner} has {tuple(theirs.shape)}; what is one "
+                    "parameter has one shape"
+                )
+            setattr(module, key, theirs)
+
+
+def _place(name: str, modules: Mapping[str, Any]) -> tuple[nn.Module, str]:
+    """The module that holds a parameter, and its name there."""
+    prefix = next(p for p in modules if name.startswith(f"{p}."))
+    path, _, key = name.removeprefix(f"{prefix}.").rpartition(".")
+    try:
+        module: nn.Module = modules[prefix].get_submodule(path)
+        module.get_parameter(key)
+    except AttributeError:
+        raise ConfigError(f"tied: block {prefix!r} has no parameter {name!r}") from None
+    return module, key

@@ -1,0 +1,346 @@
+"""Spans: how a pipeline runs from empty to empty, and what is agreed on before and left behind after.
+
+A span is what lies between two drains. Training is one span per run where evaluations and snapshots fit between two
+batches, and one span from each to the next where the pipeline must be drained for them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from functools import partial
+from itertools import islice
+
+import torch
+
+from penstock.comm.collective.gather import gather_json
+from penstock.comm.communicators import holders_of, link
+from penstock.comm.core.ranks import Team
+from penstock.comm.mesh import Groups
+from penstock.comm.p2p.nccl import LaneGroups
+from penstock.comm.p2p.routing import reads_of
+from penstock.comm.p2p.transport import Channel
+from penstock.errors import ConfigError, PenstockError, TransportError
+from penstock.runtime.rank.batch_source import Batches, Source
+from penstock.runtime.rank.evaluation import Evaluating, Evaluator
+from penstock.runtime.rank.executor import Executor
+from penstock.runtime.rank.rank import Worker
+from penstock.runtime.rank.reports import Report
+from penstock.runtime.rank.run_loop import Run, drive_all, drive_one
+from penstock.runtime.rank.snapshot import Saving, Snapshot, take
+from penstock.runtime.setup.agreeing import check_written
+from penstock.runtime.setup.initial_weights import follow_first
+from penstock.runtime.update.decisions import Evaluated
+from penstock.schedule.ir.rules import RULES
+from penstock.schedule.ir.schedule import Schedule
+from penstock.schedule.machine.batch_border import border_fault
+from penstock.schedule.methods.combine import REDUCE, Combine
+from penstock.schedule.proof.check import Proof
+from penstock.schedule.proof.node_spec import node_specs
+from penstock.weights.corrections.base import Correction
+
+_FAILED = -1
+
+
+class Spans:
+    """Of one pipeline (or several parallel ones), in this process.
+
+    Args:
+        team: all ranks.
+        workers: those of this process.
+        proof: of the training schedule.
+        forward_only: of the schedule of evaluations.
+        lane_groups: communicators for tensors, per channel and pipeline; empty where they travel over gloo.
+        holder_groups: of those that hold the same weights; empty where gradients are added in order.
+        timeout: seconds after which a missing message is an error.
+        combine: how parallel pipelines agree.
+
+    Attributes:
+        batches: that have been trained on.
+        keeps_older: the next span begins with two versions, where the rule has two.
+    """
+
+    def __init__(
+        self,
+        team: Team,
+        workers: Sequence[Worker],
+        proof: Proof,
+        forward_only: Proof,
+        lane_groups: dict[Channel, list[LaneGroups]],
+        holder_groups: Groups,
+        timeout: float,
+        combine: Combine = REDUCE,
+    ) -> None:
+        self._team, self._workers, self._timeout, self._combine = team, workers, timeout, combine
+        self._proof, self._forward_only = proof, forward_only
+        self._lane_groups, self._holder_groups = lane_groups, holder_groups
+        self.schedule = proof.schedule
+        self.batches, self.keeps_older = 0, False
+        self._bases = RULES[self.schedule.rule].bases
+        self._broken: BaseException | None = None
+        self._running = self._abandoned = self._stops = False
+        self._source: Source | None = None
+        self._last = self.schedule.node_at[self.schedule.cuts - 1, 0].rank
+        self._entrances = {n.rank for n in self.schedule.nodes if not self.schedule.predecessors[n.cut]}
+        self.reporting = workers[self._last if team.group is None else 0]
+
+    # --- training ---------------------------------------------------------------------------------------------------
+
+    def train(self, batches: Batches, save: Saving | None, evaluate: Evaluating | None) -> Iterator[Report]:
+        """Train on batches, in as many spans as it takes."""
+        if not torch.is_grad_enabled():
+            raise ConfigError("training needs gradients, but run() was called under torch.no_grad()")
+        self.check_idle()
+        self._stops = False
+        for worker in self._workers:
+            worker.decisions.stopping = False
+        stays_full = border_fault(self._proof.lowered) is None and not self._combine.spec.drains
+        if (save is None and evaluate is None) or stays_full:
+            yield from self._train_once(batches, save, evaluate)
+            return
+        rest = iter(batches)
+        while True:
+            size = min(plan.every - self.batches % plan.every for plan in (save, evaluate) if plan is not None)
+            before = self.batches
+            yield from self._train_once(islice(rest, size), None, None)
+            if self.batches - before < size:
+                return
+            self._stops |= self._source is not None and self._source.stopped
+            if evaluate is not None and evaluate.wants(self.batches):
+                self._evaluate_now(evaluate, self.batches)
+            if save is not None and save.wants(self.batches) and save.make_room(self.batches):
+                for snapshot in self.snapshots():
+                    save.sink(snapshot)
+
+    def _train_once(self, batches: Batches, save: Saving | None, evaluate: Evaluating | None) -> Iterator[Report]:
+        source = self._open(batches, self.schedule)
+        source.stopped = self._stops
+        if not self._begin(source):
+            return
+        executors = self._executors(self._proof)
+        evaluators = [] if evaluate is None else self._evaluators(evaluate)
+        older = -1 if self.keeps_older and self._bases == 2 else 0
+        runs = [
+            e.run(source, self.batches, older, at_border=evaluators[i].at_border if evaluators else None, saving=save)
+            for i, e in enumerate(executors)
+        ]
+        yield from self._span(self._drive(runs, 1), source, [*executors, *evaluators], training=True)
+
+    def _evaluators(self, evaluate: Evaluating) -> list[Evaluator]:
+        schedule = self._forward_only.schedule
+        executors, delay = self._executors(self._forward_only, Channel.EVALUATION), self._bases - 1
+        lacks = self.batches if delay and not self.keeps_older else None
+        found = []
+        for worker, executor in zip(self._workers, executors, strict=True):
+            reads = reads_of(schedule, {worker.seat.rank})
+            opened = partial(Source, microbatches=schedule.microbatches, width=self._team.width, reads=reads)
+            found.append(Evaluator(worker, executor, evaluate, opened, delay, lacks))
+        return found
+
+    def _span(
+        self, reports: Iterator[Report], source: Source, parties: Sequence[Executor | Evaluator], training: bool
+    ) -> Iterator[Report]:
+        """Pass reports on until the pipeline is empty again, whatever the caller does."""
+        count, self._running = 0, True
+        try:
+            try:
+                for report in reports:
+                    count += 1
+                    yield report
+            except GeneratorExit:  # the caller has left the loop: finish what is under way
+                if not self._abandoned:
+                    self.ask_to_stop(source)
+                    unseen = list(reports)
+                    count += len(unseen)
+                    self.reporting.decisions.give_back(
+                        [d for report in unseen for d in report.decided], [e for r in unseen for e in r.evaluated]
+                    )
+                else:
+                    self._broken = PenstockError("the run was abandoned")
+                raise
+        except GeneratorExit:
+            raise
+        except BaseException as error:
+            self._broken = error
+            raise
+        finally:
+            self._running = False
+            for party in parties:
+                party.close()
+            if self._broken is None:
+                if training:
+                    self.batches += count
+                    self.keeps_older = self.keeps_older or count > 0
+                for worker in self._workers:
+                    worker.recorder.pause()
+                    for node in worker.nodes.values():
+                        node.restore()
+                        if node.agreement is not None:
+                            node.agreement.watch.look()
+
+    def ask_to_stop(self, source: Source | None = None) -> None:
+        """Let the run under way end."""
+        source = source or self._source
+        for worker in self._workers:
+            worker.decisions.stopping = True
+        alone = self._team.width == 1 and len(self._entrances) == 1  # who asks the data is the only one to do so
+        if self._team.group is None or alone:
+            self._stops = True  # also where the run is drained just now, and another source will be opened
+            if source is not None:
+                source.stopped = True
+
+    def break_off(self, error: BaseException) -> None:
+        """Nothing can go on any more."""
+        self._broken = error
+
+    def abandon(self) -> None:
+        """Do not finish what is under way when the loop is left."""
+        self._abandoned = True
+
+    # --- between runs -----------------------------------------------------------------------------------------------
+
+    def switch(
+        self,
+        proof: Proof,
+        lane_groups: dict[Channel, list[LaneGroups]],
+        correction: Correction | None,
+        evaluate: Evaluating | None,
+    ) -> None:
+        """Go on under another schedule with the same nodes, with the pipeline drained.
+
+        Args:
+            proof: of the schedule.
+            lane_groups: communicators for its tensors.
+            correction: of its method.
+            evaluate: evaluations of the runs before and after. The last versions are evaluated now, where the schedule
+                before would have done it at its next border, and this one does not any more.
+        """
+        bases = RULES[proof.schedule.rule].bases
+        if evaluate is not None:
+            since = self.batches + 1 - (self._bases if border_fault(self._proof.lowered) is None else 0)
+            drains = border_fault(proof.lowered) is not None
+            until = self.batches + 1 if drains else self.batches - (self._bases == bases == 2)
+            for version in range(since, until):
+                if evaluate.wants(version) and (version == self.batches or self.keeps_older):
+                    self._evaluate_now(evaluate, version)
+        self.keeps_older = self.keeps_older and self._bases == bases == 2
+        self._proof, self.schedule, self._bases, self._lane_groups = proof, proof.schedule, bases, lane_groups
+        try:
+            for worker in self._workers:
+                worker.switch(proof, self.keeps_older, correction)
+        except BaseException as error:
+            self.break_off(error)  # some stages may have been switched
+            raise
+
+    def _evaluate_now(self, evaluate: Evaluating, version: int) -> None:
+        """An evaluation with the pipeline drained, of one of the versions there are."""
+        total, weight = self.evaluate(evaluate.data(), averaged=False, version=version)
+        for worker in self._workers:
+            worker.decisions.tell_all(Evaluated(version, total, weight))
+
+    def evaluate(self, batches: Batches, averaged: bool, version: int | None = None) -> tuple[float, float]:
+        """The loss sum on batches with the newest weights (or their average), and its weight, on all ranks."""
+        if averaged and any(n.store is not None and n.average is None for w in self._workers for n in w.nodes.values()):
+            raise ConfigError("there are no averaged weights; give the pipeline a decay, such as average=0.999")
+        source, found = self._open(batches, self._forward_only.schedule), []
+        if self._begin(source):
+            executors = self._executors(self._forward_only)
+            reports = self._drive([e.run(source, self.batches, 0) for e in executors], self._team.width)
+            with ExitStack() as stack:
+                for worker in self._workers:
+                    stack.enter_context(worker.evaluating(averaged, version))
+                for r in self._span(reports, source, executors, training=False):
+                    if r.loss is not None and r.weight:
+                        found.append([r.loss * r.weight, r.weight])
+            if self._team.group is not None:
+                gathered = gather_json(found, "gathering the losses of an evaluation", self._team.control)
+                found = [pair for part in gathered for pair in part]
+        return math.fsum(total for total, _ in found), math.fsum(weight for _, weight in found)
+
+    def snapshots(self) -> list[Snapshot]:
+        """The state of every stage in this process, with the pipeline drained."""
+        self.check_idle()
+        found = []
+        for worker in self._workers:
+            for node in worker.nodes.values():
+                node.refresh()
+                found.append(take(node, self.batches, worker.decisions))
+        return found
+
+    # --- the beginning of a span ------------------------------------------------------------------------------------
+
+    @property
+    def at_rest(self) -> bool:
+        """Whether nothing is under way, and nothing has broken."""
+        return self._broken is None and not self._running
+
+    def check_idle(self) -> None:
+        """Refuse to go on where a run is under way, or has broken."""
+        if self._broken is not None:
+            raise PenstockError("the pipeline broke in an earlier run and cannot go on") from self._broken
+        if self._running:
+            raise PenstockError("a run or an evaluation of this pipeline is under way; end it first")
+
+    def _open(self, batches: Batches, schedule: Schedule) -> Source:
+        self.check_idle()
+        reads = reads_of(schedule, {seat.rank for seat in self._team.seats})
+        return Source(batches, schedule.microbatches, self._team.width, reads, len(self._team.replicas))
+
+    def _begin(self, source: Source) -> bool:
+        """Make everything ready for a span; whether there is a first batch, which all ranks agree on."""
+        if not self._combine.apart:
+            follow_first(self._workers)
+        for worker in self._workers:
+            worker.recorder.begin_span()
+            for node in worker.nodes.values():
+                node.refresh()
+        check_written(self._combine, self._team, self._workers)
+        for node in (node for worker in self._workers for node in worker.nodes.values()):
+            if node.agreement is not None:
+                node.agreement.begin_span(self.batches)
+        self._source = source
+        if self._team.group is None:
+            return source.begins()
+        first = self.schedule.node_at[0, 0].rank
+        flag, failure = None, None
+        if self._team.seats[0].rank == first:
+            try:
+                flag = int(source.begins())
+            except Exception as error:  # the others must hear of it before it is raised here
+                flag, failure = _FAILED, error
+        try:
+            flags = gather_json(flag, "agreeing to start", self._team.control)
+        except TransportError as error:
+            self._broken = error
+            raise
+        if failure is not None:
+            raise failure
+        if _FAILED in flags:
+            rank = flags.index(_FAILED)
+            raise TransportError(f"rank {rank}, which holds the first stage, could not read the first batch")
+        return all(flag != 0 for flag in flags)
+
+    def _executors(self, proof: Proof, channel: Channel = Channel.TRAINING) -> list[Executor]:
+        specs = node_specs(proof.schedule, older=0)
+        lane_groups = self._lane_groups.get(channel, [])
+        combine = self._combine if channel is Channel.TRAINING and proof is self._proof else REDUCE
+        links = link(self._team, proof.lowered, specs, channel, lane_groups, self._holder_groups, combine)
+        holders = holders_of(proof.schedule, self._team.width)
+        return [
+            Executor(
+                worker,
+                proof.lowered,
+                {spec.node: spec for spec in specs if spec.node.rank == worker.seat.rank},
+                holders,
+                links[worker.seat],
+                combine,
+            )
+            for worker in self._workers
+        ]
+
+    def _drive(self, runs: list[Run], replicas: int) -> Iterator[Report]:
+        """The reports: those of the last stage where it is here, of so many pipelines."""
+        if self._team.group is not None:
+            return drive_one(runs[0], self._timeout)
+        return drive_all(runs, [replica * self._team.depth + self._last for replica in range(replicas)])

@@ -1,0 +1,1 @@
+"""The execution of one rank: its coroutine, its data, its reports, its snapshots."""

@@ -1,0 +1,96 @@
+"""Evaluation between two batches of a run, without draining the pipeline.
+
+Every rank runs forward-only passes directly before its first forward of a batch, over lanes of their own; what is in
+flight stays where it is (`penstock.schedule.machine.batch_border` says when that cannot block). They read the newest
+weights there, which are of one version on all stages. At the first border of a span with double-buffered weights there
+is a newer one already; the one before is due, and read, as it would have been had the span before gone on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from penstock.comm.core.wait import Wait
+from penstock.errors import ConfigError, DataError
+from penstock.runtime.rank.batch_source import Batches, Source
+from penstock.runtime.rank.executor import Executor
+from penstock.runtime.rank.rank import Worker
+from penstock.runtime.update.decisions import Evaluated
+
+
+class Evaluating(NamedTuple):
+    """When the newest weights are evaluated in a run, and on what.
+
+    Attributes:
+        every: versions v that are multiples of it are evaluated as soon as all stages have them: before the first
+            forward of batch v, with double-buffered weights of batch v + 1. If the run ends before, they are not.
+        data: the batches, made anew each time and the same on all ranks; at least one.
+    """
+
+    every: int
+    data: Callable[[], Batches]
+
+    def wants(self, version: int) -> bool:
+        """Whether a version is evaluated."""
+        return version > 0 and version % self.every == 0
+
+
+def check_every(what: str, every: int) -> None:
+    """Refuse what is no number of batches.
+
+    Raises:
+        ConfigError: it is not a whole number of at least 1.
+    """
+    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+        raise ConfigError(f"{what}: every must be a whole number of at least 1, got {every!r}")
+
+
+class Evaluator:
+    """The evaluations of one rank in one span of training.
+
+    Args:
+        worker: the rank.
+        executor: of the forward-only schedule.
+        evaluating: when, and on what.
+        source: opens the data.
+        delay: at the border of batch t version t - delay is read.
+        lacks: the batch at whose border that version is not alive: the first one, after a synchronous span; or None.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        executor: Executor,
+        evaluating: Evaluating,
+        source: Callable[[Batches], Source],
+        delay: int,
+        lacks: int | None,
+    ) -> None:
+        self._worker, self._executor, self._evaluating = worker, executor, evaluating
+        self._open, self._delay, self._lacks = source, delay, lacks
+
+    def at_border(self, batch: int) -> Iterator[Wait]:
+        """Evaluate before the first forward of `batch`, if it is time."""
+        version = batch - self._delay
+        if not self._evaluating.wants(version) or batch == self._lacks:
+            return
+        source = self._open(self._evaluating.data())
+        if not source.has(0):
+            raise DataError("the data of an evaluation is empty; give at least one batch, or do not evaluate")
+        total, weight, recorder = 0.0, 0.0, self._worker.recorder
+        training = recorder.span
+        recorder.begin_span()
+        with self._worker.evaluating(version=version):
+            for event in self._executor.run(source, batch, 0):
+                if isinstance(event, Wait):
+                    yield event
+                elif event.loss is not None and event.weight:
+                    total, weight = total + event.loss * event.weight, weight + event.weight
+        recorder.span = training
+        if self._worker.has_loss:
+            self._worker.decisions.note(batch, Evaluated(version, total, weight))
+
+    def close(self) -> None:
+        """Stop whatever runs in the background."""
+        self._executor.close()

@@ -1,0 +1,1 @@
+"""What is checked and built before a run begins."""

@@ -1,0 +1,161 @@
+"""What the runtime offers so far; every other proven schedule is drawn and simulated, and refused here by name."""
+
+from __future__ import annotations
+
+import torch
+
+from penstock.comm.p2p.routing import needs_decisions
+from penstock.errors import CapabilityError, ConfigError
+from penstock.partition.sequence_slices import EQUAL_SLICES, Slicing
+from penstock.schedule.ir.ops import MOVES
+from penstock.schedule.ir.rules import RULES
+from penstock.schedule.ir.schedule import Kind, Op, Schedule, passes
+from penstock.schedule.methods.combine import REDUCE, Combine
+from penstock.schedule.methods.corrections import CORRECTIONS
+from penstock.schedule.methods.table import METHODS
+from penstock.weights.corrections.base import Correction
+
+_OPS = (
+    frozenset({Op.F, Op.R, Op.B, Op.I, Op.W, Op.FUSED, Op.REDUCE, Op.TIE, Op.DECIDE, Op.STEP, Op.VALIDATE, Op.PREDICT})
+    | MOVES
+)
+_RULES = frozenset(RULES) - {"frozen"}
+_WIDE = frozenset({Op.B, Op.R})
+"""What may handle several microbatches at once."""
+
+
+def check_offered(schedule: Schedule, combine: Combine = REDUCE) -> None:
+    """Make sure that the runtime can run a schedule.
+
+    Args:
+        schedule: which.
+        combine: how parallel pipelines agree.
+
+    Raises:
+        CapabilityError: it cannot yet; the message says what is missing.
+    """
+    whole = [action for program in schedule.programs for part in program for action in part]
+    actions = [p for action in whole for p in passes(action)]
+    missing = sorted(op.value for op in {a.op for a in (*whole, *actions)} - _OPS)
+    if missing == [Op.AVERAGE.value] and combine.apart:
+        missing = []
+    if missing == [Op.AVERAGE.value]:
+        raise CapabilityError(
+            f"{schedule.name}: the runtime averages parallel pipelines where it is told how, as in "
+            "combine=Combine('average', every=4)"
+        )
+    if missing:
+        raise CapabilityError(f"{schedule.name}: the runtime does not offer {', '.join(missing)} yet")
+    if any((a.unit.count > 1 and a.op not in _WIDE) or a.unit.kind is Kind.EVAL for a in actions):
+        raise CapabilityError(
+            f"{schedule.name}: the runtime offers passes of one training microbatch so far, and whole backwards of "
+            "several"
+        )
+    if any(p.op is Op.F and p.unit.first < 0 for program in schedule.programs for p in program.period):
+        raise CapabilityError(f"{schedule.name}: the runtime offers periods that begin the forwards of their own batch")
+    if schedule.frozen and schedule.slices > 1:
+        raise CapabilityError(f"{schedule.name}: the runtime offers slices of sequences where all stages are trained")
+    if schedule.rule not in _RULES:
+        raise CapabilityError(f"{schedule.name}: the runtime does not offer version rule {schedule.rule!r} yet")
+    if RULES[schedule.rule].rebinds and Op.OFFLOAD in {a.op for a in actions}:
+        raise CapabilityError(f"{schedule.name}: graphs whose weights change meanwhile cannot be moved away")
+    if RULES[schedule.rule].rebinds and Op.W in {a.op for a in actions}:
+        raise CapabilityError(
+            f"{schedule.name}: the runtime offers backwards in two halves where they read the weights of their forward"
+        )
+    if any(len(segment) > 1 for segment in schedule.segments) and schedule.slices > 1:
+        raise CapabilityError(
+            f"{schedule.name}: the runtime offers slices of sequences with recompute of single stages, not of segments"
+        )
+    if RULES[schedule.rule].provisional:
+        _check_provisional(schedule)
+
+
+def _check_provisional(schedule: Schedule) -> None:
+    """What an update needs that does not wait for the others, and what can be done again."""
+    if needs_decisions(schedule):
+        raise CapabilityError(
+            f"{schedule.name}: an update before the decision of all stages needs the loss weight of the batch, which "
+            "does not reach every stage here"
+        )
+    if schedule.frozen or any(a.op is Op.OFFLOAD for program in schedule.programs for a in program.period):
+        raise CapabilityError(
+            f"{schedule.name}: the runtime offers updates before the decision of all stages where all stages are "
+            "trained and no activations are moved away"
+        )
+    for rank, (period, _) in enumerate(schedule.programs):
+        last = max(i for i, a in enumerate(period) if a.op is Op.VALIDATE)
+        if not any(p.op is Op.F for a in period[last:] for p in passes(a)):
+            raise CapabilityError(
+                f"{schedule.name}: rank {rank} runs all forwards before VALIDATE; the last one must come after it"
+            )
+
+
+def check_slices(schedule: Schedule, recompute: str, slicing: Slicing = EQUAL_SLICES) -> None:
+    """Make sure that what is wanted goes with slices of sequences, or with whole ones.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    if schedule.slices == 1 and slicing != EQUAL_SLICES:
+        raise ConfigError(
+            f"{schedule.name}: slicing says how sequences are cut, but this method takes whole ones; take seq1f1b or "
+            "terapipe, or leave slicing out"
+        )
+    if schedule.slices > 1 and recompute == "block":
+        raise ConfigError(
+            f"{schedule.name}: recompute='block' does not go with slices of sequences; take 'stage' or 'none'"
+        )
+
+
+def _check_uncorrected(schedule: Schedule, wanted: str) -> None:
+    """Make sure that nothing is missing where no correction is given."""
+    rule, lacks = RULES[schedule.rule], ""
+    if rule.keeps_forward:
+        lacks = "backwards read a blend of two versions, and nothing says of what shares"
+    elif rule.copies_forward:
+        lacks = "passes read predicted weights, and nothing says how they are predicted"
+    elif wanted != "none":
+        lacks = f"its correction is missing ({CORRECTIONS[wanted].summary})"
+    if lacks:
+        alike = (METHODS[schedule.name].order if schedule.name in METHODS else "", schedule.rule, "none")
+        same = [row.name for row in METHODS.values() if (row.order, row.rule, row.correction) == alike]
+        instead = f"; without it the method is {same[0]!r}" if same else ""
+        raise ConfigError(f"{schedule.name}: {lacks}; pass correction=correction_of({schedule.name!r}){instead}")
+
+
+def check_correction(
+    schedule: Schedule, correction: Correction | None, precision: torch.dtype | None, recompute: str, tied: bool
+) -> None:
+    """Make sure that a correction goes with a schedule and what else is wanted.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    method = METHODS.get(schedule.name)
+    wanted = "none" if method is None else method.correction
+    if correction is None:
+        _check_uncorrected(schedule, wanted)
+        return
+    if wanted not in ("none", correction.name):
+        raise ConfigError(
+            f"{schedule.name}: this schedule's method has correction {wanted!r}, but correction {correction.name!r} "
+            f"was given; pass correction=correction_of({schedule.name!r}), or take the other method's schedule"
+        )
+    if correction.name not in CORRECTIONS:
+        raise ConfigError(f"unknown correction {correction.name!r}; known: {', '.join(CORRECTIONS)}")
+    row = CORRECTIONS[correction.name]
+    rules = row.rules
+    if rules and schedule.rule not in rules:
+        raise ConfigError(
+            f"correction {correction.name!r} goes with version rule {' or '.join(rules)}, but {schedule.name} has rule "
+            f"{schedule.rule!r}"
+        )
+    if tied and not row.alike:
+        raise ConfigError(
+            f"{schedule.name}: correction {correction.name!r} steps every stage in its own way, so parameters which "
+            "stages share would part; untie them"
+        )
+    reason = correction.refuses(precision, "stage" if schedule.recomputed else recompute)
+    if reason is not None:
+        raise CapabilityError(f"{schedule.name}: {reason}")

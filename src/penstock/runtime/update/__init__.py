@@ -1,0 +1,1 @@
+"""What happens once per batch: gradient sums, decisions, updates, averages."""

@@ -1,0 +1,171 @@
+"""How parallel pipelines with weights of their own meet now and then: one rank's part.
+
+Every pipeline decides for itself about its updates. Only what concerns all of them is agreed on where they meet:
+whether somebody wants the run to end, and what evaluations have found. That is handed in when the gradient of the batch
+is complete, as decisions are, so that nobody waits for it where updates come later.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from penstock.comm.collective.all_reduce import Reducer
+from penstock.comm.collective.control_reduce import CONTROL_LANE, Council
+from penstock.comm.core.ranks import Holder, Members
+from penstock.comm.core.recorder import Recorder
+from penstock.comm.core.ticket import Ticket
+from penstock.comm.core.wait import Wait, wait_for
+from penstock.runtime.update.decisions import Decisions
+from penstock.schedule.ir.schedule import Action, Node, Op, existing
+from penstock.schedule.methods.combine import Combine
+from penstock.stage.node import NodeRuntime
+from penstock.timeline import Interval, Waiting
+from penstock.weights.averaging import Agreement
+
+
+class Party(NamedTuple):
+    """Who meets.
+
+    Attributes:
+        combine: how pipelines agree.
+        replica: which of them this is.
+        holders: of each cut, all nodes of all pipelines that hold it.
+        council: of all stages of all pipelines.
+        decisions: this rank's part in them.
+        recorder: takes down what happens.
+    """
+
+    combine: Combine
+    replica: int
+    holders: Mapping[int, tuple[Holder, ...]]
+    council: Council
+    decisions: Decisions
+    recorder: Recorder
+
+    def members(self, node: Node) -> tuple[Members, Holder]:
+        """Those that hold a node in each pipeline, in their order, and who this is."""
+        holders = self.holders[node.cut]
+        return tuple(h for h in holders if h.node.replica == node.replica), Holder(self.replica, node)
+
+
+class Meetings(ABC):
+    """Of one rank, for one span. Batches are counted from the start of training.
+
+    Args:
+        party: who meets.
+    """
+
+    def __init__(self, party: Party) -> None:
+        self.combine, self._party = party.combine, party
+        self._decisions, self._recorder = party.decisions, party.recorder
+        self._votes: dict[tuple[Node, int], Ticket] = {}
+
+    def existing(self, average: Action, t: int, microbatches: int, start: int) -> Action | None:
+        """An AVERAGE of the period of batch t of a span, if pipelines meet then.
+
+        Every so many batches since the start of training they do, not since that of the span, which began with batch
+        `start`.
+        """
+        always = average._replace(unit=average.unit._replace(every=1))
+        return existing(always, t, microbatches) if self.combine.meets(start + average.unit.first + t) else None
+
+    def hand_in(self, node: Node, batch: int, last: bool) -> None:
+        """Hand in what concerns all pipelines, if they meet after the update of this batch.
+
+        Args:
+            node: whose.
+            batch: which.
+            last: it has the loss that is reported.
+        """
+        if self.combine.meets(batch):
+            self._vote(node, batch, last)
+
+    @abstractmethod
+    def meet(self, node: NodeRuntime, batch: int, label: str, hold: Callable[[], None]) -> Iterator[Wait]:
+        """Wait until what is needed of the other pipelines is there.
+
+        Args:
+            node: whose.
+            batch: which.
+            label: of the action, for messages.
+            hold: takes down the bytes that are held now.
+        """
+
+    @abstractmethod
+    def end(self, node: NodeRuntime, batch: int) -> bool:
+        """Go on with what pipelines have agreed on, once `meet` is over; whether the run is to end."""
+
+    @abstractmethod
+    def drain(self, nodes: Sequence[NodeRuntime], batch: int, hold: Callable[[], None]) -> Generator[Wait, None, bool]:
+        """The span is over; wait for whatever is outstanding.
+
+        Args:
+            nodes: that are trained on this rank, with nothing in flight.
+            batch: the next one.
+            hold: takes down the bytes that are held now.
+
+        Returns:
+            Whether somebody wants the run to end.
+        """
+
+    def _vote(self, node: Node, batch: int, last: bool) -> None:
+        vote = self._votes[node, batch] = Ticket(f"{CONTROL_LANE} of all pipelines (batch {batch})")
+        share = self._decisions.common_share(batch, last)
+        self._party.council.hand_in(Holder(self._party.replica, node), batch, share, vote)
+
+    def _wait_for_vote(self, node: Node, batch: int, what: str) -> Iterator[Wait]:
+        cause = f"all pipelines: to meet after batch {batch}"
+        yield from wait_for(self._recorder, self._votes[node, batch], what, cause, Waiting.CONTROL)
+
+    def _heard(self, node: Node, batch: int) -> bool:
+        """Whether the run is to end, as far as all said with a batch."""
+        return self._decisions.agree(batch, self._votes.pop((node, batch)).result)
+
+    def _wait_for(self, ticket: Ticket, node: Node, batch: int, what: str, cause: str) -> Iterator[Wait]:
+        yield from wait_for(self._recorder, ticket, what, cause, Waiting.CONTROL)
+        start, end = self._recorder.at(ticket.made_at), self._recorder.at(ticket.done_at)
+        place, op = (node.cut, node.replica, batch), Op.AVERAGE
+        self._recorder.add(Interval(self._recorder.rank, "collective", start, end, op.value, f"{op}{batch}", *place))
+
+
+class Combining(Meetings):
+    """Where pipelines wait for sums over all of them.
+
+    Args:
+        party: who meets.
+        reducer: adds weights, and nothing else.
+    """
+
+    def __init__(self, party: Party, reducer: Reducer) -> None:
+        super().__init__(party)
+        self._reducer = reducer
+
+    def meet(self, node: NodeRuntime, batch: int, label: str, hold: Callable[[], None]) -> Iterator[Wait]:
+        """Wait until the sums over all pipelines are there."""
+        what = f"rank {self._recorder.rank}, stage {node.node.name}, {label}"
+        cause = f"the other pipelines: to average batch {batch}"
+        if isinstance(node.agreement, Agreement):
+            members, me = self._party.members(node.node)
+            sums = node.agreement.begin()
+            hold()
+            ticket = self._reducer.reduce(members, me, batch, sums)
+            yield from self._wait_for(ticket, node.node, batch, what, cause)
+            remembered = node.agreement.remembered()
+            if remembered:
+                ticket = self._reducer.reduce(members, me, batch, remembered)
+                yield from self._wait_for(ticket, node.node, batch, what, cause)
+        if (node.node, batch) in self._votes:
+            yield from self._wait_for_vote(node.node, batch, what)
+
+    def end(self, node: NodeRuntime, batch: int) -> bool:
+        """Go on with the sums."""
+        if isinstance(node.agreement, Agreement):
+            node.agreement.end()
+        return (node.node, batch) in self._votes and self._heard(node.node, batch)
+
+    def drain(self, *_: object) -> Generator[Wait, None, bool]:
+        """Nothing is outstanding: what pipelines have made since they met last stays their own."""
+        yield from ()
+        return False

@@ -1,0 +1,226 @@
+"""The decisions on batches as one rank learns them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from penstock.runtime.update.divergence import Divergence, Lookout
+from penstock.schedule.methods.combine import REDUCE, Combine
+from penstock.stage.graphs import Loss
+from penstock.weights.decision import Decision, Policy, Scaler, Share, decide
+
+
+class Evaluated(NamedTuple):
+    """What an evaluation found.
+
+    Attributes:
+        version: of the weights: how many batches they have learnt from.
+        total: the loss sum.
+        weight: what it is divided by.
+    """
+
+    version: int
+    total: float
+    weight: float
+
+    @property
+    def loss(self) -> float | None:
+        """The mean; None where the weight is zero."""
+        return self.total / self.weight if self.weight else None
+
+
+class Decisions:
+    """One rank's part in them; it lives as long as the pipeline.
+
+    Args:
+        policy: what stages decide by, the same on all ranks.
+        divisor: c, which losses are divided by.
+        delay: batches whose decision a batch does not wait for: one with double-buffered weights, also where it has
+            been made by then because the pipeline was drained.
+        divergence: what counts as one; nothing if None.
+        combine: how parallel pipelines agree; where they have weights of their own, each decides for itself, and only
+            where they meet it is told who wants the run to end, and what evaluations have found.
+        pipeline: which of them this rank is of.
+
+    Attributes:
+        stopping: this rank wants the run to end.
+        lookout: looks for a divergence.
+        weight: N of the last batch that had a loss weight; None before the first.
+        told: all evaluations that decisions have told, since the start of training.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        divisor: float,
+        delay: int,
+        divergence: Divergence | None = None,
+        combine: Combine = REDUCE,
+        pipeline: int = 0,
+    ) -> None:
+        self._clip, self._divisor, self.delay = policy.clip, divisor, delay
+        self._combine, self._pipeline, self._agreed = combine, pipeline, -1
+        self.scaler = Scaler(policy.loss_scale)
+        self.lookout = Lookout(divergence, self.scaler.scales)
+        self.stopping = False
+        self.weight: float | None = None
+        self._scales: dict[int, float] = {}  # of the batches that the last stage has begun
+        self._last: Decision | None = None
+        self._decided = -1  # the last batch
+        self._news: list[Decision] = []
+        self._guessed: dict[int, float] = {}  # factors
+        self._noted: dict[int, Evaluated] = {}  # of this pipeline, until the decision on the batch tells the others
+        self._evaluated: list[Evaluated] = []
+        self.told: list[Evaluated] = []
+
+    @property
+    def mean(self) -> float:
+        """c / N by the last batch that had a loss weight, for gradients that are over c; 1 before the first."""
+        return 1.0 if self.weight is None else self._divisor / self.weight
+
+    def scale(self, batch: int) -> float:
+        """The loss scale of a batch, on the rank of the last stage: that of its first microbatch holds for all."""
+        if batch not in self._scales:
+            early = self.delay and self._decided == batch - 1
+            self._scales[batch] = self.scaler.before if early else self.scaler.scale
+        return self._scales[batch]
+
+    def share(self, batch: int, loss: Loss | None) -> Share:
+        """What a node hands in but for its gradient; `loss` is that of the batch on the last stage, None elsewhere."""
+        share = Share() if self._combine.apart else self.common_share(batch, loss is not None)
+        if loss is None:
+            return share
+        return share._replace(loss=loss.total, weight=loss.weight, scale=self._scales.get(batch, 1.0))
+
+    def common_share(self, batch: int, last: bool) -> Share:
+        """What concerns all pipelines; `last` on a last stage, which knows of evaluations up to this batch."""
+        noted = [self._noted.pop(b) for b in sorted(self._noted) if b <= batch] if last else []
+        found, count = (math.fsum(part) for part in zip(*((n.total, n.weight) for n in noted), (0.0, 0.0), strict=True))
+        return Share(stop=float(self.stopping), evaluated=found, evaluated_weight=count)
+
+    def agree(self, batch: int, total: Share) -> bool:
+        """All pipelines have met after a batch; whether the run is to end."""
+        if total.evaluated_weight and batch != self._agreed:  # a rank that holds several nodes asks more than once
+            every = self._combine.every
+            version = (batch - self.delay) // every * every  # evaluations are of versions made by meetings
+            self.told.append(Evaluated(version, total.evaluated, total.evaluated_weight))
+            self.tell(self.told[-1])
+        self._agreed = batch
+        return bool(total.stop)
+
+    def settle(self, batch: int, weight: float, total: Share | None) -> Decision:
+        """The decision on a batch.
+
+        Args:
+            batch: its number since the start of training.
+            weight: N, as far as this pipeline knows.
+            total: the sum of all shares; None where no stage needs the others.
+        """
+        if self._last is None or self._last.batch != batch:  # a rank that holds several nodes asks more than once
+            scale = self._scales.pop(batch, 1.0)
+            if total is None:
+                alone = Share(weight=weight, scale=scale)
+                self._last = decide(batch, alone, self._divisor, None)._replace(loss=math.nan, norm=math.nan)
+            else:
+                self._last = decide(batch, total, self._divisor, self._clip)
+            self._decided = batch
+            self.weight = float(self._last.weight) if self._last.weight else self.weight
+            if total is not None and total.evaluated_weight:
+                self.tell_all(Evaluated(batch - self.delay, total.evaluated, total.evaluated_weight))
+            elif total is None and batch in self._noted:
+                self.tell(self._noted.pop(batch))
+            self.scaler.learn(self._last)
+            self.lookout.hear(self._last)
+            self._news.append(self._last)
+        return self._last
+
+    def guess(self, batch: int, weight: float) -> float:
+        """The factor of an update that waits for no other stage: as if nothing were clipped and everything finite.
+
+        Args:
+            batch: its number since the start of training.
+            weight: N of the whole batch.
+        """
+        alone = Share(weight=weight, scale=self.scaler.scale)
+        factor = self._guessed[batch] = decide(batch, alone, self._divisor, None).factor
+        return factor
+
+    def surely_rejects(self, squares: float, factor: float) -> bool:
+        """Whether a stage's own gradient, of which these are the squares, is enough for another factor than this.
+
+        With a margin for roundings, which must not decide otherwise here than for all stages.
+        """
+        return not math.isfinite(squares) or (
+            self._clip is not None and math.sqrt(squares) * factor > 1.001 * self._clip
+        )
+
+    def validate(self, batch: int, total: Share) -> Decision:
+        """The decision on a batch for which `guess` has been asked; `again` if it is not what was guessed."""
+        decision = self.settle(batch, math.nan, total)
+        if batch in self._guessed:  # a rank that holds several nodes asks more than once
+            wrong = decision.factor != self._guessed.pop(batch)
+            if wrong or self.scaler.scale != self.scaler.before:
+                self._scales.pop(batch + 1, None)  # forwards that have begun run again, under the scale of now
+                decision = self._last = self._news[-1] = decision._replace(again=True)
+        return decision
+
+    @property
+    def key(self) -> str:
+        """What its state is called among the facts of a snapshot."""
+        return f"decisions.{self._pipeline}" if self._combine.apart and self._pipeline else "decisions"
+
+    def state(self) -> dict[str, Any]:
+        """What the decisions made so far have left behind, the same on all ranks."""
+        state: dict[str, Any] = {"told": [list(found) for found in self.told]} if self.told else {}
+        state |= {} if self.weight is None else {"weight": self.weight}
+        scaler = self.scaler
+        if scaler.scales:
+            state |= {"scale": scaler.scale, "before": scaler.before, "finite_in_a_row": scaler.finite_in_a_row}
+        watched = self.lookout.state()
+        return state | ({"lookout": watched} if watched else {})
+
+    def load(self, batch: int, state: Mapping[str, Any]) -> None:
+        """Go on where `state` was taken, with the next batch."""
+        self.told = [Evaluated(*found) for found in state.get("told", ())]
+        self.weight = state.get("weight")
+        if "scale" in state and self.scaler.scales:
+            self.scaler.scale, self.scaler.before = state["scale"], state["before"]
+            self.scaler.finite_in_a_row = int(state["finite_in_a_row"])
+        self.lookout.load(state.get("lookout", {}))
+        self._decided, self._last, self._agreed = batch - 1, None, -1
+        self._scales.clear()
+        self._guessed.clear()
+        self._news.clear()
+        self._noted.clear()
+        self._evaluated.clear()
+
+    def note(self, batch: int, found: Evaluated) -> None:
+        """This pipeline's part of an evaluation before `batch`; it is told with the decision on that batch."""
+        self._noted[batch] = found
+
+    def tell(self, found: Evaluated) -> None:
+        """What an evaluation found is known."""
+        self._evaluated.append(found)
+
+    def tell_all(self, found: Evaluated) -> None:
+        """The same where all ranks know of it; once of each version, which two methods may evaluate at a border."""
+        if all(found.version != other.version for other in self.told):
+            self.told.append(found)
+            self.tell(found)
+
+    def evaluated(self) -> tuple[Evaluated, ...]:
+        """The evaluations that have become known since the last call."""
+        found, self._evaluated = tuple(self._evaluated), []
+        return found
+
+    def give_back(self, unseen: list[Decision], evaluated: list[Evaluated]) -> None:
+        """Nobody has seen these, which calls of `news` and `evaluated` returned."""
+        self._news = unseen + self._news
+        self._evaluated = evaluated + self._evaluated
+
+    def news(self) -> tuple[Decision, ...]:
+        """What has been decided since the last call."""
+        news, self._news = tuple(self._news), []
+        return news

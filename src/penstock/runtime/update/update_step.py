@@ -1,0 +1,163 @@
+"""How a rank's updates come about: what is reduced, what is decided together, and the step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from penstock.comm.collective.all_reduce import Reducer
+from penstock.comm.collective.control_reduce import CONTROL_LANE, Council
+from penstock.comm.core.ranks import Holder
+from penstock.comm.core.recorder import Recorder
+from penstock.comm.core.ticket import Ticket, after_all
+from penstock.comm.core.wait import Wait, wait_for
+from penstock.runtime.update.decisions import Decisions
+from penstock.runtime.update.tied_gradients import Tying
+from penstock.schedule.ir.schedule import Node, Op
+from penstock.stage.graphs import Loss
+from penstock.stage.node import NodeRuntime
+from penstock.timeline import Interval, Waiting
+from penstock.weights.decision import Decision
+
+_OTHERS = {
+    Op.REDUCE: "the other pipelines: to reduce",
+    Op.TIE: "stages that share parameters: to add up",
+    Op.DECIDE: "all stages: to decide on",
+}
+
+
+class Updates:
+    """Of one rank, for one span. Batches are counted from the start of training.
+
+    Args:
+        replica: which of the parallel pipelines.
+        holders: of each cut, all nodes of all parallel pipelines that hold it.
+        reducer: adds gradients.
+        tying: adds those of parameters that stages share.
+        council: adds what stages know.
+        decisions: this rank's part in them.
+        recorder: takes down what happens.
+        provisional: updates do not wait for decisions.
+    """
+
+    def __init__(
+        self,
+        replica: int,
+        holders: Mapping[int, tuple[Holder, ...]],
+        reducer: Reducer,
+        tying: Tying,
+        council: Council,
+        decisions: Decisions,
+        recorder: Recorder,
+        provisional: bool,
+    ) -> None:
+        self.provisional = provisional
+        self._pipelines = len({holder.replica for holder in holders[0]})
+        self._replica, self._holders = replica, holders
+        self._reducer, self._tying, self._council = reducer, tying, council
+        self._decisions, self._recorder = decisions, recorder
+        self._sums: dict[tuple[Node, int], list[tuple[Op, Ticket]]] = {}
+        self._votes: dict[tuple[Node, int], Ticket] = {}
+        self._squares: dict[tuple[Node, int], Ticket] = {}  # of gradients that may change before the vote is over
+
+    def reduce(self, node: NodeRuntime, batch: int) -> None:
+        """Begin to add the gradient of a batch to those of all that hold the same weights."""
+        members, me = self._holders[node.node.cut], Holder(self._replica, node.node)
+        ticket = self._reducer.reduce(members, me, batch, node.gradient(batch))
+        self._sums[node.node, batch] = [(Op.REDUCE, ticket)]
+
+    def tie(self, node: NodeRuntime, batch: int) -> None:
+        """Begin to add the gradients of parameters that this stage shares with others."""
+        sums = self._sums.setdefault((node.node, batch), [])
+        sums.append((Op.TIE, self._tying.join(node, batch, [ticket for _, ticket in sums])))
+
+    def hand_in(self, node: NodeRuntime, batch: int, loss: Loss | None) -> None:
+        """Hand in what a node knows of a batch, as soon as its gradient is that of all that hold its weights.
+
+        Args:
+            node: whose share.
+            batch: of which.
+            loss: of the batch on the last stage; None elsewhere.
+        """
+        me = Holder(self._replica, node.node)
+        counts = me == self._holders[node.node.cut][0]  # the others hold the same gradient
+        before = [ticket for _, ticket in self._sums.get((node.node, batch), ())]
+        share = self._decisions.share(batch, loss)  # now: what is asked for meanwhile is for the next batch
+        vote = self._votes[node.node, batch] = Ticket(f"{CONTROL_LANE} of all stages (batch {batch})")
+        taken = Ticket(f"the norm of stage {node.node.name} (batch {batch})") if self.provisional else None
+        if taken is not None:
+            self._squares[node.node, batch] = taken
+
+        def act() -> None:
+            failure = next((ticket.error for ticket in before if ticket.error is not None), None)
+            if failure is not None:
+                vote.complete(error=failure)
+                if taken is not None:
+                    taken.complete(error=failure)
+                return
+            try:
+                squares = node.gradient_squares(batch) if counts else (0.0, 0.0)
+                if taken is not None:
+                    taken.complete(node.all_squares(batch))
+                self._council.hand_in(me, batch, share._replace(squares=squares[0], rest=squares[1]), vote)
+            except Exception as error:  # this may be the reducer's thread; the executor raises it where it waits
+                vote.complete(error=error)
+                if taken is not None and not taken.done:
+                    taken.complete(error=error)
+
+        after_all(before, act)
+
+    def wait(self, node: Node, batch: int, action: Op, label: str) -> Iterator[Wait]:
+        """Wait for what the update of a batch (STEP), or the decision on it (VALIDATE), needs of others."""
+        what, place = f"rank {self._recorder.rank}, stage {node.name}, {label}", (node.cut, node.replica, batch)
+        tickets = list(self._sums.get((node, batch), ())) if action is Op.STEP else []
+        if (node, batch) in self._votes and (action is Op.VALIDATE or not self.provisional):
+            tickets.append((Op.DECIDE, self._votes[node, batch]))
+        for op, ticket in tickets:
+            cause = f"{_OTHERS[op]} batch {batch}"
+            yield from wait_for(self._recorder, ticket, what, cause, Waiting.CONTROL)
+            start, end = self._recorder.at(ticket.made_at), self._recorder.at(ticket.done_at)
+            row = self._recorder.rank
+            self._recorder.add(Interval(row, "collective", start, end, op.value, f"{op}{batch}", *place))
+        if action is Op.STEP and (node, batch) in self._squares:
+            cause = "the norm of its own gradient"
+            yield from wait_for(self._recorder, self._squares[node, batch], what, cause, Waiting.CONTROL)
+
+    def step(self, node: NodeRuntime, batch: int, weight: float, keeps_old: bool) -> Decision:
+        """Make the update of a batch, or skip it, once `wait` is over.
+
+        Args:
+            node: whose.
+            batch: which.
+            weight: N, as far as this pipeline knows.
+            keeps_old: the version before stays readable.
+        """
+        self._sums.pop((node.node, batch), None)
+        vote = self._votes.pop((node.node, batch), None)
+        decision = self._decisions.settle(batch, weight, vote.result if vote is not None else None)
+        node.step(batch, decision.factor, keeps_old)
+        node.mean = self._decisions.mean
+        return decision
+
+    def try_step(self, node: NodeRuntime, batch: int, weight: float) -> None:
+        """Make the update of a batch without knowing the others' gradients, once `wait` is over.
+
+        Args:
+            node: whose.
+            batch: which.
+            weight: N of this pipeline's part; the other pipelines' parts are taken to be the same.
+        """
+        self._sums.pop((node.node, batch), None)
+        factor = self._decisions.guess(batch, weight * self._pipelines)
+        squares: float = self._squares.pop((node.node, batch)).result
+        node.try_step(batch, 0.0 if self._decisions.surely_rejects(squares, factor) else factor)
+
+    def rejects(self, node: Node, batch: int) -> bool:
+        """Whether the update of a batch was not what all have decided, once `wait` is over."""
+        return self._decisions.validate(batch, self._votes[node, batch].result).again
+
+    def validate(self, node: NodeRuntime, batch: int) -> Decision:
+        """Make the update of a batch again if it has to be."""
+        decision = self._decisions.validate(batch, self._votes.pop((node.node, batch)).result)
+        node.settle_step(batch, decision)
+        node.mean = self._decisions.mean
+        return decision

@@ -1,0 +1,1 @@
+"""The vocabulary of schedules: actions, operations, orders, placements and version rules."""

@@ -1,0 +1,181 @@
+"""The registry of operations: on which lane each runs, what it needs and gives, how it changes activation memory.
+
+Dependencies are expressed in *facts*. A fact says that something exists at a cut for one microbatch (and slice): its
+forward output ("F"), the same again after a rejected version ("A"), the gradient of its input ("G"), its recomputed
+activations ("R"), those that it has parked with another rank ("P"), or had back from there ("U"). Whoever lowers,
+checks or simulates a schedule asks the registry; nobody else knows what an operation depends on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from types import MappingProxyType
+from typing import NamedTuple
+
+from penstock.schedule.ir.schedule import Action, Kind, Op, Payload, Schedule
+
+
+class Lane(StrEnum):
+    """Where an operation occupies time."""
+
+    COMPUTE = "compute"
+    TRANSFER = "transfer"  # one lane per (peer, direction, payload)
+    COLLECTIVE = "collective"  # one lane per (group, operation)
+    COPY = "copy"  # device to host and back
+
+
+class Fact(NamedTuple):
+    """`what` exists at (cut, replica) for a microbatch and slice."""
+
+    what: str
+    cut: int
+    replica: int
+    microbatch: int
+    slice: int = 0
+
+
+PAYLOAD_OF_FACT: Mapping[str, Payload] = MappingProxyType(
+    {"F": Payload.ACTIVATION, "A": Payload.REPAIR, "G": Payload.GRADIENT, "R": Payload.RECOMPUTE}
+    | dict.fromkeys("PU", Payload.PARKED)
+)
+
+
+@dataclass(frozen=True)
+class OpSpec:
+    """What the registry knows of one operation.
+
+    Attributes:
+        lane: where it occupies time.
+        gives: the facts that hold once it is done.
+        needs: the facts that must hold before it starts.
+        memory: activation memory taken at its start and given back at its end, as a function of the schedule, of the
+            activations of the action's unit, and of what of them is left between I and W.
+    """
+
+    lane: Lane
+    gives: Callable[[Action], Iterator[Fact]]
+    needs: Callable[[Action, Schedule], Iterator[Fact]]
+    memory: Callable[[Action, Schedule, int, int], tuple[int, int]]
+
+
+def _facts(what: str, action: Action) -> Iterator[Fact]:
+    cut, replica, _ = action.node
+    piece = action.unit.slice[0] if action.unit.slice else 0
+    for microbatch in action.unit.microbatches:
+        yield Fact(what, cut, replica, microbatch, piece)
+
+
+def _forward_needs(action: Action, schedule: Schedule) -> Iterator[Fact]:
+    for fact in _facts("F", action):
+        for edge in schedule.predecessors[fact.cut]:
+            yield fact._replace(cut=edge.source)
+        if fact.slice:  # sequence slices: keys and values of the slice before
+            yield fact._replace(slice=fact.slice - 1)
+
+
+def _redo_needs(action: Action, schedule: Schedule) -> Iterator[Fact]:
+    """What the forwards before have made again; the rest of its input is what it was."""
+    for fact in _facts("A", action):
+        for edge in schedule.predecessors[fact.cut]:
+            yield fact._replace(cut=edge.source)
+
+
+def _backward_needs(action: Action, schedule: Schedule) -> Iterator[Fact]:
+    yield from _facts("F", action)
+    if recomputes(schedule, action):
+        yield from _facts("R", action)
+    for fact in _facts("G", action):
+        for edge in schedule.successors[fact.cut]:
+            if edge.backward:
+                yield fact._replace(cut=edge.target)
+        if action.unit.slice and fact.slice + 1 < action.unit.slice[1]:
+            yield fact._replace(slice=fact.slice + 1)
+
+
+def _recompute_needs(action: Action, schedule: Schedule) -> Iterator[Fact]:
+    yield from _facts("F", action)
+    before = schedule.segment_before(action.node.cut)
+    if before is not None:
+        for fact in _facts("R", action):
+            yield fact._replace(cut=before)
+
+
+def recomputes(schedule: Schedule, action: Action) -> bool:
+    """Whether the backward of this action's unit waits for a recompute."""
+    return action.unit.kind is Kind.TRAIN and action.node.cut in schedule.recomputed
+
+
+def _forward_memory(action: Action, schedule: Schedule, whole: int, _held: int) -> tuple[int, int]:
+    if action.unit.kind is Kind.EVAL or action.node.cut in schedule.frozen:
+        return (whole, -whole)
+    return (0, 0) if recomputes(schedule, action) else (whole, 0)
+
+
+def _parked(what: str, action: Action) -> Iterator[Fact]:
+    """Facts of activations that are moved: of the node's own, or for its peer; none where only the host takes part."""
+    if action.peer is not None:
+        owner = action.peer if action.op in (Op.HOLD, Op.RETURN) else action.node
+        yield from _facts(what, action._replace(node=owner))
+
+
+def _hold_memory(action: Action, schedule: Schedule, whole: int, _held: int) -> tuple[int, int]:
+    """Of a microbatch that its owner will recompute nothing was sent."""
+    taken = 0 if action.peer is None or action.peer.cut in schedule.recomputed else whole
+    return (taken, 0) if action.op is Op.HOLD else (0, -taken)
+
+
+def _offload_memory(action: Action, schedule: Schedule, whole: int, _held: int) -> tuple[int, int]:
+    """Of a microbatch that will be recomputed only the input is there to be moved."""
+    return (0, 0) if recomputes(schedule, action) else (0, -whole)
+
+
+def _fetch_memory(action: Action, schedule: Schedule, whole: int, _held: int) -> tuple[int, int]:
+    return (0, 0) if recomputes(schedule, action) else (whole, 0)
+
+
+def _none(_action: Action, _schedule: Schedule | None = None) -> Iterator[Fact]:
+    return iter(())
+
+
+def _plain(lane: Lane) -> OpSpec:
+    return OpSpec(lane, _none, _none, lambda _a, _s, _w, _h: (0, 0))
+
+
+OPS: Mapping[Op, OpSpec] = MappingProxyType(
+    {
+        Op.F: OpSpec(Lane.COMPUTE, lambda a: _facts("F", a), _forward_needs, _forward_memory),
+        Op.B: OpSpec(Lane.COMPUTE, lambda a: _facts("G", a), _backward_needs, lambda _a, _s, w, _h: (0, -w)),
+        Op.I: OpSpec(Lane.COMPUTE, lambda a: _facts("G", a), _backward_needs, lambda _a, _s, w, h: (0, h - w)),
+        Op.W: OpSpec(Lane.COMPUTE, _none, lambda a, _s: _facts("G", a), lambda _a, _s, _w, h: (0, -h)),
+        Op.R: OpSpec(Lane.COMPUTE, lambda a: _facts("R", a), _recompute_needs, lambda _a, _s, w, _h: (w, 0)),
+        Op.REDO: OpSpec(Lane.COMPUTE, lambda a: _facts("A", a), _redo_needs, lambda _a, _s, _w, _h: (0, 0)),
+        Op.STEP: _plain(Lane.COMPUTE),
+        Op.PREDICT: _plain(Lane.COMPUTE),
+        Op.VALIDATE: _plain(Lane.COMPUTE),
+        Op.REDUCE: _plain(Lane.COLLECTIVE),
+        Op.TIE: _plain(Lane.COLLECTIVE),
+        Op.DECIDE: _plain(Lane.COLLECTIVE),
+        Op.AVERAGE: _plain(Lane.COLLECTIVE),
+        Op.GATHER: _plain(Lane.COLLECTIVE),
+        Op.RELEASE: _plain(Lane.COMPUTE),
+        Op.OFFLOAD: OpSpec(Lane.COPY, lambda a: _parked("P", a), _none, _offload_memory),
+        Op.FETCH: OpSpec(Lane.COPY, _none, lambda a, _s: _parked("U", a), _fetch_memory),
+        Op.HOLD: OpSpec(Lane.COPY, _none, lambda a, _s: _parked("P", a), _hold_memory),
+        Op.RETURN: OpSpec(Lane.COPY, lambda a: _parked("U", a), _none, _hold_memory),
+        Op.SEND: _plain(Lane.TRANSFER),
+        Op.RECV: _plain(Lane.TRANSFER),
+    }
+)
+
+PASSES: frozenset[Op] = frozenset({Op.F, Op.B, Op.I, Op.W, Op.R, Op.REDO})
+"""Operations on microbatches that read weights."""
+
+MOVES: frozenset[Op] = frozenset({Op.OFFLOAD, Op.FETCH, Op.HOLD, Op.RETURN})
+"""Operations on microbatches that move what a forward has kept."""
+
+
+def gives(action: Action) -> list[Fact]:
+    """The facts that hold once an action is done."""
+    return [fact for part in action.parts or (action,) for fact in OPS[part.op].gives(part)]

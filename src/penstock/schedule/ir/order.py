@@ -1,0 +1,107 @@
+"""What an order function returns: the passes of each rank, without updates and versions.
+
+An order answers one question only: in which sequence does each rank run its passes? Where the weights are updated
+and which version a pass reads is the business of the version rule (`penstock.schedule.ir.rules`).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from penstock.errors import ConfigError
+from penstock.schedule.ir.schedule import WINDOW, Action, Edge, Kind, Node, Op, Program, Unit, chain, straight
+
+
+@dataclass(frozen=True)
+class Order:
+    """The passes of one period (and of the epilogue) on every rank.
+
+    Attributes:
+        programs: per rank, actions without reads; units as in `penstock.schedule.ir.schedule`.
+        nodes: the stages; one cut per rank unless told otherwise.
+        edges: data flow between cuts; a chain unless told otherwise.
+        frozen, segments, window: as in `penstock.schedule.ir.schedule.Schedule`.
+    """
+
+    programs: tuple[Program, ...]
+    nodes: tuple[Node, ...]
+    edges: tuple[Edge, ...]
+    frozen: frozenset[int] = frozenset()
+    segments: tuple[tuple[int, ...], ...] = ()
+    window: int = WINDOW
+
+    @property
+    def endless(self) -> bool:
+        """Whether backwards of one batch run in the period of a later one, so that batches overlap."""
+        return any(program.epilogue for program in self.programs)
+
+
+OrderFunction = Callable[..., "Order | Sequence[Iterable[Action | str]]"]
+"""(stages, microbatches, options) -> Order, or per rank the passes of one flushed batch as actions or text."""
+
+Options = Mapping[str, int]
+NO_OPTIONS: Options = MappingProxyType({})
+
+
+def options_of(function: OrderFunction) -> dict[str, int | None]:
+    """The options of an order and their defaults."""
+    parameters = inspect.signature(function).parameters.values()
+    return {p.name: p.default for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
+
+
+def check_options(
+    function: OrderFunction, options: Options, others: Mapping[str, OrderFunction] = MappingProxyType({})
+) -> None:
+    """Make sure that an order has these options.
+
+    Args:
+        function: the order.
+        options: that it is to have.
+        others: orders that may have them instead, by name.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    known, name = options_of(function), name_of(function, others)
+    for option in options:
+        if option not in known:
+            offers = f"it has {', '.join(known)}" if known else "it has none"
+            owners = ", ".join(name for name, other in others.items() if option in options_of(other))
+            hint = f". Leave it out, or take an order that has it: {owners}" if owners else ""
+            raise ConfigError(f"order {name} has no option {option!r}; {offers}{hint}")
+
+
+def name_of(function: OrderFunction, known: Mapping[str, OrderFunction]) -> str:
+    """The name under which an order is known, or else that of its function."""
+    return next((name for name, other in known.items() if other is function), getattr(function, "__name__", "order"))
+
+
+def make_order(
+    ranks: Sequence[Iterable[Action]],
+    epilogues: Sequence[Iterable[Action]] | None = None,
+    nodes: tuple[Node, ...] | None = None,
+    edges: tuple[Edge, ...] | None = None,
+    window: int = WINDOW,
+) -> Order:
+    """An order from per-rank lists of passes; a straight chain of one cut per rank unless told otherwise."""
+    nodes = nodes or straight(len(ranks))
+    tails: Sequence[Iterable[Action]] = epilogues or [()] * len(ranks)
+    programs = tuple(Program(tuple(p), tuple(e)) for p, e in zip(ranks, tails, strict=True))
+    edges = chain(1 + max(n.cut for n in nodes)) if edges is None else edges
+    return Order(programs, nodes, edges, window=window)
+
+
+def pass_of(op: Op, microbatch: int, node: Node, kind: Kind = Kind.TRAIN) -> Action:
+    """One pass over one microbatch."""
+    return Action(op, node, Unit(microbatch, kind=kind))
+
+
+def alternate(forwards: Sequence[Action], backwards: Sequence[Action], ahead: int) -> list[Action]:
+    """A warm-up of `ahead` forwards, then one forward and one backward in turn, then the backwards that are left."""
+    found = list(forwards[:ahead])
+    for k in range(max(len(forwards) - ahead, 0)):
+        found += [forwards[ahead + k], backwards[k]]
+    return found + list(backwards[max(len(forwards) - ahead, 0) :])

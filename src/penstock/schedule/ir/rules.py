@@ -1,0 +1,235 @@
+"""Version rules: which weights a pass reads, and when a version is born.
+
+Version v of a node is its weights after v decided batches; STEP of batch t bears version t+1. A rule says from which
+`Source` forwards, backwards and recomputes read, and where in the order the updates stand.
+`penstock.schedule.transforms.apply_rule` writes both into an order; `penstock.schedule.proof.check` proves them again,
+independently, by playing the schedule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from types import MappingProxyType
+
+
+class Source(StrEnum):
+    """Where the weights of a pass come from."""
+
+    BATCH = "batch"  # version t for batch t: every earlier update is in
+    PREVIOUS = "previous"  # version t-1 for batch t
+    NEWEST = "newest"  # whatever the node has when the pass runs
+    ADMISSION = "admission"  # what the first cut had when the microbatch entered the pipeline
+    FORWARD = "forward"  # what the forward of the same unit read
+    COPY = "copy"  # a derived copy, born by a PREDICT on the same node
+
+
+class Placing(StrEnum):
+    """Where a STEP stands in the order."""
+
+    END = "end"  # at the end of the batch's period, when nothing is in flight
+    LATE = "late"  # directly before the first forward of batch t+2
+    EARLY = "early"  # directly after the batch's last backward
+
+
+class Update(StrEnum):
+    """Where an update writes the version it bears."""
+
+    IN_PLACE = "in place"  # over the version it starts from
+    COPY_ON_WRITE = "copy on write"  # in place, unless something still reads the version it starts from
+    ROTATE = "rotate"  # into the buffer of its gradient; the version it starts from stays
+    APART = "apart"  # into a third buffer; version and gradient stay until the update is valid, to do it again if not
+
+
+@dataclass(frozen=True)
+class VersionRule:
+    """One row of the table of rules.
+
+    Attributes:
+        forward, backward, recompute: where each kind of pass reads its weights.
+        step: where updates stand.
+        update: where an update writes.
+        bases: how many versions a span hands to the next one (2: the newest and the one before).
+        buffers: parameter-sized buffers (versions and gradients together) per node, or None: as many as it takes.
+        provisional: a version may be read by forwards before VALIDATE has decided it.
+        keeps_forward: backwards read a copy, but making it takes the version that the forward read.
+        shares: the first microbatch of a batch makes the copies, and all of the batch read them.
+    """
+
+    name: str
+    summary: str
+    forward: Source
+    backward: Source
+    step: Placing
+    update: Update
+    recompute: Source = Source.FORWARD
+    bases: int = 1
+    buffers: int | None = None
+    provisional: bool = False
+    keeps_forward: bool = False
+    shares: bool = False
+
+    @property
+    def pins(self) -> bool:
+        """Whether a microbatch in flight keeps the version alive that its forward read."""
+        return (self.backward is Source.FORWARD and not self.copies_forward) or self.keeps_forward
+
+    @property
+    def copies_forward(self) -> bool:
+        """Whether forwards read copies."""
+        return self.forward is Source.COPY
+
+    @property
+    def copies_backward(self) -> bool:
+        """Whether backwards read copies of their own."""
+        return self.backward is Source.COPY
+
+    @property
+    def keeps_copy(self) -> bool:
+        """Whether backwards read the copy that their forward read."""
+        return self.copies_forward and self.backward is Source.FORWARD
+
+    @property
+    def rebinds(self) -> bool:
+        """Whether backwards read other weights than their forwards."""
+        return self.backward is not Source.FORWARD
+
+
+_RULES = (
+    VersionRule(
+        "flush",
+        "one version; the pipeline is empty at every update",
+        forward=Source.BATCH,
+        backward=Source.FORWARD,
+        step=Placing.END,
+        update=Update.IN_PLACE,
+        buffers=2,
+    ),
+    VersionRule(
+        "double-buffer",
+        "batch t reads version max(t-1, 0) everywhere (PipeDream-2BW, arXiv 2006.09503, sec. 3.1)",
+        forward=Source.PREVIOUS,
+        backward=Source.FORWARD,
+        step=Placing.LATE,
+        update=Update.ROTATE,
+        bases=2,
+        buffers=3,
+    ),
+    VersionRule(
+        "stash",
+        "forwards read the newest version of their stage and backwards the same one (PipeDream, arXiv 1806.03377)",
+        forward=Source.NEWEST,
+        backward=Source.FORWARD,
+        step=Placing.EARLY,
+        update=Update.COPY_ON_WRITE,
+    ),
+    VersionRule(
+        "vertical-sync",
+        "every stage reads the version that the first stage had at admission (PipeDream, arXiv 1806.03377)",
+        forward=Source.ADMISSION,
+        backward=Source.FORWARD,
+        step=Placing.EARLY,
+        update=Update.COPY_ON_WRITE,
+    ),
+    VersionRule(
+        "newest",
+        "every pass reads the newest version of its stage; no stash (PipeMare, arXiv 1910.05124)",
+        forward=Source.NEWEST,
+        backward=Source.NEWEST,
+        recompute=Source.NEWEST,
+        step=Placing.EARLY,
+        update=Update.IN_PLACE,
+        buffers=2,
+    ),
+    VersionRule(
+        "predicted",
+        "forwards and backwards read copies that a PREDICT on their node made of the newest version",
+        forward=Source.COPY,
+        backward=Source.COPY,
+        recompute=Source.COPY,
+        step=Placing.EARLY,
+        update=Update.IN_PLACE,
+        buffers=2,
+    ),
+    VersionRule(
+        "predicted-shared",
+        "as predicted, but all microbatches of a batch read the copies that the first one made (XPipe, 1911.04610)",
+        forward=Source.COPY,
+        backward=Source.COPY,
+        recompute=Source.COPY,
+        step=Placing.EARLY,
+        update=Update.IN_PLACE,
+        buffers=2,
+        shares=True,
+    ),
+    VersionRule(
+        "predicted-forward",
+        "forwards read a copy that was predicted, backwards the newest version (PipeOptim, arXiv 2312.00839)",
+        forward=Source.COPY,
+        backward=Source.NEWEST,
+        recompute=Source.COPY,
+        step=Placing.EARLY,
+        update=Update.IN_PLACE,
+        buffers=2,
+    ),
+    VersionRule(
+        "predicted-stash",
+        "forwards read a copy that was predicted, backwards the same one (second form in SpecTrain's code)",
+        forward=Source.COPY,
+        backward=Source.FORWARD,
+        step=Placing.EARLY,
+        update=Update.IN_PLACE,
+        buffers=2,
+    ),
+    VersionRule(
+        "blended",
+        "backwards read a blend of their forward's version and the newest one (I-TiMePReSt, arXiv 2509.23241)",
+        forward=Source.NEWEST,
+        backward=Source.COPY,
+        step=Placing.EARLY,
+        update=Update.COPY_ON_WRITE,
+        keeps_forward=True,
+    ),
+    VersionRule(
+        "admitted-newest",
+        "forwards read what the first stage had at admission, backwards the newest version (TiMePReSt, 2410.14312)",
+        forward=Source.ADMISSION,
+        backward=Source.NEWEST,
+        recompute=Source.NEWEST,
+        step=Placing.EARLY,
+        update=Update.COPY_ON_WRITE,
+    ),
+    VersionRule(
+        "provisional",
+        "as flush, but forwards may read a version before its VALIDATE (zero bubble's post-validation, 2401.10241)",
+        forward=Source.BATCH,
+        backward=Source.FORWARD,
+        step=Placing.END,
+        update=Update.APART,
+        buffers=3,
+        provisional=True,
+    ),
+    VersionRule(
+        "provisional-in-place",
+        "as provisional, but a rejected update is undone by arithmetic, without copies (2401.10241, app. on rollback)",
+        forward=Source.BATCH,
+        backward=Source.FORWARD,
+        step=Placing.END,
+        update=Update.IN_PLACE,
+        buffers=2,
+        provisional=True,
+    ),
+    VersionRule(
+        "frozen",
+        "nothing is updated: evaluation",
+        forward=Source.NEWEST,
+        backward=Source.FORWARD,
+        step=Placing.END,
+        update=Update.IN_PLACE,
+        buffers=1,
+    ),
+)
+
+RULES: Mapping[str, VersionRule] = MappingProxyType({rule.name: rule for rule in _RULES})
+"""Every version rule by its name."""

@@ -1,0 +1,381 @@
+"""The schedule: which rank does what, in which order, on which weights.
+
+A `Schedule` is a frozen value with one `Program` per rank. A program has a *period*, written once for every
+batch t >= 0, and an *epilogue* that drains the pipeline:
+
+    period of batch 0, period of batch 1, ..., period of batch T-1, epilogue
+
+In a period every number is relative to batch t: microbatch 3 is the fourth of batch t, microbatch -1 is the last
+of batch t-1, `STEP[t-2]` belongs to batch t-2, and version t-1 is the weights after t-1 batches. Actions
+that would belong to a batch or microbatch before the first one vanish: that is the prologue. In an epilogue the
+numbers are relative to T, the batch after the last one.
+
+Times, costs and tensors live elsewhere; this module is only the vocabulary (docs/ir.md shows every method in it).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+from typing import NamedTuple
+
+WINDOW = 2  # messages that are outstanding on a lane, unless a schedule needs more
+
+
+class Op(StrEnum):
+    """What an action does. `penstock.schedule.ir.ops` registers lane, dependencies and memory of each."""
+
+    F = "F"  # forward
+    B = "B"  # full backward: gradients of inputs and weights
+    I = "I"  # noqa: E741 - backward for the inputs only (the zero-bubble papers' B)
+    W = "W"  # backward for the weights only
+    R = "R"  # recompute of a forward
+    REDO = "REDO"  # a forward again, because the version it read was rejected; added when a schedule is lowered
+    STEP = "STEP"  # optimizer update: bears version batch+1
+    PREDICT = "PREDICT"  # bears a derived copy of the weights (prediction, correction, blend)
+    VALIDATE = "VALIDATE"  # the global decision on a provisional version
+    REDUCE = "REDUCE"  # sum of gradients over the nodes of a cut and over parallel pipelines
+    TIE = "TIE"  # sum of the gradients of parameters that several cuts share
+    DECIDE = "DECIDE"  # what concerns all stages: global norm, votes on overflow, loss weight
+    AVERAGE = "AVERAGE"  # average of weights over parallel pipelines
+    GATHER = "GATHER"  # collect a sharded version
+    RELEASE = "RELEASE"  # drop the gathered version again
+    OFFLOAD = "OFFLOAD"  # move the activations of a unit away, to the host's memory or (with a peer) to another rank
+    FETCH = "FETCH"  # bring them back
+    HOLD = "HOLD"  # take in the activations of a unit of a peer
+    RETURN = "RETURN"  # send them back
+    SEND = "SEND"
+    RECV = "RECV"
+    FUSED = "FUSED"  # several passes run as one overlapped action
+
+
+class Kind(StrEnum):
+    """What a unit counts: training microbatches, forward-only microbatches, or whole batches."""
+
+    TRAIN = "train"
+    EVAL = "eval"
+    BATCH = "batch"
+
+
+class Payload(StrEnum):
+    """What a message carries. Each payload has its own first-in first-out lane between two ranks."""
+
+    ACTIVATION = "activation"
+    GRADIENT = "gradient"
+    RECOMPUTE = "recompute"
+    PARKED = "parked"  # activations of another rank
+    REPAIR = "repair"  # an activation again, after a rejected version
+
+
+class Node(NamedTuple):
+    """A stage: one cut of the model at a place in the pipeline.
+
+    Several nodes may hold the same cut (`replica` tells them apart, as the down and up pipelines of Chimera), and
+    one rank may hold several nodes (interleaved and V-shaped placements).
+    """
+
+    cut: int
+    replica: int
+    rank: int
+
+    @property
+    def name(self) -> str:
+        """`cut`, or `cut.replica` where the replica is not 0."""
+        return f"{self.cut}.{self.replica}" if self.replica else str(self.cut)
+
+
+class Unit(NamedTuple):
+    """What one action handles: `count` microbatches from `first` on, or slice j of k of one microbatch, or a batch."""
+
+    first: int
+    count: int = 1  # type: ignore[assignment]  # shadows tuple.count, which nobody wants of a unit
+    slice: tuple[int, int] | None = None
+    kind: Kind = Kind.TRAIN
+    every: int = 1  # batch units only: exists for batches b with (b + 1) % every == 0
+
+    @property
+    def microbatches(self) -> range:
+        """The microbatch numbers covered."""
+        return range(self.first, self.first + self.count)
+
+
+class Copy(NamedTuple):
+    """The name of a derived weight copy: a label and the microbatch for which a PREDICT bore it."""
+
+    label: str
+    first: int
+
+
+class WeightRef(NamedTuple):
+    """The weights that an action reads: one version, or several that a prediction or blend is made of.
+
+    `derive` names the copy: on a PREDICT the copy it bears, elsewhere the copy that is read.
+    """
+
+    versions: tuple[int, ...]
+    derive: Copy | None = None
+
+
+class Action(NamedTuple):
+    """One entry of a rank's program."""
+
+    op: Op
+    node: Node
+    unit: Unit
+    reads: WeightRef | None = None
+    parts: tuple[Action, ...] = ()  # FUSED: the passes that run together
+    peer: Node | None = None  # SEND and RECV, OFFLOAD to RETURN: the other end
+    payload: Payload | None = None  # of the same: what travels
+
+    def __str__(self) -> str:
+        return format_action(self)
+
+
+class Edge(NamedTuple):
+    """Data flows from cut `source` to cut `target`; without `backward` no gradient returns."""
+
+    source: int
+    target: int
+    backward: bool = True
+
+
+class Program(NamedTuple):
+    """What one rank does: the period, repeated for each batch, and the epilogue that drains."""
+
+    period: tuple[Action, ...]
+    epilogue: tuple[Action, ...] = ()
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A complete, printable, comparable plan of one pipeline.
+
+    Attributes:
+        name: the method's name, for people.
+        microbatches: m, the microbatches of a batch (of one update) in this pipeline, both directions together.
+        nodes: every stage with its rank.
+        edges: data flow between cuts; a chain unless told otherwise.
+        programs: one program per rank.
+        rule: name of the version rule (`penstock.schedule.ir.rules.RULES`).
+        frozen: cuts without trainable weights and without a backward.
+        segments: groups of consecutive cuts that recompute together; only the first of each keeps its input.
+        window: messages that may be outstanding on a lane, on either side; each is memory. Where it is too small,
+            `prove` and `extend` take the least that is enough (`penstock.schedule.machine.window_search`).
+    """
+
+    name: str
+    microbatches: int
+    nodes: tuple[Node, ...]
+    edges: tuple[Edge, ...]
+    programs: tuple[Program, ...]
+    rule: str
+    frozen: frozenset[int] = frozenset()
+    segments: tuple[tuple[int, ...], ...] = ()
+    window: int = WINDOW
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks of the pipeline."""
+        return len(self.programs)
+
+    @cached_property
+    def cuts(self) -> int:
+        """The number of cuts of the model."""
+        return 1 + max(node.cut for node in self.nodes)
+
+    @cached_property
+    def predecessors(self) -> dict[int, tuple[Edge, ...]]:
+        """The incoming edges of each cut."""
+        return {c: tuple(e for e in self.edges if e.target == c) for c in range(self.cuts)}
+
+    @cached_property
+    def successors(self) -> dict[int, tuple[Edge, ...]]:
+        """The outgoing edges of each cut."""
+        return {c: tuple(e for e in self.edges if e.source == c) for c in range(self.cuts)}
+
+    @cached_property
+    def node_at(self) -> dict[tuple[int, int], Node]:
+        """The node of each (cut, replica)."""
+        return {(n.cut, n.replica): n for n in self.nodes}
+
+    @cached_property
+    def recomputed(self) -> frozenset[int]:
+        """The cuts whose forward is run again before the backward."""
+        return frozenset(a.node.cut for program in self.programs for a in program.period if a.op is Op.R)
+
+    @cached_property
+    def slices(self) -> int:
+        """k, the number of slices of a sequence; 1 where units are whole microbatches."""
+        return max((a.unit.slice[1] for p in self.programs for a in p.period if a.unit.slice), default=1)
+
+    @cached_property
+    def replicas(self) -> int:
+        """How many nodes hold a cut, at most."""
+        return 1 + max(node.replica for node in self.nodes)
+
+    @cached_property
+    def chunks(self) -> dict[Node, int]:
+        """How many nodes of its direction (replica) the rank of each node holds: v of an interleaved placement."""
+        held = Counter((n.replica, n.rank) for n in self.nodes)
+        return {n: held[n.replica, n.rank] for n in self.nodes}
+
+    def segment_before(self, cut: int) -> int | None:
+        """The cut that hands recomputed activations to `cut`, or None where `cut` keeps its own input."""
+        for segment in self.segments:
+            if cut in segment[1:]:
+                return segment[segment.index(cut) - 1]
+        return None
+
+    def on_rank(self, rank: int) -> tuple[Node, ...]:
+        """The nodes that a rank holds, in the order of their cuts."""
+        return tuple(sorted(n for n in self.nodes if n.rank == rank))
+
+    def actions(self, rank: int, batches: int, older: int = 0) -> Iterator[Action]:
+        """What a rank does in a span of `batches` batches, with absolute numbers (see `shift`)."""
+        program = self.programs[rank]
+        for t in range(batches):
+            yield from _present(program.period, t, self.microbatches, older)
+        yield from _present(program.epilogue, batches, self.microbatches, older)
+
+    def __str__(self) -> str:
+        return format_schedule(self)
+
+
+def chain(cuts: int) -> tuple[Edge, ...]:
+    """The edges of a model without branches: cut i feeds cut i+1."""
+    return tuple(Edge(i, i + 1) for i in range(cuts - 1))
+
+
+def straight(ranks: int) -> tuple[Node, ...]:
+    """One cut per rank, in order."""
+    return tuple(Node(r, 0, r) for r in range(ranks))
+
+
+def passes(action: Action) -> tuple[Action, ...]:
+    """The parts of a fused action, or the action itself."""
+    return action.parts or (action,)
+
+
+def since(unit: Unit, microbatches: int) -> int:
+    """The first batch in whose period (or at whose border, in an epilogue) a unit does not lie before the span."""
+    return -unit.first if unit.kind is Kind.BATCH else -(unit.first // microbatches)
+
+
+def existing(action: Action, batches: int, microbatches: int) -> Action | None:
+    """What of an action exists in the period (or epilogue) of batch `batches`; its numbers stay relative."""
+    unit = action.unit
+    if action.parts:
+        alive = tuple([p for p in action.parts if batches >= since(p.unit, microbatches)])
+        if len(alive) == len(action.parts):
+            return action
+        if len(alive) < 2:
+            return alive[0] if alive else None
+        return action._replace(node=alive[0].node, unit=alive[0].unit, parts=alive)
+    if batches < since(unit, microbatches) or (unit.every > 1 and (unit.first + batches + 1) % unit.every):
+        return None
+    return action
+
+
+def shift(action: Action, batches: int, microbatches: int, older: int = 0) -> Action | None:
+    """The action as it stands in the period (or epilogue) of batch `batches`, or None where it vanishes.
+
+    Args:
+        action: an action with relative numbers.
+        batches: t for a period, T for an epilogue.
+        microbatches: m.
+        older: what a version before the span's first one means. A span begins with two base versions, the newest
+            (number 0 here) and an older one: 0 again where both are the same weights, else -1.
+    """
+    found = existing(action, batches, microbatches)
+    if found is None:
+        return None
+    if found.parts:
+        parts = tuple([_renumber(p, batches, microbatches, older) for p in found.parts])
+        return found._replace(unit=parts[0].unit, parts=parts)
+    return _renumber(found, batches, microbatches, older)
+
+
+def _renumber(action: Action, batches: int, microbatches: int, older: int) -> Action:
+    op, node, unit, reads, _, peer, payload = action
+    first = unit.first + (batches if unit.kind is Kind.BATCH else batches * microbatches)
+    if reads is not None and (batches or min(reads.versions) < older):
+        derive = reads.derive and Copy(reads.derive.label, reads.derive.first + batches * microbatches)
+        reads = WeightRef(tuple([max(v + batches, older) for v in reads.versions]), derive)
+    elif not batches:
+        return action
+    return Action(op, node, Unit(first, unit.count, unit.slice, unit.kind, unit.every), reads, (), peer, payload)
+
+
+def _present(actions: tuple[Action, ...], batches: int, microbatches: int, older: int) -> Iterator[Action]:
+    for action in actions:
+        shifted = shift(action, batches, microbatches, older)
+        if shifted is not None:
+            yield shifted
+
+
+def format_unit(unit: Unit, relative: bool = False) -> str:
+    """`3`, `0..3`, `3:1/2`, `e3` for microbatches; `[5]`, or `[t-2]` where numbers are relative, for batches."""
+    if unit.kind is Kind.BATCH:
+        every = f"%{unit.every}" if unit.every > 1 else ""
+        return f"[{_number(unit.first, relative)}]{every}"
+    text = str(unit.first) if unit.count == 1 else f"{unit.first}..{unit.first + unit.count - 1}"
+    if unit.slice:
+        text += f":{unit.slice[0]}/{unit.slice[1]}"
+    return f"e{text}" if unit.kind is Kind.EVAL else text
+
+
+_GIVING = (Op.SEND, Op.OFFLOAD, Op.RETURN)
+
+
+def format_action(action: Action, relative: bool = False, node: bool = True) -> str:
+    """The text of an action; `penstock.schedule.text` holds the grammar.
+
+    Args:
+        action: what to print.
+        relative: numbers are relative to batch t, as in a period.
+        node: say at which node; may be left out where the rank has only one.
+    """
+    if action.parts:
+        return "[" + "+".join(format_action(p, relative, node) for p in action.parts) + "]"
+    text = action.op.value + format_unit(action.unit, relative)
+    if action.peer is not None:
+        return f"{text}@{action.node.name}{'>' if action.op in _GIVING else '<'}{action.peer.name}/{action.payload}"
+    if node:
+        text += f"@{action.node.name}"
+    if action.reads is not None:
+        text += "^" + ",".join(_number(v, relative) for v in action.reads.versions)
+        if action.reads.derive is not None:
+            text += f"~{action.reads.derive.label}{action.reads.derive.first}"
+    return text
+
+
+def format_schedule(schedule: Schedule) -> str:
+    """The text form; `penstock.schedule.text.parse_schedule` reads it back to an equal schedule."""
+    lines = [f"schedule {schedule.name}", f"rule {schedule.rule}", f"microbatches {schedule.microbatches}"]
+    lines.append("nodes " + " ".join(f"{n.name}@{n.rank}" for n in schedule.nodes))
+    if schedule.edges != chain(schedule.cuts):
+        lines.append(
+            " ".join(["edges", *(f"{e.source}{'>' if e.backward else '|'}{e.target}" for e in schedule.edges)])
+        )
+    if schedule.frozen:
+        lines.append("frozen " + " ".join(map(str, sorted(schedule.frozen))))
+    if schedule.segments:
+        lines.append("segments " + " ".join(",".join(map(str, s)) for s in schedule.segments))
+    if schedule.window != WINDOW:
+        lines.append(f"window {schedule.window}")
+    for what, part in (("rank", 0), ("drain", 1)):
+        for rank, program in enumerate(schedule.programs):
+            if program[part] or not part:
+                several = len(schedule.on_rank(rank)) > 1
+                actions = " ".join(format_action(a, relative=True, node=several) for a in program[part])
+                lines.append(f"{what} {rank}: {actions}")
+    return "\n".join(lines) + "\n"
+
+
+def _number(value: int, relative: bool) -> str:
+    if not relative:
+        return str(value)
+    return f"t{value:+d}" if value else "t"

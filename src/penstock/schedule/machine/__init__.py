@@ -1,0 +1,1 @@
+"""The machine model: messages, lanes and collectives, played without times."""

@@ -1,0 +1,163 @@
+"""Collectives on the machine model: they begin when all members have issued them, block nobody, and keep one order.
+
+All ranks of a group have one first-in first-out lane per operation (one communicator). Those of a batch on a node come
+one after the other (`batchwise.COLLECTIVES`), and its STEP waits for them (for the decision its VALIDATE, where it has
+one); a pass waits for what was gathered on its node.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from penstock.errors import ScheduleError
+from penstock.schedule.ir.ops import OPS, Lane
+from penstock.schedule.ir.schedule import Action, Kind, Node, Op, Unit
+from penstock.schedule.machine.instructions import Lowered
+from penstock.schedule.transforms.batch_ops import COLLECTIVES
+
+Collective = tuple[Op, Node, int]
+"""Operation, first node of the group, batch."""
+
+
+@dataclass
+class _GroupLane:
+    """What the ranks of one group have issued of one operation."""
+
+    order: list[Collective] = field(default_factory=list)  # issued by some rank, not by all
+    places: dict[int, int] = field(default_factory=dict)  # how many of these each rank has issued
+    free: float = 0.0
+
+    def issue(self, rank: int, collective: Collective) -> None:
+        place = self.places.get(rank, 0)
+        self.places[rank] = place + 1
+        if place == len(self.order):
+            self.order.append(collective)
+        elif self.order[place] != collective:
+            (op, node, batch), (_, other, earlier) = collective, self.order[place]
+            raise ScheduleError(
+                f"rank {rank} issues {op} of cut {node.cut}, batch {batch}, where another rank of its group issues it "
+                f"of cut {other.cut}, batch {earlier}: all ranks of a group must issue collectives in one order"
+            )
+
+    def complete(self) -> None:
+        """All ranks have issued the first one."""
+        del self.order[0]
+        self.places = {rank: place - 1 for rank, place in self.places.items()}
+
+
+class Collectives:
+    """Those that are under way.
+
+    Args:
+        lowered: the schedule.
+        duration: time of one.
+    """
+
+    def __init__(self, lowered: Lowered, duration: Callable[[Action], float]) -> None:
+        nodes = lowered.schedule.nodes
+        self._holders = {node: tuple(n for n in nodes if n.cut == node.cut) for node in nodes}
+        actions = [a for program in lowered.schedule.programs for a in program.period]
+        self._joint = {op: tuple(sorted({a.node for a in actions if a.op is op})) for op in (Op.TIE, Op.DECIDE)}
+        self._waiting: dict[Op, tuple[Op, ...]] = {Op.STEP: COLLECTIVES}
+        if any(a.op is Op.VALIDATE for a in actions):
+            self._waiting = {Op.STEP: COLLECTIVES[:-1], Op.VALIDATE: COLLECTIVES[-1:]}
+        self._duration = duration
+        self._lanes: dict[tuple[Op, tuple[int, ...]], _GroupLane] = {}
+        self._issued: dict[Collective, dict[Node, float]] = {}  # by some of the group
+        self._ready: dict[Node, float] = {}
+        self._awaited: dict[Collective, float | None] = {}  # by a STEP: when done; None while others have not joined
+
+    def issue(self, rank: int, action: Action, batch: int, now: float) -> list[tuple[Op, Node, float, float]]:
+        """Issue one; returns (operation, member, start, end) for all members of those that this makes complete.
+
+        Raises:
+            ScheduleError: other ranks of the group issue theirs in another order.
+        """
+        group = self._group(action.op, action.node)
+        collective = (action.op, group[0], batch)
+        issued = self._issued.setdefault(collective, {})
+        lane = self._lanes.setdefault(_lane_key(action.op, group), _GroupLane())
+        if not any(node.rank == rank for node in issued):
+            lane.issue(rank, collective)
+        issued[action.node] = now
+        if action.op in COLLECTIVES:
+            self._awaited[action.op, action.node, batch] = None
+        done = self._complete(collective)
+        if done and action.op in COLLECTIVES:
+            for op in COLLECTIVES[COLLECTIVES.index(action.op) + 1 :]:  # may have waited for just that
+                if self._joint[op]:
+                    done += self._complete((op, self._joint[op][0], batch))
+        return done
+
+    def _complete(self, collective: Collective) -> list[tuple[Op, Node, float, float]]:
+        """The times of a collective if all have issued it, and what goes before it is done."""
+        op, first, batch = collective
+        group, issued = self._group(op, first), self._issued.get(collective, {})
+        if len(issued) < len(group):
+            return []
+        times = list(issued.values())
+        for earlier in COLLECTIVES[: COLLECTIVES.index(op)] if op in COLLECTIVES else ():
+            for node in group:
+                ended = self._awaited.get((earlier, node, batch), 0.0)
+                if ended is None:
+                    return []
+                times.append(ended)
+        lane = self._lanes[_lane_key(op, group)]
+        start = max(lane.free, *times)
+        end = lane.free = start + self._duration(Action(op, first, Unit(batch, kind=Kind.BATCH)))
+        lane.complete()
+        del self._issued[collective]
+        for node in group:
+            if op in COLLECTIVES:
+                self._awaited[op, node, batch] = end
+            else:
+                self._ready[node] = max(self._ready.get(node, 0.0), end)
+        return [(op, node, start, end) for node in group]
+
+    def joined(self, action: Action, batch: int) -> bool:
+        """Whether every rank has joined the collectives that a STEP or VALIDATE waits for."""
+        waiting = self._waiting.get(action.op, ())
+        return all(self._awaited.get((op, action.node, batch), 0.0) is not None for op in waiting)
+
+    def done(self, action: Action, batch: int) -> float:
+        """When the collectives that an action waits for are done."""
+        if action.op in self._waiting:
+            waiting = self._waiting[action.op]
+            return max(self._awaited.pop((op, action.node, batch), None) or 0.0 for op in waiting)
+        return max(self._ready.get(p.node, 0.0) for p in action.parts or (action,))
+
+    def state(self, batches: int) -> object:
+        """What is under way, relative to batch `batches`."""
+        issued = sorted((op, node, batch - batches, sorted(by)) for (op, node, batch), by in self._issued.items())
+        orders = [
+            (key, [(op, node, batch - batches) for op, node, batch in lane.order], sorted(lane.places.items()))
+            for key, lane in sorted(self._lanes.items())
+            if lane.order
+        ]
+        awaited = sorted((op, node, batch - batches, end is None) for (op, node, batch), end in self._awaited.items())
+        return issued, orders, awaited
+
+    def copy(self) -> Collectives:
+        """An independent twin."""
+        twin = copy.copy(self)
+        twin._lanes = copy.deepcopy(self._lanes)
+        twin._issued = {key: dict(by) for key, by in self._issued.items()}
+        twin._ready, twin._awaited = dict(self._ready), dict(self._awaited)
+        return twin
+
+    def _group(self, op: Op, node: Node) -> tuple[Node, ...]:
+        """The nodes that take part."""
+        if op in self._joint:
+            return self._joint[op]
+        return self._holders[node] if op is Op.REDUCE else (node,)
+
+
+def _lane_key(op: Op, group: tuple[Node, ...]) -> tuple[Op, tuple[int, ...]]:
+    return op, tuple(sorted({node.rank for node in group}))
+
+
+def is_collective(action: Action) -> bool:
+    """Whether an action is one."""
+    return not action.parts and OPS[action.op].lane is Lane.COLLECTIVE

@@ -1,0 +1,108 @@
+"""The lowered form of a schedule: instructions and the messages between ranks.
+
+Machine model (docs/design.md, section 4). Each rank runs its instructions in order on one compute lane. A SEND is
+posted directly after its producer and completes when the peer has posted the matching RECV; a RECV is posted at most
+`lookahead` actions ahead of its consumer. Messages of one payload from one rank to another travel on one first-in
+first-out lane, on which at most `window` messages are outstanding: posted sends that have not completed, and
+received messages that have not been consumed.
+
+Where a version may be rejected, the period is there twice: with what follows a rejection
+(`penstock.schedule.transforms.post_validation`), and without.
+
+The period is lowered once. A RECV whose consumer stands at the start of the next period is posted in the tail of this
+one and marked `ahead`; it vanishes when the pipeline drains instead. It is never posted before the first message of
+this period has been consumed, because that message carries the decision to continue.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from penstock.schedule.ir.schedule import WINDOW, Action, Node, Op, Payload, Schedule
+
+LOOKAHEAD = 2
+
+
+class LaneKey(NamedTuple):
+    """A first-in first-out lane of messages."""
+
+    source: int
+    target: int
+    payload: Payload
+
+    def __str__(self) -> str:
+        return f"the {self.payload} lane from rank {self.source} to rank {self.target}"
+
+
+class Message(NamedTuple):
+    """The identity of a message: its route and its unit's first microbatch."""
+
+    route: int
+    first: int
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """All messages between two nodes that differ only in their microbatch."""
+
+    payload: Payload
+    source: Node
+    target: Node
+    count: int
+    slice: tuple[int, int] | None
+
+    @property
+    def lane(self) -> LaneKey:
+        """The lane on which the route's messages travel."""
+        return LaneKey(self.source.rank, self.target.rank, self.payload)
+
+
+class Instruction(NamedTuple):
+    """An action with its messages.
+
+    Attributes:
+        action: numbers are relative to the period (or epilogue) in which the instruction stands.
+        route: of a SEND or RECV, an index into `Lowered.routes`; -1 otherwise.
+        needs: the messages that a pass consumes.
+        ahead: a RECV for a consumer in the next period.
+    """
+
+    action: Action
+    route: int = -1
+    needs: tuple[Message, ...] = ()
+    ahead: bool = False
+
+    @property
+    def repairs(self) -> bool:
+        """Whether it exists only where a version has been rejected."""
+        return self.action.op is Op.REDO or self.action.payload is Payload.REPAIR
+
+
+class LoweredProgram(NamedTuple):
+    """One rank's instructions.
+
+    Attributes:
+        period, epilogue: as in the schedule.
+        rejected: the period where VALIDATE rejects a version; the same up to VALIDATE. Empty where there is none.
+    """
+
+    period: tuple[Instruction, ...]
+    epilogue: tuple[Instruction, ...]
+    rejected: tuple[Instruction, ...] = ()
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A schedule with its messages."""
+
+    schedule: Schedule
+    routes: tuple[Route, ...]
+    programs: tuple[LoweredProgram, ...]
+    window: int = WINDOW
+
+    @cached_property
+    def lanes(self) -> tuple[LaneKey, ...]:
+        """Every lane in use, in a fixed order."""
+        return tuple(sorted({route.lane for route in self.routes}))

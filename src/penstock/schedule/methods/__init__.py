@@ -1,0 +1,1 @@
+"""The tables of methods, corrections and ways to combine parallel pipelines."""

@@ -1,0 +1,395 @@
+"""The method table: every published method is a row, not a class.
+
+A row combines an order, a version rule, a correction, a sharding and a way to combine parallel pipelines;
+`compatible` says what cannot go together. Everything else about a method (weight copies, delay, activations in
+flight, bubble, the smallest batch) is derived from its schedule by `penstock.schedule.proof.check` and the simulator.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from penstock.errors import ConfigError
+from penstock.schedule.ir.order import Order
+from penstock.schedule.ir.rules import Source, VersionRule
+from penstock.schedule.methods.combine import COMBINES, combine_fault
+from penstock.schedule.methods.corrections import CORRECTIONS, options_of
+from penstock.schedule.orders.nf1b import one_version_fault
+
+
+@dataclass(frozen=True)
+class Method:
+    """One row of the table.
+
+    Attributes:
+        name: what `--set method=` takes.
+        title: the name in the literature.
+        source: paper and section.
+        order: a name in `penstock.schedule.orders.ORDERS`.
+        rule: a name in `penstock.schedule.ir.rules.RULES`.
+        correction: what is done about staleness.
+        sharding: what of a stage is split over parallel pipelines.
+        combine: how parallel pipelines agree, a name in `penstock.schedule.methods.combine.COMBINES`; users may choose
+            another.
+        aliases: other names people use.
+        limit: (stages, microbatches, options of the order) -> why they do not go together, beyond what the proof finds.
+        settings: keys of `penstock train --set` with the values that they have where the user sets none: what the
+            method cannot do without, and what its paper says.
+    """
+
+    name: str
+    title: str
+    source: str
+    order: str
+    rule: str
+    correction: str = "none"
+    sharding: str = "replicated"
+    combine: str = "reduce"
+    aliases: tuple[str, ...] = ()
+    limit: Callable[..., str | None] | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+_BACKPROP = MappingProxyType({"optimizer.name": "sgd", "optimizer.nesterov": False})
+_NADAM = MappingProxyType({"optimizer.name": "nadam", "optimizer.weight_decay": 0.01})
+_TABLE = (
+    Method("sequential", "one microbatch at a time", "the definition of training", "sequential", "flush"),
+    Method("gpipe", "GPipe", "arXiv 1811.06965", "gpipe", "flush", aliases=("afab", "fill-drain")),
+    Method(
+        "1f1b",
+        "1F1B, PipeDream-Flush, DAPPLE P_A",
+        "arXiv 2006.09503 sec. 3.2; arXiv 2007.01045",
+        "1f1b",
+        "flush",
+        aliases=("pipedream-flush", "dapple"),
+    ),
+    Method("eager", "eager 1F1B, DAPPLE P_B", "arXiv 2007.01045", "eager-1f1b", "flush", aliases=("eager-1f1b",)),
+    Method(
+        "2bw",
+        "PipeDream-2BW, double-buffered weights",
+        "arXiv 2006.09503 sec. 3.1",
+        "endless-1f1b",
+        "double-buffer",
+        aliases=("pipedream-2bw", "double-buffer"),
+    ),
+    Method(
+        "2bw-eager",
+        "PipeDream-2BW in eager order",
+        "arXiv 2006.09503 sec. 3.1 for the versions; arXiv 2007.01045 (P_B) for the order",
+        "endless-eager-1f1b",
+        "double-buffer",
+    ),
+    Method(
+        "stash",
+        "PipeDream, weight stashing",
+        "arXiv 1806.03377",
+        "endless-1f1b",
+        "stash",
+        aliases=("pipedream", "weight-stashing"),
+    ),
+    Method(
+        "interleaved",
+        "interleaved 1F1B, Megatron-LM",
+        "arXiv 2104.04473 sec. 2.2",
+        "interleaved",
+        "flush",
+        aliases=("megatron", "interleaved-1f1b", "depth-first"),
+    ),
+    Method(
+        "breadth-first",
+        "breadth-first, modular pipeline with layered accumulation",
+        "arXiv 2211.05953; arXiv 2106.02679",
+        "breadth-first",
+        "flush",
+        aliases=("looped-bfs", "modular", "layered"),
+    ),
+    Method("zb-h1", "zero bubble H1", "arXiv 2401.10241 sec. 2", "zb-h1", "flush", aliases=("zero-bubble",)),
+    Method("zb-h2", "zero bubble H2, without post-validation", "arXiv 2401.10241 sec. 2", "zb-h2", "flush"),
+    Method(
+        "zb-h2-post", "zero bubble H2 with post-validation", "arXiv 2401.10241 sec. 2 and 4", "zb-h2", "provisional"
+    ),
+    Method("zb-interleaved", "zero bubble H1 on several chunks", "arXiv 2401.10241", "zb-interleaved", "flush"),
+    Method(
+        "zb-auto",
+        "zero bubble for given times and memory, ZB-1p and ZB-2p, without post-validation",
+        "arXiv 2401.10241 sec. 3.1",
+        "zb-auto",
+        "flush",
+        aliases=("zb-2p",),
+    ),
+    Method(
+        "zb-auto-post",
+        "zero bubble for given times and memory, ZB-1p and ZB-2p, with post-validation",
+        "arXiv 2401.10241 sec. 3.1 and 4",
+        "zb-auto",
+        "provisional",
+    ),
+    Method("zb-v", "zero bubble on a V", "arXiv 2401.10241 sec. 6", "zb-v", "flush", aliases=("zbv",)),
+    Method("v-half", "V-Half, controllable memory", "arXiv 2405.15362", "v-half", "flush"),
+    Method("v-min", "V-Min, controllable memory", "arXiv 2405.15362", "v-min", "flush"),
+    Method("hanayo", "Hanayo, waves", "arXiv 2308.15762", "hanayo", "flush"),
+    Method("chimera", "Chimera, two directions", "arXiv 2107.06925", "chimera", "flush"),
+    Method("dualpipe", "DualPipe", "arXiv 2412.19437 sec. 3.2", "dualpipe", "flush"),
+    Method("dualpipe-v", "DualPipeV", "arXiv 2412.19437 and its code", "dualpipe-v", "flush", aliases=("dualpipev",)),
+    Method("bitpipe", "BitPipe", "arXiv 2410.19367", "bitpipe", "flush"),
+    Method("seq1f1b", "Seq1F1B, slices of sequences", "arXiv 2406.03488", "seq1f1b", "flush"),
+    Method("terapipe", "TeraPipe, slices of sequences", "arXiv 2102.07988", "terapipe", "flush"),
+    Method("bpipe", "BPipe, 1F1B with balanced activations", "ICML 2023", "bpipe", "flush"),
+    Method(
+        "vertical-sync",
+        "PipeDream with vertical sync",
+        "arXiv 1806.03377",
+        "endless-1f1b",
+        "vertical-sync",
+        aliases=("vertical",),
+    ),
+    Method(
+        "newest",
+        "newest weights everywhere, no stash",
+        "arXiv 1910.05124 without its corrections",
+        "endless-1f1b",
+        "newest",
+        aliases=("stale", "ampnet"),
+    ),
+    Method(
+        "pipemare",
+        "PipeMare, newest weights with corrections",
+        "arXiv 1910.05124",
+        "endless-1f1b",
+        "newest",
+        correction="pipemare",
+    ),
+    Method(
+        "spectrain",
+        "SpecTrain, predicted weights for both passes",
+        "arXiv 1809.02839",
+        "endless-1f1b",
+        "predicted",
+        correction="spectrain",
+    ),
+    Method(
+        "spectrain-stash",
+        "SpecTrain's second form, predicted weights stashed",
+        "code of arXiv 1809.02839",
+        "endless-1f1b",
+        "predicted-stash",
+        correction="spectrain-stash",
+    ),
+    Method(
+        "xpipe",
+        "XPipe, predictions shared by a batch",
+        "arXiv 1911.04610",
+        "endless-1f1b",
+        "predicted-shared",
+        correction="xpipe",
+    ),
+    Method(
+        "pipeoptim",
+        "PipeOptim, predicted weights for forwards",
+        "arXiv 2312.00839",
+        "endless-1f1b",
+        "predicted-forward",
+        correction="pipeoptim",
+    ),
+    Method(
+        "spike",
+        "pipelined backpropagation with spike compensation",
+        "arXiv 2003.11666",
+        "endless-1f1b",
+        "newest",
+        correction="spike",
+        settings=_BACKPROP,
+    ),
+    Method(
+        "lwp",
+        "pipelined backpropagation with linear weight prediction",
+        "arXiv 2003.11666",
+        "endless-1f1b",
+        "predicted-forward",
+        correction="lwp",
+    ),
+    Method(
+        "lwp-weights",
+        "the same, predicted from the last motion of the weights",
+        "arXiv 2003.11666",
+        "endless-1f1b",
+        "predicted-forward",
+        correction="lwp-weights",
+    ),
+    Method(
+        "spike-lwp",
+        "spike compensation and linear weight prediction",
+        "arXiv 2003.11666",
+        "endless-1f1b",
+        "predicted-forward",
+        correction="spike-lwp",
+        settings=_BACKPROP,
+    ),
+    Method(
+        "spike-lwp-weights",
+        "the same, predicted from the last motion of the weights",
+        "arXiv 2003.11666",
+        "endless-1f1b",
+        "predicted-forward",
+        correction="spike-lwp-weights",
+        settings=_BACKPROP,
+    ),
+    Method(
+        "nag-pp",
+        "NAG-PP, Nesterov's momentum on stashed weights",
+        "arXiv 2505.01099",
+        "endless-1f1b",
+        "stash",
+        correction="nag-pp",
+        settings=MappingProxyType({**_NADAM, "optimizer.beta1": 0.99}),
+    ),
+    Method(
+        "nag-pp-no-stash",
+        "NAG-PP on the newest weights",
+        "arXiv 2505.01099",
+        "endless-1f1b",
+        "newest",
+        correction="nag-pp-no-stash",
+        settings=_NADAM,
+    ),
+    Method(
+        "gap-aware",
+        "gap-aware gradients on stashed weights",
+        "arXiv 1909.10802, in FTPipe's form (USENIX ATC 2021)",
+        "endless-1f1b",
+        "stash",
+        correction="gap-aware",
+        settings=MappingProxyType({"optimizer.name": "sgd", "microbatches": 1}),
+    ),
+    Method(
+        "error-feedback",
+        "PipeDream-2BW with error feedback",
+        "arXiv 2606.30634 (variant penstock)",
+        "endless-1f1b",
+        "double-buffer",
+        correction="error-feedback",
+    ),
+    Method(
+        "timeprest",
+        "TiMePReSt, n forwards and one backward on the newest weights",
+        "arXiv 2410.14312",
+        "nf1b",
+        "admitted-newest",
+    ),
+    Method(
+        "v-timeprest",
+        "V-TiMePReSt, the newest weights everywhere",
+        "arXiv 2509.23241; order and constraint of arXiv 2410.14312",
+        "nf1b",
+        "newest",
+        limit=one_version_fault,
+    ),
+    Method(
+        "i-timeprest",
+        "I-TiMePReSt, backwards between stale and newest weights",
+        "arXiv 2509.23241 (variant penstock)",
+        "nf1b",
+        "blended",
+        correction="i-timeprest",
+    ),
+    Method(
+        "wpipe",
+        "WPipe, two groups of cuts of which one has no delay",
+        "ICLR 2022 (Yang et al., group-based interleaved pipeline parallelism), and its code",
+        "wpipe",
+        "stash",
+        aliases=("2gw",),
+        settings=MappingProxyType({"clip": None}),
+    ),
+    Method(
+        "ftpipe",
+        "FTPipe, weights predicted by momentum that decays (msnag)",
+        "FTPipe, USENIX ATC 2021, and its code",
+        "endless-1f1b",
+        "predicted-forward",
+        correction="ftpipe",
+    ),
+    Method(
+        "ftpipe-aggregated",
+        "the same with the gradient under way (aggmsnag)",
+        "FTPipe, USENIX ATC 2021, and its code",
+        "endless-1f1b",
+        "predicted-forward",
+        correction="ftpipe-aggregated",
+    ),
+)
+
+METHODS: Mapping[str, Method] = MappingProxyType({row.name: row for row in _TABLE})
+"""Every method by its name."""
+
+
+def find_method(name: str) -> Method:
+    """The row of a method, by name or alias.
+
+    Raises:
+        ConfigError: no such method; the message suggests the nearest names.
+    """
+    names = {alias: row for row in _TABLE for alias in (row.name, *row.aliases)}
+    key = name.lower().replace("_", "-")
+    if key in names:
+        return names[key]
+    near = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
+    hint = _HINTS.get(key) or (f" Did you mean {near[0]!r}?" if near else "")
+    raise ConfigError(f"unknown method {name!r}.{hint} Known methods: {', '.join(METHODS)}.")
+
+
+_COMBINED = " It is how parallel pipelines agree, under most methods: width=2 combine.kind={}."
+_OPTIMIZER = " It is an optimizer, which goes with most methods: optimizer.name={}."
+_HINTS = MappingProxyType(
+    {
+        "zb-1p": " Take 'zb-auto' with as many microbatches on a rank as ranks: options limit=4 for 4 stages.",
+        "zb-exact": " It is an order, which may take minutes to find: zb-auto with order zb-exact (show --order).",
+        "forward-only": " It is the order of evaluations: any method with order forward-only (show --order).",
+        **dict.fromkeys(("hetpipe", "wsp"), _COMBINED.format("wsp")),
+        **dict.fromkeys(("average", "model-averaging", "local-sgd"), _COMBINED.format("average")),
+        **dict.fromkeys(("bmuf", "block-momentum"), _COMBINED.format("bmuf")),
+        **dict.fromkeys(("avgpipe", "elastic"), _COMBINED.format("elastic")),
+        **{name: _OPTIMIZER.format(name) for name in ("basis-rotation", "muon", "nadam", "adan", "soap")},
+    }
+)
+"""What leads to a row and options, for names that are none."""
+
+
+def correction_options(method: Method, given: Mapping[str, float | None]) -> dict[str, float | None]:
+    """The options of a method's correction, with the defaults where none are given.
+
+    Raises:
+        ConfigError: it has no correction, or no such option, or the option does not take what is given.
+    """
+    if given and not CORRECTIONS[method.correction].options:
+        option = next(iter(given))
+        owners = ", ".join(row.name for row in _TABLE if option in CORRECTIONS[row.correction].options)
+        lacks = "no correction" if method.correction == "none" else "a correction without options"
+        raise ConfigError(
+            f"method {method.name!r} has {lacks}, so correction.{option} does not apply; methods that have it: "
+            f"{owners or 'none'}"
+        )
+    return options_of(method.correction, given)
+
+
+def compatible(
+    order: Order, rule: VersionRule, correction: str = "none", sharding: str = "replicated", combine: str = "reduce"
+) -> str | None:
+    """Why these choices cannot go together, or None where they can."""
+    if rule.forward is Source.BATCH and order.endless:
+        return f"rule {rule.name!r} empties the pipeline after each batch, but the order lets batches overlap"
+    for what, value, known in (
+        ("correction", correction, tuple(CORRECTIONS)),
+        ("sharding", sharding, ("replicated",)),
+        ("combine", combine, tuple(COMBINES)),
+    ):
+        if value not in known:
+            return f"{what} {value!r} is not offered yet; known: {', '.join(known)}"
+    rules = CORRECTIONS[correction].rules
+    if rules and rule.name not in rules:
+        return f"correction {correction!r} goes with version rule {' or '.join(rules)}, not with {rule.name!r}"
+    return combine_fault(combine, rule.name, correction)

@@ -1,0 +1,69 @@
+"""1F1B on stages that do not form a chain: branches, skips, several ends (GraphPipe, Jeon et al., arXiv 2406.17145).
+
+One stage a rank. A stage runs as many forwards ahead as there are stages on the longest way from it to an end, itself
+included, so branches run side by side, and the pipeline is as deep as the graph, not as the number of its stages. Where
+no gradient comes back (an edge without backward, as in PPLL's local losses), a stage is an end.
+
+Two towers that are joined, 0>2 1>2 2>3, m=4:
+    r0: F0 F1 F2 B0 F3 B1 B2 B3
+    r1: F0 F1 F2 B0 F3 B1 B2 B3
+    r2: F0 F1 B0 F2 B1 F3 B2 B3
+    r3: F0 B0 F1 B1 F2 B2 F3 B3
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from functools import cache
+
+from penstock.errors import ScheduleError
+from penstock.schedule.ir.order import Order, OrderFunction, alternate, make_order, pass_of
+from penstock.schedule.ir.schedule import WINDOW, Edge, Op, straight
+
+
+def over(edges: Sequence[Edge | tuple[int, int]], frozen: Collection[int] = ()) -> OrderFunction:
+    """The order function of a graph.
+
+    Args:
+        edges: from cut to cut, each from a lower number to a higher one.
+        frozen: cuts that are not trained; no gradient goes back to them.
+    """
+    joined = tuple(sorted(Edge(*edge) for edge in edges))
+
+    def graph_1f1b(stages: int, microbatches: int) -> Order:
+        """1F1B on the graph.
+
+        Raises:
+            ScheduleError: an edge runs backwards or beyond the last stage, or a gradient would have to pass a frozen
+                stage.
+        """
+        wrong = next((e for e in joined if not 0 <= e.source < e.target < stages), None)
+        if wrong is not None:
+            raise ScheduleError(
+                f"edge {wrong.source}>{wrong.target} of a graph of {stages} stages: edges run from a lower number to a "
+                "higher one"
+            )
+
+        barred = next((e for e in joined if e.target in frozen and e.source not in frozen and e.backward), None)
+        if barred is not None:
+            raise ScheduleError(
+                f"no gradient passes stage {barred.target}, which is frozen, so stage {barred.source} before it cannot "
+                f"learn from it: freeze that, too, or make it an edge without backward, ({barred.source}, "
+                f"{barred.target}, False), and give it a loss"
+            )
+
+        @cache
+        def ahead(cut: int) -> int:
+            """Stages on the longest way to where a loss is."""
+            return 1 + max((ahead(e.target) for e in joined if e.source == cut and e.backward), default=0)
+
+        programs = []
+        for node in straight(stages):
+            forwards, backwards = ([pass_of(op, k, node) for k in range(microbatches)] for op in (Op.F, Op.B))
+            programs.append(forwards if node.cut in frozen else alternate(forwards, backwards, ahead(node.cut) - 1))
+        room = max((ahead(e.source) - ahead(e.target) + 1 for e in joined), default=0)
+        made = make_order(programs, edges=joined, window=max(WINDOW, room))
+        return replace(made, frozen=frozenset(frozen))
+
+    return graph_1f1b

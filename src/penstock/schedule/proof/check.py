@@ -1,0 +1,292 @@
+"""The proof of a schedule, before anything runs.
+
+`check` shows three things: every batch gets every pass exactly once (coverage); nobody waits for ever on the machine
+model of `penstock.schedule.machine.lower`; and every pass reads the version its rule names, alive and in a buffer of
+its own.
+
+The second and third hold for spans of any length by induction. The schedule is played batch by batch; what is under
+way at a border (messages; microbatches, versions and gradients), written relative to the border's batch, is its state.
+All ranks run the same period again, so once a state repeats, everything after it repeats, too. (Only once every action
+exists and nothing is read that lies before the span: the first periods are not the same yet.) From every border up
+to there a twin drains the pipeline and must end clean: that covers spans of every length. Messages and versions are
+played apart, because the books of a node depend on the order of its rank's program alone.
+
+Where versions are provisional, both outcomes of a VALIDATE are played. They leave the same messages under way, so that
+what holds for each of them holds for any mixture.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fractions import Fraction
+
+from penstock.errors import ScheduleError
+from penstock.schedule.ir.gc_pause import no_collection
+from penstock.schedule.ir.rules import RULES
+from penstock.schedule.ir.schedule import Action, Kind, Node, Op, Program, Schedule, existing, passes, since
+from penstock.schedule.machine.instructions import LOOKAHEAD, Lowered
+from penstock.schedule.machine.lower import lower
+from penstock.schedule.machine.play import Machine
+from penstock.schedule.proof.activations import Activations
+from penstock.schedule.proof.coverage import check_coverage
+from penstock.schedule.proof.node_spec import node_specs
+from penstock.schedule.proof.node_state import Delay, NodeState
+from penstock.schedule.transforms.post_validation import redone
+
+_LIMIT = 8
+"""Batches beyond twice the transient by which every state must have repeated: what was in flight then is long gone."""
+
+
+@dataclass(frozen=True)
+class NodeFacts:
+    """What the proof found out about a node.
+
+    Attributes:
+        versions: weight versions alive at once, at most.
+        copies: derived copies alive at once, at most.
+        gradients: gradients under way or waiting at once, at most.
+        buffers: parameter-sized buffers needed for versions and gradients together.
+        delay: updates between the version read and the version updated, mean over a batch, in the steady state.
+        recompute_delay: the same of forwards that are run again; None where none are. So between a forward and its
+            recompute lie `delay.forward - recompute_delay` updates, and from there to its backward `recompute_delay -
+            delay.backward`.
+    """
+
+    versions: int
+    copies: int
+    gradients: int
+    buffers: int
+    delay: Delay
+    recompute_delay: float | None = None
+
+
+@dataclass(frozen=True)
+class Proof:
+    """A schedule that has been checked, with what was derived on the way.
+
+    Attributes:
+        nodes: facts per node.
+        activations: per rank, the most activations in flight, in units of one microbatch on the rank's whole share.
+        steady_from: the batch from which on everything repeats.
+    """
+
+    lowered: Lowered
+    nodes: dict[Node, NodeFacts]
+    activations: tuple[Fraction, ...]
+    steady_from: int
+
+    @property
+    def schedule(self) -> Schedule:
+        """The schedule that was checked."""
+        return self.lowered.schedule
+
+    def versions_on(self, rank: int) -> int:
+        """Weight versions alive at once on a rank, the most over its nodes."""
+        return max((self.nodes[n].versions for n in self.schedule.on_rank(rank)), default=0)
+
+
+@no_collection
+def check(schedule: Schedule, lookahead: int = LOOKAHEAD, window: int | None = None) -> Proof:
+    """Prove a schedule.
+
+    Args:
+        schedule: what to prove.
+        lookahead: actions by which a RECV may be posted ahead.
+        window: outstanding messages per lane and side; as the schedule says if None.
+
+    Raises:
+        ScheduleError: with the action at fault and why.
+    """
+    if schedule.rule not in RULES:
+        raise ScheduleError(f"{schedule.name}: unknown rule {schedule.rule!r}; known: {', '.join(RULES)}")
+    check_coverage(schedule)
+    lowered = lower(schedule, lookahead, window)
+    _prove_progress(lowered)
+    books = _Books(schedule, older=0)
+    steady_from = books.prove()
+    if RULES[schedule.rule].bases == 2:
+        other = _Books(schedule, older=-1)  # a span that continues an earlier one
+        other.prove()
+        books.absorb(other)
+    if RULES[schedule.rule].provisional:
+        other = _Books(schedule, older=0, rejecting=True)
+        other.prove()
+        books.absorb(other)
+    facts = {
+        node: NodeFacts(
+            s.peak_versions,
+            s.copies.peak,
+            s.peak_gradients,
+            s.peak_buffers,
+            s.delay or Delay(0.0, 0.0),
+            s.recompute_delay,
+        )
+        for node, s in books.states.items()
+    }
+    return Proof(lowered, facts, books.activations.peaks(), steady_from)
+
+
+def _transient(schedule: Schedule) -> int:
+    """The first batch in whose period nothing lies before the span: no unit, and no version that is read."""
+    latest = 0
+    for program in schedule.programs:
+        for action in program.period:
+            for p in passes(action):
+                size = 1 if p.unit.kind is Kind.BATCH else schedule.microbatches
+                latest = max(latest, -(p.unit.first // size))
+                if p.reads is not None:
+                    latest = max(latest, -min(p.reads.versions))
+    return latest
+
+
+def _prove_progress(lowered: Lowered) -> None:
+    """Play the messages: in no span, however long, does a rank wait for ever."""
+    machine, transient = Machine(lowered), _transient(lowered.schedule)
+    machine.play_period(-1, more=True)
+    before = machine.state(0)
+    for t in range(_LIMIT + 2 * transient):
+        twin = machine.copy()
+        twin.play_period(t, more=False)
+        twin.play_epilogue(t + 1)
+        if not any(program.epilogue for program in lowered.programs):
+            return  # no message crosses a border, and RECVs that are posted early only help
+        other = machine.copy() if any(program.rejected for program in lowered.programs) else None
+        machine.play_period(t, more=True)
+        state = machine.state(t + 1)
+        if other is not None:
+            _prove_rejection(other, t, state)
+        if state == before and t >= transient:
+            return
+        before = state
+    raise ScheduleError(f"{lowered.schedule.name}: after {t + 1} batches the messages under way still change")
+
+
+def _prove_rejection(machine: Machine, t: int, accepted: object) -> None:
+    """Nobody waits for ever where a version is rejected either, and what follows is the same: so in any mixture."""
+    twin = machine.copy()
+    twin.play_period(t, more=False, rejected=True)
+    twin.play_epilogue(t + 1)
+    machine.play_period(t, more=True, rejected=True)
+    if machine.state(t + 1) != accepted:
+        name = machine.lowered.schedule.name
+        raise ScheduleError(f"{name}: after a rejected version other messages are under way than after an accepted one")
+
+
+class _Books:
+    """The books of every node, and the activations on every rank.
+
+    Args:
+        schedule: whose.
+        older: the version that stands for everything before the span.
+        rejecting: every provisional version is rejected.
+    """
+
+    def __init__(self, schedule: Schedule, older: int, rejecting: bool = False) -> None:
+        self.schedule = schedule = redone(schedule)[0] if rejecting else schedule
+        self.programs = [Program(*(tuple(map(_always, part)) for part in p)) for p in schedule.programs]
+        specs = node_specs(schedule, older)
+        self.states = {spec.node: NodeState(spec, rejecting=rejecting) for spec in specs}
+        self.activations = Activations(schedule)
+        # A node's books depend on its own passes only, and on the versions that microbatches were admitted with: so
+        # the nodes are played one after the other, those that admit first.
+        self.order = sorted((s.node for s in specs), key=lambda node: not self.states[node].spec.admits)
+        self.passes = {node: tuple(self._of_node(p, node) for p in self.programs[node.rank]) for node in self.order}
+        self.admitted: dict[int, int] = {}
+        self.runs = len({s.node.cut for s in specs if s.share}) * schedule.slices  # forwards of a microbatch
+        self.run: dict[int, int] = {}  # how many of them an admitted microbatch has behind it
+
+    def _of_node(self, actions: Iterable[Action], node: Node) -> list[tuple[int, Action]]:
+        """What a node does, with the first batch in which each action exists."""
+        mine = [p for action in actions for p in passes(action) if p.node == node]
+        return [(since(p.unit, self.schedule.microbatches), p) for p in mine]
+
+    def prove(self) -> int:
+        """Play until the state at a border repeats; the batch from which it does."""
+        before, transient = self._state(0), _transient(self.schedule)
+        for t in range(_LIMIT + 2 * transient):
+            self._play(t, epilogue=False)
+            twin = self._twin()
+            twin.drain(t + 1)
+            self.absorb(twin)
+            state = self._state(t + 1)
+            if state == before and t >= transient:
+                return t
+            before = state
+        raise ScheduleError(f"{self.schedule.name}: after {t + 1} batches the state at a batch border still changes")
+
+    def _play(self, t: int, epilogue: bool) -> None:
+        m = self.schedule.microbatches
+        for node in self.order:
+            state = self.states[node]
+            for begins, action in self.passes[node][epilogue]:
+                if t >= begins and (t or action.op is not Op.REDO):  # nothing is decided on in the first period
+                    state.apply(action, t, self.admitted)
+                    if self.admitted and action.op is Op.F:
+                        self._forget(range(action.unit.first + t * m, action.unit.first + t * m + action.unit.count))
+        for rank, program in enumerate(self.programs):
+            for action in program[epilogue]:
+                found = existing(action, t, m)
+                if found is not None:
+                    taken, freed = self.activations.change(found)
+                    self.activations.add(rank, taken)
+                    self.activations.add(rank, freed)
+
+    def _forget(self, microbatches: Iterable[int]) -> None:
+        """Admissions are asked for by forwards only."""
+        for k in self.admitted.keys() & set(microbatches):
+            self.run[k] = self.run.get(k, 0) + 1
+            if self.run[k] == self.runs:
+                del self.admitted[k], self.run[k]
+
+    def _state(self, t: int) -> object:
+        """What is under way at the border before batch t."""
+        k = t * self.schedule.microbatches
+        admitted = sorted((mb - k, v - t, self.run.get(mb, 0)) for mb, v in self.admitted.items())
+        return [s.state(t) for s in self.states.values()], admitted
+
+    def _twin(self) -> _Books:
+        """Independent books in the same state."""
+        twin = copy.copy(self)
+        twin.states = {node: state.copy() for node, state in self.states.items()}
+        twin.admitted, twin.run, twin.activations = dict(self.admitted), dict(self.run), self.activations.copy()
+        return twin
+
+    def drain(self, batches: int) -> None:
+        """Play the epilogue of a span of `batches` batches; afterwards nothing may be left."""
+        for state in self.states.values():
+            state.drain(batches)
+        self._play(batches, epilogue=True)
+        for node, state in self.states.items():
+            left = {
+                "microbatches in flight": sorted({k for k, _ in state.flights}),
+                "provisional versions": sorted(state.provisional),
+                "forwards that read a rejected version": sorted({k for k, _ in state.flights.void}),
+                "gradients of batches": sorted(state.gradients),
+                "derived copies": sorted(state.copies),
+                "activations of other ranks, of microbatches": sorted(unit.first for _, unit in state.held),
+                "gathered weights of version": [] if state.gathered is None else [state.gathered],
+            }
+            for what, items in left.items():
+                if items:
+                    where = f"after draining {batches} batches, rank {node.rank}"
+                    raise ScheduleError(f"{self.schedule.name}: {where} still has {what} {items}")
+
+    def absorb(self, other: _Books) -> None:
+        """Take over the peaks of others."""
+        for node, state in self.states.items():
+            twin = other.states[node]
+            state.peak_versions = max(state.peak_versions, twin.peak_versions)
+            state.copies.peak = max(state.copies.peak, twin.copies.peak)
+            state.peak_gradients = max(state.peak_gradients, twin.peak_gradients)
+            state.peak_buffers = max(state.peak_buffers, twin.peak_buffers)
+            state.delay = state.delay or twin.delay
+            if state.recompute_delay is None:
+                state.recompute_delay = twin.recompute_delay
+        self.activations.peak = [*map(max, self.activations.peak, other.activations.peak)]
+
+
+def _always(action: Action) -> Action:
+    """An AVERAGE as if it stood in every period: it changes nothing, and must be in its place wherever it stands."""
+    return action._replace(unit=action.unit._replace(every=1)) if action.unit.every > 1 else action

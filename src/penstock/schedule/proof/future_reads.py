@@ -1,0 +1,81 @@
+"""Which versions the forwards to come will read: what a node has to keep alive for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from penstock.schedule.ir.schedule import Action, Node, Op, Schedule, passes
+
+
+@dataclass(frozen=True)
+class Forwards:
+    """The forwards of a node, in the order of its rank's program.
+
+    A position counts forwards from the start of the span, through all periods; in an epilogue, from its start.
+
+    Attributes:
+        microbatches: m.
+        period, epilogue: (first microbatch, oldest version read) of each forward, relative as in the program.
+    """
+
+    microbatches: int
+    period: tuple[tuple[int, int], ...]
+    epilogue: tuple[tuple[int, int], ...]
+
+    @cached_property
+    def _oldest_from(self) -> list[int]:
+        """For each place in a period, the oldest version read from there to the period's end or in the next one."""
+        following = 1 + min(version for _, version in self.period)
+        result = []
+        for _, version in reversed(self.period):
+            following = min(following, version)
+            result.append(following)
+        return result[::-1]
+
+    def settled(self, position: int, batches: int | None = None) -> int:
+        """The same position, or the next one behind forwards that do not exist because they lie before the span.
+
+        Args:
+            position: in the periods, or in the epilogue.
+            batches: the length of the span once its epilogue has begun.
+        """
+        if batches is not None:
+            while position < len(self.epilogue) and self.epilogue[position][0] + batches * self.microbatches < 0:
+                position += 1
+        elif self.period:
+            t, place = divmod(position, len(self.period))
+            while self.period[place][0] + t * self.microbatches < 0:
+                position += 1
+                t, place = divmod(position, len(self.period))
+        return position
+
+    def oldest(self, position: int, batches: int | None = None) -> int | None:
+        """The oldest version that the forwards from `position` on read, or None where there are none."""
+        if batches is not None:
+            left = self.epilogue[position:]
+            return batches + min(version for _, version in left) if left else None
+        if not self.period:
+            return None
+        t, place = divmod(position, len(self.period))
+        return t + self._oldest_from[place]
+
+
+def forwards_of(schedule: Schedule) -> dict[Node, Forwards]:
+    """The forwards of every node that names versions."""
+    found: dict[Node, tuple[list[tuple[int, int]], list[tuple[int, int]]]] = {n: ([], []) for n in schedule.nodes}
+    for program in schedule.programs:
+        for part, actions in enumerate(program):
+            for p in _forwards(actions):
+                assert p.reads is not None
+                found[p.node][part].append((p.unit.first, min(p.reads.versions)))
+    m = schedule.microbatches
+    return {node: Forwards(m, tuple(period), tuple(epilogue)) for node, (period, epilogue) in found.items()}
+
+
+def _forwards(actions: Iterable[Action]) -> Iterator[Action]:
+    for action in actions:
+        for p in passes(action):
+            if p.op is Op.F and p.reads is not None:
+                yield p

@@ -1,0 +1,371 @@
+"""The weights of one node while a schedule is played: which versions live, who reads them, which buffers they take.
+
+This is the independent half of the proof of versions: it knows the rule only as "forwards read from this source", keeps
+its own books, and refuses an action that reads anything else, or something that is not born yet or already gone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from penstock.errors import ScheduleError
+from penstock.schedule.ir.rules import Source, Update
+from penstock.schedule.ir.schedule import Action, Copy, Node, Op, Unit, shift
+from penstock.schedule.proof.in_flight import BooksError, Flights, Piece
+from penstock.schedule.proof.node_spec import NodeSpec
+from penstock.schedule.proof.weight_copies import Copies
+from penstock.schedule.transforms.batch_ops import COLLECTIVES
+
+
+@dataclass
+class Gradient:
+    """The gradient of a batch while it accumulates or waits for its STEP."""
+
+    remaining: int
+    forward: int = 0  # sum of the versions read, one per pass
+    backward: int = 0
+    recompute: int = 0
+    joined: tuple[Op, ...] = ()  # collectives that this node has joined
+
+
+class Delay(NamedTuple):
+    """Version at the update minus version read, mean over the passes of one batch."""
+
+    forward: float
+    backward: float
+
+
+@dataclass
+class NodeState:
+    """One node's books. Versions, microbatches and batches are absolute, counted from the start of the span.
+
+    Attributes:
+        forwards: the position of the next forward; see `Forwards`.
+        draining: the number of batches of the span, once its last period is over.
+        newest_read: whether a pass has read the newest version.
+        rotated: whether the last update was written over its gradient instead of over the version it started from.
+        rejecting: the next VALIDATE rejects its version.
+    """
+
+    spec: NodeSpec
+    newest: int = 0
+    versions: set[int] = field(default_factory=set)
+    provisional: set[int] = field(default_factory=set)
+    flights: Flights = field(default_factory=Flights)
+    gradients: dict[int, Gradient] = field(default_factory=dict)
+    copies: Copies = field(init=False)
+    gathered: int | None = None
+    held: set[tuple[Node | None, Unit]] = field(default_factory=set)  # activations of others
+    forwards: int = 0
+    newest_read: bool = False
+    rotated: bool = False
+    draining: int | None = None
+    rejecting: bool = False
+    peak_versions: int = 0
+    peak_gradients: int = 0
+    peak_buffers: int = 0
+    delay: Delay | None = None
+    recompute_delay: float | None = None
+
+    def __post_init__(self) -> None:
+        self.copies = Copies(self.spec.copy_uses, self.spec.microbatches)
+        if not self.versions:
+            self.versions = {self.spec.older, 0}
+            self.forwards = self.spec.forwards.settled(0)
+            self._count()
+
+    def copy(self) -> NodeState:
+        """An independent twin."""
+        twin = replace(
+            self,
+            versions=set(self.versions),
+            provisional=set(self.provisional),
+            flights=self.flights.copy(),
+            gradients={b: replace(g) for b, g in self.gradients.items()},
+            held=set(self.held),
+        )
+        twin.copies = self.copies.copy()
+        return twin
+
+    def state(self, t: int) -> object:
+        """The books with all numbers relative to batch t."""
+        if not self.spec.share:
+            return None
+        gradients = sorted(
+            (b - t, g.remaining, g.forward - t * (self.spec.share - g.remaining), g.joined)
+            for b, g in self.gradients.items()
+        )
+        flights, copies = self.flights.state(t, self.spec.microbatches), self.copies.state(t)
+        versions = sorted(v - t for v in self.versions), sorted(v - t for v in self.provisional), self.newest - t
+        gathered = None if self.gathered is None else self.gathered - t
+        place = self.forwards - t * len(self.spec.forwards.period)
+        held = sorted((peer, unit.first - t * self.spec.microbatches, unit.slice) for peer, unit in self.held)
+        return versions, flights, gradients, copies, gathered, held, place, self.newest_read
+
+    def drain(self, batches: int) -> None:
+        """Begin the epilogue of a span of `batches` batches."""
+        self.draining = batches
+        self.forwards = self.spec.forwards.settled(0, batches)
+
+    # --- passes -----------------------------------------------------------------------------------------------------
+
+    def apply(self, action: Action, t: int, admitted: dict[int, int]) -> None:
+        """Play one action of the period (or epilogue) of batch t.
+
+        Args:
+            action: any action of this node, with relative numbers.
+            t: the batch they are relative to.
+            admitted: the version that the first cut read for each microbatch; extended by the first cut's forwards.
+
+        Raises:
+            ScheduleError: the action breaks the version rule or the life of a version, activation or gradient.
+        """
+        op = action.op
+        try:
+            if op is Op.F or op is Op.B or op is Op.I or op is Op.W or op is Op.R:
+                if not self.spec.share:
+                    return  # evaluation or frozen weights: one version for ever, and nothing left behind
+                self._pass(action, t, admitted)
+            elif op is Op.REDO:
+                self.flights.redo((action.unit.first + t * self.spec.microbatches, 0))
+            else:
+                self._manage(action, t)
+        except BooksError as error:
+            absolute = shift(action, t, self.spec.microbatches, self.spec.older) or action
+            where = f"on rank {self.spec.node.rank}, rule {self.spec.rule.name!r}"
+            raise ScheduleError(f"{absolute} {where}: {error}") from None
+        self._drop_dead()
+        self._count()
+
+    def _pass(self, action: Action, t: int, admitted: dict[int, int]) -> None:
+        op, _, unit, reads, *_ = action
+        if reads is None:
+            raise BooksError("names no version of the weights")
+        spec, m = self.spec, self.spec.microbatches
+        versions = tuple([max(v + t, spec.older) for v in reads.versions])
+        derive = reads.derive and Copy(reads.derive.label, reads.derive.first + t * m)
+        piece = unit.slice[0] if unit.slice else 0
+        source = spec.rule.forward if op is Op.F else spec.rule.recompute if op is Op.R else spec.rule.backward
+        for k in range(unit.first + t * m, unit.first + t * m + unit.count):
+            key = (k, piece)
+            if op is not Op.F:
+                _ = self.flights[key]
+            self._check_rule(source, key, versions, derive, admitted, unit.first + t * m)
+            if op is Op.F:
+                self.flights.begin(key, versions, derive)
+                if spec.admits and source is Source.ADMISSION:
+                    admitted[k] = versions[0]
+            elif op is Op.R:
+                self.flights.recompute(key, versions[0])
+        if derive is not None:
+            self.copies.read(derive, versions)
+        else:
+            self._check_life(op, versions)
+        if op is not Op.F and op is not Op.R:
+            for k in range(unit.first + t * m, unit.first + t * m + unit.count):
+                self._backward(op, (k, piece), versions)
+        if op is Op.F:
+            self.forwards = spec.forwards.settled(self.forwards + 1, self.draining)
+
+    def _check_rule(
+        self,
+        source: Source,
+        key: Piece,
+        versions: tuple[int, ...],
+        derive: Copy | None,
+        admitted: dict[int, int],
+        first: int,
+    ) -> None:
+        """A pass on microbatches from `first` on must read what the rule names."""
+        spec = self.spec
+        batch = key[0] // spec.microbatches
+        if source is Source.FORWARD:
+            flight = self.flights[key]
+            if (versions, derive) != flight[:2]:
+                raise BooksError(f"must read version {','.join(map(str, flight.versions))}, as its forward did")
+            return
+        if source is Source.COPY:
+            if derive is None:
+                raise BooksError("must read a copy that a PREDICT made")
+            own = derive.first // spec.microbatches == batch
+            if spec.rule.keeps_forward:
+                own = derive.first == first
+                if versions[:-1] != self.flights[key].versions:
+                    raise BooksError(f"blends version {versions[0]}, but the forward of {key[0]} read another one")
+            if not own:
+                whose = "microbatch" if spec.rule.keeps_forward else "batch"
+                raise BooksError(f"reads copy {derive.label}{derive.first}, which was made for another {whose}")
+            return
+        if source is Source.BATCH:
+            wanted = batch
+        elif source is Source.PREVIOUS:
+            wanted = max(batch - 1, spec.older)
+        elif source is Source.NEWEST or spec.admits:
+            wanted = self.newest
+        else:
+            if key[0] not in admitted:
+                raise BooksError("runs before its microbatch was admitted by the first trained cut")
+            wanted = admitted[key[0]]
+        if versions != (wanted,) or derive is not None:
+            raise BooksError(f"must read version {wanted}")
+
+    def _check_life(self, op: Op, versions: tuple[int, ...]) -> None:
+        """What is read must be alive."""
+        for version in versions:
+            if version not in self.versions:
+                why = "is not born yet" if version > self.newest else "no longer exists"
+                raise BooksError(f"reads version {version}, which {why}")
+            if version in self.provisional and op is not Op.F:
+                raise BooksError(f"reads version {version} before VALIDATE has decided it")
+        if self.spec.sharded and versions != (self.gathered,):
+            raise BooksError(f"reads version {versions[0]}, which is not gathered")
+        if self.newest in versions:
+            self.newest_read = True
+
+    def _backward(self, op: Op, key: Piece, versions: tuple[int, ...]) -> None:
+        flight = self.flights.backward(key, op, self.spec.recomputed)
+        batch = key[0] // self.spec.microbatches
+        if batch not in self.gradients:  # from the first I on: not every weight can be put off
+            self._allocate(batch)
+        if flight is None:
+            return
+        gradient = self.gradients[batch]
+        gradient.remaining -= 1
+        gradient.forward += flight.versions[0]
+        gradient.backward += versions[0]
+        gradient.recompute += flight.recomputed or 0
+
+    # --- updates and the rest ---------------------------------------------------------------------------------------
+
+    def _manage(self, action: Action, t: int) -> None:
+        op, batch = action.op, action.unit.first + t
+        if op is Op.STEP:
+            self._step(batch)
+        elif op in COLLECTIVES:
+            self._gradient_before(op, batch).joined += (op,)
+        elif op is Op.VALIDATE:
+            if batch + 1 not in self.provisional:
+                raise BooksError(f"version {batch + 1} is not provisional")
+            self.provisional.discard(batch + 1)
+            if self.rejecting:
+                self.flights.reject(batch + 1)
+            del self.gradients[batch]
+        elif op is Op.PREDICT:
+            self._predict(action, t)
+        elif op is Op.AVERAGE:
+            if self.newest_read or batch >= self.newest:
+                raise BooksError("must stand between a STEP and the next read of what it bore")
+        elif op is Op.GATHER:
+            if self.gathered is not None or action.reads is None:
+                raise BooksError("names no version, or another one is still gathered")
+            self.gathered = max(action.reads.versions[0] + t, self.spec.older)
+            self._check_life(op, (self.gathered,))
+        elif op is Op.RELEASE:
+            if self.gathered is None:
+                raise BooksError("nothing is gathered")
+            self.gathered = None
+        elif op in (Op.OFFLOAD, Op.FETCH):
+            piece = action.unit.slice[0] if action.unit.slice else 0
+            for k in action.unit.microbatches:
+                place = "the host" if action.peer is None else f"node {action.peer.name}"
+                self.flights.move((k + t * self.spec.microbatches, piece), op is Op.OFFLOAD, place)
+        elif op in (Op.HOLD, Op.RETURN):
+            held = (action.peer, action.unit._replace(first=action.unit.first + t * self.spec.microbatches))
+            if (held in self.held) is (op is Op.HOLD):
+                raise BooksError(f"{'has' if op is Op.HOLD else 'does not have'} these activations of its peer already")
+            self.held ^= {held}
+
+    def _complete_gradient(self, batch: int) -> Gradient:
+        gradient = self.gradients.get(batch)
+        left = self.spec.share if gradient is None else gradient.remaining
+        if gradient is None or left:
+            raise BooksError(f"stands before {left} of batch {batch}'s backwards on this node")
+        return gradient
+
+    def _gradient_before(self, op: Op, batch: int) -> Gradient:
+        """The complete gradient of a batch that has been through all collectives that come before `op`."""
+        gradient = self._complete_gradient(batch)
+        for earlier in self.spec.collectives:
+            if earlier is op:
+                break
+            if earlier not in gradient.joined:
+                raise BooksError(f"needs the {earlier} of its batch first")
+        return gradient
+
+    def _step(self, batch: int) -> None:
+        gradient, rule = self._gradient_before(Op.STEP, batch), self.spec.rule
+        if self.newest != batch or batch in self.provisional:
+            raise BooksError(f"starts from version {batch}, but the newest valid one is another")
+        reader = self.flights.reader(batch) if rule.pins else None
+        if rule.update is Update.IN_PLACE and reader is not None:
+            raise BooksError(f"overwrites version {batch}, which microbatch {reader} in flight still reads")
+        free = rule.update is Update.COPY_ON_WRITE and reader is None and self._oldest_read() > batch
+        if rule.update is Update.IN_PLACE or free:
+            self.versions.discard(batch)
+        self.rotated = rule.update is Update.ROTATE or (rule.update is Update.COPY_ON_WRITE and not free)
+        if not rule.provisional:  # else it stays, for an update that may have to be done again
+            del self.gradients[batch]
+        self.newest = batch + 1
+        self.newest_read = False
+        self.versions.add(self.newest)
+        if rule.provisional:
+            self.provisional.add(self.newest)
+        if self.draining is None:
+            self.delay = Delay(*(batch - total / self.spec.share for total in (gradient.forward, gradient.backward)))
+            if self.spec.recomputed:
+                self.recompute_delay = batch - gradient.recompute / self.spec.share
+
+    def _predict(self, action: Action, t: int) -> None:
+        """A copy is made of the newest version, or blends it with the one that its microbatch's forward read."""
+        reads, spec = action.reads, self.spec
+        if reads is None or reads.derive is None:
+            raise BooksError("must bear a copy of its own, as in PREDICT0^t~p0")
+        versions = tuple(max(v + t, spec.older) for v in reads.versions)
+        copy = Copy(reads.derive.label, reads.derive.first + t * spec.microbatches)
+        self.copies.bear(copy, versions)
+        self._check_life(action.op, versions)
+        wanted: tuple[int, ...] = (self.newest,)
+        if spec.rule.keeps_forward:
+            piece = action.unit.slice[0] if action.unit.slice else 0
+            wanted = (*self.flights[action.unit.first + t * spec.microbatches, piece].versions, self.newest)
+        if versions != wanted:
+            raise BooksError(
+                f"must be made of version {','.join(map(str, wanted))}, not {','.join(map(str, versions))}"
+            )
+
+    # --- buffers ----------------------------------------------------------------------------------------------------
+
+    def _oldest_read(self) -> int:
+        """The oldest version that a forward to come reads; later spans read the last `bases` ones."""
+        oldest = self.spec.forwards.oldest(self.forwards, self.draining)
+        if oldest is not None:
+            oldest = max(oldest, self.spec.older)
+            if self.draining is None:
+                return oldest
+        last = self.newest + 1 if self.draining is None else self.draining
+        return min(last - self.spec.rule.bases + 1, last if oldest is None else oldest)
+
+    def _drop_dead(self) -> None:
+        """Forget versions that no forward to come, no backward in flight and no update will read."""
+        floor = min(self.newest, self._oldest_read(), *(v - 1 for v in self.provisional))
+        if min(self.versions) < floor:
+            held = self.flights.versions() if self.spec.rule.pins else set()
+            self.versions = {v for v in self.versions if v >= floor or v in held}
+
+    def _allocate(self, batch: int) -> None:
+        """Take a buffer for a new gradient."""
+        used, limit = len(self.versions) + len(self.gradients), self.spec.rule.buffers
+        if limit is not None and used >= limit:
+            raise BooksError(
+                f"needs a buffer for the gradient of batch {batch}, but all {limit} are in use: versions "
+                f"{sorted(self.versions)}, gradients of batches {sorted(self.gradients)}. One would be overwritten too "
+                "early; more microbatches per batch help"
+            )
+        self.gradients[batch] = Gradient(self.spec.share)
+        self._count()
+
+    def _count(self) -> None:
+        self.peak_versions = max(self.peak_versions, len(self.versions))
+        self.peak_gradients = max(self.peak_gradients, len(self.gradients))
+        self.peak_buffers = max(self.peak_buffers, len(self.versions) + len(self.gradients))

@@ -1,0 +1,58 @@
+"""Derived copies of the weights of one node: born by a PREDICT, gone after their last read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from penstock.schedule.ir.schedule import Copy
+from penstock.schedule.proof.in_flight import BooksError
+
+
+@dataclass
+class Copies:
+    """The copies of a node.
+
+    Attributes:
+        uses: reads of each copy per period, by label and microbatch modulo m.
+        alive: reads left of each copy, and the versions it was made of.
+        peak: the most alive at once.
+    """
+
+    uses: Mapping[Copy, int]
+    microbatches: int
+    alive: dict[Copy, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
+    peak: int = 0
+
+    def __iter__(self) -> Iterator[Copy]:
+        return iter(self.alive)
+
+    def bear(self, copy: Copy, versions: tuple[int, ...]) -> None:
+        """A PREDICT makes a copy of these versions."""
+        uses = self.uses.get(Copy(copy.label, copy.first % self.microbatches), 0)
+        if not uses or copy in self.alive:
+            raise BooksError("bears a copy that nobody reads or that exists already")
+        self.alive[copy] = uses, versions
+        self.peak = max(self.peak, len(self.alive))
+
+    def read(self, copy: Copy, versions: tuple[int, ...]) -> None:
+        """A pass reads a copy, which it says was made of these versions."""
+        name = f"{copy.label}{copy.first}"
+        if copy not in self.alive:
+            raise BooksError(f"reads copy {name}, which no PREDICT has made or which is already dropped")
+        left, made = self.alive[copy]
+        if made != versions:
+            raise BooksError(f"copy {name} was made of other versions")
+        if left > 1:
+            self.alive[copy] = left - 1, made
+        else:
+            del self.alive[copy]
+
+    def state(self, t: int) -> object:
+        """All of it, with numbers relative to batch t."""
+        k = t * self.microbatches
+        return sorted((c.label, c.first - k, n, [v - t for v in made]) for c, (n, made) in self.alive.items())
+
+    def copy(self) -> Copies:
+        """An independent twin."""
+        return Copies(self.uses, self.microbatches, dict(self.alive), self.peak)

@@ -1,0 +1,1 @@
+"""Functions that add actions to a schedule: updates, predictions, collectives, recomputation."""

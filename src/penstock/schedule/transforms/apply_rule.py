@@ -1,0 +1,123 @@
+"""Write a version rule into an order: insert the updates, and annotate every pass with the version it reads."""
+
+from __future__ import annotations
+
+from penstock.errors import ScheduleError
+from penstock.schedule.ir.gc_pause import no_collection
+from penstock.schedule.ir.ops import PASSES
+from penstock.schedule.ir.order import Order
+from penstock.schedule.ir.rules import Placing, Source, VersionRule
+from penstock.schedule.ir.schedule import Action, Node, Op, Program, Schedule, WeightRef, passes
+from penstock.schedule.transforms.batch_ops import after_backwards, batch_unit, is_trained, with_reductions
+from penstock.schedule.transforms.blends import divided, with_blends
+from penstock.schedule.transforms.post_validation import with_validations
+from penstock.schedule.transforms.predictions import with_predictions
+
+
+@no_collection
+def apply_rule(order: Order, rule: VersionRule, microbatches: int, name: str) -> Schedule:
+    """Insert the updates that `rule` asks for and annotate every pass with the version it reads.
+
+    A backward of several microbatches is divided where their forwards read different versions that it has to read.
+    """
+    with_steps = tuple(
+        _insert_steps(program, [n for n in order.nodes if n.rank == rank], rule, microbatches, name)
+        for rank, program in enumerate(order.programs)
+    )
+    if rule.copies_forward:
+        with_steps = tuple(with_predictions(program, rule, microbatches) for program in with_steps)
+    forward_reads = _forward_offsets(with_steps, rule, microbatches)
+    if rule.pins:
+        with_steps = tuple(divided(program, forward_reads, microbatches) for program in with_steps)
+    if rule.keeps_forward:
+        with_steps = tuple(with_blends(program, forward_reads, microbatches) for program in with_steps)
+    programs = tuple(_annotate(program, rule, forward_reads, microbatches) for program in with_steps)
+    made = Schedule(
+        name, microbatches, order.nodes, order.edges, programs, rule.name, order.frozen, order.segments, order.window
+    )
+    return with_reductions(made, everywhere=False)
+
+
+# --- where the updates stand ----------------------------------------------------------------------------------------
+
+
+def _insert_steps(program: Program, nodes: list[Node], rule: VersionRule, m: int, name: str) -> Program:
+    for node in nodes:
+        if not is_trained(program, node):
+            continue  # forward-only: nothing to update
+        period, epilogue = program
+        steps = [Action(Op.STEP, node, batch_unit(offset)) for offset in (0, -1, -2)]
+        if rule.step is Placing.END:
+            program = Program((*period, steps[0]), epilogue)
+        elif rule.step is Placing.LATE:
+            forwards = [i for i, a in enumerate(period) if any(p.op is Op.F and p.node == node for p in passes(a))]
+            if not forwards:
+                raise ScheduleError(f"{name}: node {node.name} on rank {node.rank} has backwards but no forwards")
+            first = forwards[0]
+            program = Program((*period[:first], steps[2], *period[first:]), (steps[2], *epilogue, steps[1]))
+        else:
+            program = after_backwards(program, node, Op.STEP, m)
+    trained = [node for node in nodes if is_trained(program, node)]
+    return with_validations(program, trained) if rule.provisional and trained else program
+
+
+# --- which version each pass reads ----------------------------------------------------------------------------------
+
+
+def _forward_offsets(programs: tuple[Program, ...], rule: VersionRule, m: int) -> dict[tuple[Node, int], int]:
+    """The version, relative to its batch, that the forward of each (node, microbatch of its batch) reads."""
+    reads: dict[tuple[Node, int], int] = {}
+    admission: dict[int, int] = {}
+    first = min((a.node.cut for program in programs for a in program.period if a.op is Op.STEP), default=0)
+    for program in programs:
+        newest = _newest_before_period(program)
+        for action in program.period:
+            if action.op is Op.STEP:
+                newest[action.node] = action.unit.first + 1
+            for p in passes(action):
+                if p.op is Op.F:
+                    for batch, k in (divmod(number, m) for number in p.unit.microbatches):
+                        here = {Source.BATCH: 0, Source.PREVIOUS: -1}.get(rule.forward, newest.get(p.node, 0) - batch)
+                        reads[p.node, k] = here
+                        if p.node.cut == first:
+                            admission[k] = here
+    if rule.forward is Source.ADMISSION:
+        missing = sorted({k for _, k in reads} - admission.keys())
+        if missing:
+            raise ScheduleError(f"cut {first} runs no forward of microbatches {missing}, which other cuts run")
+        return {(node, k): admission[k] for node, k in reads}
+    return reads
+
+
+def _newest_before_period(program: Program) -> dict[Node, int]:
+    """The newest version of each node, relative to t, when the period of batch t begins."""
+    return {a.node: a.unit.first for a in program.period if a.op is Op.STEP}
+
+
+def _annotate(program: Program, rule: VersionRule, forward_reads: dict[tuple[Node, int], int], m: int) -> Program:
+    trained = {a.node for a in program.period if a.op is Op.STEP}
+
+    def annotate(action: Action, newest: dict[Node, int]) -> Action:
+        if action.parts:
+            return action._replace(parts=tuple(annotate(p, newest) for p in action.parts))
+        if action.op is Op.STEP:
+            newest[action.node] = action.unit.first + 1
+        if action.op not in PASSES or action.reads is not None or action.node not in trained:
+            return action
+        source = {Op.F: rule.forward, Op.R: rule.recompute}.get(action.op, rule.backward)
+        if source is Source.NEWEST:
+            return _reading(action, newest.get(action.node, 0))
+        batch, k = divmod(action.unit.first, m)
+        if (action.node, k) not in forward_reads:
+            raise ScheduleError(f"{action}: rank {action.node.rank} runs no forward of microbatch {k} of a batch")
+        return _reading(action, forward_reads[action.node, k] + batch)
+
+    def annotate_all(actions: tuple[Action, ...]) -> tuple[Action, ...]:
+        newest = _newest_before_period(program)
+        return tuple(annotate(action, newest) for action in actions)
+
+    return Program(annotate_all(program.period), annotate_all(program.epilogue))
+
+
+def _reading(action: Action, version: int) -> Action:
+    return Action(action.op, action.node, action.unit, WeightRef((version,)))

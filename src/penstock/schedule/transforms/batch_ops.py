@@ -1,0 +1,223 @@
+"""Actions on whole batches: what stands directly after the last backward of a batch on a node.
+
+`with_reductions`, `with_ties` and `with_decisions` add to a schedule what its pipeline needs beside the passes: sums
+over all nodes that hold the same weights, sums over cuts that share some parameters, and what only all stages together
+can decide. They block no rank; each waits for those before it, and the STEP for them all. `with_averages` adds what
+parallel pipelines do now and then instead of adding up gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import replace
+from itertools import combinations
+
+from penstock.errors import ConfigError
+from penstock.schedule.ir.schedule import Action, Kind, Node, Op, Program, Schedule, Unit, passes
+
+COLLECTIVES = (Op.REDUCE, Op.TIE, Op.DECIDE)
+"""What a STEP of the same node and batch waits for, in the order in which they follow the last backward."""
+
+
+def batch_unit(offset: int) -> Unit:
+    """The unit of a STEP, REDUCE or DECIDE of batch t + offset."""
+    return Unit(offset, kind=Kind.BATCH)
+
+
+def is_backward(action: Action, node: Node) -> bool:
+    """Whether a pass is (a part of) a backward of a node."""
+    return action.op in (Op.B, Op.I, Op.W) and action.node == node
+
+
+def is_trained(program: Program, node: Node) -> bool:
+    """Whether a program has backwards of a node, so that there is something to update."""
+    return any(is_backward(p, node) for a in program.period for p in passes(a))
+
+
+def after_backwards(program: Program, node: Node, op: Op, microbatches: int) -> Program:
+    """Insert `op` directly after the last backward of each batch, behind the collectives that come before it.
+
+    Args:
+        program: of the node's rank, with backwards of the node.
+        node: where.
+        op: on batches.
+        microbatches: m.
+    """
+    period, epilogue = list(program.period), list(program.epilogue)
+    earlier = COLLECTIVES[: COLLECTIVES.index(op)] if op in COLLECTIVES else COLLECTIVES
+
+    def last_of(actions: list[Action]) -> dict[int, int]:
+        """Batch offset -> position of the last of its actions that come before."""
+        last = {}
+        for position, action in enumerate(actions):
+            for p in passes(action):
+                if is_backward(p, node):
+                    last[p.unit.first // microbatches] = position
+                elif p.op in earlier and p.node == node:
+                    last[p.unit.first] = position
+        return last
+
+    last = last_of(period)
+    offset = min(last)  # the oldest batch that this period works on is finished here
+    period.insert(last[offset] + 1, Action(op, node, batch_unit(offset)))
+    for batch in range(offset, 0):
+        place = last_of(epilogue).get(batch, -1) + 1
+        epilogue.insert(place, Action(op, node, batch_unit(batch)))
+    return Program(tuple(period), tuple(epilogue))
+
+
+def with_reductions(schedule: Schedule, everywhere: bool) -> Schedule:
+    """The schedule with a REDUCE on every trained node whose weights others hold, too.
+
+    Args:
+        schedule: without any.
+        everywhere: parallel pipelines hold the same weights, so that every node needs one; else only those do whose cut
+            several nodes of this pipeline hold.
+    """
+    holders = [node.cut for node in schedule.nodes]
+    made = _with(schedule, Op.REDUCE, lambda node: everywhere or holders.count(node.cut) > 1)
+    return made if _in_one_order(made) else _reduced_at_the_end(made)
+
+
+def _in_one_order(schedule: Schedule) -> bool:
+    """Whether no two ranks reduce two cuts the other way round, for which they would wait for ever."""
+    pairs = set()
+    for program in schedule.programs:
+        cuts = [a.node.cut for a in program.period if a.op is Op.REDUCE]
+        pairs |= {pair for pair in combinations(cuts, 2) if pair[0] != pair[1]}
+    return not any((b, a) in pairs for a, b in pairs)
+
+
+def _reduced_at_the_end(schedule: Schedule) -> Schedule:
+    """Every rank reduces after the last of all its backwards, in the order of the cuts."""
+    programs = []
+    for period, epilogue in schedule.programs:
+        late = sorted((a for a in period if a.op is Op.REDUCE), key=lambda a: a.node)
+        rest = [a for a in period if a.op is not Op.REDUCE]
+        place = 1 + max((i for i, a in enumerate(rest) if any(is_backward(p, p.node) for p in passes(a))), default=-1)
+        programs.append(Program((*rest[:place], *late, *rest[place:]), epilogue))
+    return replace(schedule, programs=tuple(programs))
+
+
+def with_ties(schedule: Schedule, cuts: Collection[int]) -> Schedule:
+    """The schedule with a TIE on every trained node of these cuts, which share parameters.
+
+    Raises:
+        ConfigError: a cut is updated before another one on its rank has its gradient.
+    """
+    check_together(schedule, {}, cuts)
+    return _with(schedule, Op.TIE, lambda node: node.cut in cuts)
+
+
+def with_decisions(schedule: Schedule) -> Schedule:
+    """The schedule with a DECIDE on every trained node: updates wait for what all stages decide together.
+
+    Raises:
+        ConfigError: a cut is updated before another one on its rank has its gradient.
+    """
+    check_together(schedule, {"decides": "leave decides out"})
+    return _with(schedule, Op.DECIDE, lambda _: True)
+
+
+def what_decides(clip: bool, loss_scale: bool, fp16: bool, width: int, apart: str | None) -> dict[str, str]:
+    """For what all stages decide together: its name, and how to be without it.
+
+    Args:
+        clip: gradients are clipped.
+        loss_scale: losses are scaled.
+        fp16: and that because passes compute in float16.
+        width: parallel pipelines.
+        apart: how they agree, where they have weights of their own.
+    """
+    found = {"clip": "set clip to null (None)"} if clip else {}
+    if loss_scale:
+        scale = ("the loss scale of fp16", "set precision to bf16 or fp32") if fp16 else ("loss_scale", "leave it out")
+        found[scale[0]] = scale[1]
+    if width > 1:
+        found[f"a width of {width}" if apart is None else f"combine {apart!r}"] = "set width to 1"
+    return found
+
+
+def check_together(schedule: Schedule, decides: Mapping[str, str], tied: Collection[int] = ()) -> None:
+    """Make sure that updates can wait for what other cuts know of the same batch.
+
+    Args:
+        schedule: with its STEPs.
+        decides: for what they wait for a decision of all stages, and how to be without it (`what_decides`).
+        tied: cuts that share parameters.
+
+    Raises:
+        ConfigError: a rank updates one of its cuts before it runs the last backward of that batch on another one.
+    """
+    found = _updated_early(schedule) if decides or tied else None
+    if found is None:
+        return
+    node, late = found
+    before = (
+        f"{schedule.name}: rank {node.rank} updates cut {node.cut} before cut {late.cut} has its gradient of the same "
+        "batch, so "
+    )
+    if decides:
+        raise ConfigError(
+            before + f"that update cannot wait for a decision of all stages, which {' and '.join(decides)} "
+            f"need{'' if len(decides) > 1 else 's'}; {', '.join(decides.values())}, or take a method that can wait, "
+            "such as 2bw"
+        )
+    raise ConfigError(
+        before + f"cuts {', '.join(map(str, sorted(tied)))} cannot share parameters, whose gradients are added up "
+        "first; untie them, or take a method that can wait, such as 2bw"
+    )
+
+
+def _updated_early(schedule: Schedule) -> tuple[Node, Node] | None:
+    """A node, and another one on its rank whose last backward of a batch stands behind the update of the first."""
+    for program in schedule.programs:
+        steps: dict[Node, tuple[int, int]] = {}  # the period, relative to the batch, and the place in it
+        backwards: dict[Node, tuple[int, int]] = {}
+        for place, action in enumerate(program.period):
+            for p in passes(action):
+                if p.op is Op.STEP:
+                    steps[p.node] = -p.unit.first, place
+                elif is_backward(p, p.node):
+                    when = -(p.unit.first // schedule.microbatches), place
+                    backwards[p.node] = max(backwards.get(p.node, when), when)
+        for node, step in steps.items():
+            late = next((other for other, last in backwards.items() if last > step), None)
+            if late is not None and node in backwards and backwards[node] < step:  # else the proof refuses it
+                return node, late
+    return None
+
+
+def with_averages(schedule: Schedule, every: int, behind: int = 0) -> Schedule:
+    """The schedule with an AVERAGE directly after each STEP: the version that it bears is changed before it is read.
+
+    Args:
+        schedule: without any.
+        every: only after batches b for which b + 1 is a multiple of it.
+        behind: what is added there are the sums of so many batches before, a multiple of `every`.
+    """
+
+    def insert(actions: tuple[Action, ...]) -> Iterator[Action]:
+        for action in actions:
+            yield action
+            if action.op is Op.STEP:
+                unit = action.unit._replace(first=action.unit.first - behind, every=every)
+                yield Action(Op.AVERAGE, action.node, unit)
+
+    return replace(schedule, programs=tuple(Program(*(tuple(insert(part)) for part in p)) for p in schedule.programs))
+
+
+def without_averages(schedule: Schedule) -> Schedule:
+    """The schedule without its AVERAGEs."""
+    programs = (Program(*(tuple(a for a in part if a.op is not Op.AVERAGE) for part in p)) for p in schedule.programs)
+    return replace(schedule, programs=tuple(programs))
+
+
+def _with(schedule: Schedule, op: Op, wanted: Callable[[Node], bool]) -> Schedule:
+    programs = []
+    for rank, program in enumerate(schedule.programs):
+        for node in schedule.nodes:
+            if node.rank == rank and is_trained(program, node) and wanted(node):
+                program = after_backwards(program, node, op, schedule.microbatches)
+        programs.append(program)
+    return replace(schedule, programs=tuple(programs))

@@ -1,0 +1,84 @@
+"""Backwards on a blend of the version that their forward read and the newest one: where the blends are made.
+
+A backward of several microbatches has one blend, so it is divided where their forwards read different versions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from penstock.errors import ScheduleError
+from penstock.schedule.ir.schedule import Action, Copy, Node, Op, Program, Unit, WeightRef
+
+BLEND = "i"
+"""The label of the copies."""
+
+Reads = Mapping[tuple[Node, int], int]
+"""The version, relative to its batch, that the forward of each (node, microbatch of its batch) reads."""
+
+
+def divided(program: Program, reads: Reads, microbatches: int) -> Program:
+    """A rank's program whose backwards each belong to forwards that read one version.
+
+    Args:
+        program: whole backwards only are divided.
+        reads: of the forwards.
+        microbatches: m.
+    """
+
+    def divide(actions: tuple[Action, ...]) -> Iterator[Action]:
+        for action in actions:
+            if action.op is not Op.B or action.unit.count == 1:
+                yield action
+                continue
+            for first, count in _runs(action, reads, microbatches):
+                yield action._replace(unit=action.unit._replace(first=first, count=count))
+
+    return Program(tuple(divide(program.period)), tuple(divide(program.epilogue)))
+
+
+def _runs(action: Action, reads: Reads, m: int) -> list[tuple[int, int]]:
+    """The first microbatch and the number of those in a row whose forwards read one version."""
+    runs: list[tuple[int, int]] = []
+    before = None
+    for number in action.unit.microbatches:
+        version = reads.get((action.node, number % m))
+        if runs and version == before:
+            runs[-1] = runs[-1][0], runs[-1][1] + 1
+        else:
+            runs.append((number, 1))
+        before = version
+    return runs
+
+
+def with_blends(program: Program, reads: Reads, microbatches: int) -> Program:
+    """A rank's program with a PREDICT directly before each backward, which reads what it makes.
+
+    Args:
+        program: with its STEPs; each backward belongs to forwards that read one version.
+        reads: of the forwards.
+        microbatches: m.
+
+    Raises:
+        ScheduleError: a backward comes in two halves, or runs together with another pass.
+    """
+    trained = {action.node: action.unit.first for action in program.period if action.op is Op.STEP}
+
+    def place(actions: tuple[Action, ...]) -> Iterator[Action]:
+        newest = dict(trained)
+        for action in actions:
+            if action.op is Op.STEP:
+                newest[action.node] = action.unit.first + 1
+            if action.op in (Op.I, Op.W) or any(p.op is not Op.F for p in action.parts):
+                raise ScheduleError(
+                    f"{action}: backwards on a blend of two versions are whole ones, and run by themselves"
+                )
+            if action.op is not Op.B or action.node not in trained:
+                yield action
+                continue
+            batch, k = divmod(action.unit.first, microbatches)
+            blend = WeightRef((reads[action.node, k] + batch, newest[action.node]), Copy(BLEND, action.unit.first))
+            yield Action(Op.PREDICT, action.node, Unit(action.unit.first), blend)
+            yield action._replace(reads=blend)
+
+    return Program(tuple(place(program.period)), tuple(place(program.epilogue)))

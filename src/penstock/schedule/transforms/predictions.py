@@ -1,0 +1,71 @@
+"""Where predictions stand: before each pass that reads one, or before the first of a batch for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from penstock.errors import ScheduleError
+from penstock.schedule.ir.schedule import Action, Copy, Node, Op, Program, Unit, WeightRef
+
+if TYPE_CHECKING:
+    from penstock.schedule.ir.rules import VersionRule
+
+FORWARD, BACKWARD = "f", "b"
+"""Labels of the copies that forwards and backwards read."""
+
+
+def with_predictions(program: Program, rule: VersionRule, microbatches: int) -> Program:
+    """A rank's program with PREDICTs, and with what the passes read that read a copy.
+
+    Args:
+        program: with its STEPs.
+        rule: some of whose passes read copies.
+        microbatches: m.
+    """
+    return _Placing(program, rule, microbatches).place()
+
+
+class _Placing:
+    def __init__(self, program: Program, rule: VersionRule, m: int) -> None:
+        self.program, self.rule, self.m = program, rule, m
+        self.borne = {a.node: a.unit.first for a in program.period if a.op is Op.STEP}
+        # The version, relative to its batch, of which the copy is made that microbatch k of a batch reads.
+        self.made: dict[tuple[Node, str, int], int] = {}
+        newest = dict(self.borne)
+        for action in program.period:
+            if action.op is Op.STEP:
+                newest[action.node] = action.unit.first + 1
+            label = self._label(action)
+            if label and (label == BACKWARD or action.op is Op.F):
+                batch, k = divmod(action.unit.first, m)
+                self.made[action.node, label, k] = newest[action.node] - batch
+
+    def place(self) -> Program:
+        """The program."""
+        period, epilogue = (tuple(self._placed(actions)) for actions in self.program)
+        return Program(period, epilogue)
+
+    def _label(self, action: Action) -> str:
+        """Of the copy that an action reads; empty for none."""
+        if any(p.node in self.borne for p in action.parts):
+            raise ScheduleError(f"{action}: passes that run together cannot read predictions")
+        if action.node not in self.borne or action.op not in (Op.F, Op.B):
+            return ""
+        if action.op is Op.B and self.rule.copies_backward:
+            return BACKWARD
+        return FORWARD if self.rule.copies_forward and (action.op is Op.F or self.rule.keeps_copy) else ""
+
+    def _placed(self, actions: tuple[Action, ...]) -> Iterator[Action]:
+        for action in actions:
+            label = self._label(action)
+            if not label:
+                yield action
+                continue
+            batch, k = divmod(action.unit.first, self.m)
+            leader = 0 if self.rule.shares else k
+            copy = Copy(label, batch * self.m + leader)
+            reads = WeightRef((self.made[action.node, label, leader] + batch,), copy)
+            if leader == k and (label == BACKWARD or action.op is Op.F):
+                yield Action(Op.PREDICT, action.node, Unit(copy.first), reads)
+            yield action._replace(reads=reads)

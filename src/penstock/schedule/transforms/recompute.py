@@ -1,0 +1,195 @@
+"""Schedules that run forwards again: an R before each backward, not a graph kept since the forward.
+
+Stages may do so in *segments* (PipeMare, arXiv 1910.05124): only the first of a segment keeps its input, and each of
+the others has its input again from the recompute of the one before. Gradients come to the last stage of a segment
+first, so a wave of recomputes runs towards them: where n stages of its segment follow, a stage recomputes n backwards
+ahead. In endless 1F1B that wave goes along with the forwards, and nobody waits for it (in eager order, where twice as
+many microbatches are in flight, it begins twice as early).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Literal, NamedTuple
+
+from penstock.errors import ConfigError, ScheduleError
+from penstock.schedule.ir.rules import RULES, Source
+from penstock.schedule.ir.schedule import Action, Copy, Node, Op, Program, Schedule, WeightRef, passes
+
+Segments = int | Literal["auto"]
+"""Stages per segment; "auto" is sqrt(stages), rounded."""
+
+_BACKWARDS = (Op.B, Op.I)
+"""The first backward of a unit."""
+
+
+def with_recompute(schedule: Schedule, segments: Segments = 1) -> Schedule:
+    """The schedule with a recompute for each backward, on the weights that the version rule names.
+
+    A cut whose backwards directly follow their forwards keeps nothing for long, and is left as it is. An R stands
+    directly before the backward of its microbatch, or before that of an earlier one where other stages of the segment
+    wait for it; never before its own forward.
+
+    Args:
+        schedule: without recomputes.
+        segments: how many stages recompute together. The paper's choice is sqrt(stages), which keeps least.
+
+    Raises:
+        ConfigError: there are not as many stages.
+        ScheduleError: backwards read derived copies, so that it takes more to say what a recompute reads; or units are
+            not whole microbatches, which segments are for.
+    """
+    length = length_of(segments, schedule.cuts)
+    rule = RULES[schedule.rule]
+    if Source.COPY in (rule.backward, rule.recompute):
+        raise ScheduleError(
+            f"{schedule.name}: rule {rule.name!r} needs an order that places its own recomputes; do without recompute"
+        )
+    cuts = {action.node.cut for program in schedule.programs for action in _delayed(program)}
+    groups = _groups(schedule, cuts, length)
+    ahead = _leads(schedule, groups)
+    units = {p.unit for program in schedule.programs for a in program.period for p in passes(a) if p.op in _BACKWARDS}
+    if any(ahead.values()) and any(unit.count > 1 or unit.slice for unit in units):
+        raise ScheduleError(
+            f"{schedule.name}: segments of several stages are for backwards of one whole microbatch; set segments to 1"
+        )
+    programs = tuple(_inserted(schedule, program, ahead) for program in schedule.programs)
+    return replace(schedule, programs=programs, segments=tuple(group for group in groups if len(group) > 1))
+
+
+def length_of(segments: Segments, cuts: int) -> int:
+    """How many stages recompute together.
+
+    Raises:
+        ConfigError: it is no number of stages from 1 to all of them.
+    """
+    if segments == "auto":
+        return max(round(math.sqrt(cuts)), 1)
+    if isinstance(segments, bool) or not isinstance(segments, int) or not 1 <= segments <= cuts:
+        raise ConfigError(
+            f"segments must be how many stages recompute together, from 1 to {cuts} here, or 'auto'; got {segments!r}"
+        )
+    return segments
+
+
+def _delayed(program: Program) -> Iterator[Action]:
+    """The backwards that do not directly follow their forward."""
+    before = None
+    for action in (*program.period, *program.epilogue):
+        for p in passes(action):
+            if p.op in _BACKWARDS and (before is None or before._replace(op=p.op) != p):
+                yield p
+        before = action
+
+
+def _groups(schedule: Schedule, cuts: set[int], length: int) -> list[tuple[int, ...]]:
+    """Consecutive cuts that recompute, each with all its input from the one before; as many at a time as wanted."""
+    groups: list[tuple[int, ...]] = []
+    for cut in sorted(cuts):
+        last = groups[-1] if groups else ()
+        if last and len(last) < length and [e.source for e in schedule.predecessors[cut]] == [last[-1]]:
+            groups[-1] = (*last, cut)
+        else:
+            groups.append((cut,))
+    return groups
+
+
+def _leads(schedule: Schedule, groups: list[tuple[int, ...]]) -> dict[Node, int]:
+    """By how many backwards each node that recomputes is ahead."""
+    nodes = [node for group in groups for node in schedule.nodes if node.cut in group]
+    last = {cut: group[-1] for group in groups for cut in group}
+    held = {node: _in_flight(schedule, node) for node in nodes}
+    found = {}
+    for node in nodes:
+        end = schedule.node_at[last[node.cut], node.replica]
+        found[node] = max(end.cut - node.cut, held[node] - held[end]) if end != node else 0
+    return found
+
+
+def _in_flight(schedule: Schedule, node: Node) -> int:
+    """Microbatches of a node between forward and backward at the border of a batch."""
+    backwards = (p for a in schedule.programs[node.rank].period for p in passes(a) if p.op in _BACKWARDS)
+    return sum(len(range(p.unit.first, 0, schedule.microbatches)) for p in backwards if p.node == node)
+
+
+class _Place(NamedTuple):
+    """An R, by the number of its backward among those of its node, and the action that it stands before."""
+
+    number: int
+    position: int
+    action: Action
+
+
+def _inserted(schedule: Schedule, program: Program, ahead: dict[Node, int]) -> Program:
+    """A program with the recomputes of its nodes."""
+    period: dict[int, list[Action]] = defaultdict(list)
+    epilogue: dict[int, list[Action]] = defaultdict(list)
+    for node in sorted({p.node for a in program.period for p in passes(a) if p.node in ahead}):
+        places = _places(program, node, ahead[node], schedule.microbatches)
+        for part, found in zip((period, epilogue), places, strict=True):
+            for place in sorted(found):
+                part[place.position].append(place.action)
+    newest = {a.node: a.unit.first for a in program.period if a.op is Op.STEP}  # relative, where a period begins
+
+    def merge(actions: tuple[Action, ...], extra: dict[int, list[Action]]) -> Iterator[Action]:
+        now = dict(newest)
+        for position, action in enumerate(actions):
+            for again in extra.get(position, ()):
+                if RULES[schedule.rule].recompute is Source.NEWEST:
+                    yield again._replace(reads=WeightRef((now[again.node],)))
+                else:
+                    yield again
+            if action.op is Op.STEP:
+                now[action.node] = action.unit.first + 1
+            yield action
+
+    return Program(tuple(merge(program.period, period)), tuple(merge(program.epilogue, epilogue)))
+
+
+def _places(program: Program, node: Node, ahead: int, m: int) -> tuple[list[_Place], list[_Place]]:
+    """Where the recomputes of a node stand, in the period and in the epilogue.
+
+    Backwards are numbered through all periods: number j + t n is the j-th of the n in the t-th period from here.
+    """
+    periodic, final = (
+        [(i, p) for i, a in enumerate(part) for p in passes(a) if p.op in _BACKWARDS and p.node == node]
+        for part in program
+    )
+    forwards = {
+        (p.unit.first % m, p.unit.slice): (p.unit.first // m, i)
+        for i, a in enumerate(program.period)
+        for p in passes(a)
+        if p.op is Op.F and p.node == node
+    }
+    found: list[_Place] = []
+    leads: dict[tuple[object, ...], int] = {}  # by how many backwards each microbatch of a batch is ahead
+    left: set[tuple[object, ...]] = set()  # what periods leave to the epilogue
+    for j, (_, p) in enumerate(periodic):
+        batch, k = divmod(p.unit.first, m)
+        begun, after = forwards.get((k, p.unit.slice), (batch, -1))
+        for lead in range(ahead, -1, -1):
+            t, number = divmod(j - lead, len(periodic))
+            if (batch - begun, after) < (t, periodic[number][0]):
+                break
+        leads[k, p.unit.slice] = lead
+        again = _again(p, t, m)
+        found.append(_Place(j - t * len(periodic), periodic[number][0], again))
+        left |= {(first, p.unit.slice) for first in range(again.unit.first, 0, m)}
+    rest = [
+        _Place(j, final[max(j - leads[p.unit.first % m, p.unit.slice], 0)][0], _again(p, 0, m))
+        for j, (_, p) in enumerate(final)
+        if (p.unit.first, p.unit.slice) in left
+    ]
+    return found, rest
+
+
+def _again(backward: Action, t: int, m: int) -> Action:
+    """The recompute of a backward's unit, `t` periods after it, in the numbers of that period."""
+    reads = backward.reads
+    if reads is not None:
+        derive = reads.derive and Copy(reads.derive.label, reads.derive.first - t * m)
+        reads = WeightRef(tuple(version - t for version in reads.versions), derive)
+    return Action(Op.R, backward.node, backward.unit._replace(first=backward.unit.first - t * m), reads)

@@ -1,0 +1,1 @@
+"""The forward and backward of one stage: its module, its graphs, the weights that its passes read."""

@@ -1,0 +1,353 @@
+"""A stage with its weights: what F, R, B and STEP do to tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.comm.p2p.message import detached
+from penstock.partition.sequence_slices import NOTHING, Carry, with_carry
+from penstock.partition.tied import Tie
+from penstock.schedule.ir.schedule import Copy, Node
+from penstock.schedule.proof.in_flight import Piece
+from penstock.stage.autograd.recompute import Kept
+from penstock.stage.autograd.saved_bytes import storage_bytes
+from penstock.stage.graphs import Graphs, Loss
+from penstock.stage.in_flight import Flight, Microbatch
+from penstock.stage.module import Stage, run_backward
+from penstock.stage.precision import cast
+from penstock.stage.weight_reads import Reading
+from penstock.weights.averaging import Agreement
+from penstock.weights.corrections.base import Corrector
+from penstock.weights.decision import Decision
+from penstock.weights.memory.buffers import Buffer, Handle
+from penstock.weights.memory.older_versions import OlderVersions
+from penstock.weights.optim.updater import Updater
+from penstock.weights.provisional import Provisional
+from penstock.weights.store import VersionStore
+from penstock.weights.waves import Waves
+
+NO_LEAVES: Mapping[str, Tensor] = MappingProxyType({})
+
+
+@dataclass
+class NodeRuntime:
+    """One stage at work.
+
+    Attributes:
+        store, updater: None where the stage has no trained parameters.
+        reading: how its passes find their weights.
+        graphs: of its forwards.
+        ties: parameters that other stages share.
+        place: of the nodes that hold the same weights, in this pipeline and in parallel ones, the first (0), the
+            second, and so on.
+        average: exponential moving average of the weights; None where none is kept.
+        decay: of it: A(t+1) = decay A(t) + (1 - decay) W(t+1) at every update that is made; A(0) = W(0).
+        flights: microbatches (or slices of them) between forward and backward, by their number in the span.
+        carry: what the last slice of a microbatch hands on to the next one.
+        carry_gradients: the gradients that come back for it.
+        averaged: what evaluations read instead of the newest weights, while they do.
+        evaluated: the version that they read instead.
+        apart: where updates are provisional, copies are kept to undo them.
+        provisional: the update that is not decided on yet.
+        older: versions that training passes read instead of the newest; None where none is delayed.
+        corrector: what is done about staleness.
+        mean: c / N by the last batch that the stage has been updated with and that had a loss weight.
+        agreement: what becomes of the weights when parallel pipelines meet; None where they hold the same.
+    """
+
+    node: Node
+    stage: Stage
+    store: VersionStore | None
+    updater: Updater | None
+    reading: Reading
+    graphs: Graphs
+    ties: Sequence[Tie]
+    average: Buffer | None
+    decay: float
+    place: int = 0
+    flights: dict[Piece, Flight] = field(default_factory=dict)
+    carry: dict[int, Carry] = field(default_factory=dict)
+    carry_gradients: dict[int, list[Tensor | None]] = field(default_factory=dict)
+    averaged: Mapping[str, Tensor] | None = None
+    evaluated: int | None = None
+    apart: bool = False
+    provisional: Provisional | None = None
+    older: OlderVersions | None = None
+    corrector: Corrector | None = None
+    mean: float = 1.0
+    agreement: Agreement | Waves | None = None
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether it has a loss: the last stage, and others to which no gradient comes back."""
+        return self.stage.has_loss
+
+    # --- passes -----------------------------------------------------------------------------------------------------
+
+    def forward(
+        self, microbatch: Microbatch, value: Any, wants: tuple[bool, ...], version: int, copy: Copy | None = None
+    ) -> tuple[Any, Loss | None]:
+        """Run the blocks on a microbatch and keep what its backward needs.
+
+        Args:
+            microbatch: which.
+            value: the input tree, cut off from other graphs.
+            wants: which of its leaves want a gradient; none for the model's own input.
+            version: the weights to read.
+            copy: made of them, to be read instead.
+
+        Returns:
+            The output (still in its graph), or None and the loss on the last stage.
+        """
+        handle, carried = self.reading.forward(version, copy), NOTHING
+        self._bind(handle)
+        if microbatch.piece:
+            carried = self.carry.pop(microbatch.k, NOTHING)
+            value, wants = with_carry(value, wants, carried)
+        with self.stage.randomness.apart():
+            work, result = self.graphs.make(microbatch, value, wants, handle)
+        flight = self.flights[microbatch.key] = Flight(microbatch, version, handle, work, len(carried[1]))
+        if not microbatch.piece:
+            return result.output, result.loss
+        output, made = result.output
+        carry = detached(made)
+        flight.carries = len(carry[1])
+        if microbatch.piece[0] + 1 < microbatch.piece[1]:
+            self.carry[microbatch.k] = carry
+        return output, result.loss
+
+    @torch.no_grad()
+    def evaluate(self, microbatch: Microbatch, value: Any) -> tuple[Any, Loss | None]:
+        """Run the blocks in evaluation mode on what evaluations read now, and keep nothing."""
+        if self.averaged is not None:
+            self.stage.bind(self.averaged)
+        elif self.store is None:
+            self._bind(None)
+        else:
+            self._bind(self.store.read(self.store.newest if self.evaluated is None else self.evaluated))
+        with self.stage.evaluating(), self.stage.randomness.apart():
+            return self.graphs.evaluate(microbatch, value)
+
+    @torch.no_grad()
+    def pass_on(self, microbatch: Microbatch, value: Any) -> tuple[Any, Loss | None]:
+        """Run blocks that are not trained, and keep nothing."""
+        self._bind(None)
+        with self.stage.randomness.apart():
+            return self.graphs.evaluate(microbatch, value)
+
+    def recompute(self, key: Piece, version: int, value: Any = None) -> Any:
+        """Make the graph of a microbatch again.
+
+        Args:
+            key: the microbatch, and its slice.
+            version: that the schedule names.
+            value: the input, where it was not kept.
+
+        Returns:
+            The output (still in its graph).
+        """
+        flight = self.flights[key]
+        (kept,) = flight.work
+        assert isinstance(kept, Kept)
+        handle = self.reading.recompute(flight, version)
+        self._bind(handle)
+        with self.stage.randomness.apart():
+            result = self.graphs.remake(kept, flight.microbatch, handle, value)
+        flight.handle, flight.work = handle, [result.graph]
+        return result.output
+
+    def backward(
+        self, key: Piece, batch: int, version: int, gradients: list[Tensor | None] | None, copy: Copy | None = None
+    ) -> list[Tensor | None]:
+        """Backward of a microbatch; weight gradients are added to the gradient of `batch`.
+
+        Args:
+            key: the microbatch, counted through the span, and its slice.
+            batch: its batch, counted from the start of training.
+            version: of the weights to read.
+            gradients: of the output's leaves; None on the last stage.
+            copy: made of the version, to be read instead.
+
+        Returns:
+            The gradients of the input's leaves, None where none is wanted.
+        """
+        found = self.backward_for_inputs(key, batch, version, gradients, copy)
+        self.backward_for_weights(key, batch, version, copy)
+        return found
+
+    def backward_for_inputs(
+        self, key: Piece, batch: int, version: int, gradients: list[Tensor | None] | None, copy: Copy | None = None
+    ) -> list[Tensor | None]:
+        """The first half of `backward`; where graphs are not made for two, all of it."""
+        flight = self.flights[key]
+        self._bind(self.reading.backward(flight, batch, version, copy))
+        returned = self.carry_gradients.pop(key[0], [None] * flight.carries)
+        work, flight.work = list(flight.work), ()
+        while work:
+            graph = work.pop()
+            if isinstance(graph, Kept):
+                with self.stage.randomness.apart():
+                    graph = self.graphs.remake(graph, flight.microbatch, flight.handle).graph
+            with self.reading.within(flight):
+                gradients = run_backward(graph, [*([graph.seed] if gradients is None else gradients), *returned])
+            returned = []
+            if graph.late is not None:
+                flight.late.append(graph.late)
+                flight.late_nbytes += graph.late_nbytes
+            self.graphs.hold(-graph.nbytes)
+        assert gradients is not None
+        if flight.late:
+            flight.late_nbytes += storage_bytes([g for late in flight.late for g in late.gradients], ())
+            self.graphs.hold(flight.late_nbytes)
+        if key[1]:
+            self.carry_gradients[key[0]] = gradients[len(gradients) - flight.carried :]
+        return gradients[: len(gradients) - flight.carried]
+
+    def backward_for_weights(self, key: Piece, batch: int, version: int, copy: Copy | None = None) -> None:
+        """The second half, which needs nothing of others."""
+        flight = self.flights[key]
+        self._bind(self.reading.backward(flight, batch, version, copy))
+        for late in flight.late:
+            late.run(flight.weights.buffer.leaves, flight.weights.buffer.accumulate)
+        self.graphs.hold(-flight.late_nbytes)
+        del self.flights[key]
+        self.reading.after(flight)
+
+    def predict(self, copy: Copy, versions: tuple[int, ...], batch: int, scale: float) -> None:
+        """Make a derived copy of the newest version, or of the one that a forward read and the newest.
+
+        Args:
+            copy: its name.
+            versions: what it is made of, the newest last.
+            batch: of the microbatch that it is for.
+            scale: S of the batch whose gradient the next update is made of: all batches before are decided.
+        """
+        if self.store is None or self.updater is None:
+            return
+        assert self.corrector is not None
+        *older, newest = versions
+        depends = self.corrector.look_ahead(batch - newest, self.store.gradients.get(newest), self.mean / scale)
+        if older:
+            first, last = (self.store.read(version).whole for version in versions)
+            write = partial(self.corrector.blend, first, last, newest - older[0])
+        else:
+            write = partial(self.corrector.predict, self.updater, self.store.master, copy.label)
+        self.store.bear(copy, (versions, copy.label, depends), write)
+
+    # --- updates ----------------------------------------------------------------------------------------------------
+
+    def gradient(self, batch: int) -> list[Tensor]:
+        """What the backwards of a batch have accumulated, all of them done, as flat tensors."""
+        return [] if self.store is None else self.store.gradient(batch).flats
+
+    def gradients_of(self, batch: int, names: Sequence[str]) -> list[Tensor]:
+        """The same of some parameters."""
+        assert self.store is not None
+        views = self.store.gradient(batch).views
+        return [views[name] for name in names]
+
+    def gradient_squares(self, batch: int) -> tuple[float, float]:
+        """The sum of the squares of the same, but for parameters that count with another stage, and its rounding."""
+        if self.store is None:
+            return 0.0, 0.0
+        elsewhere = {n for tie in self.ties for n in tie.names_at(self.node.cut) if tie.cuts[0] != self.node.cut}
+        return self.store.gradient(batch).squares(without=elsewhere)
+
+    def all_squares(self, batch: int) -> float:
+        """The sum of the squares of all of its gradient."""
+        return 0.0 if self.store is None else self.store.gradient(batch).squares()[0]
+
+    def step(self, batch: int, factor: float, keeps_old: bool) -> None:
+        """Bear version batch + 1.
+
+        Args:
+            batch: counted from the start of training.
+            factor: what the accumulated gradient is multiplied by first; zero skips the update.
+            keeps_old: version `batch` stays readable, so the new one is written over the gradient.
+        """
+        if self.store is None or self.updater is None:
+            return
+        torch.clear_autocast_cache()  # it remembers casts of leaves whose memory changes now
+        if self.older is not None:
+            self.older.keep(batch, self.store.versions[batch].views)
+        stepped = self.corrector.stepped if self.corrector is not None and self.corrector.watches else None
+        if self.corrector is not None and factor:
+            self.corrector.before_step(self.store.gradient(batch), self.store.master, factor)
+        self.store.update(batch, self.updater, factor, keeps_old, stepped)
+        if self.average is not None and factor:
+            self.average.approach(self.store.master, 1.0 - self.decay)
+
+    def try_step(self, batch: int, factor: float) -> None:
+        """Bear version batch + 1 as `step` does, but so that it can be done again."""
+        self.graphs.accept_drafts()
+        if self.store is not None and self.updater is not None:
+            self.provisional = Provisional(self.store, self.updater, batch, self.apart)
+            self.provisional.make(factor)
+
+    def settle_step(self, batch: int, decision: Decision) -> None:
+        """The update of a batch is decided on; if it is rejected, it is made again, and what has read it is dropped."""
+        if decision.again:
+            drafts = [key for key, flight in self.flights.items() if flight.version == batch + 1]
+            self.graphs.drop_drafts(piece for key in drafts for piece in self.flights.pop(key).work)
+        self.graphs.accept_drafts()
+        if self.store is None or self.provisional is None:
+            return
+        if decision.again:
+            self.provisional.again(decision.factor)
+        self.provisional.settle()
+        self.provisional = None
+        if self.average is not None and decision.factor:
+            self.average.approach(self.store.master, 1.0 - self.decay)
+
+    def evaluated_leaves(self, averaged: bool) -> dict[str, Tensor] | None:
+        """What evaluations read: averaged weights, or the model that pipelines have in common; None if the newest."""
+        common = None if self.agreement is None else self.agreement.model
+        model = self.average if averaged else common
+        return None if model is None else {k: cast(view, self.stage.precision) for k, view in model.views.items()}
+
+    @property
+    def in_use(self) -> tuple[int, int]:
+        """Versions and gradients. A pass may begin a gradient or be a version's last; it changes no other bytes."""
+        return (0, 0) if self.store is None else (len(self.store.versions), len(self.store.gradients))
+
+    def bytes_by_role(self) -> dict[str, int]:
+        """Bytes of everything parameter-sized but the optimizer."""
+        roles = {} if self.store is None else self.store.bytes_by_role()
+        parts = {"averaged weights": self.average, "delayed weights": self.older, "correction": self.corrector}
+        roles |= {role: part.nbytes for role, part in parts.items() if part is not None}
+        if self.agreement is not None:
+            roles |= self.agreement.bytes_by_role()
+        if self.apart:
+            roles["optimizer before"] = 0 if self.provisional is None else self.provisional.nbytes
+        return roles
+
+    def refresh(self) -> None:
+        """Take over what has been written into the modules' parameters between two runs."""
+        if self.store is not None:
+            self.store.refresh()
+            self.store.forget_copies()
+            if self.agreement is not None:
+                self.agreement.take_over()
+        self.stage.refresh()
+
+    def is_finite(self) -> bool:
+        """Whether the newest weights, and what the optimizer remembers of them, are numbers."""
+        if self.store is None or self.updater is None:
+            return True
+        remembered = [value for value in self.updater.tensors if value.is_floating_point()]
+        return all(bool(tensor.isfinite().all()) for tensor in (*self.store.master.views.values(), *remembered))
+
+    def restore(self) -> None:
+        """Give the modules their own parameters back, over the newest weights."""
+        self.stage.restore({} if self.store is None else self.store.newest_tensors())
+
+    def _bind(self, handle: Handle | None) -> None:
+        """Let the modules compute with what was claimed."""
+        self.stage.bind(NO_LEAVES if handle is None else handle.buffer.leaves)

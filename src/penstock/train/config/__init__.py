@@ -1,0 +1,1 @@
+"""The configuration of `penstock train`: schema, loading, key reference."""

@@ -1,0 +1,157 @@
+"""From what a user gives to a checked configuration: a YAML file, `key=value`, what a method takes by itself."""
+
+from __future__ import annotations
+
+import copy
+import difflib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar, get_args
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from penstock.errors import ConfigError
+from penstock.schedule.methods.table import find_method
+from penstock.train.config.key_reference import correction_keys, known_keys, order_keys
+from penstock.train.config.schema import TrainConfig
+
+Section = TypeVar("Section", bound=BaseModel)
+
+
+def load_config(path: Path | None, changes: list[str]) -> TrainConfig:
+    """Read a YAML file and apply `key=value` changes.
+
+    Args:
+        path: a YAML file with keys of `TrainConfig`; None for the defaults.
+        changes: such as "method=1f1b" or "optimizer.lr=0.001"; values are read as YAML.
+
+    Raises:
+        ConfigError: every unknown key (with the nearest known one), every value of a wrong type or range.
+    """
+    values: dict[str, Any] = {}
+    if path is not None:
+        try:
+            loaded = yaml.safe_load(path.read_text())
+        except OSError as error:
+            raise ConfigError(f"cannot read the configuration {str(path)!r}: {error.strerror or error}") from None
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{str(path)!r} is not YAML: {error}") from None
+        if not isinstance(loaded, dict | None):
+            raise ConfigError(f"{str(path)!r} must hold keys and values, not a {type(loaded).__name__}")
+        values = loaded or {}
+    for change in changes:
+        apply_change(values, change)
+    return validate_config(with_settings(values))
+
+
+def with_settings(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values with those that their method takes where none are given (`Method.settings`).
+
+    Those of the optimizer are of one kind of it, so they are left out where another kind is given.
+    """
+    filled = copy.deepcopy(dict(values))
+    try:
+        wanted = find_method(str(values.get("method", TrainConfig.model_fields["method"].default))).settings
+    except ConfigError:  # told later
+        return filled
+    given = values.get("optimizer")
+    kind = given.get("name") if isinstance(given, Mapping) else None
+    for key, value in wanted.items():
+        section, _, last = key.rpartition(".")
+        if section and kind not in (None, wanted[f"{section}.name"]):
+            continue
+        place = filled.setdefault(section, {}) if section else filled
+        if isinstance(place, dict):
+            place.setdefault(last, value)
+    return filled
+
+
+def validate_config(values: dict[str, Any]) -> TrainConfig:
+    """Check values against the schema of a training run.
+
+    Raises:
+        ConfigError: lists everything that is wrong.
+    """
+    return validate(TrainConfig, values)
+
+
+def validate(schema: type[Section], values: dict[str, Any]) -> Section:
+    """Check values against a schema.
+
+    Raises:
+        ConfigError: lists everything that is wrong.
+    """
+    try:
+        return schema.model_validate(values)
+    except ValidationError as error:
+        problems = [
+            _explain(schema, tuple(map(str, e["loc"])), e["type"], e["msg"], e.get("input")) for e in error.errors()
+        ]
+        raise ConfigError("\n".join(problems)) from None
+
+
+def apply_change(values: dict[str, Any], change: str) -> None:
+    """Put `key=value` into nested values.
+
+    Raises:
+        ConfigError: it is not of that form.
+    """
+    key, separator, text = change.partition("=")
+    if not separator or not key:
+        raise ConfigError(f"--set takes key=value, such as method=1f1b or optimizer.lr=0.001; got {change!r}")
+    try:
+        value = text if key in _TEXT_KEYS and text not in ("null", "~") else yaml.safe_load(text)
+    except yaml.YAMLError:
+        value = text
+    *path, last = key.split(".")
+    place = values
+    for part in path:
+        inner = place.setdefault(part, {})
+        if not isinstance(inner, dict):
+            raise ConfigError(f"--set {change}: {part!r} is a value, not a section")
+        place = inner
+    place[last] = value
+
+
+def _explain(schema: type[BaseModel], path: tuple[str, ...], kind: str, message: str, value: Any) -> str:
+    key = ".".join(path)
+    if kind == "extra_forbidden":
+        known = known_keys(schema)
+        near = difflib.get_close_matches(key, known, n=1, cutoff=0.5) or difflib.get_close_matches(
+            path[-1], [k.split(".")[-1] for k in known], n=1, cutoff=0.5
+        )
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        return f"unknown configuration key {key!r}{hint}"
+    if kind in ("model_type", "dict_type"):
+        return f"{key}: expected a section with keys, such as {key}.{_section_keys(schema, key)}, got {value!r}"
+    if kind == "apart":  # of several values, none of which is wrong by itself
+        return f"{key}: {message}"
+    if value is None and ":" in path[-1]:  # YAML reads {a:1} as a key without a value
+        return f"{key}: write a space after the colon, as in {path[-1].replace(':', ': ')}"
+    otherwise = " or null" if _takes_null(schema, path) else ""
+    return f"{key}: {message[0].lower()}{message[1:]}{otherwise}, got {value!r}"
+
+
+def _takes_null(schema: type[BaseModel], path: tuple[str, ...]) -> bool:
+    """Whether the value at a path, as a whole, may be None."""
+    inner: Any = schema
+    for part in path:
+        if not (isinstance(inner, type) and issubclass(inner, BaseModel)):
+            return False
+        inner = inner.model_fields[part].annotation
+    return type(None) in get_args(inner)
+
+
+def _section_keys(schema: type[BaseModel], section: str) -> str:
+    keys = [*known_keys(schema), *(key for key, _, _ in (*order_keys(), *correction_keys()))]
+    return next((key.split(".")[1] for key in keys if key.startswith(f"{section}.")), "...")
+
+
+_TEXT_KEYS = frozenset(
+    {
+        "method", "data", "prompt", "out", "reduce", "precision", "recompute", "undo", "model.preset", "optimizer.name",
+        "optimizer.sides", "rate.decay", "sync.method", "fallback.method", "fallback.restore", "combine.kind",
+        "combine.optimizer_state",
+    }
+)  # fmt: skip

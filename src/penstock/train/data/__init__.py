@@ -1,0 +1,1 @@
+"""Text corpora and the samples drawn from them."""

@@ -1,0 +1,1 @@
+"""The weights that a run leaves: format, saving, sampling."""

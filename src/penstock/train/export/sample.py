@@ -1,0 +1,109 @@
+"""Text from trained weights."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from penstock.errors import CheckpointError, ConfigError
+from penstock.models.gpt import GPTConfig, gpt_blocks
+from penstock.train.export.weights_format import fill_module, load_index, load_weights
+
+
+def load_model(folder: Path) -> tuple[nn.Sequential, GPTConfig]:
+    """The trained model of a run folder, on one device, in evaluation mode.
+
+    Raises:
+        CheckpointError: the weights are missing, damaged, or not those of a GPT.
+    """
+    described = load_index(folder)["model"]
+    try:
+        config = GPTConfig(**described)
+    except TypeError:
+        raise CheckpointError(f"{str(folder)!r} does not hold a GPT; its index describes {described}") from None
+    state = load_weights(folder)
+    blocks = {name: block.make() for name, block in gpt_blocks(config, seed=0).items()}
+    for name, module in blocks.items():
+        fill_module(module, name, state)
+    return nn.Sequential(*blocks.values()).eval(), config
+
+
+@torch.no_grad()
+def generate(
+    model: nn.Module,
+    config: GPTConfig,
+    prompt: list[int],
+    length: int,
+    temperature: float = 0.8,
+    seed: int = 0,
+    alphabet: int | None = None,
+) -> Iterator[int]:
+    """Sample tokens one by one.
+
+    Args:
+        model: tokens (1, L) -> logits (1, L, V).
+        config: for the context, beyond which the oldest tokens are forgotten.
+        prompt: at least one token.
+        length: how many tokens to make.
+        temperature: below 1 for likelier text, 0 for the likeliest token each time.
+        seed: of the choices.
+        alphabet: make only tokens below this, where the vocabulary is larger (padded); all if None.
+
+    Raises:
+        ConfigError: the prompt is empty or holds unknown tokens.
+    """
+    if not prompt:
+        raise ConfigError("the prompt is empty; give at least one character")
+    if max(prompt) >= config.vocabulary:
+        raise ConfigError(f"the prompt holds token {max(prompt)}, but the vocabulary ends at {config.vocabulary - 1}")
+    if temperature < 0:
+        raise ConfigError(f"temperature must not be negative, got {temperature}")
+    random = torch.Generator().manual_seed(seed)
+    tokens = list(prompt)
+    for _ in range(length):
+        logits_V = model(torch.tensor([tokens[-config.context :]]))[0, -1, :alphabet]
+        if temperature == 0:
+            token = int(logits_V.argmax())
+        else:
+            token = int(torch.multinomial(torch.softmax(logits_V / temperature, 0), 1, generator=random))
+        tokens.append(token)
+        yield token
+
+
+def sample_text(
+    folder: Path, prompt: str, length: int, temperature: float = 0.8, seed: int = 0, seconds: float = math.inf
+) -> str:
+    """The prompt and what the model makes of it, what is no text replaced, control characters as escapes.
+
+    Args:
+        folder: of the run.
+        prompt: what the text begins with.
+        length: how many bytes to make.
+        temperature, seed: as `generate` takes them.
+        seconds: after which there are no more.
+
+    Raises:
+        ConfigError: the model was trained on tokens that are not bytes of text.
+        CheckpointError: the weights are missing or damaged.
+    """
+    if not load_index(folder)["text"]:
+        raise ConfigError(
+            f"the model in {str(folder)!r} was trained on an array of tokens; only its tokenizer could turn them into "
+            "text: use penstock.train.export.sample.generate with it"
+        )
+    model, config = load_model(folder)
+    end = time.monotonic() + seconds
+    tokens = generate(model, config, list(prompt.encode()), length, temperature, seed, alphabet=256)
+    made = itertools.takewhile(lambda _: time.monotonic() < end, tokens)
+    return prompt + _shown(bytes(made).decode(errors="replace"))
+
+
+def _shown(text: str) -> str:
+    """With control characters as escapes: a model that knows little writes some, and terminals obey them."""
+    return "".join(c if c in "\n\t" or c.isprintable() else ascii(c)[1:-1] for c in text)

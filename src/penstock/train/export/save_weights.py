@@ -1,0 +1,55 @@
+"""All ranks save their trained weights together: every rank its stage, one of them the index."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch.distributed as dist
+from safetensors import SafetensorError
+
+from penstock.comm.collective.gather import gather_json
+from penstock.errors import CheckpointError
+from penstock.runtime.pipeline import Pipeline
+from penstock.train.export.weights_format import save_index, save_stage
+from penstock.train.setup.prepare import Prepared, describe_model
+
+AVERAGED = "averaged"  # a folder in that of the run
+
+
+def save_weights(pipeline: Pipeline, prepared: Prepared, folder: Path) -> None:
+    """Save the newest weights of a run, and averaged ones, if there are any, in a folder of their own.
+
+    Raises:
+        CheckpointError: a rank could not.
+    """
+    _save(pipeline, prepared, folder, folder, averaged=False)
+    if prepared.config.average is not None:
+        _save(pipeline, prepared, folder, folder / AVERAGED, averaged=True)
+
+
+def _save(pipeline: Pipeline, prepared: Prepared, run: Path, folder: Path, averaged: bool) -> None:
+    rank, stages = dist.get_rank(), prepared.config.stages
+    files: dict[str, str] = {}
+    failure = None
+    try:
+        if rank < stages:  # the other pipelines hold the same, or it speaks for them
+            state = pipeline.state_dict(averaged=averaged)
+            blocks = [f"{block}." for node in pipeline.nodes if not node.replica for block in pipeline.parts[node.cut]]
+            own = {name: tensor for name, tensor in state.items() if name.startswith(tuple(blocks))}  # of one direction
+            files = save_stage(folder, pipeline.batches, rank, stages, own)
+    except (OSError, SafetensorError) as error:
+        failure = str(error)
+    parts = gather_json([files, failure], "saving the weights", None)
+    failures = [failure for _, failure in parts if failure is not None]
+    try:
+        if rank == 0 and not failures:
+            everything = {name: file for part, _ in parts for name, file in part.items()}
+            save_index(folder, everything, describe_model(prepared.model), text=prepared.windows.corpus.text)
+    except OSError as error:
+        failures = [str(error)]
+    failures = gather_json(failures, "saving the weights", None)[0]
+    if failures:
+        raise CheckpointError(
+            f"training is over, but its weights could not be written into {str(folder)!r}: {failures[0]}. Make room "
+            f"and end the run from its last checkpoint: penstock train --resume {run}"
+        )

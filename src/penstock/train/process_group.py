@@ -1,0 +1,147 @@
+"""The job that torch elastic has started: its process group, and what its ranks must agree on."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import rendezvous
+
+from penstock.comm.core.ticket import brief
+from penstock.errors import ConfigError, TransportError
+from penstock.train.config.schema import TrainConfig
+from penstock.train.setup.prepare import make_run_folder
+
+_STARTING = 60.0  # seconds that processes may start one after another, whatever the time-out of messages
+_LOOK = 0.05  # seconds between two looks
+_ASKED, _START = "penstock/asked", "penstock/start"  # in the job's store
+_LINGER = 0.5  # seconds by which elastic sees a peer that ended without a word before the ranks that it has let down
+
+
+def local_ranks() -> int:
+    """Processes of the job on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def shared_folder(config: TrainConfig, store: PrefixStore) -> Path:
+    """A run folder made by rank 0; the others learn its name.
+
+    Raises:
+        ConfigError: this rank cannot see it.
+    """
+    base = store.underlying_store  # not that of this start alone: workers that start again go on in the same folder
+    if dist.get_rank() == 0 and not base.check(["penstock/folder"]):
+        base.set("penstock/folder", str(make_run_folder(config).resolve()))
+    folder = Path(base.get("penstock/folder").decode())
+    if not folder.is_dir():
+        raise ConfigError(
+            f"rank {dist.get_rank()} cannot see the run folder {str(folder)!r} that rank 0 has made; set `out` to a "
+            "folder that all machines share"
+        )
+    return folder
+
+
+def _meet(config: TrainConfig, job: Store, rank: int, size: int) -> PrefixStore:
+    """Wait until every rank is there, and make sure that it was started with the same configuration.
+
+    Elastic keeps its store when it starts workers again, with all that those before have written into it, and its count
+    of starts may differ between machines. So rank 0 gives each start a name, and answers everybody who asks for it with
+    what they have asked with: who finds an answer to another question has found an old one.
+
+    It looks again and again, because a wait in the store cannot be ended by a signal.
+
+    Returns:
+        A store of this start alone.
+
+    Raises:
+        ConfigError: this one was not.
+        TransportError: some did not come.
+    """
+    mine, patience = config.model_dump_json(), max(config.timeout, _STARTING)
+    question, name = uuid.uuid4().hex, uuid.uuid4().hex if rank == 0 else ""
+    job.set(f"{_ASKED}/{rank}", question)
+    deadline, missing = time.monotonic() + patience, [0]  # the others, once this start has a name
+    store: PrefixStore | None = None
+    while missing:
+        if rank == 0:
+            _answer(job, name, size)
+        if store is None and (name := name or _answered(job, rank, question)):
+            store, missing = PrefixStore(f"penstock/{name}", job), list(range(size))
+            store.set(f"config/{rank}", mine)
+        if store is not None:
+            missing = [r for r in missing if not store.check([f"config/{r}"])]
+        if missing and time.monotonic() > deadline:
+            raise TransportError(
+                f"rank {rank}, joining the job: rank {', '.join(map(str, missing))} did not come within {patience:g} "
+                "seconds; it is stalled or dead"
+            )
+        time.sleep(_LOOK if missing else 0)
+    assert store is not None
+    first = json.loads(store.get("config/0"))
+    other = [key for key, value in json.loads(mine).items() if first.get(key) != value]
+    if other:
+        raise ConfigError(f"rank {rank} was started with other values than rank 0 for: {', '.join(other)}")
+    return store
+
+
+def _answer(job: Store, name: str, size: int) -> None:
+    """Tell all that have asked by now the name of this start."""
+    asked = {r: job.get(f"{_ASKED}/{r}").decode() for r in range(size) if job.check([f"{_ASKED}/{r}"])}
+    job.set(_START, json.dumps([name, asked]))
+
+
+def _answered(job: Store, rank: int, question: str) -> str:
+    """The name of this start; empty if rank 0 has not answered this rank yet."""
+    if not job.check([_START]):
+        return ""
+    name, asked = json.loads(job.get(_START))
+    return str(name) if asked.get(str(rank)) == question else ""
+
+
+@contextmanager
+def process_group(config: TrainConfig) -> Iterator[PrefixStore]:
+    """The job's process group, from the variables that torch elastic sets.
+
+    Raises:
+        ConfigError: the job is not what the configuration says.
+        TransportError: not all of it has started.
+    """
+    timeout = timedelta(seconds=config.timeout)
+    job, rank, size = next(iter(rendezvous("env://", timeout=timeout)))
+    wanted = config.stages * config.width
+    if size != wanted:
+        pipelines = f" and width {config.width}" if config.width > 1 else ""
+        raise ConfigError(
+            f"the job has {size} processes, but stages is {config.stages}{pipelines}; launch one process per stage, "
+            f"for example with torchrun --nproc-per-node {wanted} -m penstock train ..."
+        )
+    store = _meet(config, job, rank, size)
+    try:
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
+    except RuntimeError as error:
+        raise TransportError(f"rank {rank}, joining the job: a peer is dead or stalled ({brief(error)})") from error
+    try:
+        yield store
+    except BaseException as error:
+        atexit.register(_end_at_once)
+        if isinstance(error, TransportError):
+            time.sleep(_LINGER)
+        raise
+    dist.destroy_process_group()  # not after an error: peers would see broken connections before they see the error
+
+
+def _end_at_once() -> None:
+    """End a process that has failed: threads of its lanes still wait in gloo, and may abort an orderly end."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)

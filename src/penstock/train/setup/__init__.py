@@ -1,0 +1,1 @@
+"""What `penstock train` prepares before its processes start."""

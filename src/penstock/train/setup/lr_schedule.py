@@ -1,0 +1,29 @@
+"""Learning rates over the number of updates."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from penstock.train.config.schema import RateSection
+
+
+def rate_schedule(section: RateSection, updates: int) -> Callable[[int], float]:
+    """A function from the update ordinal (0, 1, ...) to a factor on the peak rate.
+
+    Args:
+        section: shape of the schedule.
+        updates: how many updates the run makes; the fall ends there.
+    """
+    warm_up = min(section.warm_up, updates)
+
+    def factor(update: int) -> float:
+        if update < warm_up:
+            return (update + 1) / warm_up
+        if section.decay == "none" or updates <= warm_up:
+            return 1.0
+        progress = min((update - warm_up) / max(updates - warm_up - 1, 1), 1.0)
+        fall = (1 + math.cos(math.pi * progress)) / 2 if section.decay == "cosine" else 1 - progress
+        return section.floor + (1 - section.floor) * fall
+
+    return factor

@@ -1,0 +1,131 @@
+"""Optimizers by the names that a configuration may use."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+from torch import nn, optim
+
+from penstock.errors import CapabilityError
+from penstock.train.config.schema import OptimizerSection
+from penstock.weights.optim.adapters import ByParameter, Joined
+from penstock.weights.optim.basis_rotation import BasisRotation
+from penstock.weights.optim.updater import OptimizerFactory
+
+OUTER = ("embedding", "head")
+"""Blocks whose matrices hold a row per token or class: as the author of Muon advises, AdamW steps these."""
+
+
+def optimizer_factory(section: OptimizerSection) -> OptimizerFactory:
+    """A factory for one stage; matrices are decayed, vectors (norms, biases) are not.
+
+    Muon and basis rotation step the matrices of hidden layers (`is_hidden`), AdamW with the same rate, betas and decay
+    all else.
+
+    Raises:
+        CapabilityError: the library of the optimizer is not installed.
+    """
+    betas = (section.beta1, section.beta2)
+    rate: dict[str, Any] = {"lr": section.lr}
+    match section.name:
+        case "adamw":
+            return partial(_by_shape, section, partial(optim.AdamW, **rate, betas=betas))
+        case "adam":
+            return partial(_by_shape, section, partial(optim.Adam, **rate, betas=betas))
+        case "nadam":
+            return partial(_by_shape, section, partial(optim.NAdam, **rate, betas=betas, decoupled_weight_decay=True))
+        case "sgd":
+            nesterov = section.nesterov and section.beta1 > 0
+            return partial(_by_shape, section, partial(optim.SGD, **rate, momentum=section.beta1, nesterov=nesterov))
+        case "adan":
+            three = (section.beta1, section.difference, section.beta2)
+            return partial(_by_shape, section, partial(_foreign, _library("Adan"), **rate, betas=three))
+        case "soap":
+            return partial(
+                _by_shape,
+                section,
+                partial(_foreign, _library("SOAP"), **rate, betas=betas, precondition_frequency=section.refresh),
+            )
+        case "muon":
+            # With the factor of arXiv 2502.16982, so that AdamW's rate and decay suit both.
+            ahead, like = section.nesterov and section.momentum > 0, "match_rms_adamw"
+            muon = partial(optim.Muon, **rate, momentum=section.momentum, nesterov=ahead, adjust_lr_fn=like)
+            return partial(_hidden_apart, section, muon)
+        case "basis-rotation":
+            rotated = partial(BasisRotation, **rate, betas=betas, refresh=section.refresh, sides=section.sides)
+            return partial(_hidden_apart, section, rotated)
+
+
+def is_hidden(name: str, parameter: nn.Parameter) -> bool:
+    """Whether a parameter is a matrix of a hidden layer: two dimensions, in no block of `OUTER`.
+
+    Kernels of convolutions have more dimensions, and torch's Muon takes none of these, so they are not.
+    """
+    return parameter.ndim == 2 and name.partition(".")[0] not in OUTER
+
+
+def check_hidden(section: OptimizerSection, optimizers: Iterable[optim.Optimizer], what: str) -> None:
+    """Make sure that an optimizer for matrices of hidden layers has some.
+
+    Args:
+        section: as configured.
+        optimizers: of all stages.
+        what: has these parameters, for the message.
+
+    Raises:
+        CapabilityError: it has none, so that AdamW would step everything.
+    """
+    named = [
+        n
+        for o in optimizers
+        for group in o.param_groups
+        for n in zip(group["param_names"], group["params"], strict=True)
+    ]
+    if section.name in ("muon", "basis-rotation") and not any(is_hidden(name, p) for name, p in named):
+        raise CapabilityError(
+            f"optimizer {section.name} steps matrices of hidden layers, and {what} has none (kernels of convolutions "
+            "are not taken for matrices), so AdamW would step everything; take optimizer.name=adamw"
+        )
+
+
+def _by_shape(section: OptimizerSection, make: Any, named: list[tuple[str, nn.Parameter]]) -> optim.Optimizer:
+    """One optimizer, with a group for what is decayed and one for what is not."""
+    matrices = [(name, p) for name, p in named if p.ndim >= 2]
+    vectors = [(name, p) for name, p in named if p.ndim < 2]
+    groups = [
+        {"params": params, "weight_decay": decay}
+        for params, decay in ((matrices, section.weight_decay), (vectors, 0.0))
+        if params
+    ]
+    made: optim.Optimizer = make(groups)
+    return made
+
+
+def _hidden_apart(section: OptimizerSection, make: Any, named: list[tuple[str, nn.Parameter]]) -> optim.Optimizer:
+    """One for the matrices of hidden layers, AdamW for all else; either alone where a stage has nothing else."""
+    hidden = [(name, p) for name, p in named if is_hidden(name, p)]
+    others = [(name, p) for name, p in named if not is_hidden(name, p)]
+    parts: list[optim.Optimizer] = [make(hidden, weight_decay=section.weight_decay)] if hidden else []
+    if others:
+        adamw = partial(optim.AdamW, lr=section.lr, betas=(section.beta1, section.beta2))
+        parts.append(_by_shape(section, adamw, others))
+    return parts[0] if len(parts) == 1 else Joined(parts)
+
+
+def _foreign(kind: Any, groups: list[dict[str, Any]], **settings: Any) -> ByParameter:
+    """A class of another library, which remembers by parameter."""
+    return ByParameter(kind(groups, **settings))
+
+
+def _library(name: str) -> Any:
+    """A class of pytorch-optimizer."""
+    try:
+        return getattr(importlib.import_module("pytorch_optimizer"), name)
+    except ImportError:
+        raise CapabilityError(
+            f"optimizer {name} is in the package pytorch-optimizer, which is not installed: "
+            "pip install 'penstock[optimizers]'"
+        ) from None

@@ -1,0 +1,1 @@
+"""`penstock verify`: a pipeline against an independent sequential reference."""

@@ -1,0 +1,89 @@
+"""Watching optimizers at work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from penstock.weights.optim.updater import OptimizerFactory
+
+Named = list[tuple[str, nn.Parameter]]
+See = Callable[[str, int, str, Tensor, int], None]
+"""Is shown "gradients" or "weights", the number of the update, a parameter's name and tensor, the pipeline."""
+
+
+class Watch:
+    """An optimizer factory whose optimizers show what they are given and what they make of it.
+
+    Hooks, not a subclass, because torch's own classes are stepped with a few parameters at a time where updates rotate.
+
+    Args:
+        factory: makes the optimizers.
+        see: is shown it; None to watch the state at the end only.
+        waits: show copies, once an update is sure not to be taken back (`penstock.weights.provisional`).
+    """
+
+    def __init__(self, factory: OptimizerFactory, see: See | None = None, waits: bool = False) -> None:
+        self._factory, self._see, self._waits = factory, see, waits
+        self._made: list[tuple[int, Named, Optimizer]] = []
+        self._updates: dict[Optimizer, dict[str, int]] = {}
+        self._waiting: dict[Optimizer, list[tuple[str, int, str, Tensor, int]]] = {}
+
+    def __call__(self, named: Named) -> Optimizer:
+        """Make one; of those for the same parameters, the n-th is that of pipeline n."""
+        optimizer = self._factory(named)
+        pipeline = sum(others[0][0] == named[0][0] for _, others, _ in self._made)
+        self._made.append((pipeline, named, optimizer))
+        if self._see is None:
+            return optimizer
+        updates = self._updates[optimizer] = dict.fromkeys((name for name, _ in named), 0)
+        waiting = self._waiting[optimizer] = []
+
+        def before(*_: object) -> None:
+            given = [(name, p.grad) for name, p in named if p.grad is not None]
+            if any(kind == "weights" and name == given[0][0] for kind, _, name, *_ in waiting):
+                self._show(waiting)
+            for name, gradient in given:
+                self._note(optimizer, ("gradients", updates[name], name, gradient, pipeline))
+
+        def after(*_: object) -> None:
+            for name, p in named:
+                if p.grad is not None:
+                    self._note(optimizer, ("weights", updates[name], name, p, pipeline))
+                    updates[name] += 1
+
+        optimizer.register_step_pre_hook(before)
+        optimizer.register_step_post_hook(after)
+        return optimizer
+
+    def undone(self, optimizer: Optimizer) -> None:
+        """The last update has been taken back."""
+        waiting = self._waiting.get(optimizer, [])
+        for kind, _, name, *_ in waiting:
+            self._updates[optimizer][name] -= kind == "weights"
+        waiting.clear()
+
+    def states(self) -> Iterator[tuple[str, Tensor | float, int]]:
+        """The present state of all optimizers: name, value, pipeline; whatever waits is shown."""
+        for waiting in self._waiting.values():
+            self._show(waiting)
+        for pipeline, named, optimizer in self._made:
+            for name, parameter in named:
+                for key, value in optimizer.state.get(parameter, {}).items():
+                    yield f"{key} of {name}", value, pipeline
+
+    def _note(self, optimizer: Optimizer, shown: tuple[str, int, str, Tensor, int]) -> None:
+        assert self._see is not None
+        if self._waits:
+            kind, number, name, tensor, pipeline = shown
+            self._waiting[optimizer].append((kind, number, name, tensor.detach().clone(), pipeline))
+        else:
+            self._see(*shown)
+
+    def _show(self, waiting: list[tuple[str, int, str, Tensor, int]]) -> None:
+        assert self._see is not None
+        for shown in waiting:
+            self._see(*shown)
+        waiting.clear()

@@ -1,0 +1,100 @@
+"""From the name of a method to what its stages do about staleness."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch.optim import NAdam, Optimizer
+
+from penstock.errors import CapabilityError, ConfigError
+from penstock.verify.reference.corrections import (
+    Blend,
+    Discrepancy,
+    Feedback,
+    GapAware,
+    Newest,
+    Rescheduling,
+    Spike,
+    adapt_momentum,
+)
+from penstock.verify.reference.decayed import Decaying
+from penstock.verify.reference.delays import horizons, largest_delay, mean_delay
+from penstock.verify.reference.methods import DECAYED, NEWEST, PREDICTION
+from penstock.verify.reference.predictions import LastChange, Prediction, check_velocity
+from penstock.verify.reference.stage import Reading, Stage, step
+
+UNEQUAL = ("pipemare", "nag-pp-no-stash", "spike", "spike-lwp", "spike-lwp-weights", "gap-aware")
+"""Methods whose updates depend on the stage, so that copies of one parameter on two stages would part."""
+
+
+class Place(NamedTuple):
+    """Where a stage is: s of d, counted from 0; m, the microbatches of a pipeline to an update; its delays if given."""
+
+    stage: int
+    depth: int
+    microbatches: int
+    delays: Sequence[int] | None = None
+
+
+def correct(stage: Stage, place: Place, method: str, options: Mapping[str, Any], tied: bool) -> Callable[[int], float]:
+    """Give a stage what the method does about staleness.
+
+    Args:
+        stage: a new one.
+        place: where it is.
+        method: its name.
+        options: all of the method's.
+        tied: whether stages share parameters.
+
+    Returns:
+        From the number of updates made before, the stage's own factor on learning rates.
+
+    Raises:
+        ConfigError: stages share parameters, and the method would update them differently.
+        CapabilityError: it does not work with this optimizer, or not with several microbatches.
+    """
+    if tied and method in UNEQUAL:
+        raise ConfigError(f"{method} updates every stage in its own way, so stages cannot share parameters: untie them")
+    stage.reading = _reading(method, options, place, stage.optimizer)
+    if stage.optimizer is not None:
+        stage.step = _step(method, options, place, stage.optimizer)
+        if method == "nag-pp-no-stash":
+            adapt_momentum(stage.optimizer, place.stage, place.depth)
+    if method in ("pipemare", "nag-pp-no-stash"):
+        return Rescheduling(mean_delay(*place), options["reschedule"])
+    return lambda _: 1.0
+
+
+def _reading(method: str, options: Mapping[str, Any], place: Place, optimizer: Optimizer | None) -> Reading:
+    if method == "pipemare" and options["decay"] is not None:
+        return Discrepancy(mean_delay(*place), options["decay"])
+    if method in NEWEST or (method == "spike" and options["backward"] == "newest"):
+        return Newest()
+    if method == "i-timeprest":
+        return Blend(options["beta"])
+    if method in DECAYED:
+        return Decaying(largest_delay(*place), options["backward"] == "stash", optimizer)
+    if method not in PREDICTION:
+        return Reading()
+    forward, backward = horizons(method, *place)
+    stash = method == "spectrain-stash" or options.get("backward") == "stash"
+    if method in ("lwp-weights", "spike-lwp-weights"):
+        return LastChange(forward, stash)
+    if optimizer is not None:
+        check_velocity(optimizer)
+    return Prediction(forward, backward, stash, options.get("bias", "adam"))
+
+
+def _step(method: str, options: Mapping[str, Any], place: Place, optimizer: Optimizer) -> Callable[[Stage], None]:
+    if method in ("spike", "spike-lwp", "spike-lwp-weights"):
+        return Spike(mean_delay(*place), optimizer)
+    if method == "gap-aware":
+        return GapAware(options["average"], options["eps"], place.microbatches, optimizer)
+    if method == "error-feedback":
+        return Feedback()
+    if method == "nag-pp" and not isinstance(optimizer, NAdam):
+        raise CapabilityError(
+            f"nag-pp is NAdam on stashed weights, but the optimizer is {type(optimizer).__name__}: take NAdam"
+        )
+    return step

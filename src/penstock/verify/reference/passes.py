@@ -1,0 +1,91 @@
+"""One microbatch, forward and backward, with the weights that each stage has for it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from penstock.verify.reference.stage import Stage, Weights, cast
+
+Loss = Callable[[Any, Any], "Tensor | tuple[Tensor, float | Tensor]"]
+
+
+def draw_for(seed: int | None, t: int, k: int, name: str) -> None:
+    """Before block `name` runs on microbatch k of batch t: random numbers depend on nothing else."""
+    if seed is not None:
+        digest = hashlib.blake2b(f"{seed}/{name}/{t}/{k}/0".encode(), digest_size=8).digest()
+        for generator in (torch.default_generator, *torch.cuda.default_generators):  # torch.manual_seed takes 2 ms
+            generator.manual_seed(int.from_bytes(digest, "little") // 2)
+
+
+def run_microbatch(
+    nodes: list[Stage],
+    sample: tuple[Any, Any],
+    reads: list[tuple[Weights, Weights | None]],
+    draw: Callable[[str], None],
+    loss: Loss,
+    c: float,
+    scale: float,
+    precision: torch.dtype | None,
+) -> tuple[float, float]:
+    """Add the gradient of one microbatch to that of its part.
+
+    Args:
+        reads: per stage, the weights of the forward, and those of the backward if they are others.
+        draw: is called before each block, with its name.
+        c, scale: the loss is multiplied by scale / c before its backward.
+
+    Returns:
+        The sum of the loss, and its weight.
+    """
+    leaves = [leaves_of(forward, precision) for forward, _ in reads]
+    x, target = cast(sample[0], precision), sample[1]
+    for node, weights, (_, others) in zip(nodes, leaves, reads, strict=True):
+        with nullcontext() if others is None else unguarded():
+            x = node.forward(x, weights, draw)
+    draw("loss")
+    sum_, weight = weighted(loss(x, target))
+    for weights, (_, others) in zip(leaves, reads, strict=True):
+        if others is not None:
+            replace(weights, others)  # in the leaves' precision
+    gradients = iter(
+        torch.autograd.grad(sum_ / c * scale, [w for ws in leaves for w in ws.values()], allow_unused=True)
+    )
+    for node, weights in zip(nodes, leaves, strict=True):
+        for name in weights:
+            if (gradient := next(gradients)) is not None:  # a parameter that the loss does not see learns nothing
+                node.part[name] += gradient
+    return float(sum_.detach()), weight
+
+
+def leaves_of(weights: Weights, precision: torch.dtype | None) -> Weights:
+    """Copies of weights for one graph, in the precision of the passes."""
+    return {name: cast(w, precision).detach().clone().requires_grad_() for name, w in weights.items()}
+
+
+def weighted(result: Tensor | tuple[Tensor, float | Tensor]) -> tuple[Tensor, float]:
+    """What a loss has returned: the sum, in at least fp32, and its weight."""
+    sum_, weight = result if isinstance(result, tuple) else (result, 1.0)
+    return sum_.to(torch.promote_types(sum_.dtype, torch.float32)), float(weight)
+
+
+def unguarded() -> saved_tensors_hooks:
+    """What is saved for the backward shares its memory with what was saved, and may be changed.
+
+    So a weight that a formula of the backward contains is whatever the leaf holds by then; activations, and whatever
+    the forward has computed from weights, stay what they were.
+    """
+    return saved_tensors_hooks(lambda x: x.detach(), lambda x: x)
+
+
+def replace(leaves: Mapping[str, Tensor], others: Weights) -> None:
+    """What the leaves hold from now on."""
+    with torch.no_grad():
+        for name, leaf in leaves.items():
+            leaf.copy_(others[name])

@@ -1,0 +1,161 @@
+"""One microbatch whose forwards are run again before its backward, on weights of that moment (PipeMare's recompute).
+
+Of the first run only inputs stay: of each block, or of the first stage of each segment. The second run begins from
+them, on other weights; inside a segment a stage gets what the one before it has made in its second run. The second
+graph is the one that goes back: its activations, and wherever a formula of the backward contains a weight, the
+backward's. The loss is run again with the last block, so its gradient is taken at the second output. What is reported
+is the loss of the first run.
+
+Both runs draw the same random numbers and see module buffers as they were; only the first one changes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import chain, islice
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from penstock.verify.reference.passes import Loss, leaves_of, replace, unguarded, weighted
+from penstock.verify.reference.stage import Stage, Weights, cast
+
+Piece = list[tuple[int, str]]
+"""Blocks in a row of which one input is kept: stage and name of each."""
+
+
+def pieces_of(nodes: Sequence[Stage], how: str, sizes: Sequence[int]) -> list[Piece]:
+    """What is run again from one input: each block, or each segment of so many stages."""
+    blocks = [[(s, name) for name in node.blocks] for s, node in enumerate(nodes)]
+    if how == "block":
+        return [[block] for stage in blocks for block in stage]
+    stages = iter(blocks)
+    return [list(chain(*islice(stages, size))) for size in sizes]
+
+
+def run_again(
+    nodes: list[Stage],
+    sample: tuple[Any, Any],
+    reads: list[tuple[Weights, Weights | None]],
+    again: list[Weights],
+    pieces: list[Piece],
+    draw: Callable[[str], None],
+    loss: Loss,
+    c: float,
+    scale: float,
+    precision: torch.dtype | None,
+) -> tuple[float, float]:
+    """As `run_microbatch`, with recompute.
+
+    Args:
+        nodes, sample, reads, draw, loss, c, scale, precision: as there.
+        again: per stage, the weights of the second run.
+        pieces: what is run again, from the first stage to the last.
+
+    Returns:
+        The sum of the loss in the first run, and its weight.
+    """
+    x, target = cast(sample[0], precision), sample[1]
+    inputs, buffers = _first_run(nodes, x, [leaves_of(w, precision) for w, _ in reads], pieces, draw)
+    leaves = [leaves_of(w, precision) for w in again]
+    outputs = _second_run(nodes, inputs, leaves, pieces, buffers, draw)
+    draw("loss")
+    reported, weight = weighted(loss(inputs.pop(), target))
+    end = _differentiable(outputs[-1])
+    draw("loss")
+    sum_, _ = weighted(loss(end, target))
+    seed = sum_ / c * scale
+    slopes = _slopes([seed], [torch.ones_like(seed)], _tensors(end))
+    for weights, (forward, others) in zip(leaves, reads, strict=True):
+        replace(weights, forward if others is None else others)
+    for piece, x, y in reversed(list(zip(pieces, inputs, outputs, strict=True))):
+        stages = sorted({s for s, _ in piece})
+        wanted = [(nodes[s].part, name, leaf) for s in stages for name, leaf in leaves[s].items()]
+        before = _tensors(x)
+        found = _slopes(_tensors(y), slopes, [*before, *(leaf for _, _, leaf in wanted)])
+        slopes = found[: len(before)]
+        for (part, name, _), gradient in zip(wanted, found[len(before) :], strict=True):
+            if gradient is not None:
+                part[name] += gradient
+    return float(reported.detach()), weight
+
+
+def _first_run(
+    nodes: list[Stage], x: Any, leaves: list[dict[str, Tensor]], pieces: list[Piece], draw: Callable[[str], None]
+) -> tuple[list[Any], dict[str, dict[str, Tensor]]]:
+    """The input of every piece and the output, cut from what made them; the buffers of each block as it found them."""
+    inputs, buffers = [x], dict[str, dict[str, Tensor]]()
+    for piece in pieces:
+        for s, name in piece:
+            buffers[name] = {own: buffer.clone() for own, buffer in _buffers(nodes[s], name).items()}
+            x = nodes[s].apply(name, x, leaves[s], draw)
+        x = _differentiable(x)
+        inputs.append(x)
+    return inputs, buffers
+
+
+def _second_run(
+    nodes: list[Stage],
+    inputs: list[Any],
+    leaves: list[dict[str, Tensor]],
+    pieces: list[Piece],
+    buffers: Mapping[str, Mapping[str, Tensor]],
+    draw: Callable[[str], None],
+) -> list[Any]:
+    outputs = []
+    for piece, x in zip(pieces, inputs[:-1], strict=True):
+        for s, name in piece:
+            with unguarded(), _as_then(nodes[s], name, buffers[name]):
+                x = nodes[s].apply(name, x, leaves[s], draw)
+        outputs.append(x)
+    return outputs
+
+
+def _differentiable(x: Any) -> Any:
+    """The same numbers, whose gradient can be asked for."""
+
+    def one(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return value.detach().requires_grad_(value.is_floating_point())
+
+    return tree_map(one, x)
+
+
+def _tensors(x: Any) -> list[Tensor]:
+    return [value for value in tree_leaves(x) if isinstance(value, Tensor)]
+
+
+def _slopes(ys: list[Tensor], slopes: Sequence[Tensor | None], xs: list[Tensor]) -> list[Tensor | None]:
+    """The gradients by xs, from those by ys; None where there is none."""
+    known = [(y, slope) for y, slope in zip(ys, slopes, strict=True) if y.requires_grad and slope is not None]
+    asked = [x for x in xs if x.requires_grad]
+    if not known or not asked:
+        return [None] * len(xs)
+    outputs, gradients = zip(*known, strict=True)
+    found = iter(torch.autograd.grad(outputs, asked, gradients, allow_unused=True))
+    return [next(found) if x.requires_grad else None for x in xs]
+
+
+def _buffers(node: Stage, name: str) -> dict[str, Tensor]:
+    return dict(node.modules[name].named_buffers()) if name in node.modules else {}
+
+
+@contextmanager
+def _as_then(node: Stage, name: str, then: Mapping[str, Tensor]) -> Iterator[None]:
+    """The buffers of a block are copies of these; afterwards they are what they were."""
+    now = _buffers(node, name)
+    _put(node, name, {own: b.clone() for own, b in then.items()})
+    try:
+        yield
+    finally:
+        _put(node, name, now)
+
+
+def _put(node: Stage, name: str, buffers: Mapping[str, Tensor]) -> None:
+    for own, buffer in buffers.items():
+        path, _, last = own.rpartition(".")
+        node.modules[name].get_submodule(path)._buffers[last] = buffer

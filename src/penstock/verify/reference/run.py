@@ -1,0 +1,245 @@
+"""The run: batches one after the other, each microbatch by microbatch, each update by all stages."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.errors import CapabilityError, DataError
+from penstock.verify.reference.choice import Place, correct
+from penstock.verify.reference.decayed import Partials
+from penstock.verify.reference.decisions import Scale, Scaling, equal_copies, factor_and_norm, tie_gradients
+from penstock.verify.reference.delays import backwards_of_open_batch, check_early, version_read
+from penstock.verify.reference.methods import DOUBLE_BUFFER, options_of
+from penstock.verify.reference.order import USUAL, Order
+from penstock.verify.reference.passes import Loss, draw_for, run_microbatch
+from penstock.verify.reference.recompute import pieces_of, run_again
+from penstock.verify.reference.stage import Block, Factory, Stage
+
+
+@dataclass
+class Reference:
+    """The numbers of a run.
+
+    Attributes:
+        losses: per batch, the sum of the losses over the sum of the weights; nan for a batch of weight 0.
+        weights: per batch, N, the sum of the weights that the loss returned.
+        versions: per version (one more than batches), the trainable parameters by canonical name.
+        gradients: per batch, what the optimizer was given, by canonical name; empty where the update was skipped.
+        norms: per batch, the norm of grad f_t before clipping; only where something is decided by it.
+        scales: per batch, S_t.
+        optimizers: per stage, the state of its optimizer at the end; empty for a stage that trains nothing.
+        buffers: the persistent buffers of all modules at the end, by canonical name.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    weights: list[float] = field(default_factory=list)
+    versions: list[dict[str, Tensor]] = field(default_factory=list)
+    gradients: list[dict[str, Tensor]] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    scales: list[float] = field(default_factory=list)
+    optimizers: list[dict[str, Any]] = field(default_factory=list)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+
+
+def train_reference(
+    stages: Sequence[Mapping[str, Block]],
+    loss: Loss,
+    batches: Iterable[Sequence[tuple[Any, Any]]],
+    *,
+    method: str,
+    optimizer: Factory,
+    rate: Callable[[int], float] = lambda _: 1.0,
+    divisor: float | None = None,
+    drains: Collection[int] = (),
+    clip: float | None = None,
+    scaling: Scaling | None = None,
+    seed: int | None = None,
+    parts: Sequence[Sequence[int]] | None = None,
+    tied: Mapping[str, str] = MappingProxyType({}),
+    precision: torch.dtype | None = None,
+    options: Mapping[str, Any] = MappingProxyType({}),
+    order: Order = USUAL,
+) -> Reference:
+    """Train a copy of a model as the equations of a method say.
+
+    Args:
+        stages: the model: per stage its blocks by name, applied in a row. A parameter is called
+            `block name.parameter name`; one that a stage holds several times goes by its first name.
+        loss: of a microbatch, from the last stage's output and the target: sum and weight, or a sum of weight 1.
+        batches: the microbatches of each batch, all batches having equally many.
+        method: one of `METHODS`.
+        optimizer: makes the optimizer of a stage from its named parameters.
+        rate: what the initial learning rates are multiplied by, from the number of updates made before. Methods that
+            predict weights ask for the rates of the next updates as soon as one is made, also after the last.
+        divisor: the constant c that the loss is divided by before its backward; m if None.
+        drains: batches before which the pipeline was drained, so that stash begins again without delay.
+        clip: the largest norm of a gradient.
+        scaling: of the loss.
+        seed: of the random numbers of blocks; torch's generator goes on by itself if None.
+        parts: the microbatches of each of parallel pipelines (or of the directions of one); each sums its gradients in
+            the order given, and the sums are added in theirs. One with all of them if None.
+        precision: what passes compute in: weights are cast to it, updates are made in their own precision.
+        tied: name of a parameter -> name of the one, on a stage before, that it is the same as.
+        options: of the method (`methods.OPTIONS`): reschedule (K of T1 in updates, 0 for no T1) and decay (D of T2,
+            None for no T2); bias ("paper" or "adam": XPipe's corrections); backward ("newest" or "stash") of spike
+            compensation, linear weight prediction, FTPipe's; average and eps of gap-aware; beta of i-timeprest.
+        order: of the passes, where it is not the method's own.
+
+    Raises:
+        ConfigError: unknown method or option; tied parameters, whose stages the method updates differently; an order
+            that does not fit.
+        CapabilityError: the method does not work with this optimizer, or not with several microbatches.
+        DataError: batches of different numbers of microbatches.
+    """
+    chosen = options_of(method, options)
+    nodes = [Stage(blocks, optimizer) for blocks in stages]
+    equal_copies(nodes, tied)
+    for node in nodes:
+        node.cast_frozen(precision)
+    scale = Scale(scaling)
+    run = Run(nodes, loss, method, chosen, rate, divisor, drains, clip, scale, seed, parts, tied, precision, order)
+    for t, batch in enumerate(batches):
+        run.train(t, batch)
+    return with_end(run.result, nodes)
+
+
+@dataclass
+class Run:
+    """A run under way; the attributes are the arguments of `train_reference`."""
+
+    nodes: list[Stage]
+    loss: Loss
+    method: str
+    options: Mapping[str, Any]
+    rate: Callable[[int], float]
+    divisor: float | None
+    drains: Collection[int]
+    clip: float | None
+    scale: Scale
+    seed: int | None
+    parts: Sequence[Sequence[int]] | None
+    tied: Mapping[str, str]
+    precision: torch.dtype | None
+    order: Order
+    result: Reference = field(default_factory=Reference)
+    size: int = 0  # of a batch, in microbatches
+    m: int = 0  # those of one pipeline
+    first: int = 0  # batch of the span
+    updates: int = 0
+    partials: Partials = field(default_factory=Partials)
+
+    def train(self, t: int, batch: Sequence[tuple[Any, Any]]) -> None:
+        """Batch t."""
+        self.first = t if t in self.drains else self.first
+        self.size = self.size or self.begin(len(batch))
+        if not batch or len(batch) != self.size:
+            raise DataError(
+                f"batch {t} has {len(batch)} microbatches, batch 0 has {self.size}: give every batch equally many"
+            )
+        c = float(self.size if self.divisor is None else self.divisor)
+        s = self.scale.at(known=max(t - (self.method in DOUBLE_BUFFER), 0))
+        total, weight = self.accumulate(t, batch, c, s)
+        for node in self.nodes:
+            node.add_parts()
+        tie_gradients(self.nodes, self.tied)
+        votes = self.scale.scaling is not None or (self.parts is not None and len(self.parts) > 1)
+        factor, norm = factor_and_norm(self.nodes, c, weight, s, self.clip, votes, self.tied)
+        self.scale.votes.append(not factor if weight else None)
+        result = self.result
+        result.gradients.append(self.update(t, factor))
+        result.norms.append(norm)
+        result.scales.append(s)
+        result.losses.append(total / weight if weight else math.nan)
+        result.weights.append(weight)
+
+    def begin(self, size: int) -> int:
+        """The number of microbatches is known, and so are all delays."""
+        self.m = len(self.parts[0]) if self.parts else size
+        self.order.check(self.method, len(self.nodes), self.m)
+        check_early(self.method, self.order, len(self.nodes), self.m)
+        for s, node in enumerate(self.nodes):
+            place = Place(s, len(self.nodes), self.m, self.order.of_stage(s))
+            momentary = correct(node, place, self.method, self.options, bool(self.tied))
+            node.rate = partial(self.rate_of, momentary)
+            node.reading.born(node)
+            if self.order.recompute is not None and not node.reading.repeats:
+                raise CapabilityError(
+                    f"{self.method}: no equation says what forwards read that are run again where their backward reads "
+                    "something else: leave recompute out"
+                )
+        return size
+
+    def rate_of(self, momentary: Callable[[int], float], ahead: int = 0) -> float:
+        """What the initial rates of a stage are multiplied by in the next update, or so many updates later."""
+        return self.rate(self.updates + ahead) * momentary(self.updates + ahead)
+
+    def accumulate(self, t: int, batch: Sequence[tuple[Any, Any]], c: float, s: float) -> tuple[float, float]:
+        """The gradients of batch t, times s / c; returns the sum of its losses and of their weights."""
+        results = []
+        for number, part in enumerate(self.parts or [range(self.size)]):
+            for place, k in enumerate(part):
+                results.append(self.microbatch(t, number, place, k, batch[k], c, s))
+                if self.method == "ftpipe-aggregated":
+                    self.partials.note(self.nodes, t, number, s)
+            for node in self.nodes:
+                node.end_part()
+        total, weight = (sum(numbers) for numbers in zip(*results, strict=True))
+        return total, weight
+
+    def microbatch(
+        self, t: int, part: int, place: int, k: int, sample: tuple[Any, Any], c: float, s: float
+    ) -> tuple[float, float]:
+        """Number k of batch t, which is the one at `place` of its part."""
+        m, d = len(self.parts[part]) if self.parts else self.size, len(self.nodes)
+        versions = [self.version(t, place, m, i) for i in range(d)]
+        if self.method == "ftpipe-aggregated":
+            done = [backwards_of_open_batch(t, place, m, i, d, self.first) for i in range(d)]
+            self.partials.tell(self.nodes, versions, part, t, done, c, self.result.weights)
+        reads = [n.reading.read(n, v) for n, v in zip(self.nodes, versions, strict=True)]
+        draw = partial(draw_for, self.seed, t, k)
+        rest = draw, self.loss, c, s, self.precision
+        how = self.order.recompute
+        if how is not None:
+            moments = [self.order.moment(t, i, place, v) for i, v in enumerate(versions)]
+            again = [n.reading.again(n, *vs) for n, *vs in zip(self.nodes, versions, moments, strict=True)]
+            others = [w for w in again if w is not None]
+            if others:
+                pieces = pieces_of(self.nodes, how, self.order.sizes(len(self.nodes)))
+                return run_again(self.nodes, sample, reads, others, pieces, *rest)
+        return run_microbatch(self.nodes, sample, reads, *rest)
+
+    def version(self, t: int, k: int, m: int, s: int) -> int:
+        """Which one stage s reads, or predicts from, for microbatch k of batch t."""
+        return version_read(self.method, t, k, m, s, len(self.nodes), self.first, self.order.delays)
+
+    def update(self, t: int, factor: float) -> dict[str, Tensor]:
+        """Step every stage, or copy its weights if there is nothing to learn; returns what optimizers were given."""
+        given: dict[str, Tensor] = {}
+        for s, node in enumerate(self.nodes):
+            if factor:
+                given |= node.update(factor, self.version(t, 0, self.m, s))
+            node.bear(made=bool(factor))
+        self.updates += bool(factor)  # the rate stands still where no update is made
+        for node in self.nodes:
+            node.reading.born(node)
+        return given
+
+
+def with_end(result: Reference, nodes: list[Stage]) -> Reference:
+    """Add what is known when the run is over."""
+    versions = zip(*(node.versions for node in nodes), strict=True)
+    result.versions = [{name: w for stage in parts for name, w in stage.items()} for parts in versions]
+    result.optimizers = [node.optimizer.state_dict() if node.optimizer else {} for node in nodes]
+    modules = {name: module for node in nodes for name, module in node.modules.items()}
+    for name, module in modules.items():
+        saved = module.state_dict().keys()
+        result.buffers |= {f"{name}.{own}": b for own, b in module.named_buffers() if own in saved}
+    return result

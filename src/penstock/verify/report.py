@@ -1,0 +1,79 @@
+"""What a verification has found, and what to say about it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from penstock.schedule.methods.table import find_method
+from penstock.train.config.schema import TrainConfig
+from penstock.verify.differences import Difference
+
+
+@dataclass(frozen=True)
+class Row:
+    """One kind of numbers.
+
+    Attributes:
+        kind: see `penstock.verify.differences.KINDS`.
+        reference: how far the pipeline is from the reference.
+        plain: the same from plain torch; None where that is left out.
+    """
+
+    kind: str
+    reference: Difference
+    plain: Difference | None
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What has been found.
+
+    Attributes:
+        config: what was verified.
+        batches: how many were trained.
+        rows: what was compared.
+        left_out: why there is no comparison with plain torch; None where there is one.
+        error: what the pipeline raised instead of training to the end.
+    """
+
+    config: TrainConfig
+    batches: int
+    rows: tuple[Row, ...]
+    left_out: str | None
+    error: Exception | None
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the pipeline trains what it should."""
+        differences = [d for row in self.rows for d in (row.reference, row.plain) if d is not None]
+        return self.error is None and all(d.agrees for d in differences)
+
+    @property
+    def verdict(self) -> str:
+        """All of it in a sentence."""
+        method = find_method(self.config.method).name
+        if self.error is not None:
+            notes = "".join(f", {note}" for note in getattr(self.error, "__notes__", ()))
+            return f"the pipeline of {method} ended with {type(self.error).__name__}{notes}: {self.error}"
+        if wrong := self._first({row.kind: row.reference for row in self.rows}):
+            return f"the pipeline does not train what {method} says: {wrong}"
+        plain = {row.kind: row.plain for row in self.rows if row.plain is not None}
+        if wrong := self._first(plain):
+            return f"pipeline and reference agree on {method}, but plain torch does not: {wrong}"
+        also = f", and plain torch's to {max(d.tolerance for d in plain.values()):g}" if plain else ""
+        apart = max(row.reference.tolerance for row in self.rows)
+        to = f" to {apart:g}" if apart else ""
+        odd = sum(row.reference.odd for row in self.rows)
+        but = f"; but {odd} of them hold NaN, which shows nothing: let training be stable" if odd else ""
+        return f"the pipeline trains what {method} says: every number equals the reference's{to}{also}{but}"
+
+    def _first(self, differences: Mapping[str, Difference]) -> str | None:
+        """What goes wrong first, causes first."""
+        wrong = {kind: d.first for kind, d in differences.items() if d.first is not None}
+        if not wrong:
+            return None
+        batch = min(place.batch for place in wrong.values())
+        when = "at the end" if batch == self.batches else f"in batch {batch}"
+        found = [f"{kind} ({place})" for kind, place in wrong.items() if place.batch == batch]
+        return f"it differs first {when}, in {', '.join(found)}"

@@ -1,0 +1,296 @@
+"""Does the pipeline train what its method says? The same batches, trained two or three times, and compared.
+
+    pipeline    all ranks in this process, as the configuration says
+    reference   the equations of the method, one microbatch after the other (`penstock.verify.reference`): every number
+                must be equal
+    plain       one model and one optimizer in plain torch (`penstock.verify.plain_torch`): equal up to rounding. Only
+                of methods that read up to date weights, in fp32
+
+All of it happens in this process, so what is too large for one device cannot be verified. It takes the memory of the
+whole pipeline, and beside it of the weights and gradients of every batch (twice, where plain torch trains, too).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import astuple
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import ConfigError
+from penstock.models.gpt import TIED_EMBEDDINGS, gpt_blocks, language_loss
+from penstock.partition.blocks import cut_blocks
+from penstock.schedule.ir.rules import RULES, Source
+from penstock.schedule.ir.schedule import Op, Schedule, passes
+from penstock.schedule.methods.table import find_method
+from penstock.stage.precision import low_precision
+from penstock.train.config.schema import TrainConfig
+from penstock.train.data.windows import Microbatches, batches
+from penstock.train.setup.build_pipeline import make_pipeline
+from penstock.train.setup.lr_schedule import rate_schedule
+from penstock.train.setup.optimizers import optimizer_factory
+from penstock.train.setup.prepare import Prepared, prepare
+from penstock.verify.differences import Comparisons, Record, Value
+from penstock.verify.optimizer_hooks import Watch
+from penstock.verify.pass_order import order_of
+from penstock.verify.plain_torch import train_plain
+from penstock.verify.reference import Reference, Scaling, train_reference
+from penstock.verify.report import Row, Verification
+from penstock.weights.corrections.base import Correction
+from penstock.weights.corrections.blending import Blending
+from penstock.weights.corrections.error_feedback import ErrorFeedback
+from penstock.weights.corrections.ftpipe import FTPipe
+from penstock.weights.corrections.gap_aware import GapAware
+from penstock.weights.corrections.nag_pp import NagPP
+from penstock.weights.corrections.pipelined_backprop import PipelinedBackprop
+from penstock.weights.corrections.pipemare import PipeMare
+from penstock.weights.corrections.prediction import Prediction
+from penstock.weights.decision import Decision, LossScale
+
+TOLERANCE = 1e-5
+"""Of plain torch. Norms, and the parts of parallel pipelines, are added in another order there, which changes the last
+of 24 bits: 6e-8, each time. After a few batches a tensor is apart by 1e-7 or so; what is wrong, by far more."""
+
+
+def verify(config: TrainConfig, count: int) -> Verification:
+    """Train the first batches of a run as a pipeline, as its reference and, where it applies, in plain torch.
+
+    Args:
+        config: of the run.
+        count: how many batches.
+
+    Raises:
+        ConfigError: it cannot be trained; also all that `penstock.train.setup.prepare.prepare` raises.
+    """
+    if config.phased:
+        raise ConfigError(
+            "a verification is of one method alone: set sync.batches=0, fallback.at=null and fallback.when=[], and "
+            "verify each method by itself"
+        )
+    if config.combine.chosen.apart:
+        raise ConfigError(
+            "verify compares pipelines that add their gradients in every batch, not those that meet now and then "
+            f"(combine.kind={config.combine.kind}); leave combine out"
+        )
+    if config.delayed:
+        raise ConfigError("delays: there is no reference of chosen delays to verify against; leave delays out")
+    prepared, left_out = prepare(config), _no_plain(config)
+    if isinstance(prepared.correction, ErrorFeedback) or (
+        isinstance(prepared.correction, PipelinedBackprop) and prepared.correction.spike
+    ):
+        raise ConfigError(
+            f"method {config.method!r} finishes an update after the optimizer's step, which is what a verification "
+            "sees; Penstock's tests compare it with its reference. Verify what it builds on: 2bw, newest or lwp"
+        )
+    if prepared.proof.schedule.slices > 1 and config.precision != "fp32":
+        raise ConfigError(
+            f"method {config.method!r} adds up slices of sequences, which rounds otherwise than its reference, in "
+            f"{config.precision} by percents, so nothing could be told; verify it with precision=fp32"
+        )
+    with _threads(config), torch.random.fork_rng(devices=[]):
+        reference, watch = _run_reference(prepared, count)
+        updated = [t for t, gradients in enumerate(reference.gradients) if gradients]
+        others = [(_record(reference, updated, watch, config.decides), _allowed(prepared))]
+        if left_out is None:
+            others.append((_run_plain(prepared, count, reference.versions), TOLERANCE))
+        comparisons = Comparisons(others, config.width)
+        error = _Trial(prepared, count, updated, comparisons).run()
+    found = comparisons.results(complete=error is None)
+    rows = tuple(Row(kind, first, others[0] if others else None) for kind, (first, *others) in found.items())
+    return Verification(config, count, rows, left_out, error)
+
+
+def _allowed(prepared: Prepared) -> float:
+    """How far a run may be from its reference, relatively, where it rounds otherwise."""
+    if prepared.config.method == "gap-aware":  # a gap is the difference of weights that are nearly the same
+        return 10 * TOLERANCE
+    sliced = prepared.proof.schedule.slices > 1  # sums over slices
+    return TOLERANCE if sliced or prepared.config.undo == "in-place" else 0.0
+
+
+def _no_plain(config: TrainConfig) -> str | None:
+    """Why plain torch trains something else."""
+    method = find_method(config.method)
+    if RULES[method.rule].forward is not Source.BATCH:
+        return f"{method.name} reads delayed weights"
+    return None if config.precision == "fp32" else f"it is compared in fp32 only, not in {config.precision}"
+
+
+class _Trial:
+    """The pipeline, compared as it trains.
+
+    Args:
+        prepared: what is trained.
+        count: how many batches.
+        updated: the batches whose update is to be made.
+        comparisons: are shown what happens.
+    """
+
+    def __init__(self, prepared: Prepared, count: int, updated: list[int], comparisons: Comparisons) -> None:
+        self._prepared, self._config, self._count = prepared, prepared.config, count
+        self._updated, self._see = updated, comparisons.see
+        self._whole = self._config.width * prepared.proof.schedule.replicas == 1  # else reports are of a part
+
+    def run(self) -> Exception | None:
+        """Train; returns what was raised on the way."""
+        provisional = RULES[self._prepared.proof.schedule.rule].provisional
+        watch = Watch(optimizer_factory(self._config.optimizer), self._update, waits=provisional)
+        pipeline = make_pipeline(self._prepared, optimizer=watch)
+        try:
+            for report in pipeline.run(_data(self._prepared, self._count)):
+                if self._whole:
+                    self._loss(report.batch, report.loss, report.weight)
+                self._decisions(report.decided)
+            self._decisions(pipeline.decided())
+        except Exception as error:  # whatever it is, the pipeline does not do what it should
+            return error
+        for name, value in pipeline.state_dict().items():
+            self._see("final state", self._count, name, value)
+        for name, state, place in watch.states():
+            self._see("optimizer state", self._count, name, state, place)
+        return None
+
+    def _update(self, kind: str, number: int, name: str, tensor: Tensor, pipeline: int) -> None:
+        if number < len(self._updated):
+            self._see(kind, self._updated[number], name, tensor, pipeline)
+        else:
+            self._see(kind, self._count - 1, f"{name} in an update too many", tensor, pipeline)
+
+    def _loss(self, batch: int, loss: float | None, weight: float | None) -> None:
+        self._see("losses", batch, "loss", math.nan if loss is None else loss)
+        self._see("losses", batch, "loss weight", math.nan if weight is None else weight)
+
+    def _decisions(self, decided: Iterable[Decision]) -> None:
+        for d in decided:
+            if not self._whole:
+                self._loss(d.batch, d.loss, d.weight)
+            if self._config.decides:
+                for name, value in (("norm", d.norm), ("loss scale", d.scale), ("skipped", float(d.skipped))):
+                    self._see("decisions", d.batch, name, value)
+
+
+# --- what it is compared with -----------------------------------------------------------------------------------------
+
+
+def _run_reference(prepared: Prepared, count: int) -> tuple[Reference, Watch]:
+    """What the method's equations say, and the optimizers."""
+    config = prepared.config
+    watch, divisor = Watch(optimizer_factory(config.optimizer)), float(prepared.tokens_per_batch)
+    if config.precision != "fp32":
+        divisor = 2.0 ** round(math.log2(divisor))
+    cuts = prepared.proof.schedule.cuts
+    parts = cut_blocks(gpt_blocks(prepared.model, config.seed), cuts, config.balance)
+    blocks = _blocks(prepared, one_object=cuts == 1)
+    result = train_reference(
+        [{name: blocks[name] for name in part} for part in parts],
+        language_loss,
+        _data(prepared, count),
+        method=find_method(config.method).name,
+        optimizer=watch,
+        rate=rate_schedule(config.rate, config.batches),
+        divisor=divisor,
+        clip=config.clip,
+        scaling=Scaling(*astuple(LossScale())) if config.precision == "fp16" else None,
+        seed=config.seed,
+        parts=_parts(prepared.proof.schedule, config.width),
+        tied=TIED_EMBEDDINGS if config.model.tied and cuts > 1 else {},
+        precision=low_precision(config.precision),
+        options=_options(prepared.correction),
+        order=order_of(find_method(config.method).order, prepared.proof.schedule, config.recompute, config.segments),
+    )
+    return result, watch
+
+
+def _options(correction: Correction | None) -> dict[str, Any]:
+    """Of a correction, as the reference calls them."""
+    match correction:
+        case PipeMare():
+            return {"reschedule": correction.reschedule, "decay": correction.decay}
+        case FTPipe() if correction.decays or not correction.ahead:
+            raise ConfigError(
+                f"correction {correction.name!r}: the reference predicts without weight decay, each update at its own "
+                "rate; verify it with ahead=1 and weight_decay=0"
+            )
+        case NagPP(adapts=True):
+            return {"reschedule": correction.reschedule}
+        case Prediction(name="xpipe"):
+            return {"bias": "paper" if correction.uncorrected else "adam"}
+        case Blending():
+            return {"beta": correction.beta}
+        case GapAware():
+            return {"average": correction.average, "eps": correction.eps}
+    return {}
+
+
+def _parts(schedule: Schedule, width: int) -> list[list[int]]:
+    """The microbatches whose gradients are summed by themselves: of every pipeline, and of every direction of one."""
+    parts: list[list[int]] = [[] for _ in range(schedule.replicas)]
+    for program in schedule.programs:
+        for action in program.period:
+            for p in passes(action):
+                if p.op is Op.F and p.node.cut == 0:
+                    parts[p.node.replica] += p.unit.microbatches
+    m = schedule.microbatches
+    return [[w * m + k for k in sorted({k % m for k in part})] for w in range(width) for part in parts]
+
+
+def _record(result: Reference, updated: list[int], watch: Watch, decides: bool) -> Record:
+    """The numbers of a reference."""
+    end = len(result.losses)
+    skipped = [float(not gradients) for gradients in result.gradients]
+    decisions = {"norm": result.norms, "loss scale": result.scales, "skipped": skipped}
+    return {
+        "losses": _by_batch({"loss": result.losses, "loss weight": result.weights}),
+        "decisions": _by_batch(decisions) if decides else {},
+        "gradients": {(t, name): g for t in updated for name, g in result.gradients[t].items()},
+        "weights": {(t, name): w for t in updated for name, w in result.versions[t + 1].items()},
+        "optimizer state": {(end, name): value for name, value, _ in watch.states()},
+        "final state": {(end, name): value for name, value in (result.versions[-1] | result.buffers).items()},
+    }
+
+
+def _by_batch(figures: Mapping[str, Sequence[float]]) -> dict[tuple[int, str], Value]:
+    return {(t, name): value for name, values in figures.items() for t, value in enumerate(values)}
+
+
+def _run_plain(prepared: Prepared, count: int, begin: Sequence[Mapping[str, Tensor]]) -> Record:
+    """What plain torch says."""
+    config = prepared.config
+    record = train_plain(
+        _blocks(prepared, one_object=True),
+        language_loss,
+        _data(prepared, count),
+        optimizer_factory(config.optimizer),
+        rate_schedule(config.rate, config.batches),
+        config.clip,
+        begin,
+    )
+    return record if config.decides else {**record, "decisions": {}}
+
+
+def _blocks(prepared: Prepared, one_object: bool) -> dict[str, nn.Module]:
+    """The model; `one_object` if parameters that are the same are to be so."""
+    blocks = {name: block.make() for name, block in gpt_blocks(prepared.model, prepared.config.seed).items()}
+    if prepared.config.model.tied and one_object:
+        blocks["head"].get_submodule("out").weight = blocks["embedding"].weight
+    return blocks
+
+
+def _data(prepared: Prepared, count: int) -> Iterator[Microbatches]:
+    return batches(prepared.windows, 0, count, prepared.microbatches, prepared.config.microbatch_size)
+
+
+@contextmanager
+def _threads(config: TrainConfig) -> Iterator[None]:
+    """Compute with as many threads as a rank does on this machine: the number changes the last bits of a sum."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(config.threads or max((os.cpu_count() or 1) // (config.stages * config.width), 1))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,1 @@
+"""Corrections of staleness, one module for each."""

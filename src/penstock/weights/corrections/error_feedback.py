@@ -1,0 +1,68 @@
+"""Error feedback for a delay of one update.
+
+Under double-buffered weights the step that is made at update t, u_t, follows from a gradient at W(t-1): it is the step
+that should have been made one update earlier, where u_{t-1} was made. The difference is fed back:
+
+    W(t+1) = W(t) + u_t + share (u_t - u_{t-1})
+
+for one more buffer of the size of the weights. One-Step Gradient Delay is Not a Barrier (arXiv 2606.30634) describes
+such feedback at the level of updates, for any optimizer; its exact form was not at hand, so this is a reading of ours
+(variant "penstock").
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from penstock.errors import ConfigError
+from penstock.weights.corrections.base import Corrector, Place
+from penstock.weights.memory.buffers import Buffer, Layout
+from penstock.weights.optim.step_info import Step
+
+
+@dataclass(frozen=True)
+class ErrorFeedback:
+    """What is wanted.
+
+    Args:
+        share: of the difference that is fed back; 0 for none.
+    """
+
+    share: float = 1.0
+    name: str = "error-feedback"
+
+    def __post_init__(self) -> None:
+        """Make sure that the number makes sense."""
+        if not 0 <= self.share <= 1:
+            raise ConfigError(f"share must lie between 0 and 1; got {self.share}")
+
+    def refuses(self, _precision: torch.dtype | None, _recompute: str) -> str | None:
+        """It goes with everything."""
+        return None
+
+    def on(self, layout: Layout, place: Place) -> _OnStage:
+        """For a stage."""
+        return _OnStage(self, layout, place)
+
+
+class _OnStage(Corrector):
+    watches = True
+
+    def __init__(self, wanted: ErrorFeedback, layout: Layout, place: Place) -> None:
+        super().__init__(layout, place)
+        self._share = wanted.share
+        self._last = Buffer(layout, f"last step of {place.where}")
+
+    @property
+    def buffers(self) -> dict[str, Buffer]:
+        """u_{t-1}; zero before the first update, which is made as it is."""
+        return {"step": self._last}
+
+    def stepped(self, step: Step) -> None:
+        """Feed the difference back."""
+        last, made = self._last.views[step.name], step.after - step.before
+        if step.update > self.began:
+            step.after.copy_(step.before + made + self._share * (made - last))
+        last.copy_(made)

@@ -1,0 +1,1 @@
+"""Where weights live: buffers with epochs, older versions, scratch memory."""

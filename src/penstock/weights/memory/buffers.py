@@ -1,0 +1,295 @@
+"""Parameter-sized blocks of memory, each with views, leaves and an epoch.
+
+A `Buffer` holds all trained parameters of a stage in one flat tensor per dtype. It plays different roles over time:
+a version of the weights, the gradient of a batch, or nothing. Whoever keeps something that depends on its content (a
+graph, a recompute, an offloaded copy) keeps a `Handle` with the buffer's epoch; every rewrite begins a new epoch, and
+`Handle.check` then raises. This is the proof of consistency that Penstock itself owns. Autograd's version counter is
+bumped as well, as a second net: it notices a rewrite only where no saved-tensor hooks act.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from penstock.errors import VersionError
+
+ALIGNMENT = 64  # bytes; kernels may round differently on unaligned data
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where one parameter lies in a buffer's flat tensor of its dtype."""
+
+    dtype: torch.dtype
+    offset: int
+    shape: torch.Size
+
+    @property
+    def numel(self) -> int:
+        """Elements of the parameter."""
+        return self.shape.numel()
+
+    @property
+    def padded(self) -> int:
+        """Elements it takes up: the next parameter is aligned, too."""
+        step = max(ALIGNMENT // self.dtype.itemsize, 1)
+        return -(-self.numel // step) * step
+
+
+class Layout:
+    """How the parameters of a stage lie in memory, the same in every buffer.
+
+    Args:
+        parameters: canonical name -> tensor; only shapes, dtypes and the device are used.
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+        self.slots: dict[str, Slot] = {}
+        self.sizes: dict[torch.dtype, int] = {}
+        self.device = next((p.device for p in parameters.values()), torch.device("cpu"))
+        for name, p in parameters.items():
+            start = self.sizes.get(p.dtype, 0)
+            self.slots[name] = Slot(p.dtype, start, p.shape)
+            self.sizes[p.dtype] = start + self.slots[name].padded
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one buffer, alignment included."""
+        return sum(size * dtype.itemsize for dtype, size in self.sizes.items())
+
+
+class Readable(Protocol):
+    """What passes compute with: a buffer, or leaves of several (`penstock.weights.memory.older_versions`)."""
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        ...
+
+    @property
+    def epoch(self) -> int:
+        """Raised at every rewrite."""
+        ...
+
+    @property
+    def leaves(self) -> Mapping[str, Tensor]:
+        """By name; they enter graphs."""
+        ...
+
+    @property
+    def gradient(self) -> Buffer | None:
+        """Where backwards of graphs on the leaves add to."""
+        ...
+
+    def add_to(self, gradient: Buffer) -> None:
+        """Let them add to `gradient`."""
+        ...
+
+    def settle(self) -> None:
+        """Between two backwards."""
+        ...
+
+    def accumulate(self, key: str, found: Tensor) -> None:
+        """Add to the gradient of a leaf what was not found by autograd."""
+        ...
+
+
+class Buffer:
+    """One block of parameter-sized memory.
+
+    Attributes:
+        views: name -> tensor of the parameter's shape, over the flat memory.
+        leaves: the same memory as autograd leaves; these, never an optimizer's parameters, enter graphs.
+        epoch: raised at every rewrite.
+        gradient: where backwards of graphs on these leaves add to; None before the first.
+        unwritten: while this is a gradient, the parameters that no backward has reached yet; their views hold old
+            content.
+    """
+
+    def __init__(self, layout: Layout, name: str) -> None:
+        self.name = name
+        self.epoch = 0
+        self.gradient: Buffer | None = None
+        self.unwritten: set[str] = set()
+        self._flats = {
+            dtype: torch.zeros(size, dtype=dtype, device=layout.device) for dtype, size in layout.sizes.items()
+        }
+        self.views = {
+            key: self._flats[slot.dtype][slot.offset : slot.offset + slot.numel].view(slot.shape)
+            for key, slot in layout.slots.items()
+        }
+        self.leaves = {key: view.detach().requires_grad_() for key, view in self.views.items()}
+        self._gathering: dict[str, RemovableHandle] = {}  # leaves whose next gradient has to be moved to its place
+        self._gathered: list[str] = []  # those of them where that has happened
+
+    @property
+    def flats(self) -> list[Tensor]:
+        """All memory, one tensor per dtype."""
+        return list(self._flats.values())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all memory."""
+        return sum(flat.nbytes for flat in self._flats.values())
+
+    @property
+    def storages(self) -> set[int]:
+        """Addresses of the flat tensors, to tell weights from activations."""
+        return {flat.untyped_storage().data_ptr() for flat in self._flats.values()}
+
+    def rewrite(self) -> None:
+        """Begin a new epoch: whatever depends on the old content is void."""
+        self.epoch += 1
+        torch.autograd.graph.increment_version(self._flats.values())
+
+    def begin_gradient(self) -> None:
+        """Become a gradient that nothing has been added to; the content stays until the first backward."""
+        self.rewrite()
+        self.unwritten = set(self.views)
+
+    def finish_gradient(self) -> None:
+        """Parameters that no backward has reached have a gradient of zero."""
+        with torch.no_grad():
+            for key in self.unwritten:
+                self.views[key].zero_()
+        self.unwritten = set()
+
+    def add_to(self, gradient: Buffer) -> None:
+        """Let backwards of graphs on the leaves add to `gradient`."""
+        self.gradient = gradient
+        self.settle()
+        for key, leaf in self.leaves.items():
+            view = gradient.views[key]
+            leaf.grad = view if view.dtype == leaf.dtype and key not in gradient.unwritten else None
+            if leaf.grad is None and key not in self._gathering:
+                hook = _gather(weakref.ref(self), key)
+                self._gathering[key] = leaf.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+    def settle(self) -> None:
+        """Between two backwards: those leaves to whose gradients autograd itself adds need not be looked at any more.
+
+        Each look is Python in the midst of a backward.
+        """
+        for key in self._gathered:
+            self._gathering.pop(key).remove()
+        self._gathered.clear()
+
+    def placed(self, key: str, view: Tensor) -> None:
+        """The gradient of a leaf is in its place, where autograd can add to it, unless it is of lower precision."""
+        leaf = self.leaves[key]
+        leaf.grad = view if view.dtype == leaf.dtype else None
+        if leaf.grad is not None and key in self._gathering:
+            self._gathered.append(key)
+
+    def forget_gradient(self) -> None:
+        """Let go of the buffer that backwards of graphs on the leaves have added to."""
+        self.gradient = None
+        for leaf in self.leaves.values():
+            leaf.grad = None
+
+    def accumulate(self, key: str, found: Tensor) -> None:
+        """Add to the gradient of a leaf what was not found by autograd, as autograd would."""
+        gradient = self.gradient
+        assert gradient is not None
+        view = gradient.views[key]
+        if key not in gradient.unwritten:
+            view.add_(found)
+            return
+        view.copy_(found)
+        gradient.unwritten.discard(key)
+        self.placed(key, view)
+
+    def squares(self, without: Collection[str] = ()) -> tuple[float, float]:
+        """The sum of the squares of all elements; not finite if one is not, or if their squares overflow.
+
+        The norm of each parameter is taken in its own precision, as torch does when it clips. Their squares are added
+        exactly: the sum, and what its rounding has lost, so that a sum over stages does not show how they were cut.
+
+        Args:
+            without: parameters that do not count.
+        """
+        views = [view for name, view in self.views.items() if name not in without]
+        if not views:
+            return 0.0, 0.0
+        with torch.no_grad():
+            norms = torch._foreach_norm(views)
+            squares = torch.stack(norms).double().square().tolist()
+        total = math.fsum(squares)
+        return total, math.fsum([*squares, -total]) if math.isfinite(total) else 0.0
+
+    def scale(self, factor: float) -> None:
+        """Multiply everything by `factor`."""
+        with torch.no_grad():
+            for flat in self._flats.values():
+                flat.mul_(factor)
+
+    def approach(self, other: Buffer, share: float) -> None:
+        """Go a share of the way to another buffer."""
+        self.rewrite()
+        with torch.no_grad():
+            for dtype, flat in self._flats.items():
+                flat.lerp_(other._flats[dtype], share)
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Rewrite with the given parameters."""
+        self.rewrite()
+        with torch.no_grad():
+            for key, view in self.views.items():
+                view.copy_(tensors[key])
+
+
+def _gather(buffer: weakref.ref[Buffer], key: str) -> Callable[[Tensor], None]:
+    """A hook that moves the first gradient of a leaf to its place (in low precision every one), as soon as it is there.
+
+    Zeroing the place beforehand and adding to it would take memory through the processor once more.
+    """
+
+    def move(leaf: Tensor) -> None:
+        weights, found = buffer(), leaf.grad
+        gradient = weights.gradient if weights is not None else None
+        if weights is None or gradient is None or found is None or found is gradient.views[key]:
+            return
+        view = gradient.views[key]
+        weights.placed(key, view)
+        if key not in gradient.unwritten:  # a backward on another version came first
+            view.add_(found)
+            return
+        view.copy_(found.to_dense() if found.is_sparse else found)
+        gradient.unwritten.discard(key)
+
+    return move
+
+
+@dataclass(frozen=True)
+class Handle:
+    """A claim on the present content of a buffer, or of several."""
+
+    buffer: Readable
+    epoch: int
+    version: int
+
+    @property
+    def whole(self) -> Buffer:
+        """The buffer, where all comes from one."""
+        assert isinstance(self.buffer, Buffer), "delays by choice go with rule flush alone, and with no correction"
+        return self.buffer
+
+    def check(self, who: str) -> None:
+        """Make sure that the content is still the one claimed.
+
+        Raises:
+            VersionError: the buffer has been rewritten.
+        """
+        if self.buffer.epoch != self.epoch:
+            raise VersionError(
+                f"{who} needs version {self.version} of the weights, but buffer {self.buffer.name} has been rewritten "
+                f"since (epoch {self.epoch} then, {self.buffer.epoch} now)"
+            )

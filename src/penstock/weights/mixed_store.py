@@ -1,0 +1,134 @@
+"""The version store for training in low precision.
+
+Passes read versions in bfloat16 or float16, each cast once, when it is born. There is one master copy in float32, which
+the optimizer steps in place, and gradients accumulate in float32. With double-buffered weights and Adam that is 24
+bytes per parameter: two copies of 2, a master of 4, two gradients of 4 (one waits for its decision while the next one
+grows) and 8 of optimizer state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from penstock.schedule.proof.check import NodeFacts
+from penstock.weights.memory.buffers import Buffer, Layout
+from penstock.weights.optim.step_info import Stepped
+from penstock.weights.optim.updater import Updater
+from penstock.weights.store import VersionStore
+
+
+class MixedStore(VersionStore):
+    """Versions in low precision, with a master copy.
+
+    Args:
+        parameters: canonical name -> initial value (version 0).
+        versions: how many are alive at once, as proven.
+        gradients: the same of gradients.
+        precision: of what passes read; parameters that are not float32 stay as they are.
+        where: for messages.
+        apart: updates may have to be made again, so that there is a second master copy to step into.
+        copies: derived copies that are alive at once, as proven.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        versions: int,
+        gradients: int,
+        precision: torch.dtype,
+        where: str,
+        apart: bool = False,
+        copies: int = 0,
+    ) -> None:
+        low = {
+            name: p.detach().to(precision if p.dtype == torch.float32 else p.dtype) for name, p in parameters.items()
+        }
+        super().__init__(low, versions, where, copies)
+        self.low_layout, self.layout = self.layout, Layout(parameters)
+        self._master = Buffer(self.layout, f"master of {where}")
+        self._master.load(parameters)
+        self._second = Buffer(self.layout, f"second master of {where}") if apart else None
+        self._free_gradients = [Buffer(self.layout, f"gradient {i} of {where}") for i in range(gradients)]
+
+    @property
+    def storages(self) -> set[int]:
+        """Addresses of all its memory."""
+        held = [self._master, *([] if self._second is None else [self._second]), *self._free_gradients]
+        return super().storages.union(*(buffer.storages for buffer in held))
+
+    def step_apart(self, apart: bool) -> None:
+        """Hold a second master copy to step into, or let go of it."""
+        if not apart:
+            self._second = None
+        elif self._second is None:
+            self._second = Buffer(self.layout, f"second master of {self.where}")
+
+    def resize(self, facts: NodeFacts, alive: Iterable[int]) -> None:
+        """Hold as many versions, gradients and copies as another schedule takes."""
+        self.retain(alive)
+        self._hold(facts.versions, facts.copies)
+        self._free_gradients = self._free_gradients[: facts.gradients]
+        while len(self._free_gradients) < facts.gradients:
+            self._free_gradients.append(Buffer(self.layout, f"gradient {len(self._free_gradients)} of {self.where}"))
+
+    @property
+    def master(self) -> Buffer:
+        """What the optimizer steps."""
+        return self._master
+
+    def refresh(self) -> None:
+        """The master weights may have been written into from outside, between two runs."""
+        self.versions[self.newest].load(self._master.views)
+
+    def restart(self, batch: int, newest: Mapping[str, Tensor], older: Mapping[str, Tensor] | None) -> None:
+        """Go on with other weights: the newest in full precision, the older ones as they were read."""
+        self._master.load(newest)
+        super().restart(batch, self._master.views, older)
+
+    def update(
+        self, batch: int, updater: Updater, factor: float, keeps_old: bool, stepped: Stepped | None = None
+    ) -> None:
+        """Bear version batch + 1: step the master copy and cast it."""
+        gradient = self._finish(batch)
+        if factor:
+            updater.in_place(self._master, gradient, factor, stepped)
+        self._free_gradients.append(gradient)
+        buffer = self._take(f"version {batch + 1}") if keeps_old else self.versions.pop(batch)
+        buffer.load(self._master.views)
+        self.versions[batch + 1] = buffer
+
+    def succeed(self, batch: int, apart: bool) -> tuple[Buffer, Buffer]:
+        """Make room for version batch+1; the optimizer steps from one master copy to the other, or in place."""
+        super().succeed(batch, apart)
+        old = self._master
+        if apart:
+            assert self._second is not None
+            self._master, self._second = self._second, self._master
+        return old, self._master
+
+    def publish(self, version: int) -> None:
+        """Cast the master copy."""
+        self.versions[version].load(self._master.views)
+
+    def release_gradient(self, batch: int) -> None:
+        """The gradient of `batch` is needed no more."""
+        self._free_gradients.append(self._finish(batch))
+
+    def bytes_by_role(self) -> dict[str, int]:
+        """Bytes of weights, master copy, gradients and idle buffers."""
+        low, full = self.low_layout.nbytes, self.layout.nbytes
+        copies = low * (len(self.copied) + len(self._spare) + len(self._estimates))
+        return {
+            "weights": low * len(self.versions),
+            "master weights": full * (1 if self._second is None else 2),
+            "gradients": full * len(self.gradients),
+            "idle buffers": low * len(self._free) + full * len(self._free_gradients),
+        } | ({"copies": copies} if copies else {})
+
+    def _take_gradient(self, batch: int) -> Buffer:
+        if not self._free_gradients:
+            return self._take(f"the gradient of batch {batch}")  # says who holds them all
+        return self._free_gradients.pop()

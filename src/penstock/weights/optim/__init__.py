@@ -1,0 +1,1 @@
+"""Optimizer updates on buffers, and what predictions read from optimizers."""

@@ -1,0 +1,82 @@
+"""Where an optimizer is heading: the direction of its steps, from what it remembers.
+
+A prediction n updates ahead is W - n lr direction. The direction is that of the step which the optimizer would make if
+the next gradient were what it expects (SpecTrain, arXiv 1809.02839; XPipe, arXiv 1911.04610; PipeOptim, arXiv
+2312.00839): the momentum of SGD, the quotient of Adam's bias-corrected moments, and Muon's momentum made orthogonal by
+its Newton-Schulz iteration, times its factor for the shape. That momentum is a mean of gradients, so with a next
+gradient equal to it Nesterov's look-ahead gives the same direction. Weight decay is no part of it.
+
+Adan, SOAP and NAdam are refused: their next step depends on the next difference of gradients, on a rotation of the next
+gradient, or on its weight in a schedule of momenta, and no source says what to expect of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW, Muon, Optimizer
+from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
+
+from penstock.errors import CapabilityError
+from penstock.weights.optim.adapters import Joined, name_of, part_of
+
+PREDICTABLE = (SGD, Adam, AdamW, Muon)
+
+
+def check_predictable(optimizer: Optimizer) -> None:
+    """Make sure that the steps of an optimizer can be predicted.
+
+    Raises:
+        CapabilityError: they cannot.
+    """
+    if isinstance(optimizer, Joined):
+        for part in optimizer.parts:
+            check_predictable(part)
+        return
+    names = ", ".join(kind.__name__ for kind in PREDICTABLE)
+    if type(optimizer) not in PREDICTABLE:
+        raise CapabilityError(
+            f"weights are predicted from what the optimizer remembers, of {names} so far, not of "
+            f"{name_of(optimizer)}; take one of these, or a method without prediction"
+        )
+    for group in optimizer.param_groups:
+        if isinstance(optimizer, SGD) and not group["momentum"]:
+            raise CapabilityError("SGD without momentum remembers nothing that weights could be predicted from")
+        if group.get("maximize") or group.get("amsgrad"):
+            raise CapabilityError("weights are not predicted for optimizers with maximize or amsgrad")
+
+
+@torch.no_grad()
+def direction(
+    optimizer: Optimizer, parameter: nn.Parameter, group: Mapping[str, Any], uncorrected: bool = False
+) -> Tensor | None:
+    """The direction of an optimizer's steps for one parameter, in units of the learning rate.
+
+    Args:
+        optimizer: one that `check_predictable` lets pass.
+        parameter, group: of it.
+        uncorrected: XPipe's own form of Adam's, with 1 - beta in the place of 1 - beta^t.
+
+    Returns:
+        None before the first update.
+    """
+    state, kind = optimizer.state.get(parameter, {}), part_of(optimizer, parameter)
+    if isinstance(kind, SGD | Muon):
+        found: Tensor | None = state.get("momentum_buffer")
+        return _orthogonal(found, group) if isinstance(kind, Muon) and found is not None else found
+    if "exp_avg" not in state:
+        return None
+    steps = 1 if uncorrected else int(state["step"])
+    beta1, beta2 = group["betas"]
+    deviation = (state["exp_avg_sq"] / (1.0 - beta2**steps)).sqrt_().add_(group["eps"])
+    result: Tensor = (state["exp_avg"] / (1.0 - beta1**steps)).div_(deviation)
+    return result
+
+
+def _orthogonal(momentum: Tensor, group: Mapping[str, Any]) -> Tensor:
+    """What Muon makes of its momentum, by torch's own functions, which iterate in bfloat16."""
+    found = _zeropower_via_newtonschulz(momentum, group["ns_coefficients"], group["ns_steps"], group["eps"])
+    return found.to(momentum.dtype) * float(_adjust_lr(1.0, group["adjust_lr_fn"], momentum.shape))

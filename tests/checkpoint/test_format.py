@@ -1,0 +1,352 @@
+"""Checkpoints on disk are complete or not there at all, and whatever happens to one is noticed."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.checkpoint import format as disk, writer as writer_module
+from penstock.checkpoint.format import Checkpoint, checkpoints, clear_parts, open_newest, place_of
+from penstock.checkpoint.writer import LocalWall, Part, Wall, Writer
+from penstock.errors import CheckpointError
+from penstock.runtime.rank.snapshot import Snapshot
+from penstock.train.metrics_file import Metrics
+from penstock.train.setup.early_stopping import Patience
+
+
+def snapshot(batch: int, cut: int = 0, replica: int = 0, **tensors: torch.Tensor) -> Snapshot:
+    kind = f"fixed.{replica}" if replica else "weights"
+    named = {f"{kind}/{cut}.{name}": tensor for name, tensor in tensors.items()}
+    values = {f"optimizer/mu/{cut}.w": 0.5 + cut} if not replica else {}
+    return Snapshot(batch, replica, cut, named, values, {"batch": batch, "updates": batch - 1})
+
+
+class Told:
+    def __init__(self) -> None:
+        self.found: list[tuple[int, str | None]] = []
+
+    def __call__(self, batch: int, failure: str | None) -> None:
+        self.found.append((batch, failure))
+
+
+def writer(run: Path, own: list[Part], wall: Wall, told: Told, keep: int = 2, timeout: float = 20.0) -> Writer:
+    parts = [(0, 0), (1, 0), (0, 1), (1, 1)]
+    return Writer(run, parts, own, keep, lambda batch: {"samples": 8 * batch}, wall, timeout, timeout / 4, told)
+
+
+def write(run: Path, batch: int, keep: int = 2) -> None:
+    """A checkpoint of two stages, of which pipeline 1 has only buffers of stage 1."""
+    told, wall = Told(), LocalWall()
+    one = writer(run, [(0, 0), (1, 0), (0, 1), (1, 1)], wall, told, keep)
+    one.sink(snapshot(batch, 0, w=torch.arange(6.0).reshape(2, 3), half=torch.ones(3, dtype=torch.bfloat16)))
+    one.sink(snapshot(batch, 1, w=torch.full((4,), float(batch))))
+    one.sink(snapshot(batch, 0, 1))
+    one.sink(snapshot(batch, 1, 1, buffer=torch.tensor([7])))
+    assert one.finish(batch) is None
+    assert told.found == [(batch, None)]
+
+
+def test_what_was_written_comes_back(tmp_path: Path) -> None:
+    write(tmp_path, 5)
+    found = Checkpoint(place_of(tmp_path, 5))
+    assert found.batch == 5
+    assert found.facts["updates"] == 4
+    assert found.facts["values"] == {"optimizer/mu/0.w": 0.5, "optimizer/mu/1.w": 1.5}
+    assert found.extra == {"samples": 40}
+    assert set(found.names) == {"weights/0.w", "weights/0.half", "weights/1.w", "fixed.1/1.buffer"}
+    assert torch.equal(found.tensor("weights/0.w"), torch.arange(6.0).reshape(2, 3))
+    assert found.tensor("weights/0.half").dtype == torch.bfloat16
+    assert sorted(os.listdir(found.folder)) == [
+        "index.json", "stage-0.safetensors", "stage-1.1.safetensors", "stage-1.safetensors"
+    ]  # fmt: skip
+    assert not list((tmp_path / "checkpoints").glob(".*"))
+
+
+def test_older_ones_go(tmp_path: Path) -> None:
+    for batch in (3, 20, 100):
+        write(tmp_path, batch)
+    assert [path.name for path in checkpoints(tmp_path)] == ["batch-00000020", "batch-00000100"]
+
+
+def test_one_of_the_same_batch_is_replaced(tmp_path: Path) -> None:
+    """A restart may go further back than the newest one, if that is damaged."""
+    write(tmp_path, 5)
+    (place_of(tmp_path, 5) / "stage-1.safetensors").write_bytes(b"damaged")
+    write(tmp_path, 5)
+    assert Checkpoint(place_of(tmp_path, 5)).batch == 5
+
+
+def truncated(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def flipped(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(bytes(data))
+
+
+FAULTS = [
+    ("stage-0.safetensors", truncated, r"stage-0\.safetensors' is damaged: it has \d+ of \d+ bytes"),
+    ("stage-1.safetensors", flipped, r"stage-1\.safetensors' is damaged: it has other content"),
+    ("stage-1.1.safetensors", Path.unlink, r"cannot read .*stage-1\.1\.safetensors': No such file"),
+    ("index.json", truncated, r"index\.json' is damaged"),
+    ("index.json", lambda path: path.write_text('{"schema": 99}'), "has schema 99, this version of penstock reads 1"),
+    ("index.json", lambda path: path.write_text('{"schema": 1, "facts": {}}'), "is damaged: it is not what was"),
+]
+
+
+@pytest.mark.parametrize(("name", "damage", "message"), FAULTS)
+def test_the_one_before_a_damaged_one_is_taken(tmp_path: Path, name: str, damage: Any, message: str) -> None:
+    write(tmp_path, 4)
+    write(tmp_path, 8)
+    damage(place_of(tmp_path, 8) / name)
+    newest, faults = open_newest(tmp_path)
+    assert newest is not None
+    assert newest.batch == 4
+    assert [str(place_of(tmp_path, 8)) in str(fault) for fault in faults] == [True]
+    with pytest.raises(CheckpointError, match=message):
+        Checkpoint(place_of(tmp_path, 8))
+    damage(place_of(tmp_path, 4) / name)
+    with pytest.raises(CheckpointError, match="none of the 2 checkpoints"):
+        open_newest(tmp_path)
+
+
+def test_no_checkpoint_is_no_error(tmp_path: Path) -> None:
+    assert open_newest(tmp_path) == (None, [])
+
+
+def test_an_index_may_not_lead_out_of_its_folder(tmp_path: Path) -> None:
+    write(tmp_path, 4)
+    path = place_of(tmp_path, 4) / "index.json"
+    index = json.loads(path.read_text())
+    index["files"] = {"../secret": index["files"].pop("stage-0.safetensors"), **index["files"]}
+    index["tensors"] = {name: "../secret" if f == "stage-0.safetensors" else f for name, f in index["tensors"].items()}
+    del index["schema"], index["sha256"]
+    part = disk.part_of(place_of(tmp_path, 4))
+    part.mkdir()
+    disk.write_index(place_of(tmp_path, 4), index)
+    with pytest.raises(CheckpointError, match=r"names '\.\./secret', which is not a file of its folder"):
+        Checkpoint(place_of(tmp_path, 4))
+
+
+@pytest.mark.parametrize("where", ["file", "index"])
+def test_a_full_disk_costs_the_checkpoint_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    write(tmp_path, 4)
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(*((writer_module, "save_file") if where == "file" else (disk, "write_index")), full)
+        told = Told()
+        one = writer(tmp_path, [(0, 0), (1, 0), (0, 1), (1, 1)], LocalWall(), told)
+        for cut, replica in ((0, 0), (1, 0), (0, 1), (1, 1)):
+            one.sink(snapshot(8, cut, replica, w=torch.ones(2)))
+        failure = one.finish(8)
+        assert failure is not None
+    assert "No space left on device" in failure
+    assert told.found == [(8, failure)]
+    newest, faults = open_newest(tmp_path)
+    assert newest is not None
+    assert (newest.batch, faults) == (4, [])
+    assert not list((tmp_path / "checkpoints").glob(".*"))
+    write(tmp_path, 12)
+    assert [path.name for path in checkpoints(tmp_path)] == ["batch-00000004", "batch-00000012"]
+
+
+def test_a_full_disk_for_real(tmp_path: Path) -> None:
+    """A limit on the size of files stands for a disk without room."""
+    import resource
+    import signal
+
+    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    told = Told()
+    one = Writer(tmp_path, [(0, 0)], [(0, 0)], 2, lambda _: {}, LocalWall(), 5.0, 1.0, told)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+        one.sink(snapshot(4, w=torch.ones(5000)))
+        failure = one.finish(4)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+        assert failure is not None
+    assert "File too large" in failure
+    assert checkpoints(tmp_path) == []
+
+
+def test_ranks_write_their_own_and_the_first_completes(tmp_path: Path) -> None:
+    told, wall = [Told() for _ in range(4)], LocalWall()
+    parts: list[Part] = [(0, 0), (1, 0), (0, 1), (1, 1)]
+    writers = [writer(tmp_path, [part], wall, t) for part, t in zip(parts, told, strict=True)]
+    for (cut, replica), one in zip(parts[:3], writers[:3], strict=True):
+        one.sink(snapshot(6, cut, replica, w=torch.ones(1) * cut))
+    time.sleep(0.2)
+    assert checkpoints(tmp_path) == []  # one is missing
+    writers[3].sink(snapshot(6, 1, 1))
+    assert [one.finish(6) for one in writers] == [None] * 4
+    assert [t.found for t in told] == [[(6, None)], [], [], []]
+    assert checkpoints(tmp_path) == [place_of(tmp_path, 6)]
+
+
+def test_a_rank_that_never_writes_costs_the_checkpoint(tmp_path: Path) -> None:
+    told = Told()
+    one = writer(tmp_path, [(0, 0)], LocalWall(), told, timeout=1.0)
+    one.sink(snapshot(6, w=torch.ones(1)))
+    assert one.finish(6) == "a stage was not written within 1 seconds"
+    assert checkpoints(tmp_path) == []
+
+
+def test_a_snapshot_waits_for_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So there are never copies of more than one."""
+    gate, real = threading.Event(), writer_module.save_file
+
+    def slow(*arguments: Any, **options: Any) -> None:
+        gate.wait(10)
+        real(*arguments, **options)
+
+    monkeypatch.setattr(writer_module, "save_file", slow)
+    one = Writer(tmp_path, [(0, 0)], [(0, 0)], 2, lambda _: {}, LocalWall(), 5.0, 4.0, Told())
+    first, second = snapshot(1, w=torch.ones(2)), snapshot(2, w=torch.ones(2))
+    one.sink(first)
+    assert first.tensors
+    threading.Timer(0.2, gate.set).start()
+    one.sink(second)
+    assert not first.tensors
+    assert one.finish(2) is None
+    assert len(checkpoints(tmp_path)) == 2
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+def test_one_is_left_out_when_a_disk_is_slower_than_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slow: int
+) -> None:
+    """On all ranks, whichever has the slow disk; training waits for a part of the time-out only, and goes on."""
+    gate, real = threading.Event(), writer_module.save_file
+
+    def write_slowly(tensors: Any, path: Path, **options: Any) -> None:
+        if path.name == f"stage-{slow}.safetensors":
+            gate.wait(30)
+        real(tensors, path, **options)
+
+    monkeypatch.setattr(writer_module, "save_file", write_slowly)
+    told, wall, parts = Told(), LocalWall(), [(0, 0), (1, 0)]
+    ranks = [Writer(tmp_path, parts, [part], 3, lambda _: {}, wall, 8.0, 2.0, told) for part in parts]
+    first = [snapshot(1, cut, w=torch.ones(2)) for cut in (0, 1)]
+    for one, taken in zip(ranks, first, strict=True):
+        one.sink(taken)
+    if slow == 0:
+        assert ranks[1].make_room(2)
+        ranks[1].sink(snapshot(2, 1, w=torch.ones(2)))
+    begun = time.monotonic()
+    assert not ranks[slow].make_room(2)
+    assert time.monotonic() - begun < 8.0
+    late = snapshot(2, slow, w=torch.ones(2))
+    ranks[slow].sink(late)
+    assert late.tensors  # nobody has touched it
+    gate.set()
+    if slow == 1:
+        ranks[0].sink(snapshot(2, 0, w=torch.ones(2)))
+    failures = [one.finish(2) for one in ranks]
+    assert failures == ["a disk is too slow: the checkpoint before was still being written"] * 2
+    for cut, one in enumerate(ranks):
+        assert one.make_room(3)
+        one.sink(snapshot(3, cut, w=torch.ones(2)))
+    assert [one.finish(3) for one in ranks] == [None, None]
+    assert told.found == [(1, None), (2, failures[0]), (3, None)]
+    assert [path.name for path in checkpoints(tmp_path)] == ["batch-00000001", "batch-00000003"]
+    assert not list((tmp_path / "checkpoints").glob(".*"))
+
+
+def test_what_a_dead_run_was_writing_is_cleared(tmp_path: Path) -> None:
+    write(tmp_path, 4)
+    part = disk.part_of(place_of(tmp_path, 8))
+    part.mkdir()
+    (part / "stage-0.safetensors").write_bytes(b"half")
+    assert [path.name for path in checkpoints(tmp_path)] == ["batch-00000004"]
+    clear_parts(tmp_path)
+    assert not part.exists()
+    assert place_of(tmp_path, 4).exists()
+
+
+def test_a_folder_without_an_index_is_a_damaged_checkpoint(tmp_path: Path) -> None:
+    write(tmp_path, 4)
+    (place_of(tmp_path, 4) / "index.json").unlink()
+    with pytest.raises(CheckpointError, match=r"none of the 1 checkpoints .* is whole"):
+        open_newest(tmp_path)
+
+
+def test_one_digit_of_the_index_is_noticed(tmp_path: Path) -> None:
+    write(tmp_path, 4)
+    path = place_of(tmp_path, 4) / "index.json"
+    path.write_text(path.read_text().replace('"updates": 3', '"updates": 8'))
+    with pytest.raises(CheckpointError, match=r"index\.json' is damaged: it is not what was written"):
+        open_newest(tmp_path)
+
+
+def test_newer_ones_that_are_damaged_do_not_push_good_ones_out(tmp_path: Path) -> None:
+    write(tmp_path, 4)
+    write(tmp_path, 8)
+    flipped(place_of(tmp_path, 8) / "stage-0.safetensors")
+    write(tmp_path, 6, keep=1)
+    assert [path.name for path in checkpoints(tmp_path)] == ["batch-00000006", "batch-00000008"]
+    disk.set_aside(tmp_path, place_of(tmp_path, 6))
+    assert [path.name for path in checkpoints(tmp_path)] == ["batch-00000006"]
+    assert len(list((tmp_path / "checkpoints").glob(".damaged-*"))) == 1
+
+
+def test_old_ones_that_cannot_be_removed_do_no_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(13, "Permission denied")
+
+    monkeypatch.setattr(disk, "rotate", refuse)
+    for batch in (1, 2, 3):
+        write(tmp_path, batch)
+    assert len(checkpoints(tmp_path)) == 3
+
+
+def test_stages_of_one_process_may_be_a_batch_apart(tmp_path: Path) -> None:
+    told = Told()
+    one = Writer(tmp_path, [(0, 0), (1, 0)], [(0, 0), (1, 0)], 2, lambda _: {}, LocalWall(), 2.0, 1.0, told)
+    for batch, cut in ((5, 1), (6, 1), (5, 0), (6, 0)):
+        one.sink(snapshot(batch, cut, w=torch.ones(2)))
+    assert one.finish(6) is None
+    assert told.found == [(5, None), (6, None)]
+
+
+def test_a_full_disk_costs_lines_of_the_record(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").mkdir()  # what cannot be written into
+    Metrics(tmp_path).add(batch=1)
+
+
+def test_patience_counts_a_version_once() -> None:
+    """A run that goes on from a checkpoint finds again what it had found before it died."""
+    patience = Patience(2)
+    for version, loss in [(2, 1.0), (4, 2.0), (4, 2.0), (2, 1.0), (6, 0.5), (8, None)]:
+        patience.hear(version, loss)
+        assert patience.end == math.inf
+    for _ in range(2):
+        patience.hear(10, 0.6)
+        assert patience.end == 16
+    patience.hear(12, 0.1)  # found while the run was ending
+    assert patience.end == 16
+    endless = Patience(None)
+    endless.hear(2, math.nan)
+    assert endless.end == math.inf
+
+
+def test_patience_leaves_time_for_what_is_under_way() -> None:
+    """With one microbatch per batch, on 8 stages 7 batches are under way."""
+    patience = Patience(1, depth=8, microbatches=1)
+    patience.hear(2, None)
+    assert patience.end == 2 + 6 + 7

@@ -1,0 +1,225 @@
+"""`penstock.Checkpoints` on several ranks: each checks its share, all agree on which one is whole."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import penstock
+from penstock.checkpoint import writer
+from penstock.checkpoint.format import checkpoints, place_of
+from penstock.errors import CheckpointError, ConfigError
+from penstock.runtime.pipeline import Pipeline
+from support.pool import Pool
+
+pytestmark = pytest.mark.processes
+
+
+def squares(output: Tensor, target: Tensor) -> tuple[Tensor, float]:
+    return ((output - target) ** 2).sum(), float(target.numel())
+
+
+def adamw(named: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(named, lr=1e-2)
+
+
+def make(group: dist.ProcessGroup | None, optimizer: Any = adamw) -> Pipeline:
+    torch.manual_seed(1)
+    return Pipeline(
+        [nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1)],
+        penstock.make_schedule("2bw", stages=3, microbatches=2),
+        loss=squares,
+        optimizer=optimizer,
+        group=group,
+        timeout=20.0,
+    )
+
+
+def batches() -> list[list[tuple[Tensor, Tensor]]]:
+    g = torch.Generator().manual_seed(2)
+    return [[(torch.randn(2, 4, generator=g), torch.randn(2, 1, generator=g)) for _ in range(2)] for _ in range(8)]
+
+
+def train(group: dist.ProcessGroup | None, folder: str) -> dict[str, Tensor]:
+    """Train from the newest checkpoint, with one after every third batch and one at the end."""
+    pipeline = make(group)
+    found = penstock.Checkpoints(pipeline, folder)
+    found.load()
+    for _ in pipeline.run(batches()[pipeline.batches :], save=found.every(3)):
+        pass
+    assert found.save() is None
+    return pipeline.state_dict()
+
+
+def load(group: dist.ProcessGroup | None, folder: str) -> tuple[int, list[str]]:
+    """Where a run would go on, and what it has passed over."""
+    pipeline = make(group)
+    found = penstock.Checkpoints(pipeline, folder)
+    found.load()
+    return pipeline.batches, found.damaged
+
+
+def refused(group: dist.ProcessGroup, folder: str) -> str:
+    try:
+        load(group, folder)
+    except CheckpointError as error:
+        return str(error)
+    return "loaded"
+
+
+def damage(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("cut", range(3))
+def test_a_damaged_file_is_seen_by_all_whoever_reads_it(tmp_path: Path, pool: Pool, cut: int) -> None:
+    whole = pool.submit(train, str(tmp_path), ranks=3)
+    assert [path.name for path in checkpoints(tmp_path)] == ["batch-00000006", "batch-00000008"]
+    damage(place_of(tmp_path, 8) / f"stage-{cut}.safetensors")
+    found = pool.submit(load, str(tmp_path), ranks=3)
+    assert [batch for batch, _ in found] == [6, 6, 6]
+    for _, passed in found:
+        (fault,) = passed
+        assert f"batch-00000008/stage-{cut}.safetensors' is damaged: it has other content" in fault
+    assert [path.name for path in checkpoints(tmp_path)] == ["batch-00000006"]  # the other one was set aside
+    again = pool.submit(train, str(tmp_path), ranks=3)
+    for before, after in zip(whole, again, strict=True):
+        assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_when_none_is_whole_all_ranks_say_so(tmp_path: Path, pool: Pool) -> None:
+    pool.submit(train, str(tmp_path), ranks=3)
+    damage(place_of(tmp_path, 8) / "stage-1.safetensors")
+    (place_of(tmp_path, 6) / "stage-2.safetensors").unlink()
+    told = pool.submit(refused, str(tmp_path), ranks=3)
+    assert len(set(told)) == 1
+    assert "none of the 2 checkpoints" in told[0]
+    assert "stage-1.safetensors' is damaged" in told[0]
+    assert [path.name for path in checkpoints(tmp_path)] == ["batch-00000006", "batch-00000008"]  # nothing was touched
+
+
+def test_one_process_reads_what_three_have_written(tmp_path: Path, pool: Pool) -> None:
+    whole = pool.submit(train, str(tmp_path), ranks=3)
+    merged = {name: w for part in whole for name, w in part.items()}
+    alone = train(None, str(tmp_path))  # nothing is left to train
+    assert all(torch.equal(merged[name], alone[name]) for name in merged | alone)
+
+
+def test_nothing_there_is_a_beginning(tmp_path: Path) -> None:
+    assert load(None, str(tmp_path)) == (0, [])
+
+
+def test_saving_before_anything_was_trained_writes_nothing(tmp_path: Path) -> None:
+    assert penstock.Checkpoints(make(None), tmp_path).save() is None
+    assert checkpoints(tmp_path) == []
+
+
+def test_one_that_was_not_written_is_tried_again(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("in the way")
+    pipeline = make(None)
+    found = penstock.Checkpoints(pipeline, tmp_path)
+    list(pipeline.run(batches()))
+    failures = [found.save(), found.wait(), found.save()]
+    for failure in failures:
+        assert failure is not None
+        assert "stage-0.safetensors" in failure
+    (tmp_path / "checkpoints").unlink()
+    assert found.save() is None
+    assert found.wait() is None
+    assert [path.name for path in checkpoints(tmp_path)] == ["batch-00000008"]
+
+
+def left_out(group: dist.ProcessGroup | None, folder: str) -> list[Any]:
+    """One rank has a disk that is too slow for the last checkpoint, until the run is over."""
+    told: list[tuple[int, bool]] = []
+    pipeline = make(group)
+    found = penstock.Checkpoints(
+        pipeline, folder, timeout=2.0, tell=lambda batch, failure: told.append((batch, failure is None))
+    )
+    gate, real = threading.Event(), writer.save_file
+    slow = group is None or dist.get_rank(group) == 1
+
+    def wait(*arguments: Any, **options: Any) -> None:
+        if slow:
+            gate.wait(20)
+        real(*arguments, **options)
+
+    writer.save_file = wait
+    try:
+        for _ in pipeline.run(batches(), save=found.every(4)):
+            pass
+        threading.Timer(0.2, gate.set).start()
+        failure = found.save()
+    finally:
+        writer.save_file = real
+    return [failure, told]
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_one_that_was_left_out_at_the_end_is_written_after_all(tmp_path: Path, pool: Pool, ranks: int) -> None:
+    found = [left_out(None, str(tmp_path))] if ranks == 1 else pool.submit(left_out, str(tmp_path), ranks=3)
+    assert [failure for failure, _ in found] == [None] * ranks
+    assert found[0][1] == [(4, True), (8, False), (8, True)]
+    assert [path.name for path in checkpoints(tmp_path)] == ["batch-00000004", "batch-00000008"]
+
+
+def test_what_came_after_a_checkpoint_is_forgotten_when_it_is_loaded(tmp_path: Path) -> None:
+    """A checkpoint of the same batch is written again, whatever became of the first one."""
+    pipeline = make(None)
+    found = penstock.Checkpoints(pipeline, tmp_path)
+    every = found.every(3)
+    list(pipeline.run(batches()[:6], save=every))
+    assert found.wait() is None
+    damage(place_of(tmp_path, 6) / "stage-1.safetensors")
+    found.load()
+    assert pipeline.batches == 3
+    assert found.save() is None
+    list(pipeline.run(batches()[3:7], save=every))
+    assert found.save() is None
+    assert [path.name for path in checkpoints(tmp_path)] == ["batch-00000006", "batch-00000007"]
+    other = make(None)
+    penstock.Checkpoints(other, tmp_path).load()
+    mine, wanted = other.state_dict(), pipeline.state_dict()
+    assert all(torch.equal(mine[name], wanted[name]) for name in wanted)
+
+
+def test_what_json_cannot_say_costs_the_checkpoint_alone(tmp_path: Path) -> None:
+    pipeline = make(None)
+    found = penstock.Checkpoints(pipeline, tmp_path, extra=lambda batch: {"odd": object()})
+    list(pipeline.run(batches()[:4], save=found.every(2)))
+    failure = found.wait()
+    assert failure is not None
+    assert "not JSON serializable" in failure
+    assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+def test_none_to_keep_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="keep must be at least 1, got 0"):
+        penstock.Checkpoints(make(None), tmp_path, keep=0)
+
+
+def test_stages_may_have_different_optimizers(tmp_path: Path) -> None:
+    """Each goes on with its own; another one is refused."""
+
+    def mixed(named: Any) -> torch.optim.Optimizer:
+        named = list(named)
+        if any(name.startswith("2.") for name, _ in named):
+            return torch.optim.SGD(named, lr=0.1, momentum=0.9)
+        return torch.optim.AdamW(named, lr=0.1)
+
+    pipeline = make(None, mixed)
+    list(pipeline.run(batches()[:4]))
+    penstock.Checkpoints(pipeline, tmp_path).save()
+    other = make(None, mixed)
+    penstock.Checkpoints(other, tmp_path).load()
+    assert other.batches == 4
+    with pytest.raises(CheckpointError, match="has the state of SGD, but stage 2 .* is stepped by AdamW"):
+        penstock.Checkpoints(make(None), tmp_path).load()

@@ -1,0 +1,112 @@
+"""What a newcomer sees first: the README's code, the example, the public names."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import penstock
+from support.pool import Pool
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+
+
+CODE = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+
+def readme_names() -> dict[str, Any]:
+    """What the README leaves to the reader."""
+    torch.manual_seed(0)
+    batches = [[(torch.randn(2, 4), torch.randn(2, 1)) for _ in range(4)] for _ in range(3)]
+    return {"blocks": [nn.Linear(4, 4), nn.Linear(4, 1)], "batches": batches}
+
+
+def test_the_code_in_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len(CODE) == 3
+    monkeypatch.chdir(tmp_path)
+    names = readme_names()
+    exec(compile(CODE[0], "README.md", "exec"), names)
+    assert (tmp_path / "trace.json").stat().st_size > 1000
+    names["batches"] = names["batches"] * 20
+    names["validation_batches"] = names["batches"][:2]
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(compile(CODE[2], "README.md", "exec"), names)
+    assert re.fullmatch(r"held-out loss [\d.]+ after 50 batches\n", printed.getvalue())
+    assert [path.name for path in (tmp_path / "runs/mine/checkpoints").iterdir()] == ["batch-00000060"]
+
+
+def run_distributed_readme(group: dist.ProcessGroup, folder: str) -> str:
+    """The README's script on this rank, after the parts of the first snippet that it builds on."""
+    names = readme_names() | {"penstock": penstock, "group": group}
+    names["schedule"] = penstock.make_schedule("2bw", stages=2, microbatches=4)
+    names["loss"] = lambda output, target: (((output - target) ** 2).sum(), target.numel())
+    names["optimizer"] = lambda named: torch.optim.AdamW(named, lr=1e-3)
+    code = CODE[1].replace('dist.init_process_group("gloo")\n', "").replace("dist.group.WORLD", "group")
+    assert code.count("group") == 2
+    printed = io.StringIO()
+    with contextlib.chdir(folder), contextlib.redirect_stdout(printed):
+        exec(compile(code, "README.md", "exec"), names)
+    return printed.getvalue()
+
+
+def test_the_distributed_code_in_the_readme_runs(tmp_path: Path, pool: Pool) -> None:
+    printed = pool.submit(run_distributed_readme, str(tmp_path), ranks=2)
+    assert printed[0] == ""
+    assert [line.split()[0] for line in printed[1].splitlines()] == ["0", "1", "2"]
+    assert (tmp_path / "trace.json").stat().st_size > 1000
+
+
+def test_the_example_learns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = (ROOT / "examples" / "any_blocks.py").read_text()
+    assert len(source.splitlines()) <= 60
+    short = tmp_path / "any_blocks.py"
+    short.write_text(source.replace("= 4, 8, 16, 60", "= 4, 8, 16, 40"))
+    runpy.run_path(str(short))
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", capsys.readouterr().out)]
+    assert len(losses) == 4  # two methods, at batches 20 and 40
+    assert losses[1] < losses[0]
+    assert losses[3] < losses[2]
+
+
+def test_every_public_name_is_there_and_described() -> None:
+    for name in penstock.__all__:
+        thing = getattr(penstock, name)
+        assert thing.__doc__, name
+    assert set(penstock.__all__) <= set(dir(penstock))
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = penstock.nothing
+
+
+def test_schedules_need_no_torch() -> None:
+    code = (
+        "import sys, penstock\n"
+        "schedule = penstock.make_schedule('2bw', 4, 4)\n"
+        "penstock.simulate_schedule(schedule, penstock.Costs.uniform(schedule))\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_make_targets_of_the_readme_exist() -> None:
+    targets = set(re.findall(r"^make ([a-z-]+)", README, re.MULTILINE))
+    assert targets == {"train", "test"}
+    for target in targets:
+        assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+
+
+def test_the_files_that_the_readme_names_exist() -> None:
+    named = set(re.findall(r"`([\w/]+\.(?:md|py))`", README)) | set(re.findall(r"\]\(([^)]+)\)", README))
+    assert {"docs/design.md", "docs/2bw.svg"} <= named
+    assert [name for name in named if not (ROOT / name).exists()] == ["my_script.py"] * ("my_script.py" in named)

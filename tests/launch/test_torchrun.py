@@ -1,0 +1,101 @@
+"""Under torchrun the same command joins the job of each machine; here the machines are torchruns of their own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from penstock.checkpoint.format import checkpoints
+from penstock.train.export.weights_format import load_weights
+from support.commands import only_folder, settings, start
+
+pytestmark = pytest.mark.processes
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> str:
+    path = tmp_path / "text.txt"
+    path.write_text("the quick brown fox jumps over the lazy dog. " * 200)
+    return str(path)
+
+
+@pytest.fixture
+def started() -> Iterator[list[subprocess.Popen[str]]]:
+    """Processes that end with the test, however it ends."""
+    found: list[subprocess.Popen[str]] = []
+    yield found
+    for process in found:
+        for child in [*psutil.Process(process.pid).children(recursive=True)] if process.poll() is None else ():
+            child.kill()
+        process.kill()
+        process.wait()
+
+
+def lines(out: Path) -> int:
+    return sum(len(path.read_text().splitlines()) for path in out.glob("*/metrics.jsonl"))
+
+
+def wait_for_lines(out: Path, count: int, processes: list[subprocess.Popen[str]]) -> None:
+    patience = time.monotonic() + 120
+    while lines(out) < count:
+        assert time.monotonic() < patience
+        assert all(process.poll() is None for process in processes), [p.communicate() for p in processes]
+        time.sleep(0.02)
+
+
+def worker_of(torchrun: subprocess.Popen[str]) -> psutil.Process:
+    (worker,) = psutil.Process(torchrun.pid).children()
+    return worker
+
+
+def test_told_to_end_it_saves_what_it_has_done(tmp_path: Path, text: str, started: list[subprocess.Popen[str]]) -> None:
+    """Torchrun hands the signal on to its workers."""
+    out = tmp_path / "runs"
+    changes = settings(f"out={out}", "batches=100000", "checkpoint.every=100000", "sample_length=0")
+    command = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "-m", "penstock", "train", "--data", text, *changes]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    started.append(process)
+    wait_for_lines(out, 5, started)
+    process.send_signal(signal.SIGTERM)
+    printed, _ = process.communicate(timeout=90)
+    assert "ended early; a checkpoint holds all of the" in printed
+    assert len(checkpoints(only_folder(out))) == 1
+
+
+def test_two_machines_start_again_when_a_worker_of_one_is_killed(
+    tmp_path: Path, text: str, started: list[subprocess.Popen[str]]
+) -> None:
+    """Each counts its own failures; the result is that of a run to which nothing happened, bit for bit."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    out = tmp_path / "runs"
+    changes = settings("batches=150", "checkpoint.every=10", "sample_length=0", "validation_samples=4")
+    rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "pair"]
+    command = [*TORCHRUN, "--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "3", *rendezvous]
+    command += ["-m", "penstock", "train", "--data", text, *changes]
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+    for _ in range(2):
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        started.append(subprocess.Popen([*command, "--set", f"out={out}"], env=environment, text=True, **pipes))
+    wait_for_lines(out, 40, started)
+    worker_of(started[0]).kill()
+    for process in started:
+        _, err = process.communicate(timeout=150)
+        assert process.returncode == 0, err
+    ours = start("-m", "penstock", "train", *changes, "--set", f"out={tmp_path / 'undisturbed'}", "--data", text)
+    assert ours.returncode == 0, ours.stderr
+    weights, wanted = load_weights(only_folder(out)), load_weights(only_folder(tmp_path / "undisturbed"))
+    assert weights.keys() == wanted.keys()
+    assert all(torch.equal(weights[name], wanted[name]) for name in wanted)

@@ -1,0 +1,99 @@
+"""What counts as a block, and where a list of blocks is cut."""
+
+from __future__ import annotations
+
+from itertools import combinations, pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from penstock.errors import ConfigError
+from penstock.partition.blocks import LazyBlock
+from support.cases import Case, assert_equal_tensors, gpt, make_pipeline
+from support.pool import Pool
+
+
+def test_lazy_blocks_are_made_only_where_they_are_needed(pool: Pool) -> None:
+    made = pool.submit(made_blocks, ranks=3)
+    assert made == [["0", "1"], ["2"], ["3", "4", "5"]]
+    assert made_blocks(None) == ["0", "1", "2", "3", "4", "5"]
+
+
+def made_blocks(group: dist.ProcessGroup | None) -> list[str]:
+    made: list[str] = []
+
+    def build(name: str) -> nn.Module:
+        made.append(name)
+        return nn.Linear(2, 2)
+
+    blocks = {str(i): LazyBlock(lambda i=i: build(str(i)), seed=i, cost=1.0) for i in range(6)}  # type: ignore[misc]
+    make_pipeline(Case("1f1b", 3, 2), group, blocks=blocks)
+    return made
+
+
+def test_lazy_blocks_do_not_depend_on_the_cut_or_on_the_global_seed() -> None:
+    states = []
+    for depth in (1, 2, 4):
+        torch.manual_seed(depth)
+        states.append(make_pipeline(Case("1f1b", depth, 2, "gpt"), blocks=gpt()).state_dict())
+        after = torch.rand(1)
+        torch.manual_seed(depth)
+        assert after.equal(torch.rand(1))
+    assert_equal_tensors(states[1], states[0], "weights")
+    assert_equal_tensors(states[2], states[0], "weights")
+
+
+@pytest.mark.parametrize("balance", [(3, 2), (7, -1), (6,), (2, 2, 2), (6, 0), ()])
+def test_a_balance_that_does_not_fit(balance: tuple[int, ...]) -> None:
+    with pytest.raises(ConfigError, match="must hold 2 positive numbers that add up to the model's 6 blocks"):
+        make_pipeline(Case("1f1b", 2, 2), balance=balance)
+
+
+def test_too_few_blocks() -> None:
+    with pytest.raises(ConfigError, match="2 blocks, which cannot be cut into 3 stages; use fewer stages"):
+        make_pipeline(Case("1f1b", 3, 2), blocks=[torch.relu, torch.relu], balance=None)
+    with pytest.raises(ConfigError, match="no blocks"):
+        make_pipeline(Case("1f1b", 1, 2), blocks=[], balance=None)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "message"),
+    [
+        ([torch.relu, 3], "block .1. is a int"),
+        ("half", "block .0. is a str"),
+        (3, "must be a list or a dict"),
+        ({"a": torch.relu, "a.b": torch.relu}, "blocks 'a' and 'a.b' may give two parameters one name"),
+    ],
+)
+def test_what_is_no_block(blocks: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_pipeline(Case("1f1b", 1, 2), blocks=blocks, balance=None)
+
+
+@pytest.mark.parametrize("container", [list, nn.Sequential, nn.ModuleList, lambda b: nn.ModuleDict(enumerate_names(b))])
+def test_containers_of_blocks(container: Any) -> None:
+    blocks = [nn.Linear(2, 2) for _ in range(3)]
+    made = container(*[blocks] if container is not nn.Sequential else blocks)
+    pipeline = make_pipeline(Case("1f1b", 3, 1), blocks=made, balance=None)
+    assert [list(node.stage.blocks) for node in pipeline.nodes.values()] == [["0"], ["1"], ["2"]]
+
+
+def enumerate_names(blocks: list[nn.Module]) -> dict[str, nn.Module]:
+    return {str(i): block for i, block in enumerate(blocks)}
+
+
+def test_the_costliest_stage_is_as_cheap_as_can_be() -> None:
+    """Against all ways to cut."""
+    g = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        costs = torch.randint(1, 20, (7,), generator=g).tolist()
+        blocks = {str(i): LazyBlock(lambda: nn.Identity(), seed=0, cost=float(c)) for i, c in enumerate(costs)}
+        for stages in (1, 2, 3, 4):
+            pipeline = make_pipeline(Case("1f1b", stages, 1), blocks=blocks, balance=None)
+            found = max(sum(costs[int(name)] for name in part) for part in pipeline.parts)
+            ways = [(0, *inner, 7) for inner in combinations(range(1, 7), stages - 1)]
+            best = min(max(sum(costs[a:b]) for a, b in pairwise(way)) for way in ways)
+            assert found == best

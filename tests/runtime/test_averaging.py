@@ -1,0 +1,521 @@
+"""Parallel pipelines with weights of their own: what they have after every meeting equals the equations."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from penstock.errors import CapabilityError, CheckpointError, ConfigError
+from penstock.runtime.pipeline import Pipeline
+from penstock.runtime.rank.evaluation import Evaluating
+from penstock.runtime.rank.snapshot import Saving, Snapshot
+from penstock.runtime.update.decisions import Evaluated
+from penstock.runtime.update.divergence import Divergence
+from penstock.schedule.build import make_schedule
+from penstock.schedule.methods.combine import COMBINES, Combine
+from penstock.schedule.text import parse_schedule
+from penstock.verify.reference import Scaling
+from support.cases import BALANCE, OPTIMIZERS, TIED, Case, make_batches, make_blocks, make_pipeline
+from support.meetings import (
+    Reference,
+    State,
+    assert_close,
+    even_batches,
+    precise_blocks,
+    precise_loss,
+    states_of,
+    uneven_batches,
+)
+from support.pool import Pool
+from support.snapshots import Kept
+
+KINDS = [kind for kind in COMBINES if kind != "reduce"]
+FEW = [
+    Combine("average", every=2, optimizer_state="average"),
+    Combine("bmuf", every=3, nesterov=True),
+    Combine("elastic", every=2),
+]
+
+
+def reads_of(method: str, depth: int, m: int) -> Any:
+    """(batch, microbatch, stage) -> version, from the papers."""
+    if method == "2bw":
+        return lambda t, _k, _s: max(t - 1, 0)
+    if method == "stash":
+        return lambda t, k, s: max(0, t * m + k - (depth - 1 - s)) // m
+    return lambda t, _k, _s: t
+
+
+def model_of(depth: int) -> str:
+    return "long" if depth == 8 else "mixed"
+
+
+def precise(method: str, depth: int, m: int, width: int, combine: Combine, **changes: Any) -> Pipeline:
+    arguments: dict[str, Any] = {
+        "loss": precise_loss,
+        "optimizer": OPTIMIZERS["adamw"],
+        "divisor": 7.0,
+        "width": width,
+        "combine": combine,
+    }
+    schedule = make_schedule(method, depth, m)
+    return Pipeline(precise_blocks(model_of(depth)), schedule, balance=BALANCE[schedule.cuts], **(arguments | changes))
+
+
+CHOICES = [
+    ("1f1b", 1, 2, 2, Combine("average", every=3)),
+    ("1f1b", 2, 2, 3, Combine("average", every=2, optimizer_state="average")),
+    ("2bw", 2, 2, 2, Combine("average", every=4, optimizer_state="reset")),
+    ("stash", 2, 2, 2, Combine("average", every=3)),
+    ("interleaved", 1, 2, 2, Combine("average", every=1)),
+    ("1f1b", 1, 2, 3, Combine("bmuf", every=3)),
+    ("2bw", 2, 2, 2, Combine("bmuf", every=2, momentum=0.7, step=0.8, optimizer_state="reset")),
+    ("1f1b", 2, 2, 2, Combine("bmuf", every=4, nesterov=True)),
+    ("2bw", 1, 2, 2, Combine("bmuf", every=1, nesterov=True, optimizer_state="average")),
+    ("1f1b", 2, 2, 3, Combine("elastic", every=2)),
+    ("2bw", 2, 2, 2, Combine("elastic", every=3, pull=0.3, optimizer_state="average")),
+    ("stash", 2, 2, 2, Combine("elastic", every=1)),
+    ("2bw", 4, 4, 2, Combine("average", every=3)),
+    ("1f1b", 4, 2, 2, Combine("bmuf", every=3)),
+    ("stash", 4, 2, 2, Combine("elastic", every=4)),
+    ("stash", 8, 2, 2, Combine("average", every=2)),
+    ("2bw", 8, 8, 2, Combine("bmuf", every=4, nesterov=True)),
+    ("1f1b", 8, 2, 2, Combine("elastic", every=3)),
+]
+
+
+@pytest.mark.parametrize(("method", "depth", "m", "width", "combine"), CHOICES)
+def test_twenty_updates(method: str, depth: int, m: int, width: int, combine: Combine) -> None:
+    """Weights and optimizer state of every pipeline, where they have loss weights, norms and skips of their own."""
+    factory = OPTIMIZERS["sgd" if combine.kind == "bmuf" else "adamw"]
+    batches = uneven_batches(20, m, width, nothing=[(0, 0), (5, width - 1)])
+    clip = 1.5 / m**0.5  # norms are means over m microbatches
+    pipeline = precise(method, depth, m, width, combine, clip=clip, optimizer=factory)
+    norms = [d.norm for report in pipeline.run(batches) for d in report.decided]
+    assert min(norms[1:]) < clip < max(norms[1:])  # some are clipped
+    wanted = Reference(combine, width, m, depth, factory, reads_of(method, depth, m), clip=clip, model=model_of(depth))
+    for t, batch in enumerate(batches):
+        wanted.train(t, batch)
+    assert_close(states_of(pipeline), wanted.states(), 1e-9)
+
+
+def test_two_directions_and_meetings() -> None:
+    """The nodes of a cut add their gradients in every batch, within their pipeline."""
+    combine, batches = Combine("average", every=2), uneven_batches(5, 4, 2)
+    pipeline = precise("chimera", 2, 4, 2, combine)
+    list(pipeline.run(batches))
+    wanted = Reference(combine, 2, 4, 2, OPTIMIZERS["adamw"], lambda t, _k, _s: t, clip=None)
+    for t, batch in enumerate(batches):
+        wanted.train(t, batch)
+    assert_close(states_of(pipeline), wanted.states(), 1e-9)
+
+
+def test_stages_without_weights_meet_the_others() -> None:
+    """One block per stage, of which one has no parameters; three pipelines."""
+    combine, batches = Combine("elastic", every=2), uneven_batches(4, 2, 3)
+    pipeline = precise("1f1b", 6, 2, 3, combine)
+    list(pipeline.run(batches))
+    wanted = Reference(combine, 3, 2, 6, OPTIMIZERS["adamw"], lambda t, _k, _s: t, clip=None)
+    for t, batch in enumerate(batches):
+        wanted.train(t, batch)
+    assert_close(states_of(pipeline), wanted.states(), 1e-9)
+
+
+def test_averaging_after_every_batch_is_adding_gradients() -> None:
+    """With plain SGD and equal loss weights the mean of the updates is the update of the mean."""
+
+    def sgd(named: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(named, lr=0.1)
+
+    batches = even_batches(8, 6)
+    found, wanted = (precise("1f1b", 2, 2, 3, c, optimizer=sgd) for c in (Combine("average"), Combine()))
+    for pipeline in (found, wanted):
+        list(pipeline.run(batches))
+    for name, weight in wanted.state_dict().items():
+        torch.testing.assert_close(found.state_dict()[name], weight, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("spans", [(7,), (1, 1, 5), (3, 4)])
+def test_meetings_count_from_the_start_of_training(spans: tuple[int, ...]) -> None:
+    """Not from the start of a run; with a flush, where a run was divided does not matter."""
+    case, combine = Case("1f1b", 2, 2, width=2, spans=(7,), skips=()), Combine("elastic", every=3)
+    pipeline, batches = make_pipeline(case, combine=combine), make_batches(case)
+    for span in spans:
+        list(pipeline.run(batches[pipeline.batches : pipeline.batches + span]))
+    whole = make_pipeline(case, combine=combine)
+    list(whole.run(batches))
+    assert_close(states_of(pipeline), states_of(whole), 0.0)
+
+
+# --- processes --------------------------------------------------------------------------------------------------------
+
+
+def trained(group: dist.ProcessGroup | None, case: Case, combine: Combine) -> tuple[dict[int, State], list[Any]]:
+    pipeline = make_pipeline(case, group, combine=combine)
+    decided = [d for report in pipeline.run(make_batches(case)) for d in report.decided]
+    return states_of(pipeline), [tuple(d) for d in (*decided, *pipeline.decided())]
+
+
+def merged(parts: list[dict[int, State]]) -> dict[int, State]:
+    found: dict[int, State] = {}
+    for part in parts:
+        for r, state in part.items():
+            whole = found.setdefault(r, State())
+            whole.scale = state.scale
+            for what in ("weights", "optimizer", "model", "motion"):
+                getattr(whole, what).update(getattr(state, what))
+    return found
+
+
+@pytest.mark.parametrize("method", ["1f1b", "2bw", "stash"])
+@pytest.mark.parametrize("combine", FEW, ids=lambda c: c.kind)
+def test_processes_have_the_bits_of_one(pool: Pool, method: str, combine: Combine) -> None:
+    case = Case(method, 2, 2, "restless", width=2, spans=(7,), skips=(3,), clip=0.4)
+    wanted, decided = trained(None, case, combine)
+    parts = pool.submit(trained, case, combine, ranks=4)
+    assert_close(merged([part for part, _ in parts]), wanted, 0.0)
+    assert repr(parts[0][1]) == repr(parts[1][1]) == repr(decided)  # of the first pipeline
+    assert repr(parts[2][1]) == repr(parts[3][1]) != repr(decided)  # another norm and another loss
+
+
+def test_four_pipelines_in_processes(pool: Pool) -> None:
+    case, combine = Case("1f1b", 1, 2, width=4, spans=(5,), skips=()), Combine("bmuf", every=2)
+    wanted, _ = trained(None, case, combine)
+    assert_close(merged([part for part, _ in pool.submit(trained, case, combine, ranks=4)]), wanted, 0.0)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_tied_parameters_and_recompute(pool: Pool, precision: Any) -> None:
+    """Copies of one parameter stay equal on all stages."""
+    case = Case("2bw", 2, 3, "faint", width=2, spans=(6,), skips=(), tied=True, recompute="stage", precision=precision)
+    combine = Combine("elastic", every=2, optimizer_state="average")
+    wanted, _ = trained(None, case, combine)
+    for name, owner in TIED["faint"].items():
+        for state in wanted.values():
+            assert torch.equal(state.weights[name], state.weights[owner])
+            assert torch.equal(state.model[name], state.model[owner])
+    assert not torch.equal(wanted[0].weights["head.weight"], wanted[1].weights["head.weight"])
+    assert_close(merged([part for part, _ in pool.submit(trained, case, combine, ranks=4)]), wanted, 0.0)
+
+
+def test_what_passes_read_in_low_precision_is_the_mean() -> None:
+    case = Case("1f1b", 2, 2, width=2, spans=(4,), skips=(), precision="bf16")
+    pipeline = make_pipeline(case, combine=Combine("average", every=4))
+    list(pipeline.run(make_batches(case)))
+    for node in (node for worker in pipeline._workers for node in worker.nodes.values()):
+        assert node.store is not None
+        for name, view in node.store.versions[4].views.items():
+            assert torch.equal(view, node.store.master.views[name].bfloat16())
+    first, second = states_of(pipeline).values()
+    assert all(torch.equal(w, second.weights[name]) for name, w in first.weights.items())
+
+
+def stops(group: dist.ProcessGroup, case: Case, combine: Combine, who: int) -> int:
+    pipeline = make_pipeline(case, group, combine=combine)
+    for report in pipeline.run(make_batches(case)):
+        if report.batch == 3 and dist.get_rank(group) == who:
+            pipeline.stop()
+    return pipeline.batches
+
+
+@pytest.mark.parametrize("method", ["1f1b", "2bw"])
+def test_any_rank_may_stop_the_run(pool: Pool, method: str) -> None:
+    """It ends after the same batch everywhere: that which had been announced when pipelines met next."""
+    case, combine = Case(method, 2, 2, width=2, spans=(40,), skips=()), Combine("average", every=4)
+    for who in (0, 3):
+        ends = set(pool.submit(stops, case, combine, who, ranks=4))
+        assert len(ends) == 1
+        assert 4 <= ends.pop() <= 12
+
+
+# --- evaluation -------------------------------------------------------------------------------------------------------
+
+
+def evaluations(
+    group: dist.ProcessGroup | None, case: Case, combine: Combine, every: int
+) -> tuple[tuple[Evaluated, ...], Any]:
+    pipeline, batches = make_pipeline(case, group, combine=combine), make_batches(case)
+    list(pipeline.run(batches, evaluate=Evaluating(every, lambda: batches[:2])))
+    return pipeline.evaluations, pipeline.evaluate(batches[:2])
+
+
+@pytest.mark.parametrize("method", ["1f1b", "2bw"])
+@pytest.mark.parametrize("combine", FEW, ids=lambda c: c.kind)
+def test_evaluations_are_of_what_pipelines_agree_on(pool: Pool, method: str, combine: Combine) -> None:
+    case = Case(method, 2, 2, width=2, spans=(13,), skips=())
+    every = 2 * combine.every
+    found, end = evaluations(None, case, combine, every)
+    assert [evaluation.version for evaluation in found] == [v for v in (4, 6, 8, 12) if v % every == 0 and v < 12]
+    for version, total, weight in found:
+        pipeline = make_pipeline(case, combine=combine)
+        list(pipeline.run(make_batches(case)[:version]))
+        loss, counted = pipeline.evaluate(make_batches(case)[:2]) or (0.0, 0.0)
+        assert (total / weight, weight) == pytest.approx((loss, counted), rel=1e-6)
+        alone = replace(case, width=1, m=4)  # one pipeline with these weights finds the same
+        model = {name: w.clone() for name, w in pipeline.state_dict().items()}
+        assert loss == pytest.approx(loss_of(alone, model), rel=1e-5)
+    assert pool.submit(evaluations, case, combine, every, ranks=4) == [(found, end)] * 4
+
+
+def loss_of(case: Case, weights: dict[str, torch.Tensor]) -> float:
+    blocks = make_blocks(case.model)
+    for name, block in blocks.items():
+        if isinstance(block, torch.nn.Module):
+            block.load_state_dict(
+                {key.removeprefix(f"{name}."): w for key, w in weights.items() if key.startswith(f"{name}.")}
+            )
+    found = make_pipeline(case, blocks=blocks).evaluate(make_batches(replace(case, width=1, m=4))[:2])
+    assert found is not None
+    return found[0]
+
+
+# --- snapshots --------------------------------------------------------------------------------------------------------
+
+RESTLESS = Scaling(initial=2.0**24, growth=2.0, backoff=0.5, interval=2)
+SAVED = [
+    (Case("1f1b", 2, 2, "restless", width=2, spans=(7,), skips=(2,)), Combine("average", every=2)),
+    (Case("2bw", 2, 2, width=2, spans=(7,), skips=(), clip=0.4), Combine("bmuf", every=2, nesterov=True)),
+    (Case("2bw", 1, 2, width=3, spans=(7,), skips=(2,)), Combine("elastic", every=3, optimizer_state="average")),
+    (
+        Case("1f1b", 2, 2, loss="spiky", width=2, spans=(7,), skips=(), scaling=RESTLESS, spikes=(1, 2)),
+        Combine("elastic", every=2),
+    ),
+    (Case("stash", 2, 2, width=2, spans=(7,), skips=()), Combine("average", every=2, optimizer_state="reset")),
+    (Case("2bw", 2, 3, "faint", width=2, spans=(7,), tied=True, precision="bf16"), Combine("bmuf", every=4)),
+    (Case("chimera", 2, 4, width=2, spans=(7,)), Combine("average", every=5, optimizer_state="average")),
+]
+
+
+def saved_by(case: Case, combine: Combine, batch: int) -> tuple[dict[int, State], Kept, Pipeline]:
+    """A whole run, and its snapshots before `batch`."""
+    found: list[Snapshot] = []
+    pipeline = make_pipeline(case, combine=combine)
+    list(pipeline.run(make_batches(case), save=Saving(batch, found.append)))
+    return states_of(pipeline), Kept([snapshot for snapshot in found if snapshot.batch == batch]), pipeline
+
+
+@pytest.mark.parametrize("batch", [4, 5])
+@pytest.mark.parametrize(("case", "combine"), SAVED, ids=lambda x: getattr(x, "kind", getattr(x, "method", "")))
+def test_a_run_goes_on_bit_for_bit(case: Case, combine: Combine, batch: int) -> None:
+    """From a meeting and from between two: every pipeline has its own weights, optimizer state and loss scale."""
+    wanted, kept, _ = saved_by(case, combine, batch)
+    if case.spikes:  # the gradient of one pipeline alone is not finite there
+        assert wanted[0].scale != wanted[1].scale
+    pipeline = make_pipeline(case, combine=combine, blocks=make_blocks(case.model, seed=99))
+    pipeline.load(kept)
+    list(pipeline.run(make_batches(case)[batch:]))
+    assert_close(states_of(pipeline), wanted, 0.0)
+
+
+def goes_on(group: dist.ProcessGroup, case: Case, combine: Combine, kept: Kept) -> dict[int, State]:
+    pipeline = make_pipeline(case, group, combine=combine, blocks=make_blocks(case.model, seed=99))
+    pipeline.load(kept)
+    list(pipeline.run(make_batches(case)[pipeline.batches :]))
+    return states_of(pipeline)
+
+
+def test_processes_go_on_bit_for_bit(pool: Pool) -> None:
+    case, combine = SAVED[1]
+    wanted, kept, _ = saved_by(case, combine, 3)
+    assert_close(merged(pool.submit(goes_on, case, combine, kept, ranks=4)), wanted, 0.0)
+
+
+def test_what_pipelines_agree_on_is_saved_once() -> None:
+    case = Case("1f1b", 2, 2, width=2, spans=(7,), skips=())
+    combine = Combine("average", every=2, optimizer_state="reset")
+    kinds = [{n.partition("/")[0] for n in saved_by(case, combine, batch)[1].names} for batch in (4, 5)]
+    assert kinds == [{"weights"}, {"weights", "weights.1", "optimizer", "optimizer.1"}]
+
+
+@pytest.mark.parametrize("changes", [{"width": 3}, {"width": 1, "combine": Combine()}, {"combine": Combine()}])
+def test_from_a_meeting_a_run_goes_on_with_other_pipelines(changes: dict[str, Any]) -> None:
+    """Not from between two."""
+    case, combine = Case("1f1b", 2, 2, width=2, spans=(7,), skips=()), Combine("average", every=2)
+    other = replace(case, width=changes.get("width", 2), spans=(2,))
+    _, kept, _ = saved_by(case, combine, 4)
+    pipeline = make_pipeline(other, combine=changes.get("combine", combine))
+    pipeline.load(kept)
+    for name, weight in pipeline.state_dict().items():
+        assert torch.equal(weight, kept.tensor(f"weights/{name}"))
+    list(pipeline.run(make_batches(other)))
+    _, kept, _ = saved_by(case, combine, 5)
+    with pytest.raises(CheckpointError, match="weights of 2 pipelines that differ, so it goes on with width 2"):
+        make_pipeline(other, combine=changes.get("combine", combine)).load(kept)
+
+
+@pytest.mark.parametrize("kind", ["bmuf", "elastic"])
+def test_pipelines_that_differ_begin_no_common_model(kind: str) -> None:
+    """Each would begin with its own."""
+    case = Case("1f1b", 2, 2, width=2, spans=(6,), skips=())
+    _, kept, _ = saved_by(case, Combine("average", every=2), 5)
+    with pytest.raises(CheckpointError, match=f"no model that they have in common, from which combine={kind} goes on"):
+        make_pipeline(case, combine=Combine(kind, every=2)).load(kept)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_pipelines_that_added_their_gradients_go_apart(kind: str) -> None:
+    """They begin from the same weights, with nothing in motion."""
+    case, found = Case("2bw", 2, 2, width=2, spans=(4,), skips=()), list[Snapshot]()
+    list(make_pipeline(case).run(make_batches(case), save=Saving(4, found.append)))
+    pipeline, kept = make_pipeline(case, combine=Combine(kind, every=2)), Kept(found)
+    pipeline.load(kept)
+    for state in states_of(pipeline).values():
+        for name, weight in state.weights.items():
+            assert torch.equal(weight, kept.tensor(f"weights/{name}"))
+            assert kind == "average" or torch.equal(state.model[name], weight)
+            assert kind != "bmuf" or not state.motion[name].any()
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_byte_is_counted(kind: str) -> None:
+    case = Case("1f1b", 2, 2, width=2, spans=(4,), skips=())
+    pipeline = make_pipeline(case, combine=Combine(kind, every=2))
+    list(pipeline.run(make_batches(case)))
+    for worker in pipeline._workers:
+        (node,) = worker.nodes.values()
+        assert node.store is not None
+        whole, rank = node.store.layout.nbytes, worker.recorder.rank
+        live, peak = pipeline.live_bytes()[rank], pipeline.peak_bytes()[rank]
+        kept = [live.get(role, 0) for role in ("common model", "block momentum", "weights before the wave")]
+        assert sum(kept) == whole * COMBINES[kind].buffers
+        assert live.get("sums over pipelines", 0) == 0
+        assert peak.get("sums over pipelines", 0) == whole * COMBINES[kind].passing
+        assert live.get("waves", 0) == 0
+        assert peak.get("waves", 0) == whole * COMBINES[kind].per_wave * 2
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"kind": "averag"}, "unknown kind 'averag'. Did you mean 'average'"),
+        ({"kind": "average", "every": 0}, "every must be a whole number of at least 1, got 0"),
+        ({"kind": "average", "every": True}, "every must be a whole number"),
+        ({"kind": "average", "momentum": 0.5}, "momentum is an option of bmuf, not of average"),
+        ({"every": 4}, "every is an option of average, bmuf, elastic, wsp, not of reduce"),
+        ({"kind": "bmuf", "momentum": 1.0}, "momentum must be at least 0 and less than 1, got 1.0"),
+        ({"kind": "bmuf", "step": 0.0}, "step must be a positive number"),
+        ({"kind": "elastic", "pull": 1.5}, "pull must be more than 0 and at most 1/w"),
+        ({"kind": "elastic", "optimizer_state": "drop"}, "optimizer_state is one of keep, average, reset; got 'drop'"),
+    ],
+)
+def test_choices_that_make_no_sense(arguments: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Combine(**arguments)
+    assert said in str(caught.value)
+
+
+AVERAGE = Combine("average", every=2)
+
+
+@pytest.mark.parametrize(
+    ("method", "changes", "said"),
+    [
+        ("1f1b", {"width": 1, "combine": AVERAGE}, "combine=average takes parallel pipelines; set a width of at least"),
+        ("1f1b", {"combine": Combine("elastic", pull=0.6)}, "pull must be at most 1/w = 0.5 with 2 pipelines, got 0.6"),
+        ("1f1b", {"combine": AVERAGE, "reduce": "fast"}, "reduce=fast does not go with combine=average"),
+        ("1f1b", {"combine": AVERAGE, "average": 0.9}, "average=0.9 and combine=average do not go together"),
+        ("1f1b", {"combine": "average"}, "combine must be a Combine, such as Combine('average', every=4)"),
+        ("zb-h2-post", {"combine": AVERAGE}, "take the method without post-validation"),
+        ("newest", {"combine": AVERAGE}, "under which a microbatch reads several weights"),
+        ("1f1b", {"combine": AVERAGE, "delays": 2}, "delays do not go with combine=average"),
+        ("1f1b", {"combine": AVERAGE, "divergence": Divergence()}, "so they would not agree on a divergence"),
+    ],
+)
+def test_what_does_not_go_together(method: str, changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        make_pipeline(Case(method, 2, 4, width=2), **changes)
+    assert said in str(caught.value)
+
+
+def test_they_do_not_go_on_under_another_method() -> None:
+    pipeline = make_pipeline(Case("1f1b", 2, 2, width=2), combine=AVERAGE)
+    with pytest.raises(ConfigError, match="combine=average cannot go on under another method"):
+        pipeline.switch(make_schedule("gpipe", 2, 2))
+
+
+def test_evaluations_between_two_meetings_are_refused() -> None:
+    pipeline = make_pipeline(Case("1f1b", 2, 2, width=2), combine=AVERAGE)
+    with pytest.raises(ConfigError, match="every is 3, but pipelines meet every 2 batches"):
+        list(pipeline.run([], evaluate=Evaluating(3, list)))
+
+
+WRITTEN = """
+schedule mine
+rule flush
+microbatches 2
+nodes 0@0
+rank 0: F0^t B0^t F1^t B1^t STEP[t] AVERAGE[t]%4
+"""
+
+
+def test_a_schedule_that_says_itself_when_it_averages() -> None:
+    case = Case("1f1b", 1, 2, width=2)
+    schedule = parse_schedule(WRITTEN)
+    assert make_pipeline(case, schedule=schedule, combine=Combine("average", every=4)).schedule.name == "mine"
+    with pytest.raises(ConfigError, match="the schedule has AVERAGEs of its own, but pipelines that meet every 2"):
+        make_pipeline(case, schedule=schedule, combine=AVERAGE)
+    with pytest.raises(CapabilityError, match="the runtime averages parallel pipelines where it is told how"):
+        make_pipeline(case, schedule=schedule)
+
+
+APART = [
+    Combine("average", every=2),
+    Combine("bmuf", every=2, momentum=0.7),
+    Combine("elastic", every=2),
+    Combine("wsp", every=2),
+    Combine("wsp", every=2, share=0.5),
+]
+
+
+def overwrite(pipeline: Pipeline, pipelines: tuple[int, ...] = (0, 1)) -> None:
+    """Give some of the pipelines other weights, the same to each."""
+    for worker in pipeline._workers:
+        for node in worker.nodes.values() if worker.seat.replica in pipelines else ():
+            for name, parameter in node.stage.trained.items():
+                draw = torch.Generator().manual_seed(len(name))
+                with torch.no_grad():
+                    parameter.copy_(0.1 * torch.randn(parameter.shape, generator=draw))
+
+
+@pytest.mark.parametrize("combine", APART, ids=lambda combine: f"{combine.kind}-{combine.share}")
+def test_what_is_written_between_two_runs_is_a_new_beginning(combine: Combine) -> None:
+    """What pipelines have in common as well; without a state of the optimizer it is that of a new pipeline."""
+    case = Case("1f1b", 2, 2, width=2, loss="mean", rate=False, spans=(8,), skips=())
+    used, new = (
+        make_pipeline(case, combine=combine, optimizer=lambda named: torch.optim.SGD(named, lr=0.1)) for _ in range(2)
+    )
+    batches = make_batches(case)
+    list(used.run(batches[:4]))
+    before = {name: weight.clone() for name, weight in used.state_dict().items()}
+    overwrite(used)
+    overwrite(new)
+    written = {name: weight.clone() for name, weight in used.state_dict().items()}
+    assert any(not torch.equal(weight, before[name]) for name, weight in written.items())
+    assert all(torch.equal(weight, new.state_dict()[name]) for name, weight in written.items())
+    for pipeline in (used, new):
+        list(pipeline.run(batches[4:]))
+    assert_close(states_of(used), states_of(new), 0.0)
+
+
+@pytest.mark.parametrize("combine", APART, ids=lambda combine: f"{combine.kind}-{combine.share}")
+@pytest.mark.parametrize("asked", [True, False])
+def test_what_is_written_into_one_pipeline_alone_is_refused(combine: Combine, asked: bool) -> None:
+    """Also where the state has been asked for in between."""
+    case = Case("1f1b", 2, 2, width=2, loss="mean", spans=(4,), skips=())
+    pipeline, batches = make_pipeline(case, combine=combine), make_batches(case)
+    list(pipeline.run(batches[:2]))
+    overwrite(pipeline, (0,))
+    if asked:
+        pipeline.state_dict()
+    with pytest.raises(ConfigError, match="weights of stage 0 were written into between two runs, but not the same"):
+        list(pipeline.run(batches[2:]))

@@ -1,0 +1,70 @@
+"""What is taken down of parameter-sized memory is true after every action, though most passes are not looked at."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from penstock.runtime.rank.memory_ledger import Account
+from penstock.schedule.ir.schedule import Op
+from penstock.schedule.methods.combine import Combine
+from penstock.stage.node import NodeRuntime
+from penstock.verify.reference import Scaling
+from support.cases import Case, make_batches, make_pipeline
+from support.correction_cases import case_of
+
+CASES = {
+    "1f1b": Case("1f1b", 2, 3),
+    "interleaved": Case("interleaved", 2, 2),
+    "2bw in bf16": Case("2bw", 2, 2, precision="bf16"),
+    "stash": Case("stash", 4, 1),
+    "vertical-sync": Case("vertical-sync", 4, 2),
+    "2bw recomputed": Case("2bw", 2, 2, recompute="stage"),
+    "zb-h1": Case("zb-h1", 2, 3),
+    "zb-h2-post": Case("zb-h2-post", 2, 4, loss="spiky", scaling=Scaling(64.0, 2.0, 0.5, 2), spikes=(2,), clip=1.0),
+    "gap-aware": case_of("gap-aware", 3, 1),
+    "pipemare": case_of("pipemare", 4, 2),
+    "xpipe": case_of("xpipe", 2, 3),
+    "i-timeprest": case_of("i-timeprest", 3, 2),
+}
+
+
+def watched(monkeypatch: pytest.MonkeyPatch) -> Counter[bool]:
+    """Compare the record with the truth after every action; counts those after which something had changed."""
+    after, seen = Account.after, Counter[bool]()
+
+    def compare(self: Account, node: NodeRuntime, op: Op) -> None:
+        before = dict(self._recorder.live)
+        after(self, node, op)
+        truth: Counter[str] = Counter()
+        for each in self._nodes:
+            truth.update(each.bytes_by_role())
+        live = self._recorder.live
+        assert {role: live[role] for role in truth} == dict(truth), f"after {op} of {node.stage.where}"
+        assert self._recorder.roles == truth.keys()
+        seen[live != before] += 1
+
+    monkeypatch.setattr(Account, "after", compare)
+    return seen
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_account_is_true_after_every_action(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case, seen = CASES[name], watched(monkeypatch)
+    pipeline = make_pipeline(case)
+    for batches in (make_batches(case), make_batches(case)):  # the second span begins with what the first one has left
+        for _ in pipeline.run(batches):
+            pass
+    assert seen[True] > 4
+    assert seen[False] > 4
+
+
+@pytest.mark.parametrize("combine", [Combine("elastic", every=2), Combine("wsp", every=2, distance=1)])
+def test_also_where_pipelines_meet(combine: Combine, monkeypatch: pytest.MonkeyPatch) -> None:
+    case, seen = replace(CASES["1f1b"], width=2), watched(monkeypatch)
+    pipeline = make_pipeline(case, combine=combine)
+    for _ in pipeline.run(make_batches(case)):
+        pass
+    assert seen[True] > 4

@@ -1,0 +1,51 @@
+"""What only a GPU can show: that the pipeline's account of live bytes is that of the allocator."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from penstock.models.gpt import GPTConfig, gpt_blocks, language_loss
+from penstock.runtime.pipeline import Pipeline
+from penstock.schedule.build import make_schedule
+from penstock.stage.autograd.recompute import Recompute
+from penstock.stage.precision import Precision
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+
+SHAPE = GPTConfig(layers=8, width=512, heads=8, context=256, vocabulary=4096)
+WITHIN = 0.02
+
+
+def make_batches(count: int, m: int) -> list[list[tuple[Tensor, Tensor]]]:
+    shape = (8, SHAPE.context)
+    return [[(torch.randint(4096, shape).cuda(), torch.randint(4096, shape).cuda()) for _ in range(m)]
+            for _ in range(count)]  # fmt: skip
+
+
+@pytest.mark.parametrize("recompute", ["none", "block"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("method", ["2bw", "1f1b", "stash"])
+def test_the_ledger_is_the_allocators(method: str, precision: Precision, recompute: Recompute) -> None:
+    """Both peaks over the same batches, after a first run that fills the libraries' own workspaces."""
+    blocks = {name: block.make().cuda() for name, block in gpt_blocks(SHAPE, 0).items()}
+    assert all(isinstance(block, nn.Module) for block in blocks.values())
+    pipeline = Pipeline(
+        blocks,
+        make_schedule(method, 1, 4),
+        loss=language_loss,
+        optimizer=lambda named: torch.optim.AdamW(named, lr=1e-3),
+        precision=precision,
+        recompute=recompute,
+    )
+    list(pipeline.run(make_batches(2, 4)))
+    data = make_batches(3, 4)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated() - sum(sum(kinds.values()) for kinds in pipeline.live_bytes().values())
+    torch.cuda.reset_peak_memory_stats()
+    list(pipeline.run(data))
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() - before
+    ours = pipeline.peak_bytes()[0]["total"]
+    assert abs(ours - peak) <= WITHIN * peak

@@ -1,0 +1,70 @@
+"""Makes the drawings and figures in docs/orders.md: `python tests/support/drawings.py` writes them anew."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+from penstock.errors import ScheduleError
+from penstock.schedule.build import prove
+from penstock.schedule.ir.rules import RULES
+from penstock.schedule.methods.table import METHODS
+from penstock.simulate.costs import Costs
+from penstock.simulate.simulate import simulate_schedule
+from penstock.view.tables import method_facts
+from penstock.view.text import draw_timeline
+
+PAGE = Path(__file__).parents[2] / "docs" / "orders.md"
+WIDTH = 118
+STAGES, MICROBATCHES = 4, 8
+_DRAWING = re.compile(r"```text\n\$ penstock show ([^\n]*)\n.*?```", re.DOTALL)
+_TABLE = re.compile(r"(<!-- figures -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def drawing(command: str) -> str:
+    """What `penstock show` draws, without the text form."""
+    name, *rest = shlex.split(command)
+    numbers = {"--stages": STAGES, "--microbatches": MICROBATCHES, "--batches": None}
+    options: dict[str, int] = {}
+    order = None
+    for key, value in zip(rest[::2], rest[1::2], strict=True):
+        if key == "--set":
+            option, _, number = value.partition("=")
+            options[option] = int(number)
+        elif key == "--order":
+            order = value
+        else:
+            numbers[key] = int(value)
+    proof = prove(name, numbers["--stages"] or 0, numbers["--microbatches"] or 0, order=order, options=options)
+    span = numbers["--batches"] or (3 if any(program.epilogue for program in proof.schedule.programs) else 1)
+    simulation = simulate_schedule(proof, Costs.uniform(proof.schedule, 1.0, 1.0, 1.0), span)
+    rows = "\n".join(line.rstrip() for line in str(draw_timeline(simulation.timeline, WIDTH)).splitlines())
+    return f"```text\n$ penstock show {command}\n{rows}\n```"
+
+
+def figures() -> str:
+    """A row for every method that flushes, from the simulator."""
+    lines = ["| method | bubble | activations | weights | volume |", "|---|---|---|---|---|"]
+    for name, row in METHODS.items():
+        if RULES[row.rule].name != "flush":
+            continue
+        try:
+            proof = prove(name, STAGES, MICROBATCHES)
+        except ScheduleError:
+            continue
+        found = simulate_schedule(proof, Costs.uniform(proof.schedule, 1.0, 1.0, 1.0))
+        copies = max(method_facts(row, STAGES, MICROBATCHES).weight_copies or [])
+        held = f"{max(found.activations):g}"
+        lines.append(f"| `{name}` | {found.bubble.bubble:.3f} | {held} | {copies:g} | {found.volume:g} |")
+    return "\n".join(lines) + "\n"
+
+
+def made_anew(text: str) -> str:
+    """The page with all drawings and figures as they come out now."""
+    text = _TABLE.sub(lambda match: match[1] + figures() + match[2], text)
+    return _DRAWING.sub(lambda match: drawing(match[1]), text)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(made_anew(PAGE.read_text()))

@@ -1,0 +1,70 @@
+"""An event simulator of its own: earliest start times from dependencies alone, messages never wait for buffers.
+
+It shares nothing with `penstock.schedule.machine.play` but the unrolled actions: no lowering, no lanes, no clocks.
+Every action starts when the one before it on its rank has ended and when all it needs has arrived; repeated until
+nothing is left. On a machine whose buffers do not run out the simulator must give these times exactly.
+"""
+
+from itertools import pairwise
+
+from penstock.schedule.ir.schedule import Kind, Op
+
+
+def start_times(schedule, duration, latency, batches):
+    """Per rank, (action, start, end) of every action of a span; `duration` maps an action to its time."""
+    todo = [list(schedule.actions(rank, batches)) for rank in range(schedule.ranks)]
+    done = [[] for _ in todo]
+    born = {}  # fact -> (when it exists, on which rank)
+    progress = True
+    while progress:
+        progress = False
+        for rank, actions in enumerate(todo):
+            while actions and all(fact in born for fact in _needed(schedule, actions[0])):
+                action = actions.pop(0)
+                ready = [time + latency * (at != rank) for time, at in map(born.get, _needed(schedule, action))]
+                start = max([done[rank][-1][2] if done[rank] else 0, *ready])
+                end = start + duration(action)
+                done[rank].append((action, start, end))
+                for fact in _given(action):
+                    born[fact] = end, rank
+                progress = True
+    assert not any(todo), f"the order waits for itself: {[str(actions[0]) for actions in todo if actions]}"
+    return done
+
+
+def _pieces(action):
+    for part in action.parts or (action,):
+        if part.unit.kind is not Kind.BATCH:
+            for k in range(part.unit.first, part.unit.first + part.unit.count):
+                yield part.op, part.node, k, part.unit.slice or (0, 1)
+
+
+def _given(action):
+    for op, node, k, (piece, _) in _pieces(action):
+        what = {Op.F: "F", Op.B: "G", Op.I: "G", Op.R: "R"}.get(op)
+        if what:
+            yield what, node.cut, node.replica, k, piece
+        if op is Op.OFFLOAD and action.peer:
+            yield "sent", node.cut, node.replica, k, piece
+        if op is Op.RETURN:
+            yield "sent back", action.peer.cut, action.peer.replica, k, piece
+
+
+def _needed(schedule, action):
+    own = set(_given(action))
+    facts = []
+    for op, (cut, replica, _), k, (piece, pieces) in _pieces(action):
+        if op is Op.F:
+            facts += [("F", e.source, replica, k, piece) for e in schedule.edges if e.target == cut]
+            facts += [("F", cut, replica, k, piece - 1)] * (piece > 0)
+        if op in (Op.B, Op.I):
+            facts += [("G", e.target, replica, k, piece) for e in schedule.edges if e.source == cut and e.backward]
+            facts += [("G", cut, replica, k, piece + 1)] * (piece + 1 < pieces)
+        if op is Op.HOLD:
+            facts.append(("sent", action.peer.cut, action.peer.replica, k, piece))
+        if op is Op.FETCH and action.peer:
+            facts.append(("sent back", cut, replica, k, piece))
+        if op is Op.R:
+            for segment in schedule.segments:
+                facts += [("R", a, replica, k, piece) for a, b in pairwise(segment) if b == cut]
+    return [fact for fact in facts if fact not in own]

@@ -1,0 +1,221 @@
+"""Faults to plant in the pipeline's side of a verification; each leaves the reference and plain torch as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+
+from penstock.comm.collective import all_reduce
+from penstock.runtime.rank.batch_source import Source
+from penstock.runtime.update import decisions
+from penstock.runtime.update.update_step import Updates
+from penstock.stage.autograd.recompute import Keeper
+from penstock.stage.node import NodeRuntime
+from penstock.train.setup import build_pipeline, prepare
+from penstock.weights.memory.buffers import Buffer, Handle
+from penstock.weights.mixed_store import MixedStore
+from penstock.weights.optim.updater import Updater
+from penstock.weights.store import VersionStore
+
+Patch = pytest.MonkeyPatch
+
+
+def older_versions(patch: Patch) -> None:
+    """Passes read the version before the one that the rule names, where it is alive."""
+    real = VersionStore.read
+    patch.setattr(VersionStore, "read", lambda self, v: real(self, v - 1 if v - 1 in self.versions else v))
+
+
+def older_copies(patch: Patch) -> None:
+    """Passes read a copy of the version before the one that the rule names, which no safety net watches over."""
+    copies: dict[tuple[int, int], Buffer] = {}
+
+    def read(self: VersionStore, v: int) -> Handle:
+        if (id(self), v) not in copies:
+            copies[id(self), v] = Buffer(self.layout, f"copy of version {v}")
+            copies[id(self), v].load(self.versions[v].views)
+        older = copies.get((id(self), v - 1), copies[id(self), v])
+        if older.gradient not in self.gradients.values():  # that of a batch before, whose buffer may serve again
+            older.gradient = None
+        return Handle(older, older.epoch, v)
+
+    patch.setattr(VersionStore, "read", read)
+
+
+def newest_in_recompute(patch: Patch) -> None:
+    """Forwards are run again on the newest weights."""
+    real = NodeRuntime.recompute
+
+    def recompute(self: NodeRuntime, key: tuple[int, int], version: int, value: Any = None) -> Any:
+        return real(self, key, version if self.store is None else self.store.newest, value)
+
+    patch.setattr(NodeRuntime, "recompute", recompute)
+
+
+def another_rule(name: str) -> Any:
+    """The schedule is that of another method: legal in itself, but its versions are not those of this one."""
+
+    def plant(patch: Patch) -> None:
+        real = prepare.prove
+        patch.setattr(
+            prepare, "prove", lambda _, stages, microbatches, **more: real(name, stages, microbatches, **more)
+        )
+
+    return plant
+
+
+def stale_casts(patch: Patch) -> None:
+    """In low precision, new versions hold what the ones before held."""
+    real = MixedStore.update
+
+    def update(self: MixedStore, batch: int, *arguments: Any) -> None:
+        before = {name: view.clone() for name, view in self.versions[batch].views.items()}
+        real(self, batch, *arguments)
+        self.versions[batch + 1].load(before)
+
+    patch.setattr(MixedStore, "update", update)
+
+
+def dropped_microbatch(patch: Patch) -> None:
+    """The gradient of microbatch 1 is not added on stage 0."""
+    real = NodeRuntime.backward
+
+    def backward(self: NodeRuntime, key: tuple[int, int], batch: int, *more: Any, **named: Any) -> Any:
+        if key != (1, 0) or self.node.cut != 0:
+            return real(self, key, batch, *more, **named)
+        assert self.store is not None
+        before = {name: view.clone() for name, view in self.store.gradients[batch].views.items()}
+        result = real(self, key, batch, *more, **named)
+        for name, view in self.store.gradients[batch].views.items():
+            view.copy_(before[name])
+        return result
+
+    patch.setattr(NodeRuntime, "backward", backward)
+
+
+def doubled_norm_share(patch: Patch) -> None:
+    """The squares of stage 1 count twice."""
+    real = NodeRuntime.gradient_squares
+
+    def squares(self: NodeRuntime, batch: int) -> tuple[float, float]:
+        total, rest = real(self, batch)
+        return (2 * total, 2 * rest) if self.node.cut == 1 else (total, rest)
+
+    patch.setattr(NodeRuntime, "gradient_squares", squares)
+
+
+def ties_count_twice(patch: Patch) -> None:
+    """A shared parameter counts in the norm with every stage that holds it."""
+    patch.setattr(NodeRuntime, "gradient_squares", lambda self, batch: self.store.gradient(batch).squares())
+
+
+def no_ties(patch: Patch) -> None:
+    """Every copy of a shared parameter gets the gradient of its own stage only."""
+    patch.setattr(Updates, "tie", lambda *_: None)
+
+
+def changed_decisions(**changes: Any) -> Any:
+    """The decision comes of something else."""
+
+    def plant(patch: Patch) -> None:
+        real = decisions.decide
+        m = changes.get("m", 1)
+
+        def decide(batch: int, total: Any, divisor: float, clip: float | None) -> Any:
+            decision = real(batch, total, divisor, changes.get("clip", clip))
+            return decision._replace(factor=decision.factor * m)
+
+        patch.setattr(decisions, "decide", decide)
+
+    return plant
+
+
+def next_rate(patch: Patch) -> None:
+    """The learning rate is that of the next update."""
+    real = Updater._schedule_rate
+
+    def schedule(self: Updater) -> None:
+        self.updates += 1
+        real(self)
+        self.updates -= 1
+
+    patch.setattr(Updater, "_schedule_rate", schedule)
+
+
+def swapped(places: Mapping[int, int]) -> Any:
+    """Microbatches change places."""
+
+    def plant(patch: Patch) -> None:
+        real = Source.sample
+        patch.setattr(Source, "sample", lambda self, replica, k: real(self, replica, places.get(k, k)))
+
+    return plant
+
+
+def no_reduction(patch: Patch) -> None:
+    """Parallel pipelines keep their own gradients."""
+    patch.setattr(all_reduce, "_add", lambda tensors: None)
+
+
+def sum_for_the_first_only(patch: Patch) -> None:
+    """The first pipeline gets the sum of all gradients, the others keep their own."""
+
+    def add(tensors: Any) -> None:
+        for total, *others in zip(*tensors, strict=True):
+            for other in others:
+                total.add_(other)
+
+    patch.setattr(all_reduce, "_add", add)
+
+
+def overflows_ignored(patch: Patch) -> None:
+    """Gradients that are not finite are stepped with."""
+    real = decisions.decide
+
+    def decide(batch: int, total: Any, divisor: float, clip: float | None) -> Any:
+        decision = real(batch, total, divisor, clip)
+        return decision if decision.finite else decision._replace(factor=divisor / (decision.weight * decision.scale))
+
+    patch.setattr(decisions, "decide", decide)
+
+
+def forgetful_optimizer(patch: Patch) -> None:
+    """After update 3 the first moments are gone."""
+    real = Updater._optimizer_step
+
+    def step(self: Updater) -> None:
+        real(self)
+        if self.updates == 3 and self.optimizer is not None:
+            for state in self.optimizer.state.values():
+                state["exp_avg"].zero_()
+
+    patch.setattr(Updater, "_optimizer_step", step)
+
+
+def older_state_dict(patch: Patch) -> None:
+    """What is saved is the version before the newest."""
+    patch.setattr(VersionStore, "newest_tensors", lambda self: dict(self.versions[min(self.versions)].views))
+
+
+def wrong_loss(patch: Patch) -> None:
+    """The loss that is reported is too large, with the right gradients."""
+    real = build_pipeline.language_loss
+    patch.setattr(build_pipeline, "language_loss", lambda *pair: (real(*pair)[0] + 1e-3, real(*pair)[1]))
+
+
+def buffers_changed_twice(patch: Patch) -> None:
+    """A forward that is run again changes buffers again."""
+    patch.setattr(Keeper, "as_it_was", lambda *_: nullcontext())
+
+
+def never_rejected(patch: Patch) -> None:
+    """An update that was made before the decision stays, whatever is decided."""
+    patch.setattr(decisions.Decisions, "validate", lambda self, batch, total: self.settle(batch, 0.0, total))
+
+
+def undone_by_half(patch: Patch) -> None:
+    """An update that is made again starts from what the optimizer remembers after the first attempt."""
+    patch.setattr(Updater, "go_back", lambda self, updates, _: self._tell() if self.updates != updates else None)

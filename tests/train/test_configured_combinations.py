@@ -1,0 +1,115 @@
+"""What a configuration asks of a method is refused before a process starts, or can be built."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from penstock import cli
+from penstock.train.config.load import load_config
+from penstock.train.setup.build_pipeline import make_pipeline
+from penstock.train.setup.phase_plan import FALLBACK, SYNC
+from penstock.train.setup.prepare import Prepared, prepare
+from support.combinations import PAGE, REFUSALS, answer, case_of, stated_on
+
+CHANGES: Mapping[str, tuple[str, ...]] = {
+    "resume": ("evaluate.every=2", "average=0.9", "checkpoint.every=2"),  # what no method refuses
+    "clip": ("clip=0.6",),
+    "bf16": ("precision=bf16",),
+    "tied": ("model.tied=true",),
+    "recompute block": ("recompute=block",),
+    "recompute stage": ("recompute=stage",),
+    "width": ("width=2",),
+    "combine": ("width=2", "combine.kind=average", "combine.every=2"),
+    "delays": ("delays={layers.0: 2}",),
+    "slices": ("options={slices: 2}",),
+    "fallback": ("fallback.at=3", "fallback.batches=2", "fallback.when=[nonfinite]"),
+    "sync": ("sync.batches=2",),
+}
+OPTIMIZERS = {
+    "adamw": (),
+    "nadam": ("optimizer.name=nadam",),
+    "momentum": ("optimizer.name=sgd", "optimizer.nesterov=false"),
+    "undecayed": ("optimizer.name=sgd", "optimizer.nesterov=false", "optimizer.weight_decay=0"),
+}
+_TEXT = "a text of no meaning, but of many letters\n" * 40
+
+
+UNLIKE = {str(answers): method for method, answers in reversed(stated_on(PAGE.read_text()).items())}.values()
+"""One method of each row of the page."""
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "text.txt"
+    path.write_text(_TEXT)
+    return path
+
+
+def changes_of(method: str, feature: str, data: Path) -> list[str]:
+    case = case_of(method)
+    small = ("batches=6", "microbatch_size=1", "model.layers=4", "model.width=8", "model.heads=2", "model.context=8")
+    shape = (f"method={method}", f"stages={case.depth}", f"microbatches={case.m}", f"data={data}", "held_out=0.2")
+    plain = () if answer(method, "clip") is None else ("clip=null",)  # there is clipping by default
+    return [*small, *shape, *plain, *OPTIMIZERS[case.optimizer], *CHANGES[feature]]
+
+
+def built(prepared: Prepared) -> None:
+    """All that a worker does before it trains."""
+    pipeline = make_pipeline(prepared)
+    for phase in (SYNC, FALLBACK):
+        if phase in prepared.others:
+            pipeline = make_pipeline(prepared)
+            for other in ("main", phase, "main"):
+                pipeline.switch(prepared.proof_of(other), correction=prepared.correction_of(other))
+
+
+@pytest.mark.parametrize("feature", CHANGES)
+@pytest.mark.parametrize("method", UNLIKE)
+def test_what_cannot_be_built_is_refused_before(method: str, feature: str, data: Path) -> None:
+    """With the same answer as in Python."""
+    config = load_config(None, changes_of(method, feature, data))
+    if answer(method, feature) is None:
+        built(prepare(config))
+        return
+    with pytest.raises(REFUSALS):
+        prepare(config)
+
+
+def test_low_precision_is_refused_whatever_it_is(data: Path) -> None:
+    with pytest.raises(REFUSALS, match="blends of two versions are offered in fp32 so far"):
+        prepare(load_config(None, [*changes_of("i-timeprest", "resume", data), "precision=fp16"]))
+
+
+@pytest.mark.parametrize(
+    ("method", "feature", "message"),
+    [
+        ("seq1f1b", "recompute block", "seq1f1b: recompute='block' does not go with slices of sequences"),
+        ("pipemare", "tied", "pipemare: correction 'pipemare' steps every stage in its own way"),
+        ("spectrain", "combine", "combine 'average' is not offered with correction 'spectrain'"),
+        ("zb-v", "sync", "sync.method: zb-v cannot be followed by 1f1b: they differ in stages"),
+        ("2bw", "delays", "delays need version rule 'flush'"),
+        ("wpipe", "clip", "wait for a decision of all stages, which clip needs; set clip to null"),
+        ("i-timeprest", "recompute stage", "needs an order that places its own recomputes"),
+    ],
+)
+def test_the_command_says_so_and_starts_nothing(
+    method: str,
+    feature: str,
+    message: str,
+    data: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def start(*_: object, **__: object) -> None:
+        raise AssertionError("a process would be started")
+
+    monkeypatch.setattr("penstock.launch.launch.launch_local", start)
+    given = [part for change in changes_of(method, feature, data) for part in ("--set", change)]
+    monkeypatch.setattr("sys.argv", ["penstock", "train", *given])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 2
+    assert message in " ".join(capsys.readouterr().err.split())
