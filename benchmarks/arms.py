@@ -72,11 +72,11 @@ class Data:
             yield torch.cat([x for x, _ in batch]), torch.cat([y for _, y in batch])
 
 
-def stage_modules(cuts: int) -> list[nn.Sequential]:
-    """The model in `cuts` equal parts; the first also embeds, the last also has the head."""
+def stage_modules(stages: int) -> list[nn.Sequential]:
+    """The model in `stages` equal parts; the first also embeds, the last also has the head."""
     blocks = [block.make() for block in gpt_blocks(SHAPE, seed=0).values()]
-    layers = SHAPE.layers // cuts
-    ends = [1 + layers * (c + 1) for c in range(cuts)]
+    layers = SHAPE.layers // stages
+    ends = [1 + layers * (c + 1) for c in range(stages)]
     ends[-1] = len(blocks)
     starts = [0, *ends[:-1]]
     return [nn.Sequential(*blocks[a:b]) for a, b in zip(starts, ends, strict=True)]
@@ -89,12 +89,12 @@ class PenstockArm:
         self.microbatches, self.data = microbatches, data
         proof = prove(method, STAGES, microbatches)
         self.pipeline = Pipeline(
-            stage_modules(proof.schedule.cuts),
+            stage_modules(proof.schedule.num_stages),
             proof,
             loss=mean_loss,
             optimizer=make_optimizer,
             clip=clip,
-            balance=[1] * proof.schedule.cuts,
+            balance=[1] * proof.schedule.num_stages,
             group=dist.new_group(),  # of its own: a stream that is halted may have messages under way
         )
 
@@ -135,7 +135,7 @@ WHOLE, LOOPED, FOLDED = (
     lambda rank: [rank, rank + STAGES],
     lambda rank: [rank, 2 * STAGES - 1 - rank],
 )
-"""The cuts of a rank."""
+"""The stages of a rank."""
 
 TORCH: dict[str, tuple[Any, Callable[[int], list[int]]]] = {
     "gpipe": (ScheduleGPipe, WHOLE),
@@ -146,7 +146,7 @@ TORCH: dict[str, tuple[Any, Callable[[int], list[int]]]] = {
     "zbv": (ScheduleZBVZeroBubble, FOLDED),
     "dualpipev": (ScheduleDualPipeV, FOLDED),
 }
-"""Its schedules, and where they place the cuts."""
+"""Its schedules, and where they place the stages."""
 
 
 class TorchArm:
@@ -156,14 +156,14 @@ class TorchArm:
         self.microbatches, self.data, self.rank = microbatches, data, dist.get_rank()
         kind, place = TORCH[name]
         held = place(self.rank)
-        cuts = STAGES * len(held)
-        modules = stage_modules(cuts)
-        self.modules = [modules[cut] for cut in held]
-        stages = [PipelineStage(modules[cut], cut, cuts, torch.device("cpu")) for cut in held]
+        count = STAGES * len(held)
+        modules = stage_modules(count)
+        self.modules = [modules[index] for index in held]
+        stages = [PipelineStage(modules[index], index, count, torch.device("cpu")) for index in held]
         arguments: dict[str, Any] = {"n_microbatches": microbatches, "loss_fn": mean_loss}
         single = kind in (ScheduleGPipe, Schedule1F1B)
         self.schedule: Any = kind(stages[0] if single else stages, **arguments)
-        self.takes_target = cuts - 1 in held
+        self.takes_target = count - 1 in held
         self.optimizer = make_optimizer([p for module in self.modules for p in module.parameters()])
 
     def run(self, batches: int) -> None:

@@ -65,7 +65,7 @@ class TimedCeiling(CeilingArm):
 def replay(lowered: Lowered, times: Sequence[Times]) -> float:
     """Seconds that ranks with these times need for a span, with messages that take no time."""
     supply = {(rank, kind): iter(taken) for rank, kinds in enumerate(times) for kind, taken in kinds.items()}
-    machine = Machine(lowered, lambda action: next(supply[action.node.rank, action.op.value]))
+    machine = Machine(lowered, lambda action: next(supply[action.stage.rank, action.op.value]))
     machine.play(len(times[0]["STEP"]))
     return max(machine.clock)
 

@@ -37,14 +37,14 @@ def modules():
 def imports(name, path):
     """The dotted names that a module imports, wherever the import stands: at the top, in a function, for typing."""
     package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = package[: len(package) - node.level + 1] if node.level else []
-            module = ".".join([*base, *filter(None, [node.module])])
+    for stage in ast.walk(ast.parse(path.read_text())):
+        if isinstance(stage, ast.Import):
+            yield from (alias.name for alias in stage.names)
+        elif isinstance(stage, ast.ImportFrom):
+            base = package[: len(package) - stage.level + 1] if stage.level else []
+            module = ".".join([*base, *filter(None, [stage.module])])
             if module == "penstock":  # from penstock import runtime
-                yield from (f"penstock.{alias.name}" for alias in node.names)
+                yield from (f"penstock.{alias.name}" for alias in stage.names)
             else:
                 yield module
 
@@ -95,6 +95,16 @@ def test_folders_are_small():
     assert {folder: n for folder, n in within.items() if n > 16} == {}
 
 
+def test_no_class_name_stands_twice():
+    """A name on a stack trace or in a search means one thing."""
+    found = {}
+    for name, path in modules():
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                found.setdefault(node.name, []).append(name)
+    assert {cls: where for cls, where in found.items() if len(where) > 1} == {}
+
+
 def test_the_first_rooms_name_torch_nowhere():
     named = [
         f"{name} imports {target}"
@@ -141,8 +151,8 @@ def test_no_family_of_orders_is_long():
     found = {}
     for name, path in modules():
         if name.startswith("penstock.schedule.orders."):
-            nodes = ast.walk(ast.parse(path.read_text()))
-            statements = [node for node in nodes if isinstance(node, ast.stmt)]
+            stages = ast.walk(ast.parse(path.read_text()))
+            statements = [stage for stage in stages if isinstance(stage, ast.stmt)]
             texts = [n for n in statements if isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant)]
             found[name] = len(statements) - len(texts)
     assert len(found) > 15
@@ -152,9 +162,9 @@ def test_no_family_of_orders_is_long():
 def test_no_function_is_long():
     """Sixty lines, the signature and the docstring included."""
     found = {
-        f"{name}.{node.name}": node.end_lineno - node.lineno + 1
+        f"{name}.{stage.name}": stage.end_lineno - stage.lineno + 1
         for name, path in modules()
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.FunctionDef)
+        for stage in ast.walk(ast.parse(path.read_text()))
+        if isinstance(stage, ast.FunctionDef)
     }
     assert {name: lines for name, lines in found.items() if lines > 60} == {}

@@ -200,7 +200,7 @@ def show(
             svg.write_text(timeline_svg(simulation.timeline, title))
         except OSError as error:
             raise ConfigError(f"cannot write the drawing to {str(svg)!r}: {error.strerror or error}") from None
-    orders = [[format_action(a, node=False) for a in schedule.actions(rank, span)] for rank in range(schedule.ranks)]
+    orders = [[format_action(a, stage=False) for a in schedule.actions(rank, span)] for rank in range(schedule.ranks)]
     if as_json:
         intervals = [interval._asdict() for interval in simulation.timeline.intervals]
         _print_json({"schedule": str(schedule), "orders": orders, "timeline": intervals, **simulation.figures()})
@@ -249,7 +249,7 @@ def simulate(
 
     proof = _prove(method, file, stages, microbatches, changes, segments, order)
     if per_stage is not None:
-        costs = read_stage_costs(per_stage, proof.schedule.cuts, latency)
+        costs = read_stage_costs(per_stage, proof.schedule.num_stages, latency)
     else:
         costs = Costs.uniform(proof.schedule, forward, backward_input, backward_weight, latency=latency, step=step)
     costs = replace(costs, fused=fused, left=left)

@@ -38,7 +38,7 @@ class Interval(NamedTuple):
         start, end: times.
         what: the operation, or a `Waiting`.
         label: what to print, such as "F3".
-        cut, replica: the node.
+        stage, direction: the stage.
         batch: the batch it belongs to, counted from the start of training; -1 where none.
         version: the weights read or born; -1 where none.
         cause: for a wait, the peer and action waited for.
@@ -53,8 +53,8 @@ class Interval(NamedTuple):
     end: float
     what: str
     label: str
-    cut: int = 0
-    replica: int = 0
+    stage: int = 0
+    direction: int = 0
     batch: int = -1
     version: int = -1
     cause: str = ""

@@ -22,11 +22,11 @@ from penstock.train.metrics_file import Metrics
 from penstock.train.setup.early_stopping import Patience
 
 
-def snapshot(batch: int, cut: int = 0, replica: int = 0, **tensors: torch.Tensor) -> Snapshot:
-    kind = f"fixed.{replica}" if replica else "weights"
-    named = {f"{kind}/{cut}.{name}": tensor for name, tensor in tensors.items()}
-    values = {f"optimizer/mu/{cut}.w": 0.5 + cut} if not replica else {}
-    return Snapshot(batch, replica, cut, named, values, {"batch": batch, "updates": batch - 1})
+def snapshot(batch: int, index: int = 0, pipeline: int = 0, **tensors: torch.Tensor) -> Snapshot:
+    kind = f"fixed.{pipeline}" if pipeline else "weights"
+    named = {f"{kind}/{index}.{name}": tensor for name, tensor in tensors.items()}
+    values = {f"optimizer/mu/{index}.w": 0.5 + index} if not pipeline else {}
+    return Snapshot(batch, pipeline, index, named, values, {"batch": batch, "updates": batch - 1})
 
 
 class Told:
@@ -151,8 +151,8 @@ def test_a_full_disk_costs_the_checkpoint_and_nothing_else(
         patch.setattr(*((writer_module, "save_file") if where == "file" else (disk, "write_index")), full)
         told = Told()
         one = writer(tmp_path, [(0, 0), (1, 0), (0, 1), (1, 1)], LocalWall(), told)
-        for cut, replica in ((0, 0), (1, 0), (0, 1), (1, 1)):
-            one.sink(snapshot(8, cut, replica, w=torch.ones(2)))
+        for index, pipeline in ((0, 0), (1, 0), (0, 1), (1, 1)):
+            one.sink(snapshot(8, index, pipeline, w=torch.ones(2)))
         failure = one.finish(8)
         assert failure is not None
     assert "No space left on device" in failure
@@ -189,8 +189,8 @@ def test_ranks_write_their_own_and_the_first_completes(tmp_path: Path) -> None:
     told, wall = [Told() for _ in range(4)], LocalWall()
     parts: list[Part] = [(0, 0), (1, 0), (0, 1), (1, 1)]
     writers = [writer(tmp_path, [part], wall, t) for part, t in zip(parts, told, strict=True)]
-    for (cut, replica), one in zip(parts[:3], writers[:3], strict=True):
-        one.sink(snapshot(6, cut, replica, w=torch.ones(1) * cut))
+    for (index, pipeline), one in zip(parts[:3], writers[:3], strict=True):
+        one.sink(snapshot(6, index, pipeline, w=torch.ones(1) * index))
     time.sleep(0.2)
     assert checkpoints(tmp_path) == []  # one is missing
     writers[3].sink(snapshot(6, 1, 1))
@@ -242,7 +242,7 @@ def test_one_is_left_out_when_a_disk_is_slower_than_training(
     monkeypatch.setattr(writer_module, "save_file", write_slowly)
     told, wall, parts = Told(), LocalWall(), [(0, 0), (1, 0)]
     ranks = [Writer(tmp_path, parts, [part], 3, lambda _: {}, wall, 8.0, 2.0, told) for part in parts]
-    first = [snapshot(1, cut, w=torch.ones(2)) for cut in (0, 1)]
+    first = [snapshot(1, index, w=torch.ones(2)) for index in (0, 1)]
     for one, taken in zip(ranks, first, strict=True):
         one.sink(taken)
     if slow == 0:
@@ -259,9 +259,9 @@ def test_one_is_left_out_when_a_disk_is_slower_than_training(
         ranks[0].sink(snapshot(2, 0, w=torch.ones(2)))
     failures = [one.finish(2) for one in ranks]
     assert failures == ["a disk is too slow: the checkpoint before was still being written"] * 2
-    for cut, one in enumerate(ranks):
+    for index, one in enumerate(ranks):
         assert one.make_room(3)
-        one.sink(snapshot(3, cut, w=torch.ones(2)))
+        one.sink(snapshot(3, index, w=torch.ones(2)))
     assert [one.finish(3) for one in ranks] == [None, None]
     assert told.found == [(1, None), (2, failures[0]), (3, None)]
     assert [path.name for path in checkpoints(tmp_path)] == ["batch-00000001", "batch-00000003"]
@@ -318,8 +318,8 @@ def test_old_ones_that_cannot_be_removed_do_no_harm(tmp_path: Path, monkeypatch:
 def test_stages_of_one_process_may_be_a_batch_apart(tmp_path: Path) -> None:
     told = Told()
     one = Writer(tmp_path, [(0, 0), (1, 0)], [(0, 0), (1, 0)], 2, lambda _: {}, LocalWall(), 2.0, 1.0, told)
-    for batch, cut in ((5, 1), (6, 1), (5, 0), (6, 0)):
-        one.sink(snapshot(batch, cut, w=torch.ones(2)))
+    for batch, index in ((5, 1), (6, 1), (5, 0), (6, 0)):
+        one.sink(snapshot(batch, index, w=torch.ones(2)))
     assert one.finish(6) is None
     assert told.found == [(5, None), (6, None)]
 

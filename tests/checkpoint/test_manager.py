@@ -79,16 +79,16 @@ def damage(path: Path) -> None:
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize("cut", range(3))
-def test_a_damaged_file_is_seen_by_all_whoever_reads_it(tmp_path: Path, pool: Pool, cut: int) -> None:
+@pytest.mark.parametrize("stage", range(3))
+def test_a_damaged_file_is_seen_by_all_whoever_reads_it(tmp_path: Path, pool: Pool, index: int) -> None:
     whole = pool.submit(train, str(tmp_path), ranks=3)
     assert [path.name for path in checkpoints(tmp_path)] == ["batch-00000006", "batch-00000008"]
-    damage(place_of(tmp_path, 8) / f"stage-{cut}.safetensors")
+    damage(place_of(tmp_path, 8) / f"stage-{index}.safetensors")
     found = pool.submit(load, str(tmp_path), ranks=3)
     assert [batch for batch, _ in found] == [6, 6, 6]
     for _, passed in found:
         (fault,) = passed
-        assert f"batch-00000008/stage-{cut}.safetensors' is damaged: it has other content" in fault
+        assert f"batch-00000008/stage-{index}.safetensors' is damaged: it has other content" in fault
     assert [path.name for path in checkpoints(tmp_path)] == ["batch-00000006"]  # the other one was set aside
     again = pool.submit(train, str(tmp_path), ranks=3)
     for before, after in zip(whole, again, strict=True):

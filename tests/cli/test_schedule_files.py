@@ -154,8 +154,8 @@ def test_zero_where_zero_is_the_default(monkeypatch: Any, capsys: Any) -> None:
 
 
 WRONG = [
-    (TWO.format("F0 B1 F1 B0"), "needs the forward of microbatch 1 on cut 1, which stands later on the same rank"),
-    (TWO.format("F0 F0 B0 F1 B1"), "microbatch 0, cut 1 has 2 forwards per batch instead of 1"),
+    (TWO.format("F0 B1 F1 B0"), "needs the forward of microbatch 1 on stage 1, which stands later on the same rank"),
+    (TWO.format("F0 F0 B0 F1 B1"), "microbatch 0, stage 1 has 2 forwards per batch instead of 1"),
     (TWO.format("F0 Q0 F1 B1"), "cannot read 'Q0'"),
     ("def order(stages, microbatches):\n    return 1 / 0\n", "mine.py, line 2: ZeroDivisionError: division by zero"),
     ("import nothing_of_that_name\n", "mine.py, line 1: ModuleNotFoundError"),

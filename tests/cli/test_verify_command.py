@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from penstock.stage.module import Stage
-from penstock.stage.node import NodeRuntime
+from penstock.stage.module import StageModule
+from penstock.stage.stage_runtime import StageRuntime
 from support.cli import run
 
 TINY = [
@@ -67,9 +67,9 @@ def test_as_json(verify):
 @pytest.fixture
 def fault(monkeypatch):
     """The norm share of the last stage is doubled."""
-    real = NodeRuntime.gradient_squares
+    real = StageRuntime.gradient_squares
     monkeypatch.setattr(
-        NodeRuntime, "gradient_squares", lambda self, batch: tuple((1 + self.has_loss) * x for x in real(self, batch))
+        StageRuntime, "gradient_squares", lambda self, batch: tuple((1 + self.has_loss) * x for x in real(self, batch))
     )
 
 
@@ -93,7 +93,7 @@ def test_a_pipeline_that_raises_gives_exit_code_1_and_a_traceback(verify, monkey
     def evaluate(self, *_):
         raise ZeroDivisionError("planted")
 
-    monkeypatch.setattr(Stage, "evaluate_loss", evaluate)
+    monkeypatch.setattr(StageModule, "evaluate_loss", evaluate)
     code, out, err = verify("method=1f1b", arguments=["--json"])
     assert code == 1
     assert "in evaluate" in err

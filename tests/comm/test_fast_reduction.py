@@ -15,26 +15,26 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from penstock.comm.collective.all_reduce import GlooReducer
-from penstock.comm.core.ranks import Holder
+from penstock.comm.core.rank_grid import Holder
 from penstock.errors import ConfigError, PenstockError
-from penstock.schedule.ir.schedule import Node
+from penstock.schedule.ir.schedule import Stage
 from support.cases import Case, Outcome, assert_same, expected, make_batches, make_pipeline, train
 from support.pool import Pool
 from support.runtime_faults import Fails, what_happens, with_block
 from support.width_cases import together
 
-SIZE = 100_003  # no multiple of anything that gloo might cut a tensor by
+SIZE = 100_003  # no multiple of anything that gloo might stage a tensor by
 EPS = torch.finfo(torch.float32).eps
 
 
 def reduces(group: dist.ProcessGroup) -> list[Tensor]:
     """What this rank brings, and its sums with that of the others: fast and ordered."""
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-    members = tuple(Holder(r, Node(0, 0, 0)) for r in range(ranks))
+    members = tuple(Holder(r, Stage(0, 0, 0)) for r in range(ranks))
     brought = torch.randn(SIZE, generator=torch.Generator().manual_seed(rank))
     sums = []
     for groups in ({frozenset(range(ranks)): group}, {}):
-        reducer, total = GlooReducer(lambda holder: holder.replica, group, groups), brought.clone()
+        reducer, total = GlooReducer(lambda holder: holder.pipeline, group, groups), brought.clone()
         if rank > 0:
             dist.recv(torch.empty(1), group=group, group_src=0)
         ticket = reducer.reduce(members, members[rank], 0, [total])

@@ -44,7 +44,7 @@ def test_trees(pool: Pool, method: str, depth: int, m: int) -> None:
 @pytest.mark.parametrize("depth", [2, 3, 6])
 @pytest.mark.parametrize("model", ["turned", "normed"])
 def test_tensors_lie_in_memory_as_they_did(pool: Pool, model: str, depth: int) -> None:
-    """Or kernels would round otherwise, and the numbers would depend on the cuts."""
+    """Or kernels would round otherwise, and the numbers would depend on the stages."""
     case = TreeCase("1f1b", depth, 2, model, spans=(4,))
     wanted = expected(case)
     assert_same(train(None, case), wanted)

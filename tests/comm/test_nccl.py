@@ -21,7 +21,7 @@ from support.tree_cases import RAGGED, TreeCase, batches_of, blocks_of, expected
 
 class OverSplitLanes(Pipeline):
     def _make_lane_groups(self, proofs: Mapping[Channel, Proof], ties: bool) -> dict[Channel, list[LaneGroups]]:
-        control, width = self.team.control, self.team.width
+        control, width = self.grid.control, self.grid.width
         assert control is not None
         return {channel: lane_groups(proof.lowered.lanes, control, "gloo", width) for channel, proof in proofs.items()}
 

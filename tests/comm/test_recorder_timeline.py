@@ -33,7 +33,7 @@ def check_timeline(case: Case, timeline: Timeline) -> None:
             of_batch = action.unit.kind is Kind.BATCH
             assert interval.batch == (action.unit.first if of_batch else action.unit.first // case.m)
             assert interval.version == (action.unit.first + 1 if action.reads is None else action.reads.versions[0])
-            assert (interval.cut, interval.lane) == (rank, "compute")
+            assert (interval.stage, interval.lane) == (rank, "compute")
             assert (interval.microbatch, interval.span) == (-1 if of_batch else action.unit.first, 0)
         lane = sorted((i for i in timeline.intervals if i.rank == rank and i.lane == "compute"), key=lambda i: i.start)
         assert all(before.end <= after.start for before, after in pairwise(lane))
@@ -94,7 +94,7 @@ def test_waits_name_the_peer_and_are_as_long_as_it_lets_wait(pool: Pool) -> None
 def test_a_long_run_keeps_the_same_window_on_every_rank() -> None:
     case = Case("1f1b", 2, 2, spans=(30,), skips=())
     pipeline = make_pipeline(case)
-    pipeline._workers[0].recorder.intervals = deque(maxlen=20)
+    pipeline._ranks[0].recorder.intervals = deque(maxlen=20)
     list(pipeline.run(make_batches(case)))
     timeline = pipeline.timeline()
     begins = [min(i.start for i in timeline.intervals if i.rank == rank) for rank in (0, 1)]

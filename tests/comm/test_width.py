@@ -72,7 +72,7 @@ def test_more_pipelines_than_a_batch_has_parts_for() -> None:
 
 @pytest.mark.parametrize(("method", "width"), [("1f1b", 2), ("2bw", 3), ("chimera", 1), ("dualpipe", 2)])
 def test_what_is_written_into_the_first_weights_is_for_all(method: str, width: int) -> None:
-    """Between two runs, of all stages that hold a cut; without a state of the optimizer it is a new beginning."""
+    """Between two runs, of all copies of a stage; without a state of the optimizer it is a new beginning."""
     case = Case(method, 2, 4, width=width, rate=False, spans=(6,))
     used, new = (make_pipeline(case, optimizer=lambda named: torch.optim.SGD(named, lr=0.1)) for _ in range(2))
     batches = make_batches(case)
@@ -86,9 +86,9 @@ def test_what_is_written_into_the_first_weights_is_for_all(method: str, width: i
         used.switch(used.proof)
     for pipeline in (used, new):
         list(pipeline.run(batches[3:]))
-        stores = [(n.cut, r.store) for w in pipeline._workers for n, r in w.nodes.items()]
-        for cut, store in stores:
-            (first, *_) = (other for where, other in stores if where == cut)
+        stores = [(n.index, r.store) for w in pipeline._ranks for n, r in w.stages.items()]
+        for index, store in stores:
+            (first, *_) = (other for where, other in stores if where == index)
             assert all(map(torch.equal, store.master.flats, first.master.flats))
     for name, weight in used.state_dict().items():
         assert torch.equal(weight, new.state_dict()[name])

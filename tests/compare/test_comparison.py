@@ -25,10 +25,10 @@ from penstock.compare.config import (
 )
 from penstock.compare.contenders import enter, make_optimizers, update_times
 from penstock.compare.held_out import Score, Scorer
-from penstock.compare.results import Findings, Row, Summary, as_csv
+from penstock.compare.results import EvaluationRow, Findings, MethodSummary, as_csv
 from penstock.compare.run import ComparisonRun
 from penstock.compare.tasks import make_task, training_batches
-from penstock.compare.trial import Result
+from penstock.compare.trial import TrialResult
 from penstock.errors import CapabilityError, ConfigError, DataError, ScheduleError
 from penstock.models.gpt import language_loss
 from penstock.partition.blocks import cut_blocks
@@ -311,7 +311,7 @@ def test_an_interrupted_comparison_goes_on(tmp_path: Path, monkeypatch: pytest.M
     changes, real, begun = ["methods=1f1b,2bw", "seeds=2", "batches=2"], run.run_trial, []
     expected = compared(tmp_path / "at once", *changes)
 
-    def interrupted(config: Any, task: Any, entrant: Any, key: Key, tell: Any) -> Result:
+    def interrupted(config: Any, task: Any, entrant: Any, key: Key, tell: Any) -> TrialResult:
         begun.append(key)
         if len(begun) == 3:
             tell = lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)  # noqa: E731 - in the midst of a run
@@ -325,7 +325,7 @@ def test_an_interrupted_comparison_goes_on(tmp_path: Path, monkeypatch: pytest.M
     findings = compared(tmp_path / "out", *changes, observer=observer)
     assert begun == [*grid_of(configured(*changes))][:3] + [*grid_of(configured(*changes))][2:]
     assert (observer.seen["began"], observer.seen["finished"], observer.seen["progress"]) == (2, 2, 4)
-    assert as_csv(findings.rows(), Row) == as_csv(expected.rows(), Row)
+    assert as_csv(findings.rows(), EvaluationRow) == as_csv(expected.rows(), EvaluationRow)
 
 
 def test_rates_are_tried_with_some_seeds_alone(tmp_path: Path) -> None:
@@ -539,14 +539,14 @@ def entrants() -> tuple[Any, ...]:
     )
 
 
-def summarised(ends: dict[tuple[str, int, float], float | None]) -> dict[str, Summary]:
+def summarised(ends: dict[tuple[str, int, float], float | None]) -> dict[str, MethodSummary]:
     """The summary of runs that end with these losses; None where they diverge."""
     config, task, methods = entrants()
     results = {}
     for place, end in ends.items():
         key, diverged = Key(*place), 3 if end is None else None
         scores = (Score(0, 5.0, None), *(() if end is None else (Score(6, end, None),)))
-        results[key] = Result(key, scores, (5.0,) * 3, (1.0,) * 3, diverged, 1.0)
+        results[key] = TrialResult(key, scores, (5.0,) * 3, (1.0,) * 3, diverged, 1.0)
     two_seeds = config.model_copy(update={"seeds": 2})
     return {summary.method: summary for summary in Findings(two_seeds, task, methods, results).summaries()}
 

@@ -78,7 +78,7 @@ def test_containers_of_blocks(container: Any) -> None:
     blocks = [nn.Linear(2, 2) for _ in range(3)]
     made = container(*[blocks] if container is not nn.Sequential else blocks)
     pipeline = make_pipeline(Case("1f1b", 3, 1), blocks=made, balance=None)
-    assert [list(node.stage.blocks) for node in pipeline.nodes.values()] == [["0"], ["1"], ["2"]]
+    assert [list(stage.module.blocks) for stage in pipeline.stages.values()] == [["0"], ["1"], ["2"]]
 
 
 def enumerate_names(blocks: list[nn.Module]) -> dict[str, nn.Module]:

@@ -89,8 +89,8 @@ def trained(
     schedule = make_schedule(method, p, m, options={"slices": slices})
     pipeline = Pipeline(model(), schedule, loss=exact_loss, optimizer=sgd, group=group, timeout=20.0, **more)
     losses = [report.loss for report in pipeline.run(data(batches, m)) if report.loss is not None]
-    for node in pipeline.nodes.values():
-        assert not any((node.flights, node.carry, node.carry_gradients))
+    for stage in pipeline.stages.values():
+        assert not any((stage.flights, stage.carry, stage.carry_gradients))
     return {name: value.clone() for name, value in pipeline.state_dict().items()}, losses
 
 
@@ -138,7 +138,7 @@ def test_what_the_last_slice_hands_on_dies_with_it() -> None:
 
 
 class Neighbours(nn.Module):
-    """A layer of a graph network: each node sees itself and the node so many places before it."""
+    """A layer of a graph network: each stage sees itself and the stage so many places before it."""
 
     def __init__(self, distance: int) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ def test_chunks_of_a_graph_that_depend_on_each_other() -> None:
 
     def layers() -> list[nn.Module]:
         torch.manual_seed(4)
-        return [Neighbours(distance).double() for distance in (1, 5, 3, 2)]  # five nodes before: beyond the last chunk
+        return [Neighbours(distance).double() for distance in (1, 5, 3, 2)]  # five stages before: beyond the last chunk
 
     def loss(x: Tensor, target: Tensor) -> tuple[Tensor, float]:
         return ((x - target) ** 2).sum(), float(len(x))

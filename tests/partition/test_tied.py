@@ -81,7 +81,7 @@ def test_ranks_that_hold_several_stages(pool: Pool, method: str, depth: int, wid
 
 @pytest.mark.parametrize("width", [1, 2])
 def test_several_ties_that_ranks_come_to_in_another_order(pool: Pool, width: int) -> None:
-    """Rank 0 holds cuts 0 and 3 of a V, rank 1 cuts 1 and 2; 0 is tied to 2, and 1 to 3."""
+    """Rank 0 holds stages 0 and 3 of a V, rank 1 stages 1 and 2; 0 is tied to 2, and 1 to 3."""
     case = Case("zb-v", 2, 4, clip=0.3, width=width, spans=(3,))
     here = square_weights(None, case)
     for there in pool.submit(square_weights, case, ranks=2 * width):
@@ -138,8 +138,8 @@ def test_after_a_run_the_modules_share_their_parameter_again() -> None:
 def test_within_one_stage_a_tie_is_one_parameter() -> None:
     case = Case("1f1b", 1, 2, tied=True, clip=0.3)
     pipeline = make_pipeline(case)
-    (node,) = pipeline.nodes.values()
-    assert not {NAMES[0]} & node.stage.trained.keys()
+    (stage,) = pipeline.stages.values()
+    assert not {NAMES[0]} & stage.module.trained.keys()
     list(pipeline.run(make_batches(case)))
     deep = train(None, Case("1f1b", 2, 2, tied=True, clip=0.3))
     assert torch.allclose(pipeline.state_dict()[NAMES[1]], deep.weights[NAMES[1]], atol=1e-5)

@@ -63,7 +63,9 @@ def precise(method: str, depth: int, m: int, width: int, combine: Combine, **cha
         "combine": combine,
     }
     schedule = make_schedule(method, depth, m)
-    return Pipeline(precise_blocks(model_of(depth)), schedule, balance=BALANCE[schedule.cuts], **(arguments | changes))
+    return Pipeline(
+        precise_blocks(model_of(depth)), schedule, balance=BALANCE[schedule.num_stages], **(arguments | changes)
+    )
 
 
 CHOICES = [
@@ -104,7 +106,7 @@ def test_twenty_updates(method: str, depth: int, m: int, width: int, combine: Co
 
 
 def test_two_directions_and_meetings() -> None:
-    """The nodes of a cut add their gradients in every batch, within their pipeline."""
+    """The copies of a stage add their gradients in every batch, within their pipeline."""
     combine, batches = Combine("average", every=2), uneven_batches(5, 4, 2)
     pipeline = precise("chimera", 2, 4, 2, combine)
     list(pipeline.run(batches))
@@ -206,10 +208,10 @@ def test_what_passes_read_in_low_precision_is_the_mean() -> None:
     case = Case("1f1b", 2, 2, width=2, spans=(4,), skips=(), precision="bf16")
     pipeline = make_pipeline(case, combine=Combine("average", every=4))
     list(pipeline.run(make_batches(case)))
-    for node in (node for worker in pipeline._workers for node in worker.nodes.values()):
-        assert node.store is not None
-        for name, view in node.store.versions[4].views.items():
-            assert torch.equal(view, node.store.master.views[name].bfloat16())
+    for stage in (stage for rank in pipeline._ranks for stage in rank.stages.values()):
+        assert stage.store is not None
+        for name, view in stage.store.versions[4].views.items():
+            assert torch.equal(view, stage.store.master.views[name].bfloat16())
     first, second = states_of(pipeline).values()
     assert all(torch.equal(w, second.weights[name]) for name, w in first.weights.items())
 
@@ -378,10 +380,10 @@ def test_every_byte_is_counted(kind: str) -> None:
     case = Case("1f1b", 2, 2, width=2, spans=(4,), skips=())
     pipeline = make_pipeline(case, combine=Combine(kind, every=2))
     list(pipeline.run(make_batches(case)))
-    for worker in pipeline._workers:
-        (node,) = worker.nodes.values()
-        assert node.store is not None
-        whole, rank = node.store.layout.nbytes, worker.recorder.rank
+    for rank in pipeline._ranks:
+        (stage,) = rank.stages.values()
+        assert stage.store is not None
+        whole, rank = stage.store.layout.nbytes, rank.recorder.rank
         live, peak = pipeline.live_bytes()[rank], pipeline.peak_bytes()[rank]
         kept = [live.get(role, 0) for role in ("common model", "block momentum", "weights before the wave")]
         assert sum(kept) == whole * COMBINES[kind].buffers
@@ -479,9 +481,9 @@ APART = [
 
 def overwrite(pipeline: Pipeline, pipelines: tuple[int, ...] = (0, 1)) -> None:
     """Give some of the pipelines other weights, the same to each."""
-    for worker in pipeline._workers:
-        for node in worker.nodes.values() if worker.seat.replica in pipelines else ():
-            for name, parameter in node.stage.trained.items():
+    for rank in pipeline._ranks:
+        for stage in rank.stages.values() if rank.key.pipeline in pipelines else ():
+            for name, parameter in stage.module.trained.items():
                 draw = torch.Generator().manual_seed(len(name))
                 with torch.no_grad():
                     parameter.copy_(0.1 * torch.randn(parameter.shape, generator=draw))

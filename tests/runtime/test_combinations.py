@@ -104,7 +104,7 @@ def _reference(case: Case) -> Reference:
 def wanted(case: Case) -> Reference:
     """What the reference says; the order of passes changes no number, so methods that flush share theirs."""
     if case.method in FLUSH and parts_of(case) == parts_of(replace(case, method="1f1b", options=())):
-        case = replace(case, method="1f1b", depth=case.schedule.cuts, options=())
+        case = replace(case, method="1f1b", depth=case.schedule.num_stages, options=())
     return _reference(case)
 
 
@@ -133,7 +133,7 @@ def drained(case: Case, every: int) -> Case:
 
 def note(case: Case, outcome: Outcome, report: Report) -> None:
     """Take down what a report says, as far as it is about all pipelines."""
-    if case.width * case.schedule.replicas == 1:
+    if case.width * case.schedule.directions == 1:
         outcome.reports.append((report.batch, report.loss, report.weight))
     add_decisions(outcome, case, report.decided)
 
@@ -266,9 +266,11 @@ def combined(case: Case, _: Features) -> None:
     list(pipeline.run(batches))
 
     def reads(t: int, k: int, s: int) -> int:
-        return version_read(case.method, t, k, case.m, s, schedule.cuts, 0)
+        return version_read(case.method, t, k, case.m, s, schedule.num_stages, 0)
 
-    said = Meetings(MEETING, 2, case.m, schedule.cuts, OPTIMIZERS[case.optimizer], reads, clip=None, model=case.model)
+    said = Meetings(
+        MEETING, 2, case.m, schedule.num_stages, OPTIMIZERS[case.optimizer], reads, clip=None, model=case.model
+    )
     for t, batch in enumerate(batches):
         said.train(t, batch)
     assert_close(states_of(pipeline), said.states(), 1e-9 if schedule.slices == 1 else 1e-4)
@@ -326,7 +328,7 @@ def chained(case: Case, phases: Sequence[Phase]) -> Reference:
     begin: Mapping[str, Tensor] = {}
     states: list[dict[str, Any]] = []
     for method, correction, count in phases:
-        parts, first = cut(make_blocks(case.model), BALANCE[case.schedule.cuts]), len(whole.losses)
+        parts, first = cut(make_blocks(case.model), BALANCE[case.schedule.num_stages]), len(whole.losses)
         for part in parts if begin else ():
             load(part, begin)
         made = sum(1 for gradients in whole.gradients if gradients)

@@ -143,7 +143,7 @@ def test_evaluations_and_snapshots_at_once() -> None:
     found = [e for r in pipeline.run(make_batches(case), save=Saving(3, snapshots.append), evaluate=evaluate)
              for e in r.evaluated]  # fmt: skip
     assert [e.version for e in (*found, *pipeline.evaluated())] == [2, 4]
-    assert sorted((s.batch, s.cut) for s in snapshots) == [(3, 0), (3, 1), (6, 0), (6, 1)]
+    assert sorted((s.batch, s.stage) for s in snapshots) == [(3, 0), (3, 1), (6, 0), (6, 1)]
     assert_equal_tensors(pipeline.state_dict(), expected(case).weights, "weights")
 
 

@@ -10,7 +10,7 @@ import pytest
 from penstock.runtime.rank.memory_ledger import Account
 from penstock.schedule.ir.schedule import Op
 from penstock.schedule.methods.combine import Combine
-from penstock.stage.node import NodeRuntime
+from penstock.stage.stage_runtime import StageRuntime
 from penstock.verify.reference import Scaling
 from support.cases import Case, make_batches, make_pipeline
 from support.correction_cases import case_of
@@ -35,14 +35,14 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Counter[bool]:
     """Compare the record with the truth after every action; counts those after which something had changed."""
     after, seen = Account.after, Counter[bool]()
 
-    def compare(self: Account, node: NodeRuntime, op: Op) -> None:
+    def compare(self: Account, stage: StageRuntime, op: Op) -> None:
         before = dict(self._recorder.live)
-        after(self, node, op)
+        after(self, stage, op)
         truth: Counter[str] = Counter()
-        for each in self._nodes:
+        for each in self._stages:
             truth.update(each.bytes_by_role())
         live = self._recorder.live
-        assert {role: live[role] for role in truth} == dict(truth), f"after {op} of {node.stage.where}"
+        assert {role: live[role] for role in truth} == dict(truth), f"after {op} of {stage.module.where}"
         assert self._recorder.roles == truth.keys()
         seen[live != before] += 1
 

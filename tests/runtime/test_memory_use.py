@@ -188,10 +188,10 @@ def test_the_peak_of_activations_is_the_schedule_s(method: str) -> None:
 
 
 def make_chunked(name: str, depth: int, m: int) -> Pipeline:
-    """One layer in every cut but the first one, which also has `fresh`."""
-    cuts = make_schedule(name, depth, m).cuts
-    layers = make_layers() + make_layers() * (cuts == 8)
-    return make_pipeline(name, depth, m, layers, balance=[2, *[1] * (cuts - 1)])
+    """One layer in every stage but the first one, which also has `fresh`."""
+    stages = make_schedule(name, depth, m).num_stages
+    layers = make_layers() + make_layers() * (stages == 8)
+    return make_pipeline(name, depth, m, layers, balance=[2, *[1] * (stages - 1)])
 
 
 def together(timeline: Timeline, rank: int, *kinds: str) -> float:
@@ -206,15 +206,15 @@ def together(timeline: Timeline, rank: int, *kinds: str) -> float:
 
 @pytest.mark.parametrize("name", ["interleaved", "zb-h1", "zb-v", "v-half", "hanayo", "chimera", "dualpipe", "bpipe"])
 def test_the_peak_on_every_rank_is_what_was_predicted(name: str) -> None:
-    """The rank of the last cut also holds the difference in the loss: a quarter of what a layer keeps."""
+    """The rank of the last stage also holds the difference in the loss: a quarter of what a layer keeps."""
     m, depth = 8, 4
     pipeline = make_chunked(name, depth, m)
     list(pipeline.run(make_data(2, m)))
     for rank, number in enumerate(pipeline.proof.activations):
-        nodes = pipeline.schedule.on_rank(rank)
-        share = pipeline.schedule.chunks[nodes[0]] * 4 * SIZE * WIDTH * 4
+        stages = pipeline.schedule.on_rank(rank)
+        share = pipeline.schedule.chunks[stages[0]] * 4 * SIZE * WIDTH * 4
         peak = together(pipeline.timeline(), rank, "activations", "parked activations") / share
-        if any(node.cut == pipeline.schedule.cuts - 1 for node in nodes):
+        if any(stage.index == pipeline.schedule.num_stages - 1 for stage in stages):
             assert number < peak <= 1.25 * number
         else:
             assert peak == number
@@ -255,8 +255,8 @@ def test_nothing_leaks(method: str) -> None:
     batch = make_data(1, m)[0]
     with LiveStorage() as tracker:
         pipeline = make_pipeline(method, depth, m, make_layers())
-        for worker in pipeline._workers:  # the recorder keeps a bounded number of intervals: a small one
-            recorder = worker.recorder
+        for rank in pipeline._ranks:  # the recorder keeps a bounded number of intervals: a small one
+            recorder = rank.recorder
             recorder.intervals, recorder.samples, recorder._keep = deque(maxlen=10), {}, 10
         tensors, objects = [], []
         for report in pipeline.run(batch for _ in range(35)):
@@ -368,6 +368,6 @@ def test_versions_alive_are_those_of_the_proof(
     monkeypatch.setattr(VersionStore, "retain", counted)
     pipeline = make_pipeline(method, depth, m, make_layers())
     list(pipeline.run(make_data(2 * depth + 4, m)))
-    proven = {node.stage.where: pipeline.proof.nodes[key].versions for key, node in pipeline.nodes.items()}
+    proven = {stage.module.where: pipeline.proof.stages[key].versions for key, stage in pipeline.stages.items()}
     assert alive == proven
     assert max(proven.values()) == {"2bw": 2, "stash": -(-(depth - 1) // m) + 1}.get(method, 1)

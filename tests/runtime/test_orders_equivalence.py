@@ -49,15 +49,15 @@ def test_what_was_run_is_the_table(name: str) -> None:
     for rank in range(2):
         work = sorted(timeline.work(rank), key=lambda i: i.start)
         table = [part for action in case.schedule.actions(rank, 2) for part in passes(action) if part.op in kinds]
-        wanted = [(part.op, part.node.cut, part.node.replica, part.unit.first) for part in table]
-        assert [(i.what, i.cut, i.replica, i.microbatch) for i in work if i.what in kinds] == wanted
+        wanted = [(part.op, part.stage.index, part.stage.direction, part.unit.first) for part in table]
+        assert [(i.what, i.stage, i.direction, i.microbatch) for i in work if i.what in kinds] == wanted
 
 
 @pytest.mark.parametrize("name", LOOPED)
 @pytest.mark.parametrize(("p", "m", "chunks"), [(1, 3, 4), (2, 4, 3), (2, 3, 4)])
 def test_any_number_of_chunks(name: str, p: int, m: int, chunks: int) -> None:
     case = Case(name, p, m, options=(("chunks", chunks),), spans=(4,))
-    case = replace(case, model="long") if case.schedule.cuts == 8 else case
+    case = replace(case, model="long") if case.schedule.num_stages == 8 else case
     assert_same(train(None, case), expected(case))
 
 
@@ -78,7 +78,7 @@ OPTIONS = [
 def test_options_of_orders(name: str, p: int, m: int, options: dict[str, int]) -> None:
     """Groups of breadth-first (its hybrid with depth-first), several waves, few or many microbatches under way."""
     case = Case(name, p, m, options=tuple(options.items()), spans=(3, 2), skips=(3,))
-    case = replace(case, model="long") if case.schedule.cuts == 8 else case
+    case = replace(case, model="long") if case.schedule.num_stages == 8 else case
     assert_same(train(None, case), expected(case))
 
 
@@ -86,7 +86,7 @@ def test_options_of_orders(name: str, p: int, m: int, options: dict[str, int]) -
 def test_four_pipelines_of_chimera(m: int, device: str) -> None:
     """Two pairs: every rank holds four stages, every stage is held four times."""
     case = Case("chimera", 4, m, options=PAIRS, spans=(3, 2), skips=(3,), device=device)
-    assert {len(case.schedule.on_rank(rank)) for rank in range(4)} == {case.schedule.replicas} == {4}
+    assert {len(case.schedule.on_rank(rank)) for rank in range(4)} == {case.schedule.directions} == {4}
     assert_same(train(None, case), expected(case))
 
 

@@ -48,7 +48,7 @@ def test_snapshots_and_evaluations_change_nothing(name: str, p: int, m: int, opt
         pass
     for key, value in alone.state_dict().items():
         assert torch.equal(pipeline.state_dict()[key], value), key
-    assert len(saved) == len(case.schedule.nodes)
+    assert len(saved) == len(case.schedule.stages)
     again = make_pipeline(case)
     again.load(Kept(saved))
     for _ in again.run(batches[3:]):
@@ -60,7 +60,7 @@ def test_snapshots_and_evaluations_change_nothing(name: str, p: int, m: int, opt
 
 
 def test_double_buffers_on_several_nodes_are_drained_for_an_evaluation() -> None:
-    """Their nodes are updated at different places of a batch, so none has one version at its border."""
+    """Their stages are updated at different places of a batch, so none has one version at its border."""
     proof = prove("interleaved", 2, 4, rule="double-buffer", order="interleaved")
     assert "updated only after another" in str(border_fault(proof.lowered))
     case = Case("interleaved", 2, 4, spans=(4,))
@@ -147,7 +147,7 @@ def test_frozen_stages_are_saved_too() -> None:
     pipeline = make()
     for _ in pipeline.run(batches, save=Saving(2, saved.append)):
         pass
-    assert sorted((s.batch, s.cut) for s in saved) == [(batch, cut) for batch in (2, 4, 6) for cut in range(3)]
+    assert sorted((s.batch, s.stage) for s in saved) == [(batch, index) for batch in (2, 4, 6) for index in range(3)]
     again = make()
     again.load(Kept([s for s in saved if s.batch == 4]))
     for _ in again.run(batches[4:]):
@@ -167,7 +167,7 @@ def test_a_frozen_last_stage_and_frozen_joins() -> None:
     assert len([report for report in pipeline.run(batches) if report.loss is not None]) == 2
     with pytest.raises(ScheduleError, match="no gradient passes stage 1, which is frozen, so stage 0 before it cannot"):
         make_schedule(over([(0, 1), (1, 2)], frozen=[1]), 3, 2)
-    with pytest.raises(ScheduleError, match="more than one edge from cut 0 to cut 1"):
+    with pytest.raises(ScheduleError, match="more than one edge from stage 0 to stage 1"):
         make_schedule(over([(0, 1), (0, 1)]), 2, 2)
     assert make_schedule(over([]), 2, 2).edges == ()
     torch.manual_seed(6)
@@ -227,9 +227,9 @@ def test_buffers_are_those_that_evaluations_read() -> None:
     for _ in pipeline.run(make_batches(case)):
         pass
     state = pipeline.state_dict()
-    for node, runtime in pipeline.nodes.items():
-        if not node.replica:
-            for key, value in runtime.stage.state().items():
+    for stage, runtime in pipeline.stages.items():
+        if not stage.direction:
+            for key, value in runtime.module.state().items():
                 assert torch.equal(state[key], value), key
 
 

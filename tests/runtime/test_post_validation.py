@@ -14,7 +14,7 @@ from penstock.errors import CapabilityError
 from penstock.runtime.rank.evaluation import Evaluating
 from penstock.runtime.rank.snapshot import Saving
 from penstock.schedule.ir.schedule import Op, Schedule
-from penstock.stage.node import NodeRuntime
+from penstock.stage.stage_runtime import StageRuntime
 from penstock.verify.reference import Scaling
 from penstock.weights.optim.undo import undo_step
 from support.cases import (
@@ -57,7 +57,7 @@ def train(group: dist.ProcessGroup | None, case: Case, **changes: Any) -> tuple[
     outcome.weights = {name: w.clone() for name, w in pipeline.state_dict().items()}
     for optimizer in pipeline.optimizers().values():
         add_state(outcome, optimizer.state_dict())
-    mine = {recorder.rank for recorder in (worker.recorder for worker in pipeline._workers)}
+    mine = {recorder.rank for recorder in (rank.recorder for rank in pipeline._ranks)}
     return outcome, sum(i.what == "REDO" and i.rank in mine for i in pipeline.timeline().intervals)
 
 
@@ -150,12 +150,12 @@ def test_evaluations_and_snapshots_drain_the_pipeline_and_change_nothing() -> No
     case = Case("zb-h2-post", 2, 4, spans=(6,), clip=0.5)
     held_out = make_batches(replace(case, spans=(2,)))
     pipeline, saved = make_pipeline(case), []
-    save = Saving(2, lambda snapshot: saved.append((snapshot.batch, snapshot.cut, snapshot.tensors)))
+    save = Saving(2, lambda snapshot: saved.append((snapshot.batch, snapshot.stage, snapshot.tensors)))
     reports = list(pipeline.run(make_batches(case), save=save, evaluate=Evaluating(3, lambda: held_out)))
     assert [r.batch for r in reports] == list(range(6))
     plain = make_pipeline(replace(case, method="zb-h2"))
     again: list[tuple[int, int, dict[str, torch.Tensor]]] = []
-    save = Saving(2, lambda snapshot: again.append((snapshot.batch, snapshot.cut, snapshot.tensors)))
+    save = Saving(2, lambda snapshot: again.append((snapshot.batch, snapshot.stage, snapshot.tensors)))
     others = list(plain.run(make_batches(case), save=save, evaluate=Evaluating(3, lambda: held_out)))
     evaluated = [(e.version, e.total, e.weight) for r in reports for e in r.evaluated] + list(pipeline.evaluated())
     wanted_evaluations = [(e.version, e.total, e.weight) for r in others for e in r.evaluated]
@@ -273,17 +273,17 @@ def test_updates_undone_in_place_are_off_by_roundings(name: str, event: str, pre
 
 def train_slowly(group: dist.ProcessGroup | None, case: Case) -> list[tuple[int, float]]:
     """The norms of a run in which it takes long to take them."""
-    whole = NodeRuntime.gradient_squares
+    whole = StageRuntime.gradient_squares
 
-    def squares(self: NodeRuntime, batch: int) -> tuple[float, float]:
+    def squares(self: StageRuntime, batch: int) -> tuple[float, float]:
         time.sleep(0.02)
         return whole(self, batch)
 
-    NodeRuntime.gradient_squares = squares  # type: ignore[method-assign]
+    StageRuntime.gradient_squares = squares  # type: ignore[method-assign]
     try:
         outcome, _ = train(group, case)
     finally:
-        NodeRuntime.gradient_squares = whole  # type: ignore[method-assign]
+        StageRuntime.gradient_squares = whole  # type: ignore[method-assign]
     return [(batch, norm) for batch, _, norm, _, _ in outcome.decided]
 
 

@@ -25,8 +25,8 @@ from penstock.schedule.ir.schedule import Schedule
 from penstock.train.setup.early_stopping import heard_after
 from penstock.verify.reference import Scaling, run
 from penstock.verify.reference.methods import DOUBLE_BUFFER, options_of
-from penstock.verify.reference.predictions import Prediction
-from penstock.verify.reference.stage import Reading, step
+from penstock.verify.reference.predictions import ReferencePrediction
+from penstock.verify.reference.stage import ReferenceReading, step
 from penstock.weights.corrections.pipemare import PipeMare
 from penstock.weights.corrections.registry import correction_of
 from penstock.weights.decision import Decision
@@ -98,12 +98,16 @@ def expected_of(case: Case, phases: Phases, patch: pytest.MonkeyPatch) -> Outcom
             if not (starts[t] in DOUBLE_BUFFER and self.method in DOUBLE_BUFFER):
                 since = t
             self.method, self.options = starts[t], options_of(starts[t], OPTIONS.get(starts[t], {}))
-            for node in self.nodes:
-                node.reading, node.step, node.made = Reading(), step, False  # what was known of motion is forgotten
+            for stage in self.nodes:
+                stage.reading, stage.step, stage.made = (
+                    ReferenceReading(),
+                    step,
+                    False,
+                )  # what was known of motion is forgotten
             self.begin(len(batch))
-            for node in self.nodes:
-                if isinstance(node.reading, Prediction):  # it counts versions from its first one on
-                    node.reading.ahead[:0] = [{}] * t
+            for stage in self.nodes:
+                if isinstance(stage.reading, ReferencePrediction):  # it counts versions from its first one on
+                    stage.reading.ahead[:0] = [{}] * t
         train(self, t, batch)
 
     def version_of(method: str, t: int, *where: Any) -> int:
@@ -196,10 +200,10 @@ def test_a_correction_gives_back_what_it_took() -> None:
     """Buffers of its own, copies, scratch, and settings of the optimizer that it has changed."""
     case = case_of([("stash", 2)], 3, 3, optimizer="nadam")
     pipeline = make_pipeline(case)
-    nodes = [node for node in pipeline.nodes.values() if node.store is not None and node.updater is not None]
+    stages = [stage for stage in pipeline.stages.values() if stage.store is not None and stage.updater is not None]
 
     def held() -> list[Any]:
-        return [(n.bytes_by_role(), n.updater.nbytes, n.updater.optimizer.param_groups[0]["betas"]) for n in nodes]
+        return [(n.bytes_by_role(), n.updater.nbytes, n.updater.optimizer.param_groups[0]["betas"]) for n in stages]
 
     pipeline.switch(schedule(case, "1f1b"))
     plain = held()
@@ -241,20 +245,22 @@ def test_buffers_are_as_many_as_the_method_takes(monkeypatch: pytest.MonkeyPatch
         if first:
             pipeline.switch(schedule(case, method))
         list(pipeline.run(batches[first:end]))
-        wanted = sum(pipeline.proof.nodes[place].buffers for place, n in pipeline.nodes.items() if n.store is not None)
+        wanted = sum(
+            pipeline.proof.stages[place].buffers for place, n in pipeline.stages.items() if n.store is not None
+        )
         gc.collect()
         alive = [buffer for known in made if (buffer := known()) is not None]
         assert len(alive) == wanted, method
-        storages = {s for node in pipeline.nodes.values() if node.store is not None for s in node.store.storages}
+        storages = {s for stage in pipeline.stages.values() if stage.store is not None for s in stage.store.storages}
         assert storages == {s for buffer in alive for s in buffer.storages}
         counted = {"weights", "gradients", "idle buffers"}
         live = sum(n for kinds in pipeline.live_bytes().values() for kind, n in kinds.items() if kind in counted)
         assert live == sum(buffer.nbytes for buffer in alive), method
         del alive
-        for node in pipeline.nodes.values():  # what the optimizer steps is what passes read
-            if node.updater is not None and node.store is not None:
-                for name, parameter in node.updater.parameters.items():
-                    assert parameter.data_ptr() in {b.views[name].data_ptr() for b in node.store.versions.values()}
+        for stage in pipeline.stages.values():  # what the optimizer steps is what passes read
+            if stage.updater is not None and stage.store is not None:
+                for name, parameter in stage.updater.parameters.items():
+                    assert parameter.data_ptr() in {b.views[name].data_ptr() for b in stage.store.versions.values()}
 
 
 def test_the_memory_of_buffers_is_freed_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,7 +285,7 @@ def test_the_memory_of_buffers_is_freed_too(monkeypatch: pytest.MonkeyPatch) -> 
 def test_the_scratch_of_rotating_updates_goes_and_comes() -> None:
     case = case_of([("2bw", 2)], 2, 2)
     pipeline = make_pipeline(case)
-    updaters = [node.updater for node in pipeline.nodes.values() if node.updater is not None]
+    updaters = [stage.updater for stage in pipeline.stages.values() if stage.updater is not None]
     rotating = [updater.nbytes for updater in updaters]
     assert all(rotating)
     pipeline.switch(schedule(case, "1f1b"))
@@ -525,7 +531,7 @@ def test_whoever_reads_data_hears_of_trouble_in_time(method: str, depth: int, m:
 
     def data() -> Iterator[Any]:
         for number, batch in enumerate(make_batches(case)):
-            troubles = [pipeline._workers[rank].decisions.lookout.trouble for rank in (0, depth - 1)]
+            troubles = [pipeline._ranks[rank].decisions.lookout.trouble for rank in (0, depth - 1)]
             if all(trouble is not None and trouble.batch == 3 for trouble in troubles):
                 heard.append(number)
             yield batch

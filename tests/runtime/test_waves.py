@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from penstock.comm.collective.wave_exchange import LocalExchange
-from penstock.comm.core.ranks import Holder
+from penstock.comm.core.rank_grid import Holder
 from penstock.errors import CheckpointError, ConfigError, PenstockError, TransportError, VersionError
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.rank.evaluation import Evaluating
@@ -28,7 +28,7 @@ from penstock.schedule.methods.combine import Combine
 from penstock.schedule.text import parse_schedule
 from penstock.stage.precision import Precision
 from penstock.weights.store import VersionStore
-from penstock.weights.waves import Waves
+from penstock.weights.waves import WaveWeights
 from support.cases import OPTIMIZERS, Case, make_batches, make_blocks, make_pipeline, mean_loss
 from support.meetings import State, assert_close, states_of
 from support.pool import Pool
@@ -72,7 +72,7 @@ def by_hand(case: Case, combine: Combine) -> Waved:
         combine.share,
         list(accumulate(case.spans)),
         case.m,
-        case.schedule.cuts,
+        case.schedule.num_stages,
         OPTIMIZERS[case.optimizer],
         reads_of(case.method, case.depth, case.m),
         case.model,
@@ -172,9 +172,9 @@ def test_weights_that_somebody_writes_between_two_runs_are_nobodys_update() -> N
     case = replace(case_of("1f1b", 2, 2, 2, "momentum", spans=(2, 3)), loss="tokens", skips=(2, 3, 4))
     pipeline, batches = make_pipeline(case, combine=Combine("wsp", every=2, distance=1)), make_batches(case)
     list(pipeline.run(batches[:2]))
-    for worker in pipeline._workers:
-        for node in worker.nodes.values():
-            for parameter in node.stage.trained.values():
+    for rank in pipeline._ranks:
+        for stage in rank.stages.values():
+            for parameter in stage.module.trained.values():
                 with torch.no_grad():
                     parameter.add_(1.0)
     before = states_of(pipeline)[0].weights
@@ -459,8 +459,8 @@ def test_a_pipeline_that_fails_is_no_reason_to_go_on() -> None:
 
 def test_waves_that_never_come_are_named() -> None:
     """In a group whose other member does not post, here."""
-    node = make_schedule("1f1b", 1, 1).nodes[0]
-    members = tuple(Holder(r, node) for r in range(2))
+    stage = make_schedule("1f1b", 1, 1).stages[0]
+    members = tuple(Holder(r, stage) for r in range(2))
     posted = LocalExchange().post(members, members[1], 3, [[torch.zeros(1)], [torch.ones(1)]])
     with pytest.raises(TransportError, match=r"the end of wave 3: nothing moved on the lane of waves from pipeline 0"):
         posted.came[0].wait(0.01, "the end of wave 3")
@@ -528,7 +528,7 @@ def test_a_written_schedule_with_waves() -> None:
 
 def test_who_has_claimed_weights_notices_that_others_have_added_to_them() -> None:
     stores = [VersionStore({"a": torch.zeros(3)}, 1, "here") for _ in range(2)]
-    first, second = (Waves(Combine("wsp"), 2, r, store, "0") for r, store in enumerate(stores))
+    first, second = (WaveWeights(Combine("wsp"), 2, r, store, "0") for r, store in enumerate(stores))
     handle = stores[0].read(0)
     with torch.no_grad():
         stores[1].master.views["a"].add_(1.0)
@@ -546,10 +546,10 @@ def test_bytes_of_waves_are_those_that_are_under_way() -> None:
     case, combine = case_of("1f1b", 2, 1, 3, "momentum", spans=(9,)), Combine("wsp", every=2, distance=2)
     pipeline = make_pipeline(case, combine=combine)
     list(pipeline.run(make_batches(case)))
-    for worker in pipeline._workers:
-        (node,) = worker.nodes.values()
-        assert node.store is not None
-        whole, rank = node.store.layout.nbytes, worker.recorder.rank
+    for rank in pipeline._ranks:
+        (stage,) = rank.stages.values()
+        assert stage.store is not None
+        whole, rank = stage.store.layout.nbytes, rank.recorder.rank
         live, peak = pipeline.live_bytes()[rank], pipeline.peak_bytes()[rank]
         assert [live[role] for role in ("common model", "weights before the wave", "waves")] == [whole, whole, 0]
         assert peak["waves"] == (2 + 1) * 3 * whole

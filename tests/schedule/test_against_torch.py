@@ -34,7 +34,7 @@ def _cell(action: Any) -> str:
 
 def ours(schedule: Schedule) -> list[list[str]]:
     def text(action: Action) -> str:
-        return "+".join(f"{p.node.cut}{p.op}{p.unit.first}" for p in action.parts or (action,))
+        return "+".join(f"{p.stage.index}{p.op}{p.unit.first}" for p in action.parts or (action,))
 
     return [[text(a) for a in program.period if a.op is not Op.STEP] for program in schedule.programs]
 

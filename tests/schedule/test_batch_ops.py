@@ -17,7 +17,7 @@ GRID = [(method, d) for method in CHAINS for d in (1, 2, 3, 4, 6)]
 
 def everything(schedule):
     """All three, added in the wrong order."""
-    return with_decisions(with_ties(with_reductions(schedule, everywhere=True), {0, schedule.cuts - 1}))
+    return with_decisions(with_ties(with_reductions(schedule, everywhere=True), {0, schedule.num_stages - 1}))
 
 
 @pytest.mark.parametrize(("method", "depth"), GRID)
@@ -43,7 +43,7 @@ def test_decisions_need_no_more_microbatches_and_no_more_memory(method, depth):
     """Two weight buffers are legal from m = d-1 (eager: 2d-2) with a global norm as well."""
     m = least(method, depth)
     plain, deciding = prove(method, depth, m), prove(method, depth, m, decides=True)
-    assert deciding.nodes == plain.nodes
+    assert deciding.stages == plain.stages
     assert deciding.activations == plain.activations
     if m > 1:
         with pytest.raises(ScheduleError, match=f"needs at least {m} microbatches"):

@@ -111,8 +111,8 @@ def as_words(stages, microbatches):
 
 def as_actions(stages, microbatches):
     return [
-        [pass_of(Op(word[0]), int(word[1:]), node) for word in row.split()]
-        for row, node in zip(ROWS, straight(2), strict=True)
+        [pass_of(Op(word[0]), int(word[1:]), stage) for word in row.split()]
+        for row, stage in zip(ROWS, straight(2), strict=True)
     ]
 
 
@@ -145,7 +145,7 @@ def test_a_users_order_that_is_wrong_is_refused_with_the_action():
     def wrong(stages, microbatches):
         return ["F0 F1 B0 B1", "B0 F0 F1 B1"]
 
-    with pytest.raises(ScheduleError, match=r"wrong: B0@1\^0 on rank 1 needs the forward of microbatch 0 on cut 1"):
+    with pytest.raises(ScheduleError, match=r"wrong: B0@1\^0 on rank 1 needs the forward of microbatch 0 on stage 1"):
         make_schedule(wrong, 2, 2)
 
 
@@ -155,7 +155,7 @@ def test_a_users_token_that_cannot_be_read_is_named():
 
 
 def test_a_rank_that_lacks_a_pass_is_refused():
-    with pytest.raises(ScheduleError, match="microbatch 1, cut 1 has 0 forwards per batch"):
+    with pytest.raises(ScheduleError, match="microbatch 1, stage 1 has 0 forwards per batch"):
         prove(lambda stages, microbatches: ["F0 F1 B0 B1", "F0 B0"], 2, 2)
 
 
@@ -200,12 +200,12 @@ def test_what_is_no_order_is_refused_by_name(returned, message):
 
 
 def test_a_node_without_forwards_is_refused():
-    with pytest.raises(ScheduleError, match="node 0 on rank 0 has backwards but no forwards"):
+    with pytest.raises(ScheduleError, match="stage 0 on rank 0 has backwards but no forwards"):
         make_schedule(lambda stages, microbatches: ["B0", "F0 B0"], 2, 1, rule="double-buffer")
 
 
 def test_cuts_that_run_different_microbatches_are_refused():
-    with pytest.raises(ScheduleError, match=r"cut 0 runs no forward of microbatches \[1\]"):
+    with pytest.raises(ScheduleError, match=r"stage 0 runs no forward of microbatches \[1\]"):
         make_schedule(lambda stages, microbatches: ["F0 B0", "F0 F1 B0 B1"], 2, 2, rule="vertical-sync")
 
 

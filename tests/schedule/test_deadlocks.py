@@ -165,7 +165,7 @@ def test_a_lane_whose_ends_use_different_orders():
 
 
 def test_collectives_that_three_ranks_join_crosswise():
-    """Each rank reduces its own cut first and then waits for the next one, which does the same."""
+    """Each rank reduces its own stage first and then waits for the next one, which does the same."""
     text = """
         microbatches 2
         nodes 0@0 1@1 2@2 0.1@1 1.1@2 2.1@0

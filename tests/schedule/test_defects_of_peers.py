@@ -36,12 +36,12 @@ PASS = re.compile(r"(?<![A-Z])([FBIW])(-?\d+)(?:\.\.(-?\d+))?(?::(\d+)/\d+)?(?:@
 
 
 def printed(schedule: Schedule, *ops: str) -> list[tuple[int, int, int]]:
-    """(cut, microbatch, slice) of all passes of some kinds, read off the printed rows by a pattern."""
+    """(stage, microbatch, slice) of all passes of some kinds, read off the printed rows by a pattern."""
     rows = [line for line in str(schedule).splitlines() if line.startswith("rank")]
     return sorted(
-        (int(cut or rank), k % schedule.microbatches, int(piece or 0))
+        (int(index or rank), k % schedule.microbatches, int(piece or 0))
         for rank, row in enumerate(rows)
-        for op, first, last, piece, cut in PASS.findall(row)
+        for op, first, last, piece, index in PASS.findall(row)
         for k in range(int(first), int(last or first) + 1)
         if op in ops
     )
@@ -58,7 +58,7 @@ def test_any_number_of_microbatches_is_proven_and_simulated_or_refused(method: s
                 continue
             proof = prove(method, p, m)
             schedule = proof.schedule
-            places = list(product(range(schedule.cuts), range(m), range(schedule.slices)))
+            places = list(product(range(schedule.num_stages), range(m), range(schedule.slices)))
             assert printed(schedule, "F") == printed(schedule, "B", "I") == printed(schedule, "B", "W") == places
             assert check(parse_schedule(str(schedule))).schedule == schedule
             busy = simulate_schedule(proof, Costs.uniform(schedule)).bubble.busy
@@ -124,4 +124,4 @@ def test_wrong_schedules_are_refused_without_asserts_too() -> None:
     )
     found = subprocess.run([sys.executable, "-O", "-c", code], capture_output=True, text=True, check=True).stdout
     assert "deadlock: 2 ranks would wait for ever" in found
-    assert "microbatch 1, cut 1 needs one B" in found
+    assert "microbatch 1, stage 1 needs one B" in found

@@ -56,7 +56,7 @@ def mean_delay(order: Order, p: int, n: int, rank: int) -> Fraction:
 def test_the_delay_is_that_of_the_formula(p: int, n: int) -> None:
     """tau_i = (2 (P - i) + 1) / N forward, 0 backward: P/N in the mean over the stages."""
     proof = prove("newest", p, n, order="fine-grained")
-    delays = [proof.nodes[node].delay for node in sorted(proof.nodes)]
+    delays = [proof.stages[stage].delay for stage in sorted(proof.stages)]
     assert [d.forward for d in delays] == pytest.approx([(2 * (p - i) + 1) / n for i in range(1, p + 1)])
     assert [d.backward for d in delays] == [0] * p
     assert sum(d.forward for d in delays) / p == pytest.approx(p / n)
@@ -71,8 +71,8 @@ def test_the_figures_of_107_stages() -> None:
     assert sum(delays) / p == Fraction(13375, 1000) == Fraction(p, n)
     for small in ((1, 1), (3, 2), (5, 8)):  # the proof counts as is counted here
         order = call_order(ORDERS["fine-grained"], *small)
-        for node, facts in prove("newest", *small, order="fine-grained").nodes.items():
-            assert facts.delay.forward == pytest.approx(float(mean_delay(order, *small, node.rank)))
+        for stage, facts in prove("newest", *small, order="fine-grained").stages.items():
+            assert facts.delay.forward == pytest.approx(float(mean_delay(order, *small, stage.rank)))
     gpipe = prove("gpipe", p, n)
     busy = 1 - simulate_schedule(gpipe, Costs.uniform(gpipe.schedule)).bubble.bubble
     assert busy == pytest.approx(0.0702, abs=5e-5)
@@ -102,7 +102,7 @@ def test_segments_hold_a_root_of_that(root: int) -> None:
 def test_backwards_first_it_is_that_of_pipelined_backpropagation(p: int) -> None:
     """D_s = 2 (S - 1 - s), with an update for each microbatch (Kosson et al., arXiv 2003.11666)."""
     proof = prove("newest", p, 1, order="endless-eager-1f1b")
-    assert [proof.nodes[node].delay.forward for node in sorted(proof.nodes)] == [2 * (p - 1 - s) for s in range(p)]
+    assert [proof.stages[stage].delay.forward for stage in sorted(proof.stages)] == [2 * (p - 1 - s) for s in range(p)]
     for rank in range(p):
         found = [f"{a.op}{a.unit.first}" for a in proof.schedule.actions(rank, 9) if a.op is not Op.STEP]
         assert found == slots(p, rank + 1, 9, first="B").split()

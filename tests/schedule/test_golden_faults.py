@@ -34,66 +34,70 @@ GATHERING = [
     ("GATHER[t]@2^t", "GATHER[t]@2^t-1", "GATHER[1]@2^0 on rank 0 ... reads version 0, which no longer exists"),
     ("REDUCE[t]@2 STEP[t]@2", "STEP[t]@2 REDUCE[t]@2", "STEP[0]@2 on rank 0"),
     ("B1@2^t RELEASE[t]@2 REDUCE[t]@2", "RELEASE[t]@2 REDUCE[t]@2 B1@2^t", "REDUCE[0]@2 ... stands before 1 of"),
-    ("REDUCE[t]@2 ", "REDUCE[t]@2 REDUCE[t]@2 ", "node 2 on rank 0 has 2 REDUCEs per batch"),
+    ("REDUCE[t]@2 ", "REDUCE[t]@2 REDUCE[t]@2 ", "stage 2 on rank 0 has 2 REDUCEs per batch"),
     ("REDUCE[t]@2 ", "REDUCE[t]%2@2 ", "REDUCE"),  # every batch has a gradient to reduce
 ]  # fmt: skip
 
 SHARED_CUTS = [
-    ("REDUCE[t]@3 ", "", "node 3 on rank 3 has 0 REDUCEs per batch; a cut held by several nodes needs one"),
+    ("REDUCE[t]@3 ", "", "stage 3 on rank 3 has 0 REDUCEs per batch; a stage of several directions needs one"),
     ("REDUCE[t]@3 STEP[t]@3", "STEP[t]@3 REDUCE[t]@3", "STEP[0]@3 on rank 3 ... needs the REDUCE of its batch"),
-    ("STEP[t]@3.1 ", "", "node 3.1 on rank 0 has 0 STEPs per batch instead of 1"),
-    ("F2@3.1^t", "F2@0^t", "microbatch 2, cut 0 has 2 forwards per batch instead of 1"),
-    ("B2@3.1^t", "B2@0^t", "microbatch 2, cut 0 needs one B, or one I and one W, per batch; it has 2 B"),
+    ("STEP[t]@3.1 ", "", "stage 3.1 on rank 0 has 0 STEPs per batch instead of 1"),
+    ("F2@3.1^t", "F2@0^t", "microbatch 2, stage 0 has 2 forwards per batch instead of 1"),
+    ("B2@3.1^t", "B2@0^t", "microbatch 2, stage 0 needs one B, or one I and one W, per batch; it has 2 B"),
     (
         "REDUCE[t]@3 STEP[t]@3 REDUCE[t]@0.1 STEP[t]@0.1",
         "REDUCE[t]@0.1 STEP[t]@0.1 REDUCE[t]@3 STEP[t]@3",
-        "rank 0 issues REDUCE of cut 3, batch 0, where another rank of its group issues it of cut 0, batch 0",
+        "rank 0 issues REDUCE of stage 3, batch 0, where another rank of its group issues it of stage 0, batch 0",
     ),
-    (  # all reductions first: nobody waits, but one communicator would mix up the gradients of two cuts
+    (  # all reductions first: nobody waits, but one communicator would mix up the gradients of two stages
         "REDUCE[t]@3 STEP[t]@3 REDUCE[t]@0.1 STEP[t]@0.1",
         "REDUCE[t]@0.1 REDUCE[t]@3 STEP[t]@3 STEP[t]@0.1",
-        "rank 0 issues REDUCE of cut 3, batch 0, where another rank of its group issues it of cut 0, batch 0",
+        "rank 0 issues REDUCE of stage 3, batch 0, where another rank of its group issues it of stage 0, batch 0",
     ),
-    ("3@3 0.1@3", "3@3 0@3", "no such node here"),
+    ("3@3 0.1@3", "3@3 0@3", "no such stage here"),
 ]  # fmt: skip
 
 SPLIT_BACKWARD = [
-    ("I0^t W0^t", "W0^t I0^t", "W0@0^0 on rank 0 needs the backward of microbatch 0 on cut 0, which stands later"),
+    ("I0^t W0^t", "W0^t I0^t", "W0@0^0 on rank 0 needs the backward of microbatch 0 on stage 0, which stands later"),
     (" W3^t STEP[t]", " STEP[t] W3^t", "STEP[0]@0 on rank 0 ... stands before 1 of batch 0's backwards"),
-    (" W2^t", "", "microbatch 2, cut 0 needs one B, or one I and one W, per batch; it has 0 B, 1 I, 0 W"),
-    ("I2^t W2^t", "W2^t", "microbatch 2, cut 0 needs one B, or one I and one W, per batch; it has 0 B, 0 I, 1 W"),
-    ("I2^t W2^t", "B2^t W2^t", "microbatch 2, cut 0 needs one B, or one I and one W, per batch; it has 1 B, 0 I, 1 W"),
+    (" W2^t", "", "microbatch 2, stage 0 needs one B, or one I and one W, per batch; it has 0 B, 1 I, 0 W"),
+    ("I2^t W2^t", "W2^t", "microbatch 2, stage 0 needs one B, or one I and one W, per batch; it has 0 B, 0 I, 1 W"),
+    (
+        "I2^t W2^t",
+        "B2^t W2^t",
+        "microbatch 2, stage 0 needs one B, or one I and one W, per batch; it has 1 B, 0 I, 1 W",
+    ),
 ]
 
 SLICES = [
     ("rank 0: F0:0/2^t F0:1/2^t", "rank 0: F0:1/2^t F0:0/2^t", "F0:1/2@0^0 on rank 0 needs the forward of"),
     ("B0:1/2^t F1:1/2^t B0:0/2^t", "B0:0/2^t F1:1/2^t B0:1/2^t", "B0:0/2@0^0 on rank 0 needs the backward of"),
-    ("F1:1/2^t ", "", "microbatch 1, slice 1, cut 0 has 0 forwards per batch instead of 1"),
+    ("F1:1/2^t ", "", "microbatch 1, slice 1, stage 0 has 0 forwards per batch instead of 1"),
     ("F1:1/2^t ", "F1:1/3^t ", "slice"),  # a third of a sequence and a half
     ("F1:1/2^t ", "F1^t ", "all slices are of one size"),  # the second half trained alone, and the whole
 ]  # fmt: skip
 
 RECOMPUTE = [
-    (" R1^t\nrank 1", "\nrank 1", "microbatch 1, cut 0 has 0 recomputes per batch; all or none need one"),
+    (" R1^t\nrank 1", "\nrank 1", "microbatch 1, stage 0 has 0 recomputes per batch; all or none need one"),
     (
         "R0^t B0^t F1^t",
         "B0^t R0^t F1^t",
-        "B0@1^0 on rank 1 needs the recompute of microbatch 0 on cut 1, which stands later",
+        "B0@1^0 on rank 1 needs the recompute of microbatch 0 on stage 1, which stands later",
     ),
     ("R0^t B0^t F1^t", "R0^t-1 B0^t F1^t", "R2@1^0 on rank 1 ... must read version 1"),
-    ("R0^t B0^t F1^t", "R0^t R0^t B0^t F1^t", "microbatch 0, cut 1 has 2 recomputes per batch"),
-    ("segments 0,1", "segments 0,1 1", "cut 1 stands twice in segments"),
-    ("segments 0,1", "segments 0,2", "there is no cut 2 to be frozen or in a segment"),
-    ("segments 0,1", "segments 1,0", "in a segment cut 1 must be all that cut 0 has its input from"),
-    ("R0^t B0^t F1^t R1^t B1^t", "B0^t F1^t B1^t", "cut 1 is in a segment, but does not recompute"),
+    ("R0^t B0^t F1^t", "R0^t R0^t B0^t F1^t", "microbatch 0, stage 1 has 2 recomputes per batch"),
+    ("segments 0,1", "segments 0,1 1", "stage 1 stands twice in segments"),
+    ("segments 0,1", "segments 0,2", "there is no stage 2 to be frozen or in a segment"),
+    ("segments 0,1", "segments 1,0", "in a segment stage 1 must be all that stage 0 has its input from"),
+    ("R0^t B0^t F1^t R1^t B1^t", "B0^t F1^t B1^t", "stage 1 is in a segment, but does not recompute"),
 ]
 
 POST_VALIDATION = [
     ("F0^t VALIDATE[t-1] I0^t", "F0^t I0^t VALIDATE[t-1]", "I3@1^1 on rank 1 ... reads version 1 before VALIDATE"),
-    ("drain 0: VALIDATE[t-1]\n", "", "to drain, node 0 must run VALIDATE for [-1]"),
-    ("VALIDATE[t-1] F2^t", "VALIDATE[t] F2^t", "to drain, node 0 must run VALIDATE for nothing"),
+    ("drain 0: VALIDATE[t-1]\n", "", "to drain, stage 0 must run VALIDATE for [-1]"),
+    ("VALIDATE[t-1] F2^t", "VALIDATE[t] F2^t", "to drain, stage 0 must run VALIDATE for nothing"),
     ("F0^t F1^t VALIDATE", "F0^t-1 F1^t VALIDATE", "F3@0^0 on rank 0 ... must read version 1"),
-    ("VALIDATE[t-1] F2^t", "VALIDATE[t-1] VALIDATE[t-1] F2^t", "to drain, node 0 must run VALIDATE for [-1, -1]"),
+    ("VALIDATE[t-1] F2^t", "VALIDATE[t-1] VALIDATE[t-1] F2^t", "to drain, stage 0 must run VALIDATE for [-1, -1]"),
 ]  # fmt: skip
 
 PREDICTIONS = [
@@ -101,7 +105,7 @@ PREDICTIONS = [
     ("rank 1: PREDICT0^t~f0 F0^t~f0", "rank 1: F0^t~f0 PREDICT0^t~f0", "F0@1^0~f0 on rank 1 ... reads copy f0"),
     ("B1^t~b0", "B1^t~b1", "B1@1^0~b1 on rank 1 ... reads copy b1, which no PREDICT has made"),
     ("B1^t~b0", "B1^t~b2", "B1@1^0~b2 on rank 1 ... reads copy b2, which was made for another batch"),
-    ("F1^t~f0 B1^t~b0", "F1^t~b0 B1^t~f0", "node 1 on rank 1: forwards and backwards read copies of one label, 'b'"),
+    ("F1^t~f0 B1^t~b0", "F1^t~b0 B1^t~f0", "stage 1 on rank 1: forwards and backwards read copies of one label, 'b'"),
     ("F0^t-1~f0", "F0^t-1", "F0@0^0 on rank 0 ... must read a copy that a PREDICT made"),
     ("PREDICT0^t-1~f0 F0^t-1~f0", "PREDICT0^t-2~f0 F0^t-2~f0", "PREDICT4@0^0~f4 ... version 0, which no longer"),
     ("F1^t-1~f0", "F1^t~f0", "copy f2 was made of other versions"),
@@ -128,38 +132,38 @@ OFFLOAD = [
 
 AVERAGING = [  # after every fourth batch: the fault shows only there
     ("STEP[t] AVERAGE[t]%4\nrank 1", "AVERAGE[t]%4 STEP[t]\nrank 1", "AVERAGE"),
-    ("STEP[t] AVERAGE[t]%4\nrank 1", "STEP[t]\nrank 1", "AVERAGE"),  # one cut's copies would drift apart
+    ("STEP[t] AVERAGE[t]%4\nrank 1", "STEP[t]\nrank 1", "AVERAGE"),  # one stage's copies would drift apart
     ("STEP[t] AVERAGE[t]%4\nrank 1", "STEP[t] AVERAGE[t]%2\nrank 1", "AVERAGE"),
 ]
 
 GRAPHS = [
-    ("frozen_front", "rank 0: F0 F1 F2", "rank 0: F0 F1 F2 B0 B1 B2", "cut 0 is frozen ... must have no backward"),
-    ("frozen_front", "rank 0: F0 F1 F2", "rank 0: F0 F1 F2 STEP[t]", "node 0 on rank 0 has 1 STEPs per batch"),
-    ("frozen_front", "frozen 0\n", "", "microbatch 0, cut 0 needs one B"),
-    ("evaluation", "rank 1: Fe0 Fe1", "rank 1: Fe0", "microbatch 1, cut 1 has 0 forwards per batch instead of 1"),
+    ("frozen_front", "rank 0: F0 F1 F2", "rank 0: F0 F1 F2 B0 B1 B2", "stage 0 is frozen ... must have no backward"),
+    ("frozen_front", "rank 0: F0 F1 F2", "rank 0: F0 F1 F2 STEP[t]", "stage 0 on rank 0 has 1 STEPs per batch"),
+    ("frozen_front", "frozen 0\n", "", "microbatch 0, stage 0 needs one B"),
+    ("evaluation", "rank 1: Fe0 Fe1", "rank 1: Fe0", "microbatch 1, stage 1 has 0 forwards per batch instead of 1"),
     ("evaluation", "rank 1: Fe0 Fe1", "rank 1: Fe0 Fe1 B0", "must have no backward"),
-    ("evaluation", "rank 1: Fe0 Fe1", "rank 1: Fe0 Fe1 STEP[t]", "node 1 on rank 1 has 1 STEPs per batch"),
-    ("local_losses", "rank 0: F0^t B0^t", "rank 0: F0^t", "microbatch 0, cut 0 needs one B"),
-    ("two_branches", "edges 0>2 1>2", "edges 0>2 1>3", "edge 1>3 does not join two cuts"),
-    ("two_branches", "edges 0>2 1>2", "edges 0>2 1>1", "edge 1>1 does not join two cuts"),
+    ("evaluation", "rank 1: Fe0 Fe1", "rank 1: Fe0 Fe1 STEP[t]", "stage 1 on rank 1 has 1 STEPs per batch"),
+    ("local_losses", "rank 0: F0^t B0^t", "rank 0: F0^t", "microbatch 0, stage 0 needs one B"),
+    ("two_branches", "edges 0>2 1>2", "edges 0>2 1>3", "edge 1>3 does not join two stages"),
+    ("two_branches", "edges 0>2 1>2", "edges 0>2 1>1", "edge 1>1 does not join two stages"),
     ("two_branches", "edges 0>2 1>2", "edges 0>2 2>0", "rank 0 at F0@0 waits for the activation of microbatch 0"),
-    ("two_branches", "rank 2: F0^t B0^t", "rank 2: B0^t F0^t", "needs the forward of microbatch 0 on cut 2"),
+    ("two_branches", "rank 2: F0^t B0^t", "rank 2: B0^t F0^t", "needs the forward of microbatch 0 on stage 2"),
 ]  # fmt: skip
 
 PLACEMENTS = [
     ("interleaved", "rank 0: F0@0^t F1@0^t F0@2^t", "rank 0: F0@2^t F0@0^t F1@0^t", "rank 0 at F0@2 waits for"),
-    ("interleaved", "B0@2^t", "B0@0^t", "microbatch 0, cut 0 needs one B, or one I and one W, per batch; it has 2 B"),
-    ("interleaved", " STEP[t]@2", "", "node 2 on rank 0 has 0 STEPs per batch instead of 1"),
-    ("zb_v", "F0@1^t F0@2^t", "F0@2^t F0@1^t", "F0@2^0 on rank 1 needs the forward of microbatch 0 on cut 1"),
-    ("zb_v", "I0@2^t W0@2^t", "W0@2^t I0@2^t", "W0@2^0 on rank 1 needs the backward of microbatch 0 on cut 2"),
-    ("dualpipe_v", "[F3@0^t+B1@3^t]", "[F3@0^t+B3@3^t]", "microbatch 1, cut 3 needs one B"),
-    ("dualpipe_v", "I2@0^t W2@0^t", "W2@0^t I2@0^t", "W2@0^0 on rank 0 needs the backward of microbatch 2 on cut 0"),
+    ("interleaved", "B0@2^t", "B0@0^t", "microbatch 0, stage 0 needs one B, or one I and one W, per batch; it has 2 B"),
+    ("interleaved", " STEP[t]@2", "", "stage 2 on rank 0 has 0 STEPs per batch instead of 1"),
+    ("zb_v", "F0@1^t F0@2^t", "F0@2^t F0@1^t", "F0@2^0 on rank 1 needs the forward of microbatch 0 on stage 1"),
+    ("zb_v", "I0@2^t W0@2^t", "W0@2^t I0@2^t", "W0@2^0 on rank 1 needs the backward of microbatch 0 on stage 2"),
+    ("dualpipe_v", "[F3@0^t+B1@3^t]", "[F3@0^t+B3@3^t]", "microbatch 1, stage 3 needs one B"),
+    ("dualpipe_v", "I2@0^t W2@0^t", "W2@0^t I2@0^t", "W2@0^0 on rank 0 needs the backward of microbatch 2 on stage 0"),
 ]  # fmt: skip
 
 WIDE_UNITS = [
-    ("B-4..-1^t-1 STEP[t-1] F2", "B-3..-1^t-1 STEP[t-1] F2", "microbatch 0, cut 0 needs one B"),
-    ("F3^t B0..3^t", "B0..3^t F3^t", "B0..3@1^0 on rank 1 needs the forward of microbatch 3 on cut 1"),
-    ("drain 0: B-4..-1^t-1", "drain 0: B-4..-2^t-1", "to drain, cut 0 must run B for [-1]"),
+    ("B-4..-1^t-1 STEP[t-1] F2", "B-3..-1^t-1 STEP[t-1] F2", "microbatch 0, stage 0 needs one B"),
+    ("F3^t B0..3^t", "B0..3^t F3^t", "B0..3@1^0 on rank 1 needs the forward of microbatch 3 on stage 1"),
+    ("drain 0: B-4..-1^t-1", "drain 0: B-4..-2^t-1", "to drain, stage 0 must run B for [-1]"),
     ("rank 0: F0^t-1", "rank 0: F0^t", "F4@0^1 on rank 0 ... must read version 0"),
 ]
 
@@ -243,7 +247,7 @@ def test_a_missing_validate_leaves_a_provisional_version_behind():
 
 def test_a_backward_on_the_other_replica_has_no_forward_there():
     message = message_of("chimera", ("B2@0.1^t ", ""), ("B0@0^t B1@0^t", "B2@0^t B0@0^t B1@0^t"))
-    assert "B2@0^0 on rank 0 needs the forward of microbatch 2 on cut 0, which stands nowhere" in message
+    assert "B2@0^0 on rank 0 needs the forward of microbatch 2 on stage 0, which stands nowhere" in message
 
 
 def test_a_prediction_too_late_for_the_backward():
@@ -258,7 +262,7 @@ def test_a_whole_microbatch_is_not_the_first_slice_of_one():
 
 
 def test_a_segment_does_not_skip_a_cut():
-    """What cut 0 recomputes is not the input of cut 2."""
+    """What stage 0 recomputes is not the input of stage 2."""
     text = """
         microbatches 1
         nodes 0@0 1@1 2@2
@@ -267,7 +271,7 @@ def test_a_segment_does_not_skip_a_cut():
         rank 1: F0^t B0^t STEP[t]
         rank 2: F0^t R0^t B0^t STEP[t]
     """
-    with pytest.raises(ScheduleError, match="cut 0 must be all that cut 2 has its input from"):
+    with pytest.raises(ScheduleError, match="stage 0 must be all that stage 2 has its input from"):
         check(parse_schedule(text))
 
 

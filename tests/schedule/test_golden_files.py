@@ -16,9 +16,9 @@ def proof_of(name):
 
 
 def facts(name, what):
-    """One fact of every node, in the order of the file's `nodes` line."""
+    """One fact of every stage, in the order of the file's `stages` line."""
     proof = proof_of(name)
-    return [getattr(proof.nodes[node], what) for node in proof.schedule.nodes]
+    return [getattr(proof.stages[stage], what) for stage in proof.schedule.stages]
 
 
 def delays(name):
@@ -32,7 +32,7 @@ PEAKS = {
     "chimera": [3, 4, 4, 3],  # between D - D/2 + 1 and D
     "dualpipe_v": [Fraction(5, 2)] * 2,  # p + 1/2
     "evaluation": [1, 1],  # nothing is kept
-    "frozen_front": [1, 2, 1],  # cut 0 keeps nothing; behind it 1F1B over two ranks
+    "frozen_front": [1, 2, 1],  # stage 0 keeps nothing; behind it 1F1B over two ranks
     "interleaved": [Fraction(5, 2), Fraction(3, 2)],  # rank r: p + (p - 1 - 2r)/v
     "local_losses": [1, 1],  # each backward follows its forward
     "nf1b": [6, 4],  # rank 0 forwards 2 (p - 1) microbatches before it drops the last batch's
@@ -68,8 +68,8 @@ VERSIONS = {
 
 @pytest.mark.parametrize("name", PEAKS)
 def test_live_versions(name):
-    nodes = len(proof_of(name).schedule.nodes)
-    assert facts(name, "versions") == VERSIONS.get(name, [1] * nodes)
+    stages = len(proof_of(name).schedule.stages)
+    assert facts(name, "versions") == VERSIONS.get(name, [1] * stages)
 
 
 COPIES = {"blend": [1, 1], "xpipe": [2, 2]}  # XPipe: one for the forwards, one for the backwards
@@ -77,8 +77,8 @@ COPIES = {"blend": [1, 1], "xpipe": [2, 2]}  # XPipe: one for the forwards, one 
 
 @pytest.mark.parametrize("name", PEAKS)
 def test_live_copies(name):
-    nodes = len(proof_of(name).schedule.nodes)
-    assert facts(name, "copies") == COPIES.get(name, [0] * nodes)
+    stages = len(proof_of(name).schedule.stages)
+    assert facts(name, "copies") == COPIES.get(name, [0] * stages)
 
 
 BUFFERS = {
@@ -93,11 +93,11 @@ BUFFERS = {
 @pytest.mark.parametrize("name", PEAKS)
 def test_buffers(name):
     """Versions and gradients together."""
-    nodes = len(proof_of(name).schedule.nodes)
-    assert facts(name, "buffers") == BUFFERS.get(name, [2] * nodes)
+    stages = len(proof_of(name).schedule.stages)
+    assert facts(name, "buffers") == BUFFERS.get(name, [2] * stages)
 
 
-# Mean updates between the version read and the version updated: (forward, backward) per node.
+# Mean updates between the version read and the version updated: (forward, backward) per stage.
 DELAYS = {
     "blend": [(1, 1), (0, 0)],  # counted from the older version of the blend
     "nf1b": [(0.5, 0), (0, 0)],  # F0 and F1 read t-1, F2 and F3 t
@@ -109,15 +109,15 @@ DELAYS = {
 
 @pytest.mark.parametrize("name", PEAKS)
 def test_delays(name):
-    nodes = len(proof_of(name).schedule.nodes)
-    assert delays(name) == DELAYS.get(name, [(0, 0)] * nodes)
+    stages = len(proof_of(name).schedule.stages)
+    assert delays(name) == DELAYS.get(name, [(0, 0)] * stages)
 
 
 @pytest.mark.parametrize("name", PEAKS)
 def test_every_rank_holds_what_the_file_says(name):
     schedule = proof_of(name).schedule
     for rank, program in enumerate(schedule.programs):
-        used = {part.node for action in program.period for part in action.parts or (action,)}
+        used = {part.stage for action in program.period for part in action.parts or (action,)}
         assert used == set(schedule.on_rank(rank))
 
 

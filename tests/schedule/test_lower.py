@@ -140,7 +140,7 @@ def test_sends_stand_directly_behind_their_producer(schedule):
                     Payload.PARKED: (Op.OFFLOAD, Op.RETURN),
                 }
                 parts = [p for p in producer.parts or (producer,) if p.op in gives[route.payload]]
-                assert any(p.node == route.source for p in parts)
+                assert any(p.stage == route.source for p in parts)
 
 
 @every_schedule
@@ -172,7 +172,7 @@ def test_lowering_adds_messages_and_changes_nothing_else(schedule):
         ("zb_h1", 2 * 4 * 2),
         ("seq1f1b", 2 * 2 * 2),  # 2mk(p - 1)
         ("two_branches", 2 * 3 * 2),
-        ("frozen_front", 2 * 3 + 3),  # no gradient returns to the frozen cut
+        ("frozen_front", 2 * 3 + 3),  # no gradient returns to the frozen stage
         ("local_losses", 2),
         ("evaluation", 2),
         ("nf1b", 4 + 1),  # one message for the gradients of four microbatches

@@ -85,8 +85,8 @@ def test_the_version_difference_in_a_simulated_run(p: int, n: int, ahead: int) -
     schedule = make_schedule("timeprest", p, n, options={"ahead": ahead})
     costs = Costs.uniform(schedule, 1.0, 0.5 / n, 0.5 / n)
     found = simulate_schedule(schedule, costs, 40).timeline.intervals
-    made = sorted(i.end for i in found if i.what == "STEP" and i.cut == 0)
-    begun = {i.batch: i.start for i in found if i.what == "B" and i.cut == p - 1}
+    made = sorted(i.end for i in found if i.what == "STEP" and i.stage == 0)
+    begun = {i.batch: i.start for i in found if i.what == "B" and i.stage == p - 1}
     assert max(t + 1 - sum(end <= start for end in made) for t, start in begun.items()) == version_difference(
         p, n, ahead
     )
@@ -151,15 +151,15 @@ BY_HAND = {
 @pytest.mark.parametrize(("method", "p", "n"), BY_HAND)
 def test_what_is_derived(method: str, p: int, n: int) -> None:
     proof = prove(method, p, n)
-    nodes = [proof.nodes[node] for node in proof.schedule.nodes]
+    stages = [proof.stages[stage] for stage in proof.schedule.stages]
     delays, versions, buffers, copies, activations = BY_HAND[method, p, n]
-    assert [float(facts.delay.forward) for facts in nodes] == pytest.approx(delays)
-    assert [facts.versions for facts in nodes] == versions
-    assert [facts.buffers for facts in nodes] == buffers
-    assert [facts.copies for facts in nodes] == copies
+    assert [float(facts.delay.forward) for facts in stages] == pytest.approx(delays)
+    assert [facts.versions for facts in stages] == versions
+    assert [facts.buffers for facts in stages] == buffers
+    assert [facts.copies for facts in stages] == copies
     assert list(proof.activations) == activations
     if method != "i-timeprest":
-        assert {facts.delay.backward for facts in nodes} == {0}  # a backward starts from all that its batch allows
+        assert {facts.delay.backward for facts in stages} == {0}  # a backward starts from all that its batch allows
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -25,13 +25,13 @@ def printed(action: Action, first: dict[int, int], chunks: bool) -> str:
     """As sources print it; directions count their own microbatches."""
     if action.parts:
         return "[" + "+".join(printed(part, first, chunks) for part in action.parts) + "]"
-    node, unit = action.node, action.unit
-    text = f"{action.op}{unit.first - first.get(node.replica, 0)}"
+    stage, unit = action.stage, action.unit
+    text = f"{action.op}{unit.first - first.get(stage.direction, 0)}"
     if unit.slice is not None:
         text += f".{unit.slice[0]}"
     if chunks:
-        return text + "'" * (node.cut >= 4)
-    return text + ("" if len(first) == 1 else "><"[node.replica])
+        return text + "'" * (stage.index >= 4)
+    return text + ("" if len(first) == 1 else "><"[stage.direction])
 
 
 def order_of(name: str, p: int, m: int, rank: int, first: dict[int, int], chunks: bool = False) -> str:
@@ -60,15 +60,15 @@ ANY_M = ("interleaved", "breadth-first", "zb-h1", "zb-h2", "zb-interleaved", "zb
 
 
 def same_counts(schedule: Schedule, m: int) -> None:
-    """Every pass of every microbatch once on every cut: the checker's own count is not asked."""
+    """Every pass of every microbatch once on every stage: the checker's own count is not asked."""
     found: dict[tuple[Op, int, int], int] = {}
     for program in schedule.programs:
         for action in program.period:
             for p in passes(action):
                 if p.op in (Op.F, Op.B, Op.W):
-                    key = (Op.F if p.op is Op.F else Op.B, p.node.cut, p.unit.first)
+                    key = (Op.F if p.op is Op.F else Op.B, p.stage.index, p.unit.first)
                     found[key] = found.get(key, 0) + 1
-    wanted = {(op, cut, k) for op in (Op.F, Op.B) for cut in range(schedule.cuts) for k in range(m)}
+    wanted = {(op, index, k) for op in (Op.F, Op.B) for index in range(schedule.num_stages) for k in range(m)}
     assert found.keys() == wanted
     assert set(found.values()) == {schedule.slices}
 
@@ -174,19 +174,19 @@ def test_two_directions_and_pairs(name: str, legal: list[tuple[int, int]]) -> No
     ("stages", "pairs", "legal"), [(4, 2, [4, 5, 8]), (8, 2, [4, 7, 8, 16, 19]), (8, 4, [8, 11]), (12, 3, [6, 12])]
 )
 def test_several_pairs_of_chimera(stages: int, pairs: int, legal: list[int]) -> None:
-    """Pair j is the first one turned on by j D/f ranks; microbatches are dealt evenly; a rank holds 2f cuts."""
+    """Pair j is the first one turned on by j D/f ranks; microbatches are dealt evenly; a rank holds 2f stages."""
     for m in legal:
         schedule = prove("chimera", stages, m, options={"pairs": pairs}).schedule
         same_counts(schedule, m)
         turns = [j * stages // pairs for j in range(pairs)]
-        down = [[(turn + cut) % stages for cut in range(stages)] for turn in turns]
-        up = [[(turn + cut) % stages for cut in reversed(range(stages))] for turn in turns]
-        places = [[schedule.node_at[cut, way].rank for cut in range(stages)] for way in range(2 * pairs)]
+        down = [[(turn + index) % stages for index in range(stages)] for turn in turns]
+        up = [[(turn + index) % stages for index in reversed(range(stages))] for turn in turns]
+        places = [[schedule.stage_at[index, way].rank for index in range(stages)] for way in range(2 * pairs)]
         assert sorted(places) == sorted(down + up)
         for rank, program in enumerate(schedule.programs):
             held = schedule.on_rank(rank)
-            assert len({node.cut for node in held}) == len(held) == 2 * pairs
-            forwards = [sum(a.op is Op.F and a.node == node for a in program.period) for node in held]
+            assert len({stage.index for stage in held}) == len(held) == 2 * pairs
+            forwards = [sum(a.op is Op.F and a.stage == stage for a in program.period) for stage in held]
             assert max(forwards) - min(forwards) <= 1
             assert sum(forwards) == m
 

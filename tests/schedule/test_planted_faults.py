@@ -131,7 +131,7 @@ def test_a_dropped_action_is_refused(data):
     action = schedule.programs[rank][part][i]
     message = refused(edited(schedule, rank, part, lambda row: row.pop(i)))
     assert {Op.F: "forward", Op.B: " B", Op.STEP: "STEP"}[action.op] in message
-    assert f"cut {rank}" in message or f"node {rank}" in message
+    assert f"stage {rank}" in message or f"stage {rank}" in message
 
 
 @SWEEP
@@ -165,10 +165,10 @@ def test_an_action_of_another_batch_is_refused(data):
 def test_an_action_on_another_ranks_stage_is_refused(data):
     schedule = data.draw(schedules().filter(lambda s: s.ranks > 1))
     rank, part, i = data.draw(places(schedule))
-    other = schedule.nodes[(rank + data.draw(st.integers(1, schedule.ranks - 1))) % schedule.ranks]
-    wrong = schedule.programs[rank][part][i]._replace(node=other)
+    other = schedule.stages[(rank + data.draw(st.integers(1, schedule.ranks - 1))) % schedule.ranks]
+    wrong = schedule.programs[rank][part][i]._replace(stage=other)
     message = refused(edited(schedule, rank, part, lambda row: row.__setitem__(i, wrong)))
-    assert f"stands in the program of rank {rank}, which holds no such node" in message
+    assert f"stands in the program of rank {rank}, which holds no such stage" in message
     assert f"{wrong.op}" in message
 
 
@@ -202,7 +202,9 @@ def text_fault(schedule, old, new):
 
 def test_a_backward_before_its_forward():
     message = text_fault(make_schedule("1f1b", 2, 2), "rank 1: F0^t B0^t", "rank 1: B0^t F0^t")
-    assert "B0@1^0 on rank 1 needs the forward of microbatch 0 on cut 1, which stands later on the same rank" in message
+    assert (
+        "B0@1^0 on rank 1 needs the forward of microbatch 0 on stage 1, which stands later on the same rank" in message
+    )
 
 
 def test_a_2bw_step_one_batch_too_early_overwrites_a_buffer():
@@ -210,7 +212,7 @@ def test_a_2bw_step_one_batch_too_early_overwrites_a_buffer():
     schedule = make_schedule("2bw", 2, 2)
     text = "rank 0: STEP[t-1] F0^t-1 B-1^t-2 F1^t-1 B0^t-1"
     message = text_fault(schedule, "rank 0: STEP[t-2] F0^t-1 B-1^t-2 F1^t-1 B0^t-1", text)
-    assert "to drain, node 0 must run STEP for [-1]" in message
+    assert "to drain, stage 0 must run STEP for [-1]" in message
 
 
 def test_a_2bw_step_behind_the_forward_that_should_read_it():
@@ -238,7 +240,7 @@ def test_newest_weights_have_room_for_one_gradient_only():
     schedule = make_schedule("stash", 2, 3)
     message = refused(replace(make_schedule("2bw", 2, 2), rule="newest"))
     assert "rule 'newest'" in message
-    assert check(schedule).nodes[schedule.nodes[0]].buffers == 3  # two versions and a gradient
+    assert check(schedule).stages[schedule.stages[0]].buffers == 3  # two versions and a gradient
 
 
 def test_flush_refuses_an_update_under_a_microbatch_in_flight():
@@ -255,7 +257,7 @@ def test_stash_reads_again_what_the_forward_read():
 
 def test_a_dropped_drain_is_refused_with_what_it_must_hold():
     message = text_fault(make_schedule("stash", 3, 2), "\ndrain 1: B-1^t-1 STEP[t-1]", "")
-    assert "to drain, cut 1 must run B for [-1] (relative to the end); the epilogue has nothing" in message
+    assert "to drain, stage 1 must run B for [-1] (relative to the end); the epilogue has nothing" in message
 
 
 def test_a_pass_without_a_version_is_refused():

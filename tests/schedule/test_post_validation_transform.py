@@ -78,10 +78,10 @@ def test_who_has_run_nothing_yet_waits_for_both_messages() -> None:
 @pytest.mark.parametrize(("p", "m"), [(1, 2), (2, 1), (2, 5), (3, 4), (4, 8)])
 def test_any_flushed_order_may_be_validated_later(name: str, p: int, m: int) -> None:
     proof = prove(name, p, m, rule="provisional", decides=True)
-    assert all(facts.buffers <= 3 and facts.versions <= 2 for facts in proof.nodes.values())
-    assert all(facts.delay == (0.0, 0.0) for facts in proof.nodes.values())
+    assert all(facts.buffers <= 3 and facts.versions <= 2 for facts in proof.stages.values())
+    assert all(facts.delay == (0.0, 0.0) for facts in proof.stages.values())
     in_place = prove(name, p, m, rule="provisional-in-place", decides=True)
-    assert all(facts.buffers == 2 and facts.versions == 1 for facts in in_place.nodes.values())
+    assert all(facts.buffers == 2 and facts.versions == 1 for facts in in_place.stages.values())
     for period, _ in proof.schedule.programs:
         place = [i for i, a in enumerate(period) if a.op is Op.VALIDATE]
         rest = [a.op for a in period[place[-1] + 1 :]]

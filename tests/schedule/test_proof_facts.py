@@ -13,7 +13,7 @@ SIZES = [1, 2, 3, 8]
 
 
 def by_stage(proof):
-    return [proof.nodes[node] for node in sorted(proof.nodes)]
+    return [proof.stages[stage] for stage in sorted(proof.stages)]
 
 
 @pytest.mark.parametrize("m", SIZES)
@@ -163,7 +163,7 @@ def test_vertical_sync_with_a_rank_that_admits_and_follows():
         rank 1: F1@0.1^t F0@1^t B0@1^t B1@0.1^t REDUCE[t]@0.1 STEP[t]@0.1 REDUCE[t]@1 STEP[t]@1
     """
     proof = check(parse_schedule(text))
-    assert all(facts.delay.forward == 0 for facts in proof.nodes.values())
+    assert all(facts.delay.forward == 0 for facts in proof.stages.values())
 
 
 def test_vertical_sync_remembers_an_admission_until_every_stage_has_asked():
@@ -177,4 +177,4 @@ def test_vertical_sync_remembers_an_admission_until_every_stage_has_asked():
         rank 1: F-1^t-1 B-1^t-1 STEP[t-1]
         drain 1: F-1^t-1 B-1^t-1 STEP[t-1]
     """
-    assert [tuple(facts.delay) for facts in check(parse_schedule(text)).nodes.values()] == [(0, 0), (0, 0)]
+    assert [tuple(facts.delay) for facts in check(parse_schedule(text)).stages.values()] == [(0, 0), (0, 0)]

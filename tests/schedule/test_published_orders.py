@@ -92,7 +92,7 @@ def test_1f1b_rule_of_the_papers(method, factor, stages, microbatches):
 @pytest.mark.parametrize("stages", [1, 2, 4, 5])
 @pytest.mark.parametrize("factor", [1, 2])
 def test_endless_order_is_one_long_1f1b(factor, stages, microbatches, batches):
-    """T endless batches of m run like one flushed batch of T*m, however the batches cut it up."""
+    """T endless batches of m run like one flushed batch of T*m, however the batches stage it up."""
     order, flushing = {1: ("endless-1f1b", "1f1b"), 2: ("endless-eager-1f1b", "eager")}[factor]
     endless = make_schedule("stash", stages, microbatches, order=order)
     flushed = make_schedule(flushing, stages, microbatches * batches)

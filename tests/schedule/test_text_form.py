@@ -13,11 +13,11 @@ from penstock.schedule.ir.schedule import (
     Copy,
     Edge,
     Kind,
-    Node,
     Op,
     Payload,
     Program,
     Schedule,
+    Stage,
     Unit,
     WeightRef,
     format_action,
@@ -68,7 +68,7 @@ def test_one_schedule_by_hand_from_both_sides():
         "rank 1: [F3@1^t+B-1@0.1^t-2] STEP[t-2]@0.1\n"
         "drain 1: B-2@1 VALIDATE[t-1]@1\n"
     )
-    first, second, up = Node(0, 0, 0), Node(1, 0, 1), Node(0, 1, 1)
+    first, second, up = Stage(0, 0, 0), Stage(1, 0, 1), Stage(0, 1, 1)
     pair = (
         Action(Op.F, second, Unit(3), WeightRef((0,))),
         Action(Op.B, up, Unit(-1), WeightRef((-2,))),
@@ -76,7 +76,7 @@ def test_one_schedule_by_hand_from_both_sides():
     schedule = Schedule(
         name="everything",
         microbatches=4,
-        nodes=(first, second, up),
+        stages=(first, second, up),
         edges=(Edge(0, 1, backward=False),),
         programs=(
             Program(
@@ -103,7 +103,7 @@ def test_one_schedule_by_hand_from_both_sides():
     assert format_schedule(schedule) == text
 
 
-NODES = (Node(0, 0, 0), Node(1, 0, 0), Node(1, 2, 0))
+NODES = (Stage(0, 0, 0), Stage(1, 0, 0), Stage(1, 2, 0))
 versions = st.lists(st.integers(-9, 9), min_size=1, max_size=3).map(tuple)
 copies = st.none() | st.builds(Copy, st.text("abcxyz", min_size=1, max_size=3), st.integers(-9, 9))
 reads = st.none() | st.builds(WeightRef, versions, copies)
@@ -119,7 +119,7 @@ batch_units = st.builds(
     lambda first, every: Unit(first, kind=Kind.BATCH, every=every), st.integers(-9, 0), st.integers(1, 5)
 )
 plain = st.builds(
-    lambda op, node, unit, reads: Action(op, node, unit, reads),
+    lambda op, stage, unit, reads: Action(op, stage, unit, reads),
     st.sampled_from([op for op in Op if op is not Op.FUSED]),
     st.sampled_from(NODES),
     units | batch_units,
@@ -133,7 +133,7 @@ messages = st.builds(
     st.sampled_from(Payload),
 )
 fused = st.lists(plain, min_size=2, max_size=3).map(
-    lambda parts: Action(Op.FUSED, parts[0].node, parts[0].unit, parts=tuple(parts))
+    lambda parts: Action(Op.FUSED, parts[0].stage, parts[0].unit, parts=tuple(parts))
 )
 
 
@@ -153,11 +153,11 @@ def test_str_of_an_action_has_absolute_numbers():
 
 def test_a_schedule_without_edges_is_read_back():
     """Stages that exchange nothing are no chain."""
-    node, other = straight(2)
-    row = [Action(op, node, Unit(0), WeightRef((0,))) for op in (Op.F, Op.B)]
-    row.append(Action(Op.STEP, node, Unit(0, kind=Kind.BATCH)))
-    programs = (Program(tuple(row)), Program(tuple(a._replace(node=other) for a in row)))
-    schedule = Schedule("apart", 1, (node, other), (), programs, "flush")
+    stage, other = straight(2)
+    row = [Action(op, stage, Unit(0), WeightRef((0,))) for op in (Op.F, Op.B)]
+    row.append(Action(Op.STEP, stage, Unit(0, kind=Kind.BATCH)))
+    programs = (Program(tuple(row)), Program(tuple(a._replace(stage=other) for a in row)))
+    schedule = Schedule("apart", 1, (stage, other), (), programs, "flush")
     assert parse_schedule(str(schedule)) == schedule
 
 
@@ -191,14 +191,14 @@ def test_completion_inserts_a_reduce_where_nodes_share_a_cut():
         "microbatches 2\nnodes 0@0 1@1 0.1@1 1.1@0\nrank 0: F0@0 F1@1.1 B1@1.1 B0@0\nrank 1: F1@0.1 F0@1 B0@1 B1@0.1\n"
     )
     schedule = parse_schedule(text)
-    for rank, nodes in ((0, ("0", "1.1")), (1, ("1", "0.1"))):
+    for rank, stages in ((0, ("0", "1.1")), (1, ("1", "0.1"))):
         actions = str(schedule).splitlines()[-2 + rank].split()
-        assert all(actions.index(f"REDUCE[t]@{node}") < actions.index(f"STEP[t]@{node}") for node in nodes)
+        assert all(actions.index(f"REDUCE[t]@{stage}") < actions.index(f"STEP[t]@{stage}") for stage in stages)
     check(schedule)
 
 
 def test_completion_of_chimera_is_legal():
-    """Both ranks of a pair must join the reductions of their two cuts in one order."""
+    """Both ranks of a pair must join the reductions of their two stages in one order."""
     schedule = parse_schedule((GOLDEN[0].parent / "chimera.txt").read_text())
     text = " ".join(t for t in bare(schedule).replace("\n", " \n ").split(" ") if not t.startswith("REDUCE"))
     check(parse_schedule(text))
@@ -255,13 +255,13 @@ def test_a_token_that_cannot_be_read_is_named_with_its_line(token):
 @pytest.mark.parametrize(
     ("token", "telling"),
     [
-        ("F0@7", "no such node here; nodes: 1"),
-        ("F0@0", "no such node here; nodes: 1"),  # rank 0's
-        ("F0@1.1", "no such node here; nodes: 1"),
+        ("F0@7", "no such stage here; stages: 1"),
+        ("F0@0", "no such stage here; stages: 1"),  # rank 0's
+        ("F0@1.1", "no such stage here; stages: 1"),
         ("F1..0", "a range runs upwards"),
         ("F0:2/2", "slice j of k has j < k"),
         ("[F0^t]", "needs at least two passes"),
-        ("SEND0@1>5/gradient", "no such node here; nodes: 0, 1"),
+        ("SEND0@1>5/gradient", "no such stage here; stages: 0, 1"),
     ],
 )
 def test_a_token_without_meaning_says_what_is_expected(token, telling):
@@ -279,7 +279,7 @@ def test_a_payload_that_does_not_exist_is_named():
 def test_a_rank_with_several_nodes_must_say_which():
     message = message_of("microbatches 1\nnodes 0@0 1@0\nrank 0: F0 F0@1\n")
     assert message.startswith("file.txt:3: ")
-    assert "say which node, @CUT; nodes: 0, 1" in message
+    assert "say which stage, @STAGE; stages: 0, 1" in message
 
 
 @pytest.mark.parametrize(
@@ -289,7 +289,7 @@ def test_a_rank_with_several_nodes_must_say_which():
         ("microbatches 2\n", "", "the line 'microbatches ...' is missing"),
         ("microbatches 2", "microbatches two", "expected a number, got 'two'"),
         ("microbatches 2", "microbatches -2", "expected a number, got '-2'"),
-        ("nodes 0@0 1@1", "nodes 0@0 1", "cannot read node '1'"),
+        ("nodes 0@0 1@1", "nodes 0@0 1", "cannot read stage '1'"),
         ("nodes 0@0 1@1", "nodes 0@0 1@1\nedges 0-1", "cannot read edge '0-1'"),
         ("nodes 0@0 1@1", "nodes 0@0 1@1\nfrozen x", "expected a number, got 'x'"),
         ("nodes 0@0 1@1", "nodes 0@0 1@1\nsegments 0,b", "expected a number, got 'b'"),

@@ -42,7 +42,7 @@ def without(table, word):
 
 def compute_actions(program):
     """(operation, stage, microbatch) of every pass of a program."""
-    return [(p.op.value, p.node.cut, p.unit.first) for a in program.period if a.op is not Op.STEP for p in passes(a)]
+    return [(p.op.value, p.stage.index, p.unit.first) for a in program.period if a.op is not Op.STEP for p in passes(a)]
 
 
 def torch_actions(row):
@@ -66,7 +66,7 @@ def test_torchs_loader_reads_our_file(name, tmp_path):
     for rank, program in enumerate(ours.programs):
         flat = [part for action in theirs.pipeline_order[rank] for part in action.sub_actions or (action,)]
         assert [(a.computation_type.value, a.stage_index, a.microbatch_index) for a in flat] == compute_actions(program)
-    assert theirs.stage_index_to_group_rank == {node.cut: node.rank for node in ours.nodes}
+    assert theirs.stage_index_to_group_rank == {stage.index: stage.rank for stage in ours.stages}
 
 
 @pytest.mark.parametrize("method", ["gpipe", "1f1b", "eager", "sequential"])
@@ -91,8 +91,8 @@ def test_we_read_and_prove_torchs_tables(name, ranks, microbatches):
     schedule = from_torch_csv(table, name)
     assert schedule.microbatches == microbatches
     assert [compute_actions(p) for p in schedule.programs] == [torch_actions(row) for row in table.splitlines()]
-    place = (lambda cut: min(cut, 2 * ranks - 1 - cut)) if MULTI[name] else (lambda cut: cut % ranks)
-    assert all(node.rank == place(node.cut) for node in schedule.nodes)
+    place = (lambda index: min(index, 2 * ranks - 1 - index)) if MULTI[name] else (lambda index: index % ranks)
+    assert all(stage.rank == place(stage.index) for stage in schedule.stages)
     check(schedule)
 
 
@@ -140,7 +140,7 @@ def test_torchs_lowered_tables_are_refused_by_name(name):
 @pytest.mark.parametrize(
     ("name", "telling"),
     [
-        ("chimera", "cannot hold a cut on several ranks"),
+        ("chimera", "cannot hold a stage on several ranks"),
         ("frozen_front", "only a chain of stages that are all trained"),
         ("two_branches", "only a chain"),
         ("local_losses", "only a chain"),
@@ -224,5 +224,5 @@ def test_idle_cells_and_spaces_mean_nothing():
 
 
 def test_a_missing_pass_is_found_by_the_proof():
-    with pytest.raises(ScheduleError, match="microbatch 1, cut 1 has 0 forwards per batch"):
+    with pytest.raises(ScheduleError, match="microbatch 1, stage 1 has 0 forwards per batch"):
         check(from_torch_csv("0F0,0F1,0B0,0B1\n1F0,1B0\n"))

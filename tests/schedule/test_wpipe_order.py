@@ -19,7 +19,7 @@ GRID = [(p, m) for p in (1, 2, 3, 4, 6) for m in (1, 2, 3, 4, 7)]
 
 def printed(action: Action, p: int) -> str:
     """Capitals are group 1."""
-    letter = str(action.op) if action.node.cut < p else str(action.op).lower()
+    letter = str(action.op) if action.stage.index < p else str(action.op).lower()
     return f"{letter}{action.unit.first}"
 
 
@@ -70,14 +70,14 @@ def test_it_is_the_order_of_the_code_of_its_authors(p: int) -> None:
 def test_group_1_is_one_update_late_and_group_2_not_at_all(p: int, m: int) -> None:
     """Half of the delayed gradients, and half of the redundant weights, of 2BW."""
     proof = prove("2gw", p, m)
-    for node, facts in proof.nodes.items():
-        late = node.cut < p
+    for stage, facts in proof.stages.items():
+        late = stage.index < p
         assert facts.delay == ((1.0, 1.0) if late else (0.0, 0.0))
         assert (facts.versions, facts.gradients, facts.buffers) == ((2, 1, 3) if late else (1, 1, 2))
-    double = prove("2bw", 2 * p, 2 * p).nodes.values()
+    double = prove("2bw", 2 * p, 2 * p).stages.values()
     delayed, redundant = (
-        [sum(facts.delay.forward for facts in nodes), sum(facts.versions - 1 for facts in nodes)]
-        for nodes in (proof.nodes.values(), double)
+        [sum(facts.delay.forward for facts in stages), sum(facts.versions - 1 for facts in stages)]
+        for stages in (proof.stages.values(), double)
     )
     assert [2 * number for number in delayed] == redundant
 
@@ -124,11 +124,11 @@ def test_drained_after_some_batches(p: int) -> None:
 
 @pytest.mark.parametrize("p", [1, 2, 3])
 def test_no_decision_of_all_stages_can_be_waited_for(p: int) -> None:
-    with pytest.raises(ConfigError, match=f"wpipe: rank 0 updates cut {p} before cut 0 has its gradient"):
+    with pytest.raises(ConfigError, match=f"wpipe: rank 0 updates stage {p} before stage 0 has its gradient"):
         prove("wpipe", p, 4, decides=True)
     prove("interleaved", p, 4, decides=True)
 
 
 def test_on_its_order_double_buffers_can_wait() -> None:
-    facts = prove("wpipe", 3, 4, rule="double-buffer", decides=True).nodes.values()
+    facts = prove("wpipe", 3, 4, rule="double-buffer", decides=True).stages.values()
     assert {f.delay for f in facts} == {(1.0, 1.0)}

@@ -25,9 +25,10 @@ def intervals(simulation, what):
 
 
 def test_chimera_reduces_when_both_replicas_have_joined():
-    """F = 1, B = 2, a reduction of 4: every rank ends its passes at 16 and then reduces two cuts one after the other.
+    """F = 1, B = 2, a reduction of 4: every rank ends its passes at 16 and then reduces two stages one after the other.
 
-    Rank 0 joins cut 3 at 13 (its last backward there), rank 3 at 12; the reduction runs beside the passes that follow.
+    Rank 0 joins stage 3 at 13 (its last backward there), rank 3 at 12; the reduction runs beside the passes that
+    follow.
     """
     text = (GOLDEN / "chimera.txt").read_text()
     free, slow = run(text, 0), run(text, 4)
@@ -36,17 +37,17 @@ def test_chimera_reduces_when_both_replicas_have_joined():
         joined = {}
         for i in simulation.timeline.intervals:
             if i.what == "B":
-                joined[i.cut] = max(joined.get(i.cut, 0), i.end)
+                joined[i.stage] = max(joined.get(i.stage, 0), i.end)
         for i in simulation.timeline.intervals:
             if i.what == "REDUCE":
-                assert i.start >= joined[i.cut]
+                assert i.start >= joined[i.stage]
                 assert i.end == i.start + time
-        starts = {(i.cut, i.start, i.end) for i in simulation.timeline.intervals if i.what == "REDUCE"}
+        starts = {(i.stage, i.start, i.end) for i in simulation.timeline.intervals if i.what == "REDUCE"}
         assert len(starts) == 4  # both members see one interval
 
 
 def test_the_last_member_to_join_starts_a_reduction():
-    """Two replicas of one cut, with two microbatches and one: the second is ready at 3 and waits until 6."""
+    """Two directions of one stage, with two microbatches and one: the second is ready at 3 and waits until 6."""
     text = """
         microbatches 3
         nodes 0@0 0.1@1

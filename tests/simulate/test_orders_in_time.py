@@ -87,7 +87,7 @@ def gathered(name: str) -> tuple[int, int]:
     was accumulated there away.
     """
     rows = prove(ORDERS[name], 4, 8, options={"chunks": 4}).schedule.programs[0].period
-    passes = [(str(a.op), a.node.cut // 4) for a in rows if a.op in (Op.F, Op.B)]
+    passes = [(str(a.op), a.stage.index // 4) for a in rows if a.op in (Op.F, Op.B)]
     weights = [chunk for buffer in (0, 1) for chunk, _ in groupby(c for _, c in passes if c % 2 == buffer)]
     gradients = [
         chunk for buffer in (0, 1) for chunk, _ in groupby(c for op, c in passes if op == "B" and c % 2 == buffer)
@@ -110,7 +110,7 @@ def test_breadth_first_and_depth_first_loops(
     found = loops(name, 8)
     assert found.bubble.bubble_of_ideal == 3 / 32
     assert 4 * peaks(found)[0] == held
-    ends = {i.cut // 4: i.end for i in found.timeline.work(0) if i.what == "B"}
+    ends = {i.stage // 4: i.end for i in found.timeline.work(0) if i.what == "B"}
     assert [round(ends[chunk] / found.bubble.makespan, 2) for chunk in range(4)] == ready
     assert gathered(name) == traffic
 

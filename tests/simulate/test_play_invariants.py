@@ -33,7 +33,9 @@ def runs(draw, golden=True):
         method = draw(st.sampled_from(list(CHAINS)))
         fewest = max(stages - 1, least(method, stages))
         proof = check(make_schedule(method, stages, draw(st.integers(fewest, max(fewest, 7)))))
-    stages = [StageCost(draw(positive), draw(positive), draw(maybe), draw(maybe)) for _ in range(proof.schedule.cuts)]
+    stages = [
+        StageCost(draw(positive), draw(positive), draw(maybe), draw(maybe)) for _ in range(proof.schedule.num_stages)
+    ]
     costs = Costs(tuple(stages), draw(maybe), draw(maybe), draw(st.floats(0.5, 1.0)))
     batches = draw(st.integers(1, 4))
     return simulate_schedule(proof, costs, batches), proof, costs, batches

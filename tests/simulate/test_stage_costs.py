@@ -6,12 +6,12 @@ import pytest
 
 from penstock.errors import ConfigError
 from penstock.schedule.build import make_schedule
-from penstock.schedule.ir.schedule import Action, Kind, Node, Op, Unit
+from penstock.schedule.ir.schedule import Action, Kind, Op, Stage, Unit
 from penstock.schedule.text import parse_schedule
 from penstock.simulate.costs import Costs, StageCost, read_stage_costs
 from penstock.simulate.simulate import simulate_schedule
 
-NODE = Node(0, 0, 0)
+NODE = Stage(0, 0, 0)
 COSTS = Costs((StageCost(2, 3, 5, 7),), latency=1, collective=11, fused=0.5)
 
 
@@ -44,19 +44,19 @@ def test_uniform_costs_are_those_of_a_whole_rank():
 
 
 def test_uniform_costs_of_chunks_are_shares():
-    """Two chunks per rank: each costs half. Chimera's two replicas are whole stages: each costs all."""
+    """Two chunks per rank: each costs half. Chimera's two directions are whole stages: each costs all."""
     chunks = parse_schedule(
         "microbatches 1\nnodes 0@0 1@1 2@1 3@0\nrank 0: F0@0 F0@3 B0@3 B0@0\nrank 1: F0@1 F0@2 B0@2 B0@1\n"
     )
-    replicas = parse_schedule(
+    directions = parse_schedule(
         "microbatches 2\nnodes 0@0 1@1 0.1@1 1.1@0\nrank 0: F0@0 F1@1.1 B1@1.1 B0@0\nrank 1: F1@0.1 F0@1 B0@1 B1@0.1\n"
     )
     assert Costs.uniform(chunks, 1, 1, 1).stages[0] == StageCost(0.5, 0.5, 0.5, 0)
-    assert Costs.uniform(replicas, 1, 1, 1).stages[0] == StageCost(1, 1, 1, 0)
+    assert Costs.uniform(directions, 1, 1, 1).stages[0] == StageCost(1, 1, 1, 0)
 
 
 def test_uniform_costs_of_uneven_placements_are_shares_of_each_rank():
-    """Rank 0 holds two cuts and rank 1 one: both are busy for as long."""
+    """Rank 0 holds two stages and rank 1 one: both are busy for as long."""
     schedule = parse_schedule(
         "microbatches 1\nnodes 0@0 1@0 2@1\nrank 0: F0@0^t F0@1^t B0@1^t B0@0^t STEP[t]@0 STEP[t]@1\n"
         "rank 1: F0^t B0^t STEP[t]\n"
@@ -65,10 +65,10 @@ def test_uniform_costs_of_uneven_placements_are_shares_of_each_rank():
 
 
 def test_a_cut_on_ranks_of_different_shares_has_no_uniform_cost():
-    nodes = "nodes 0@0 1@0 0.1@1 1.1@2"
+    stages = "nodes 0@0 1@0 0.1@1 1.1@2"
     rows = "rank 0: F0@0 F0@1 B0@1 B0@0\nrank 1: F1@0.1 B1@0.1\nrank 2: F1@1.1 B1@1.1\n"
-    with pytest.raises(ConfigError, match="cut 0 hold different numbers of cuts"):
-        Costs.uniform(parse_schedule(f"microbatches 2\n{nodes}\n{rows}"))
+    with pytest.raises(ConfigError, match="stage 0 hold different numbers of stages"):
+        Costs.uniform(parse_schedule(f"microbatches 2\n{stages}\n{rows}"))
 
 
 # --- from a file -----------------------------------------------------------------------------------------------------

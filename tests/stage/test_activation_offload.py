@@ -70,7 +70,7 @@ def test_weights_and_inputs_stay(monkeypatch: Any) -> None:
     monkeypatch.setattr(activation_offload, "_copied", noted)
     case = Case("gpipe", 2, 4, spans=(2,), skips=())
     pipeline = make_pipeline(case, schedule=parse_schedule(OFFLOAD))
-    weights = {address for node in pipeline.nodes.values() if node.store for address in node.store.storages}
+    weights = {address for stage in pipeline.stages.values() if stage.store for address in stage.store.storages}
     for _ in pipeline.run(make_batches(case)):
         pass
     assert addresses
@@ -121,12 +121,12 @@ def test_who_parks_with_whom(p: int, pairs: list[tuple[int, int]]) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        (" RETURN1@1>0/parked", "", "RETURN and FETCH move the activations of 1 from node 1 to node 0 0 and 1 times"),
-        (" HOLD1@1<0/parked", "", "OFFLOAD and HOLD move the activations of 1 from node 0 to node 1 1 and 0 times"),
-        ("HOLD1@1<0/parked", "HOLD1@1<0/parked HOLD1@1<0/parked", "from node 0 to node 1 1 and 2 times"),
-        ("FETCH1@0<1/parked", "FETCH1", "from node 1 to node 0 1 and 0 times"),
+        (" RETURN1@1>0/parked", "", "RETURN and FETCH move the activations of 1 from stage 1 to stage 0 0 and 1 times"),
+        (" HOLD1@1<0/parked", "", "OFFLOAD and HOLD move the activations of 1 from stage 0 to stage 1 1 and 0 times"),
+        ("HOLD1@1<0/parked", "HOLD1@1<0/parked HOLD1@1<0/parked", "from stage 0 to stage 1 1 and 2 times"),
+        ("FETCH1@0<1/parked", "FETCH1", "from stage 1 to stage 0 1 and 0 times"),
         ("OFFLOAD1@0>1/parked", "OFFLOAD1@0>1/activation", "moves parked activations: write /parked"),
-        (" FETCH1@0<1/parked", "", "from node 1 to node 0 1 and 0 times"),
+        (" FETCH1@0<1/parked", "", "from stage 1 to stage 0 1 and 0 times"),
         ("HOLD1@1<0/parked", "HOLD1@1", "HOLD and RETURN name the other end"),
         ("F0^t HOLD1@1<0/parked", "HOLD1@1<0/parked F0^t", ""),
     ],

@@ -195,4 +195,4 @@ def test_evaluation_changes_no_buffer() -> None:
     before = {name: value.clone() for name, value in pipeline.state_dict().items()}
     pipeline.evaluate(make_batches(case))
     assert_equal_tensors(pipeline.state_dict(), before, "state")
-    assert all(module.training for node in pipeline.nodes.values() for module in node.stage.modules)
+    assert all(module.training for stage in pipeline.stages.values() for module in stage.module.modules)

@@ -100,7 +100,7 @@ def test_kinds_of_stages(method: str, make: Callable[[], dict[str, Any]]) -> Non
 @pytest.mark.parametrize("make", KINDS)
 def test_kinds_of_stages_where_backwards_have_two_halves(method: str, make: Callable[[], dict[str, Any]]) -> None:
     case = Case(method, 2, 4, spans=(4,), skips=())
-    balance = BALANCE[2] if case.schedule.cuts == 2 else (1, 2, 2, 1)
+    balance = BALANCE[2] if case.schedule.num_stages == 2 else (1, 2, 2, 1)
     found, wanted = train_kind(None, case, make, balance), as_outcome(reference_of(case, make, balance))
     if method == "zb-h2-post":  # whose optimizers are handed a gradient again where it is rejected
         found.gradients = wanted.gradients = []
@@ -132,7 +132,7 @@ def test_frozen_parameters_stay_as_they_are() -> None:
     list(pipeline.run(make_batches(Case("2bw", 2, 2))))
     assert blocks["first"].wide.weight.equal(before)
     assert pipeline.state_dict()["first.wide.weight"].equal(before)
-    trained = {name for node in pipeline.nodes.values() for name in node.stage.trained}
+    trained = {name for stage in pipeline.stages.values() for name in stage.module.trained}
     assert "first.wide.weight" not in trained
     assert sum(live["frozen parameters and buffers"] for live in pipeline.live_bytes().values()) == 4 * (
         2 * WIDTH * WIDTH + 2 * WIDTH + WIDTH

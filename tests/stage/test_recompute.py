@@ -77,7 +77,7 @@ def test_where_a_backward_follows_its_forward_nothing_is_run_again() -> None:
 def test_a_recompute_reads_what_its_forward_read(method: str) -> None:
     m = least(method, 3) + 1
     plain, schedule = (f(make_schedule(method, 3, m)) for f in (lambda s: s, with_recompute))
-    assert check(schedule).nodes.keys() == check(plain).nodes.keys()
+    assert check(schedule).stages.keys() == check(plain).stages.keys()
     for rank in range(3):
         read = {a.unit.first: a.reads for a in schedule.actions(rank, 4) if a.op is Op.F}
         again = {a.unit.first: a.reads for a in schedule.actions(rank, 4) if a.op is Op.R}

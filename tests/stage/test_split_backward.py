@@ -17,11 +17,11 @@ from torch.utils.checkpoint import checkpoint
 from penstock.errors import CapabilityError
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.rank.executor import Executor
-from penstock.runtime.rank.rank import _halved
+from penstock.runtime.rank.rank_state import _halved
 from penstock.schedule.build import make_schedule
 from penstock.schedule.ir.schedule import Op
 from penstock.schedule.text import parse_schedule
-from penstock.stage.autograd.split_backward import Splitting, Watch
+from penstock.stage.autograd.split_backward import Splitting, StandIns
 from support.cases import OPTIMIZERS, Residual
 from support.live_storage import LiveStorage
 
@@ -153,7 +153,7 @@ AT_ONCE: dict[str, tuple[Callable[[], nn.Module], set[str]]] = {
 def split(module: nn.Module) -> Iterator[Splitting]:
     """As in a stage: stand-ins are in the places of the weights."""
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    watch = Watch(trained)
+    watch = StandIns(trained)
     stands = {id(p): watch.tensors[name] for name, p in trained.items()}
     places = [(inner, key, p) for inner in module.modules() for key, p in inner._parameters.items() if id(p) in stands]
     for inner, key, p in places:
@@ -340,7 +340,7 @@ def test_the_account_of_activations_is_what_lives(
     width, schedule = 32, parse_schedule(method) if method == LATE else make_schedule(method, p, m)
     torch.manual_seed(2)
     layers = [nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, width), nn.Tanh()) for _ in range(8)]
-    balance = [9 - (schedule.cuts - 1), *[1] * (schedule.cuts - 1)]
+    balance = [9 - (schedule.num_stages - 1), *[1] * (schedule.num_stages - 1)]
     data = [[(torch.randn(64, width), torch.randn(64, width)) for _ in range(m)] for _ in range(4)]
     pipeline = Pipeline(
         [lambda x: x * 1.0, *layers],
@@ -373,7 +373,9 @@ def test_the_account_of_activations_is_what_lives(
     row = 64 * width * 4
     assert len(gaps) > 4 * m
     assert max(gaps) < row  # less than one activation
-    if schedule.cuts == 1 and (recompute == "none" or method != LATE):  # else inputs count, which the data hold as well
+    if schedule.num_stages == 1 and (
+        recompute == "none" or method != LATE
+    ):  # else inputs count, which the data hold as well
         assert min(gaps) > -row
     assert all(live["activations"] == live.get("messages", 0) == 0 for live in pipeline.live_bytes().values())
 
@@ -391,7 +393,7 @@ def test_torch_s_checkpoint_inside_a_block() -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_compiled_block() -> None:
-    """What is compiled would be traced past the cuts; it runs as it is."""
+    """What is compiled would be traced past the stages; it runs as it is."""
     torch.manual_seed(2)
     plain, x = Residual(), torch.randn(SAMPLES, TOKENS, WIDTH)
     whole = gradients_of(plain, x, False, set())
@@ -432,9 +434,9 @@ def test_a_pipeline_of_compiled_blocks() -> None:
 
 
 def test_a_backward_is_cut_where_somebody_waits_for_its_first_half() -> None:
-    """Of a node whose W follows its I at once, only if the I has something to send."""
+    """Of a stage whose W follows its I at once, only if the I has something to send."""
     schedule = make_schedule("zb-h1", 4, 8)
-    first = next(node for node in schedule.nodes if node.cut == 0)
+    first = next(stage for stage in schedule.stages if stage.index == 0)
     period = [a for a in schedule.programs[0].period if a.op in (Op.I, Op.W)]
     at_once = [k.unit.first for k, following in pairwise(period) if (k.op, following.op) == (Op.I, Op.W)]
     assert at_once

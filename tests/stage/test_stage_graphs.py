@@ -21,7 +21,7 @@ from support.pool import Pool
 
 
 def losses_of(shape: Shape) -> dict[int, Any]:
-    return {shape.cuts - 1: squares, **shape.losses}
+    return {shape.stages - 1: squares, **shape.losses}
 
 
 def plain(shape: Shape) -> tuple[dict[str, Tensor], list[float]]:
@@ -33,16 +33,16 @@ def plain(shape: Shape) -> tuple[dict[str, Tensor], list[float]]:
         last, weight = 0.0, 0.0
         for given, target in batch:
             made: dict[int, Tensor] = {}
-            for cut in range(shape.cuts):
-                incoming = [e for e in shape.joined if e.target == cut]
+            for index in range(shape.stages):
+                incoming = [e for e in shape.joined if e.target == index]
                 parts = tuple(made[e.source] if e.backward else made[e.source].detach() for e in incoming)
                 if not parts:
-                    parts = (given[shape.entrances.index(cut)] if isinstance(given, tuple) else given,)
-                made[cut] = blocks[f"c{cut}"](parts if len(parts) > 1 else parts[0])
-            for cut, loss in losses_of(shape).items():
-                sum_, n = loss(made[cut], target)
+                    parts = (given[shape.entrances.index(index)] if isinstance(given, tuple) else given,)
+                made[index] = blocks[f"c{index}"](parts if len(parts) > 1 else parts[0])
+            for index, loss in losses_of(shape).items():
+                sum_, n = loss(made[index], target)
                 total = total + sum_
-                if cut == shape.cuts - 1:
+                if index == shape.stages - 1:
                     last, weight = last + float(sum_.detach()), weight + n
         (total / weight).backward()
         optimizer.step()
@@ -54,13 +54,13 @@ def plain(shape: Shape) -> tuple[dict[str, Tensor], list[float]]:
 
 def trained(group: dist.ProcessGroup | None, name: str, **more: Any) -> tuple[dict[str, Tensor], list[float]]:
     shape = SHAPES[name]
-    schedule = make_schedule(shape.order, shape.cuts, M)
+    schedule = make_schedule(shape.order, shape.stages, M)
     pipeline = Pipeline(
         shape.blocks(), schedule, loss=losses_of(shape), optimizer=sgd, group=group, timeout=20.0, **more
     )
     losses = [report.loss for report in pipeline.run(data(shape)) if report.loss is not None]
-    for node in pipeline.nodes.values():
-        assert not node.flights
+    for stage in pipeline.stages.values():
+        assert not stage.flights
     assert all(live.get("activations", 0) == 0 for live in pipeline.live_bytes().values())
     return {key: value.clone() for key, value in pipeline.state_dict().items()}, losses
 
@@ -79,10 +79,10 @@ def test_in_one_process(name: str, recompute: Any) -> None:
     assert_close(trained(None, name, recompute=recompute), name)
 
 
-@pytest.mark.parametrize("name", [name for name, shape in SHAPES.items() if shape.cuts <= 4])  # processes of the pool
+@pytest.mark.parametrize("name", [name for name, shape in SHAPES.items() if shape.stages <= 4])  # processes of the pool
 def test_on_ranks(pool: Pool, name: str) -> None:
     shape = SHAPES[name]
-    parts = pool.submit(partial(trained, clip=50.0), name, ranks=shape.cuts)
+    parts = pool.submit(partial(trained, clip=50.0), name, ranks=shape.stages)
     together = {key: value for state, _ in parts for key, value in state.items()}
     assert_close((together, parts[-1][1]), name)
     alone, losses = trained(None, name, clip=50.0)
@@ -94,7 +94,7 @@ def test_on_ranks(pool: Pool, name: str) -> None:
 def test_backwards_in_two_halves(name: str) -> None:
     """All W of a rank come last, so that every one waits."""
     shape = SHAPES[name]
-    lines = str(make_schedule(shape.order, shape.cuts, M)).splitlines()
+    lines = str(make_schedule(shape.order, shape.stages, M)).splitlines()
     for place, line in enumerate(lines):
         if line.startswith("rank") and "B0" in line:
             row, step = re.sub(r"\bB", "I", line).split(" STEP")
@@ -108,7 +108,7 @@ def test_backwards_in_two_halves(name: str) -> None:
 
 def test_evaluation_goes_through_the_graph() -> None:
     shape = SHAPES["encoder and decoder"]
-    pipeline = Pipeline(shape.blocks(), make_schedule(shape.order, shape.cuts, M), loss=squares, optimizer=sgd)
+    pipeline = Pipeline(shape.blocks(), make_schedule(shape.order, shape.stages, M), loss=squares, optimizer=sgd)
     found = pipeline.evaluate(data(shape, 1))
     assert found is not None
     assert found[0] == pytest.approx(plain(shape)[1][0], rel=1e-12)

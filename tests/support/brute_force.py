@@ -34,7 +34,7 @@ def _coverage(schedule, programs, batches):
     wanted = Counter((op, k) for op in (Op.F, Op.B) for k in range(batches * m))
     wanted.update((Op.STEP, t) for t in range(batches))
     for rank, program in enumerate(programs):
-        if any(action.node != (rank, 0, rank) for action in program):
+        if any(action.stage != (rank, 0, rank) for action in program):
             return f"rank {rank} works on another rank's stage"
         if Counter((action.op, action.unit.first) for action in program) != wanted:
             return f"rank {rank} runs something twice or not at all"

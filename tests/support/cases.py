@@ -35,7 +35,7 @@ SPIKE = VOCABULARY  # a target that no model can mean
 FLUSH = ("sequential", "gpipe", "1f1b", "eager")
 METHODS = (*FLUSH, "2bw", "stash")
 ONE_OF_EACH = ("1f1b", "2bw", "stash")  # version rules
-BALANCE = {1: (6,), 2: (3, 3), 3: (2, 1, 3), 4: (1, 2, 1, 2), 6: (1,) * 6, 8: (1,) * 8}  # per number of cuts
+BALANCE = {1: (6,), 2: (3, 3), 3: (2, 1, 3), 4: (1, 2, 1, 2), 6: (1,) * 6, 8: (1,) * 8}  # per number of stages
 
 Named = list[tuple[str, nn.Parameter]]
 
@@ -268,7 +268,7 @@ class Case:
 
     @property
     def decides(self) -> bool:
-        return self.clip is not None or self.scaling is not None or self.width > 1 or self.schedule.replicas > 1
+        return self.clip is not None or self.scaling is not None or self.width > 1 or self.schedule.directions > 1
 
 
 @dataclass
@@ -377,7 +377,7 @@ def make_pipeline(case: Case, group: dist.ProcessGroup | None = None, **changes:
         "reduce": case.reduce,
         "precision": case.precision,
         "tied": TIED[case.model] if case.tied else None,
-        "balance": BALANCE[case.schedule.cuts],
+        "balance": BALANCE[case.schedule.num_stages],
         "correction": case.correction,
         "group": group,
         "timeout": 20.0,
@@ -398,7 +398,7 @@ def run_spans(pipeline: Pipeline, case: Case) -> Outcome:
     batches = make_batches(case)
     for first, end in pairwise((0, *accumulate(case.spans))):
         for r in pipeline.run(batches[first:end]):
-            if case.width * case.schedule.replicas == 1:
+            if case.width * case.schedule.directions == 1:
                 outcome.reports.append((r.batch, r.loss, r.weight))
             add_decisions(outcome, case, r.decided)
     add_decisions(outcome, case, pipeline.decided())
@@ -462,7 +462,7 @@ def expected(case: Case, batches: int | None = None, options: Mapping[str, Any] 
 def reference_run(case: Case, batches: int | None = None, options: Mapping[str, Any] | None = None) -> Reference:
     """All that the reference says, of the first so many batches."""
     return train_reference(
-        cut(make_blocks(case.model, device=case.device), BALANCE[case.schedule.cuts]),
+        cut(make_blocks(case.model, device=case.device), BALANCE[case.schedule.num_stages]),
         LOSSES[case.loss],
         make_batches(case)[:batches],
         method=case.method,
@@ -474,7 +474,7 @@ def reference_run(case: Case, batches: int | None = None, options: Mapping[str, 
         scaling=case.scaling,
         seed=case.seed,
         precision=low_precision(case.precision),
-        tied=TIED[case.model] if case.tied and case.schedule.cuts > 1 else {},
+        tied=TIED[case.model] if case.tied and case.schedule.num_stages > 1 else {},
         options=options or {},
         order=order_of(find_method(case.method).order, case.schedule, case.recompute),
         **({"rate": warm_up} if case.rate else {}),
@@ -488,7 +488,7 @@ def outcome_of(case: Case, result: Reference) -> Outcome:
         skipped = [not gradients for gradients in result.gradients]
         figures = (range(len(skipped)), result.losses, result.norms, result.scales, skipped)
         outcome.decided = list(zip(*figures, strict=True))
-    if case.width * case.schedule.replicas > 1:
+    if case.width * case.schedule.directions > 1:
         outcome.reports = []
     return outcome
 
@@ -499,8 +499,8 @@ def parts_of(case: Case) -> list[list[int]]:
     for program in case.schedule.programs:
         for action in program.period:
             for p in passes(action):
-                if p.op is Op.F and p.node.cut == 0:
-                    parts.setdefault(p.node.replica, []).append(p.unit.first)
+                if p.op is Op.F and p.stage.index == 0:
+                    parts.setdefault(p.stage.direction, []).append(p.unit.first)
     return [[w * case.m + k for k in sorted(set(parts[r]))] for w in range(case.width) for r in sorted(parts)]
 
 

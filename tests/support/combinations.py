@@ -39,7 +39,7 @@ def case_of(method: str) -> Case:
     """A small run of a method: the depth shows its delays, the optimizer is one that it takes."""
     row = METHODS[method]
     depth = 2 if RULES[row.rule].forward is Source.BATCH else 4
-    if make_schedule(method, depth, smallest_microbatches(method, depth, beyond=1) or 1).cuts > BLOCKS:
+    if make_schedule(method, depth, smallest_microbatches(method, depth, beyond=1) or 1).num_stages > BLOCKS:
         depth = 2
     options = {"reschedule": 3} if "reschedule" in CORRECTIONS[row.correction].options else {}
     for m in (smallest_microbatches(method, depth, beyond=1), 1):
@@ -87,7 +87,7 @@ def fallen(case: Case) -> Pipeline:
 
 def synchronous_first(case: Case) -> Pipeline:
     first = make_schedule("1f1b", case.depth, case.m)
-    pipeline = make_pipeline(replace(case, correction=None), schedule=first, balance=BALANCE[first.cuts])
+    pipeline = make_pipeline(replace(case, correction=None), schedule=first, balance=BALANCE[first.num_stages])
     pipeline.switch(case.schedule, correction=case.correction)
     return pipeline
 

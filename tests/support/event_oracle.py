@@ -36,35 +36,35 @@ def _pieces(action):
     for part in action.parts or (action,):
         if part.unit.kind is not Kind.BATCH:
             for k in range(part.unit.first, part.unit.first + part.unit.count):
-                yield part.op, part.node, k, part.unit.slice or (0, 1)
+                yield part.op, part.stage, k, part.unit.slice or (0, 1)
 
 
 def _given(action):
-    for op, node, k, (piece, _) in _pieces(action):
+    for op, stage, k, (piece, _) in _pieces(action):
         what = {Op.F: "F", Op.B: "G", Op.I: "G", Op.R: "R"}.get(op)
         if what:
-            yield what, node.cut, node.replica, k, piece
+            yield what, stage.index, stage.direction, k, piece
         if op is Op.OFFLOAD and action.peer:
-            yield "sent", node.cut, node.replica, k, piece
+            yield "sent", stage.index, stage.direction, k, piece
         if op is Op.RETURN:
-            yield "sent back", action.peer.cut, action.peer.replica, k, piece
+            yield "sent back", action.peer.index, action.peer.direction, k, piece
 
 
 def _needed(schedule, action):
     own = set(_given(action))
     facts = []
-    for op, (cut, replica, _), k, (piece, pieces) in _pieces(action):
+    for op, (index, direction, _), k, (piece, pieces) in _pieces(action):
         if op is Op.F:
-            facts += [("F", e.source, replica, k, piece) for e in schedule.edges if e.target == cut]
-            facts += [("F", cut, replica, k, piece - 1)] * (piece > 0)
+            facts += [("F", e.source, direction, k, piece) for e in schedule.edges if e.target == index]
+            facts += [("F", index, direction, k, piece - 1)] * (piece > 0)
         if op in (Op.B, Op.I):
-            facts += [("G", e.target, replica, k, piece) for e in schedule.edges if e.source == cut and e.backward]
-            facts += [("G", cut, replica, k, piece + 1)] * (piece + 1 < pieces)
+            facts += [("G", e.target, direction, k, piece) for e in schedule.edges if e.source == index and e.backward]
+            facts += [("G", index, direction, k, piece + 1)] * (piece + 1 < pieces)
         if op is Op.HOLD:
-            facts.append(("sent", action.peer.cut, action.peer.replica, k, piece))
+            facts.append(("sent", action.peer.index, action.peer.direction, k, piece))
         if op is Op.FETCH and action.peer:
-            facts.append(("sent back", cut, replica, k, piece))
+            facts.append(("sent back", index, direction, k, piece))
         if op is Op.R:
             for segment in schedule.segments:
-                facts += [("R", a, replica, k, piece) for a, b in pairwise(segment) if b == cut]
+                facts += [("R", a, direction, k, piece) for a, b in pairwise(segment) if b == index]
     return [fact for fact in facts if fact not in own]

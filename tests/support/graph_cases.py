@@ -44,15 +44,15 @@ def halves(output: Tensor, target: Tensor) -> tuple[Tensor, float]:
 
 @dataclass(frozen=True)
 class Shape:
-    """A graph of cuts.
+    """A graph of stages.
 
     Attributes:
         edges: pairs; with a third entry False no gradient goes back.
-        kinds: what makes the block of each cut; joins where several edges come together.
-        losses: of cuts that have one beside the last.
+        kinds: what makes the block of each stage; joins where several edges come together.
+        losses: of stages that have one beside the last.
     """
 
-    cuts: int
+    stages: int
     edges: list[Any]
     frozen: tuple[int, ...] = ()
     losses: Mapping[int, Any] = field(default_factory=dict)
@@ -63,15 +63,15 @@ class Shape:
 
     @property
     def entrances(self) -> list[int]:
-        return sorted(set(range(self.cuts)) - {e.target for e in self.joined})
+        return sorted(set(range(self.stages)) - {e.target for e in self.joined})
 
     def blocks(self) -> dict[str, nn.Module]:
         torch.manual_seed(5)
         made = {}
-        for cut in range(self.cuts):
-            inputs = sum(e.target == cut for e in self.joined)
-            make: Callable[[], nn.Module] = frozen if cut in self.frozen else layer
-            made[f"c{cut}"] = (Join(inputs) if inputs > 1 else make()).double()
+        for index in range(self.stages):
+            inputs = sum(e.target == index for e in self.joined)
+            make: Callable[[], nn.Module] = frozen if index in self.frozen else layer
+            made[f"c{index}"] = (Join(inputs) if inputs > 1 else make()).double()
         return made
 
     @property

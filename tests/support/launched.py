@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from penstock.stage.module import Stage
+from penstock.stage.module import StageModule
 from penstock.train.config.load import validate_config
 from penstock.train.loop import train
 
@@ -39,9 +39,9 @@ class Silent:
 def fail_in_training(values: dict[str, Any], folder: str, rank: int, how: str, drain: str) -> None:
     """Train; on one rank a block raises, or the process is killed, at its fifth microbatch, while the others wait."""
     (Path(folder) / f"start-{os.environ['RANK']}-{os.getpid()}").touch()
-    run, calls = Stage.run, []
+    run, calls = StageModule.run, []
 
-    def failing(self: Stage, *arguments: Any) -> Any:
+    def failing(self: StageModule, *arguments: Any) -> Any:
         calls.append(arguments)
         if len(calls) == 5 and int(os.environ["RANK"]) == rank:
             if how == "killed":
@@ -49,7 +49,7 @@ def fail_in_training(values: dict[str, Any], folder: str, rank: int, how: str, d
             raise ValueError("planted in a block")
         return run(self, *arguments)
 
-    Stage.run = failing  # type: ignore[method-assign]
+    StageModule.run = failing  # type: ignore[method-assign]
     train(validate_config(values), Path(folder), Silent(), Path(drain))
 
 

@@ -1,4 +1,4 @@
-"""How many microbatches a method needs, in closed form, and which methods run whole passes on one cut per rank."""
+"""How many microbatches a method needs, in closed form, and which methods run whole passes on one stage per rank."""
 
 CHAINS = ("sequential", "gpipe", "1f1b", "eager", "2bw", "2bw-eager", "stash", "vertical-sync", "newest")
 """The others have tests of their own, in test_orders_of_the_literature.py and test_orders_in_time.py."""

@@ -62,17 +62,17 @@ class State:
 def states_of(pipeline: Pipeline) -> dict[int, State]:
     """Of every pipeline that this process has a part of."""
     found: dict[int, State] = {}
-    for worker in pipeline._workers:
-        state = found.setdefault(worker.seat.replica, State())
-        state.scale = worker.decisions.scaler.scale
-        for node in worker.nodes.values():
-            if node.store is None or node.updater is None or node.agreement is None:
+    for rank in pipeline._ranks:
+        state = found.setdefault(rank.key.pipeline, State())
+        state.scale = rank.decisions.scaler.scale
+        for stage in rank.stages.values():
+            if stage.store is None or stage.updater is None or stage.agreement is None:
                 continue
-            state.weights |= node.store.newest_copies()
-            assert node.updater.optimizer is not None
-            for name, parameter in node.updater.parameters.items():
-                state.optimizer[name] = copy.deepcopy(dict(node.updater.optimizer.state.get(parameter, {})))
-            for place, buffer in ((state.model, node.agreement.model), (state.motion, node.agreement.motion)):
+            state.weights |= stage.store.newest_copies()
+            assert stage.updater.optimizer is not None
+            for name, parameter in stage.updater.parameters.items():
+                state.optimizer[name] = copy.deepcopy(dict(stage.updater.optimizer.state.get(parameter, {})))
+            for place, buffer in ((state.model, stage.agreement.model), (state.motion, stage.agreement.motion)):
                 place |= {} if buffer is None else {name: view.clone() for name, view in buffer.views.items()}
     return found
 

@@ -16,6 +16,6 @@ PAIRS = (("pairs", 2),)
 
 
 def case_of(name: str, p: int, m: int) -> Case:
-    """A case whose model has as many blocks as the order has cuts."""
+    """A case whose model has as many blocks as the order has stages."""
     case = Case(name, p, m, spans=(3, 2), skips=(3,))
-    return replace(case, model="long") if case.schedule.cuts == 8 else case
+    return replace(case, model="long") if case.schedule.num_stages == 8 else case

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from penstock.comm.collective import all_reduce
-from penstock.runtime.rank.batch_source import Source
+from penstock.runtime.rank.batch_source import BatchSource
 from penstock.runtime.update import decisions
 from penstock.runtime.update.update_step import Updates
 from penstock.stage.autograd.recompute import Keeper
-from penstock.stage.node import NodeRuntime
+from penstock.stage.stage_runtime import StageRuntime
 from penstock.train.setup import build_pipeline, prepare
 from penstock.weights.memory.buffers import Buffer, Handle
 from penstock.weights.mixed_store import MixedStore
@@ -47,12 +47,12 @@ def older_copies(patch: Patch) -> None:
 
 def newest_in_recompute(patch: Patch) -> None:
     """Forwards are run again on the newest weights."""
-    real = NodeRuntime.recompute
+    real = StageRuntime.recompute
 
-    def recompute(self: NodeRuntime, key: tuple[int, int], version: int, value: Any = None) -> Any:
+    def recompute(self: StageRuntime, key: tuple[int, int], version: int, value: Any = None) -> Any:
         return real(self, key, version if self.store is None else self.store.newest, value)
 
-    patch.setattr(NodeRuntime, "recompute", recompute)
+    patch.setattr(StageRuntime, "recompute", recompute)
 
 
 def another_rule(name: str) -> Any:
@@ -81,10 +81,10 @@ def stale_casts(patch: Patch) -> None:
 
 def dropped_microbatch(patch: Patch) -> None:
     """The gradient of microbatch 1 is not added on stage 0."""
-    real = NodeRuntime.backward
+    real = StageRuntime.backward
 
-    def backward(self: NodeRuntime, key: tuple[int, int], batch: int, *more: Any, **named: Any) -> Any:
-        if key != (1, 0) or self.node.cut != 0:
+    def backward(self: StageRuntime, key: tuple[int, int], batch: int, *more: Any, **named: Any) -> Any:
+        if key != (1, 0) or self.key.index != 0:
             return real(self, key, batch, *more, **named)
         assert self.store is not None
         before = {name: view.clone() for name, view in self.store.gradients[batch].views.items()}
@@ -93,23 +93,23 @@ def dropped_microbatch(patch: Patch) -> None:
             view.copy_(before[name])
         return result
 
-    patch.setattr(NodeRuntime, "backward", backward)
+    patch.setattr(StageRuntime, "backward", backward)
 
 
 def doubled_norm_share(patch: Patch) -> None:
     """The squares of stage 1 count twice."""
-    real = NodeRuntime.gradient_squares
+    real = StageRuntime.gradient_squares
 
-    def squares(self: NodeRuntime, batch: int) -> tuple[float, float]:
+    def squares(self: StageRuntime, batch: int) -> tuple[float, float]:
         total, rest = real(self, batch)
-        return (2 * total, 2 * rest) if self.node.cut == 1 else (total, rest)
+        return (2 * total, 2 * rest) if self.key.index == 1 else (total, rest)
 
-    patch.setattr(NodeRuntime, "gradient_squares", squares)
+    patch.setattr(StageRuntime, "gradient_squares", squares)
 
 
 def ties_count_twice(patch: Patch) -> None:
     """A shared parameter counts in the norm with every stage that holds it."""
-    patch.setattr(NodeRuntime, "gradient_squares", lambda self, batch: self.store.gradient(batch).squares())
+    patch.setattr(StageRuntime, "gradient_squares", lambda self, batch: self.store.gradient(batch).squares())
 
 
 def no_ties(patch: Patch) -> None:
@@ -149,8 +149,8 @@ def swapped(places: Mapping[int, int]) -> Any:
     """Microbatches change places."""
 
     def plant(patch: Patch) -> None:
-        real = Source.sample
-        patch.setattr(Source, "sample", lambda self, replica, k: real(self, replica, places.get(k, k)))
+        real = BatchSource.sample
+        patch.setattr(BatchSource, "sample", lambda self, pipeline, k: real(self, pipeline, places.get(k, k)))
 
     return plant
 

@@ -1,7 +1,7 @@
 """Orders as their sources print them, for p = 4 and m = 8: the first and some other ranks.
 
-A pass is a letter and a microbatch; ' is the second chunk of a rank (the way back, where cuts lie on a V), > and < are
-the directions of a bidirectional pipeline, . parts the slice, [x+y] is one overlapped action."""
+A pass is a letter and a microbatch; ' is the second chunk of a rank (the way back, where stages lie on a V), > and <
+are the directions of a bidirectional pipeline, . parts the slice, [x+y] is one overlapped action."""
 
 WORKED = {
     "interleaved": {

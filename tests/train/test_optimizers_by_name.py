@@ -19,7 +19,7 @@ from penstock.train.config.load import load_config
 from penstock.train.config.schema import OptimizerName, OptimizerSection, TrainConfig
 from penstock.train.setup.optimizers import is_hidden, optimizer_factory
 from penstock.train.setup.prepare import prepare
-from penstock.weights.corrections.base import Place
+from penstock.weights.corrections.base import StagePlace
 from penstock.weights.corrections.registry import correction_of
 from penstock.weights.memory.buffers import Layout
 from penstock.weights.optim.adapters import ByParameter, Joined, is_separable, name_of, part_of
@@ -185,7 +185,7 @@ def test_corrections_name_the_optimizer_that_is_wrapped(method: str) -> None:
     assert correction is not None
     optimizer = ByParameter(Rude([p for _, p in some()], 1.0))
     with pytest.raises(CapabilityError, match="Rude") as raised:
-        correction.on(Layout({}), Place(0, 2, 1, 1.0, "here")).begin(optimizer)
+        correction.on(Layout({}), StagePlace(0, 2, 1, 1.0, "here")).begin(optimizer)
     assert "ByParameter" not in str(raised.value)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import CapabilityError, ConfigError
-from penstock.verify.reference import Order, Scaling, train_reference
+from penstock.verify.reference import ReferenceOrder, Scaling, train_reference
 from penstock.verify.reference.decayed import Known, Partials, _ahead
 from penstock.verify.reference.muon import muon_direction
 from support import scalar_pipelines as by_hand
@@ -97,7 +97,7 @@ def test_the_cases_differ() -> None:
 def test_nothing_is_predicted_without_delay(method: str) -> None:
     assert_same(trained(method, 1, 3), trained("1f1b", 1, 3))
     if method == "ftpipe":
-        assert_same(trained(method, 3, 2, order=Order([[0, 0]] * 3)), trained("1f1b", 3, 2))
+        assert_same(trained(method, 3, 2, order=ReferenceOrder([[0, 0]] * 3)), trained("1f1b", 3, 2))
 
 
 def test_one_microbatch_to_a_batch_leaves_nothing_to_aggregate() -> None:
@@ -166,7 +166,7 @@ def test_what_ftpipe_does_not_take() -> None:
     with pytest.raises(CapabilityError, match="not for SGD as it is set"):
         trained("ftpipe-aggregated", 2, 1, lambda named: torch.optim.SGD(named, lr=0.1))
     with pytest.raises(ConfigError, match="what is there of a batch's gradient, which delays do not tell"):
-        trained("ftpipe-aggregated", 2, 1, order=Order([[1], [0]]))
+        trained("ftpipe-aggregated", 2, 1, order=ReferenceOrder([[1], [0]]))
     with pytest.raises(ConfigError, match="backward is 'mine'"):
         trained("ftpipe", 2, 1, options={"backward": "mine"})
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import CapabilityError, ConfigError
-from penstock.verify.reference import Order, Reference, train_reference
+from penstock.verify.reference import Reference, ReferenceOrder, train_reference
 from support import scalar_pipelines as by_hand
 from support.reference_cases import PIPEMARE, Times, adamw, assert_equal, half_square, of, sgd
 from support.reference_players import assert_same, bent, played, samples
@@ -95,7 +95,7 @@ CASES: dict[str, tuple[str, Callable[..., Stage], Any, dict[str, Any]]] = {
 def test_recompute_by_hand(case: str, d: int, m: int, early: int, segment: int) -> None:
     """25 batches, one of them without weight, drained before the twelfth; segments of all lengths."""
     method, kind, optimizer, options = CASES[case]
-    order = Order(recompute="stage", segment=segment, early=before(early, d, m))
+    order = ReferenceOrder(recompute="stage", segment=segment, early=before(early, d, m))
     found = trained(method, bent(d), m, optimizer, options=options, order=order)
     assert_equal(referred(d, found), played(kind, d, m, endless(early), 11, segment))
     one_block = trained(method, bent_blocks(d), m, optimizer, options=options, order=order)
@@ -105,9 +105,9 @@ def test_recompute_by_hand(case: str, d: int, m: int, early: int, segment: int) 
 def test_what_segments_and_early_runs_change() -> None:
     """Each choice has its own numbers."""
     orders = [
-        Order(),
-        *(Order(recompute="stage", segment=segment) for segment in (1, 2, 4)),
-        *(Order(recompute="stage", segment=segment, early=before(1, 4, 1)) for segment in (1, 2, 4)),
+        ReferenceOrder(),
+        *(ReferenceOrder(recompute="stage", segment=segment) for segment in (1, 2, 4)),
+        *(ReferenceOrder(recompute="stage", segment=segment, early=before(1, 4, 1)) for segment in (1, 2, 4)),
     ]
     ends = [trained("pipemare", bent(4), 1, options=PIPEMARE, order=order).versions[-1]["b0.w"] for order in orders]
     assert len({float(end) for end in ends}) == len(orders)
@@ -116,11 +116,11 @@ def test_what_segments_and_early_runs_change() -> None:
 @pytest.mark.parametrize("options", [PIPEMARE, PIPEMARE | {"decay": None}], ids=["T2", "newest"])
 def test_blocks_keep_their_own_inputs(options: dict[str, Any]) -> None:
     """tanh is run again on the product that it had before, so nothing of the second one is seen; in one block it is."""
-    order = Order(recompute="block")
+    order = ReferenceOrder(recompute="block")
     plain = trained("pipemare", bent(4), 1, options=options)
     assert_same(trained("pipemare", bent(4), 1, options=options, order=order), plain)
     one, stage = (
-        trained("pipemare", bent_blocks(4), 1, options=options, order=Order(recompute=how))
+        trained("pipemare", bent_blocks(4), 1, options=options, order=ReferenceOrder(recompute=how))
         for how in ("block", "stage")
     )
     assert_same(one, stage)
@@ -132,7 +132,7 @@ def test_the_loss_is_run_again_with_the_last_block() -> None:
     delays = [[2], [2], [1], [1]]
     for optimizer in (sgd, adamw):
         block, stage, none = (
-            trained("newest", bent_blocks(4), 1, optimizer, order=Order(delays, how))
+            trained("newest", bent_blocks(4), 1, optimizer, order=ReferenceOrder(delays, how))
             for how in ("block", "stage", None)
         )
         assert_same(block, stage)
@@ -166,15 +166,20 @@ def restless(method: str, depth: int, count: int = 6, m: int = 2, **more: Any) -
 
 
 @pytest.mark.parametrize(
-    "order", [Order(recompute="block"), Order(recompute="stage"), Order(recompute="stage", segment=3)]
+    "order",
+    [
+        ReferenceOrder(recompute="block"),
+        ReferenceOrder(recompute="stage"),
+        ReferenceOrder(recompute="stage", segment=3),
+    ],
 )
 @pytest.mark.parametrize("method", ["newest", "pipemare"])
-def test_without_delay_nothing_changes(method: str, order: Order) -> None:
+def test_without_delay_nothing_changes(method: str, order: ReferenceOrder) -> None:
     """On one stage, and where delays are given as 0, bit for bit: random numbers and buffers, too."""
     options = PIPEMARE if method == "pipemare" else {}
     zero = [[0, 0]] * 3
     for depth, delays in ((1, None), (3, zero)):
-        plain = restless(method, depth, options=options, order=Order(delays=delays))
+        plain = restless(method, depth, options=options, order=ReferenceOrder(delays=delays))
         again = restless(method, depth, options=options, order=order._replace(delays=delays))
         assert_same(again, plain)
         assert again.buffers.keys() == plain.buffers.keys()
@@ -182,17 +187,17 @@ def test_without_delay_nothing_changes(method: str, order: Order) -> None:
         assert float(plain.buffers["b5.count"]) == 12.0
 
 
-@pytest.mark.parametrize("order", [Order(recompute="block"), Order(recompute="stage", segment=2)])
-def test_buffers_are_those_of_the_first_run(order: Order) -> None:
+@pytest.mark.parametrize("order", [ReferenceOrder(recompute="block"), ReferenceOrder(recompute="stage", segment=2)])
+def test_buffers_are_those_of_the_first_run(order: ReferenceOrder) -> None:
     """After two batches all first forwards are still those without recompute; a second one reads W(1), not W(0)."""
-    plain, again = (restless("newest", 2, 2, 1, order=o) for o in (Order(), order))
+    plain, again = (restless("newest", 2, 2, 1, order=o) for o in (ReferenceOrder(), order))
     assert all(torch.equal(again.buffers[name], b) for name, b in plain.buffers.items())
     assert not all(torch.equal(again.gradients[1][name], g) for name, g in plain.gradients[1].items())
 
 
 @pytest.mark.parametrize("method", ["stash", "2bw", "1f1b", "spectrain-stash"])
 def test_methods_whose_backward_reads_what_its_forward_read(method: str) -> None:
-    order = Order(recompute="stage", segment=3)
+    order = ReferenceOrder(recompute="stage", segment=3)
     assert_same(trained(method, bent(3), 2, order=order), trained(method, bent(3), 2))
 
 
@@ -201,7 +206,7 @@ def test_as_early_as_possible_is_as_the_forward() -> None:
     early = before(99, 3, 1)
     assert early == [[2], [1], [0]]
     for segment in (1, 3):
-        order = Order(recompute="stage", segment=segment, early=early)
+        order = ReferenceOrder(recompute="stage", segment=segment, early=early)
         assert_same(
             trained("pipemare", bent(3), 1, options=PIPEMARE, order=order),
             trained("pipemare", bent(3), 1, options=PIPEMARE),
@@ -220,7 +225,7 @@ def test_two_parts_frozen_stages_and_low_precision() -> None:
     zero = [[0, 0]] * 4
     plain, again = (
         train_reference(stages, loss, batches, method="newest", order=order, **more)
-        for order in (Order(zero), Order(zero, recompute="stage", segment=2))
+        for order in (ReferenceOrder(zero), ReferenceOrder(zero, recompute="stage", segment=2))
     )
     assert_same(again, plain)
     assert len(set(plain.losses)) == 4
@@ -229,18 +234,22 @@ def test_two_parts_frozen_stages_and_low_precision() -> None:
 @pytest.mark.parametrize(
     ("method", "order", "message"),
     [
-        ("newest", Order(recompute="all"), "recompute is 'all'; give None, 'block' or 'stage'"),
-        ("newest", Order(recompute="block", segment=2), "segment is 2"),
-        ("newest", Order(segment=2), "segment is 2"),
-        ("newest", Order(recompute="stage", segment=0), "segment is 0"),
-        ("newest", Order(early=[[0], [0]]), "recompute is None: leave it out"),
-        ("newest", Order(recompute="stage", early=[[0]]), "for 2 stages and 1 microbatches"),
-        ("newest", Order(recompute="stage", early=[[1], [1]]), "stage 1 .*again 1 updates before its own.* 0 at most"),
-        ("1f1b", Order(recompute="stage", early=[[1], [0]]), r"set early\[0\]\[0\] to 0 at most"),
+        ("newest", ReferenceOrder(recompute="all"), "recompute is 'all'; give None, 'block' or 'stage'"),
+        ("newest", ReferenceOrder(recompute="block", segment=2), "segment is 2"),
+        ("newest", ReferenceOrder(segment=2), "segment is 2"),
+        ("newest", ReferenceOrder(recompute="stage", segment=0), "segment is 0"),
+        ("newest", ReferenceOrder(early=[[0], [0]]), "recompute is None: leave it out"),
+        ("newest", ReferenceOrder(recompute="stage", early=[[0]]), "for 2 stages and 1 microbatches"),
+        (
+            "newest",
+            ReferenceOrder(recompute="stage", early=[[1], [1]]),
+            "stage 1 .*again 1 updates before its own.* 0 at most",
+        ),
+        ("1f1b", ReferenceOrder(recompute="stage", early=[[1], [0]]), r"set early\[0\]\[0\] to 0 at most"),
     ],
     ids=range(8),
 )
-def test_recompute_that_does_not_fit(method: str, order: Order, message: str) -> None:
+def test_recompute_that_does_not_fit(method: str, order: ReferenceOrder, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         trained(method, bent(2), 1, order=order)
 
@@ -248,4 +257,4 @@ def test_recompute_that_does_not_fit(method: str, order: Order, message: str) ->
 @pytest.mark.parametrize("method", ["spectrain", "xpipe", "pipeoptim", "lwp", "lwp-weights", "i-timeprest"])
 def test_methods_whose_recompute_nobody_has_defined(method: str) -> None:
     with pytest.raises(CapabilityError, match=f"{method}: no equation says .* leave recompute out"):
-        trained(method, bent(2), 1, order=Order(recompute="block"))
+        trained(method, bent(2), 1, order=ReferenceOrder(recompute="block"))

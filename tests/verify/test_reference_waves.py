@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ConfigError, DataError
-from penstock.verify.reference import Order, Reference, Waves, Wsp, train_reference, train_wsp
+from penstock.verify.reference import Reference, ReferenceOrder, ReferenceWaves, Wsp, train_reference, train_wsp
 from support import scalar_pipelines as by_hand
 from support.reference_cases import Times, adamw, half_square, of, sgd
 from support.reference_players import assert_same
@@ -34,7 +34,7 @@ def samples(m: int, width: int) -> list[list[tuple[Tensor, Tensor]]]:
     return [[(of(inputs(t, k)), of(target(t, k // m))) for k in range(m * width)] for t in range(BATCHES)]
 
 
-def trained(method: str, d: int, m: int, wsp: Wsp, optimizer: Any = sgd, **more: Any) -> Waves:
+def trained(method: str, d: int, m: int, wsp: Wsp, optimizer: Any = sgd, **more: Any) -> ReferenceWaves:
     stages = [{f"b{s}": Times(0.8 + 0.1 * s)} for s in range(d)]
     arguments = {"method": method, "optimizer": optimizer, "rate": rate} | more
     return train_wsp(stages, half_square, samples(m, wsp.width), wsp, **arguments)
@@ -98,7 +98,7 @@ def weights(result: Reference, d: int) -> list[list[float]]:
     return [[float(v[f"b{s}.w"]) for v in result.versions] for s in range(d)]
 
 
-def assert_as_by_hand(found: Waves, wanted: ByHand) -> None:
+def assert_as_by_hand(found: ReferenceWaves, wanted: ByHand) -> None:
     for result, stages in zip(found.pipelines, wanted.pipelines, strict=True):
         for row, stage in zip(weights(result, wanted.d), stages, strict=True):
             assert row == pytest.approx(stage.history, rel=1e-9)
@@ -241,4 +241,6 @@ def test_batches_that_cannot_be_divided() -> None:
     with pytest.raises(DataError, match="batch 0 has 3 microbatches for 2 pipelines"):
         train_wsp(stages, half_square, [[(of(1.0), of(1.0))] * 3], Wsp(2, 1), **more)
     with pytest.raises(ConfigError, match="for 1 stages and 1 microbatches"):
-        train_wsp(stages, half_square, samples(1, 2), Wsp(2, 1), **more | {"method": "stash"}, order=Order([[0, 0]]))
+        train_wsp(
+            stages, half_square, samples(1, 2), Wsp(2, 1), **more | {"method": "stash"}, order=ReferenceOrder([[0, 0]])
+        )

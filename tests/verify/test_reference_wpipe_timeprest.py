@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from penstock.errors import ConfigError
-from penstock.verify.reference import Order, Reference, train_reference
+from penstock.verify.reference import Reference, ReferenceOrder, train_reference
 from support.reference_cases import BATCHES, Times, adamw, assert_equal, half_square, of, sgd
 from support.reference_players import assert_same, bent, played, referred, samples, trained
 from support.scalar_orders import nf1b, two_groups
@@ -56,7 +56,7 @@ def test_orders_by_hand(case: str, d: int, m: int) -> None:
 def test_an_order_that_runs_fewer_batches_ahead() -> None:
     """Where backwards are fast, so are their updates: the first stages run two batches ahead, not three and two."""
     ahead = [2, 2, 1, 0]
-    found = referred("timeprest", 4, 2, drains=[11], order=Order(delays=[[n, n] for n in ahead]))
+    found = referred("timeprest", 4, 2, drains=[11], order=ReferenceOrder(delays=[[n, n] for n in ahead]))
     assert_equal(found, played(Newest, 4, 2, lambda s, d, m, n: nf1b(s, d, m, n, ahead[s]), 11))
     assert found != referred("timeprest", 4, 2, drains=[11])
 
@@ -66,7 +66,8 @@ def test_the_delays_of_1f1b_may_be_given(method: str) -> None:
     options = {"reschedule": 10} if method == "pipemare" else {}
     delays = [[-((k - ahead) // 2) if k < ahead else 0 for k in range(2)] for ahead in (3, 2, 1, 0)]
     given, own = (
-        trained(method, 4, 2, options=options, drains=[11], order=order) for order in (Order(delays), Order())
+        trained(method, 4, 2, options=options, drains=[11], order=order)
+        for order in (ReferenceOrder(delays), ReferenceOrder())
     )
     assert delays == [[2, 1], [1, 1], [1, 0], [0, 0]]
     assert_same(given, own)
@@ -75,7 +76,7 @@ def test_the_delays_of_1f1b_may_be_given(method: str) -> None:
 def test_the_two_ends_of_a_blend() -> None:
     """beta = 1 is a stash on nF1B, beta = 0 the newest weights."""
     one, zero = (trained("i-timeprest", 4, 2, options={"beta": beta}) for beta in (1.0, 0.0))
-    assert_same(one, trained("stash", 4, 2, order=Order(delays=[[n, n] for n in (3, 2, 1, 0)])))
+    assert_same(one, trained("stash", 4, 2, order=ReferenceOrder(delays=[[n, n] for n in (3, 2, 1, 0)])))
     assert_same(zero, trained("timeprest", 4, 2))
     assert one.versions[-1] != zero.versions[-1]
     nearly = trained("i-timeprest", 4, 2, options={"beta": 1 - 1e-9})
@@ -123,11 +124,16 @@ def test_the_second_group_of_wpipe_has_no_delay() -> None:
     ("method", "d", "more", "message"),
     [
         ("wpipe", 3, {}, "two groups of equally many stages, but the model has 3: take 4"),
-        ("wpipe", 2, {"order": Order([[1], [0]])}, "delays of wpipe do not depend on an order"),
-        ("2bw", 2, {"order": Order([[1], [0]])}, "delays of 2bw do not depend on an order"),
-        ("timeprest", 2, {"order": Order([[1, 1], [0, 0]])}, "for 2 stages and 1 microbatches give 2 lists of 1"),
-        ("timeprest", 2, {"order": Order([[1]])}, r"delays are \[\[1\]\]"),
-        ("timeprest", 2, {"order": Order([[-1], [0]])}, "none of them below 0"),
+        ("wpipe", 2, {"order": ReferenceOrder([[1], [0]])}, "delays of wpipe do not depend on an order"),
+        ("2bw", 2, {"order": ReferenceOrder([[1], [0]])}, "delays of 2bw do not depend on an order"),
+        (
+            "timeprest",
+            2,
+            {"order": ReferenceOrder([[1, 1], [0, 0]])},
+            "for 2 stages and 1 microbatches give 2 lists of 1",
+        ),
+        ("timeprest", 2, {"order": ReferenceOrder([[1]])}, r"delays are \[\[1\]\]"),
+        ("timeprest", 2, {"order": ReferenceOrder([[-1], [0]])}, "none of them below 0"),
         ("i-timeprest", 2, {"options": {"beta": 1.5}}, "beta is 1.5; give a number from 0"),
     ],
     ids=range(7),

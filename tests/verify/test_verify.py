@@ -16,11 +16,11 @@ from penstock.models.gpt import GPTConfig
 from penstock.partition.blocks import LazyBlock
 from penstock.runtime import pipeline as pipeline_module
 from penstock.schedule.methods.table import METHODS
-from penstock.stage.module import Stage
+from penstock.stage.module import StageModule
 from penstock.train.config.load import load_config
 from penstock.train.setup import build_pipeline, prepare
 from penstock.verify import verify as verify_module
-from penstock.verify.differences import KINDS, Comparison, Place, apart
+from penstock.verify.differences import KINDS, Comparison, TensorPlace, apart
 from penstock.verify.report import Verification
 from penstock.verify.verify import TOLERANCE, verify
 from penstock.weights.decision import LossScale
@@ -356,10 +356,10 @@ def test_what_safety_nets_catch_is_a_failure_with_their_message(
 
 
 def test_any_error_of_the_pipeline_is_a_failure(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(self: Stage, *_: Any) -> Any:
+    def run(self: StageModule, *_: Any) -> Any:
         raise ZeroDivisionError("planted")
 
-    monkeypatch.setattr(Stage, "run", run)
+    monkeypatch.setattr(StageModule, "run", run)
     found = verified(text, "method=1f1b")
     assert not found.agrees
     assert isinstance(found.error, ZeroDivisionError)
@@ -385,7 +385,7 @@ def test_how_far_tensors_are_apart() -> None:
         assert apart(strange, a) == (math.inf, math.inf)
         assert apart(a, strange) == (math.inf, math.inf)
     assert apart(a, torch.zeros(2)) == (4.0, math.inf)
-    assert str(Place(0, "w", *apart(a, torch.zeros(2)))) == "w: 4 from zero"
+    assert str(TensorPlace(0, "w", *apart(a, torch.zeros(2)))) == "w: 4 from zero"
     tiny = torch.tensor([3.0, torch.nextafter(torch.tensor(4.0), torch.tensor(5.0))])
     assert 0 < apart(tiny, a)[1] < 1e-7
 

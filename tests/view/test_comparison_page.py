@@ -15,7 +15,7 @@ from penstock.compare.contenders import enter
 from penstock.compare.held_out import Score
 from penstock.compare.results import Findings
 from penstock.compare.tasks import make_task
-from penstock.compare.trial import Result
+from penstock.compare.trial import TrialResult
 from penstock.view.comparing import plus_minus
 from penstock.view.comparison_page import comparison_page, write_findings
 from penstock.view.plot import Curve, plot_svg
@@ -66,7 +66,7 @@ def findings(ends: Mapping[str, float | None], *changes: str) -> Findings:
                 last = [] if end is None else [Score(4, end + seed / 10, None)]
                 scores = (Score(0, 5.0, None), Score(2, 4.0, None), *last)
                 count = 4 if end is not None else 3
-                results[key] = Result(key, scores, (4.5,) * count, (0.5,) * count, diverged, 1.0)
+                results[key] = TrialResult(key, scores, (4.5,) * count, (0.5,) * count, diverged, 1.0)
     return Findings(config, task, [enter(config, task, parse_contender(label)) for label in ends], results)
 
 

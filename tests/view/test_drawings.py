@@ -16,7 +16,7 @@ from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import simulate_schedule
 from penstock.timeline import Interval, Timeline
 from penstock.train.config.load import load_config
-from penstock.train.observer import Progress, Summary, Switched
+from penstock.train.observer import Progress, RunSummary, Switched
 from penstock.train.setup.prepare import prepare
 from penstock.view.perfetto import trace_events, write_trace
 from penstock.view.progress import TerminalObserver, human_bytes
@@ -228,7 +228,7 @@ def on_screen(written):
 
 def summary(folder):
     split = split_time(simulated("1f1b", 2, 2, 1))
-    return Summary(folder, 3, 100, 1.0, 2.0, 2.0, 3.0, 0.1, {0: {"weights": 1}}, split)
+    return RunSummary(folder, 3, 100, 1.0, 2.0, 2.0, 3.0, 0.1, {0: {"weights": 1}}, split)
 
 
 @pytest.mark.parametrize("terminal", [True, False])

@@ -138,21 +138,21 @@ def test_what_every_byte_is_for(name: str) -> None:
     pipeline = make_pipeline(case)
     for _ in pipeline.run(make_batches(case)):
         pass
-    node = next(iter(pipeline.nodes.values()))
-    assert node.store is not None
+    stage = next(iter(pipeline.stages.values()))
+    assert stage.store is not None
     live = pipeline.live_bytes()[0]
     kinds = ("weights", "gradients", "idle buffers", "copies", "correction")
-    assert sum(live.get(kind, 0) for kind in kinds) == BYTES[name] * node.store.layout.nbytes
+    assert sum(live.get(kind, 0) for kind in kinds) == BYTES[name] * stage.store.layout.nbytes
 
 
 @pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if kind.correction is not None])
 def test_the_table_says_what_a_correction_keeps(name: str) -> None:
     case = case_of(name, 3, 1, model="matrices")
-    node = next(iter(make_pipeline(case).nodes.values()))
-    assert node.store is not None
-    assert node.corrector is not None
-    said = 0 if name == "pipemare without T2" else CORRECTIONS[node.corrector.name].buffers
-    assert node.corrector.nbytes == said * node.store.layout.nbytes
+    stage = next(iter(make_pipeline(case).stages.values()))
+    assert stage.store is not None
+    assert stage.corrector is not None
+    said = 0 if name == "pipemare without T2" else CORRECTIONS[stage.corrector.name].buffers
+    assert stage.corrector.nbytes == said * stage.store.layout.nbytes
 
 
 @pytest.mark.parametrize(
@@ -319,9 +319,9 @@ def test_another_correction_s_memory_is_of_no_use(before: str, after: str) -> No
     taken = [snapshot for snapshot in snapshots_of(case, 4, make_pipeline(case)) if snapshot.batch == 4]
     other = make_pipeline(case_of(after, 3, 1, optimizer="nadam"))
     other.load(InMemory(taken))
-    for node in other.nodes.values():
-        assert node.corrector is None or node.corrector.began == 4
-        for buffer in node.corrector.buffers.values() if node.corrector is not None else ():
+    for stage in other.stages.values():
+        assert stage.corrector is None or stage.corrector.began == 4
+        for buffer in stage.corrector.buffers.values() if stage.corrector is not None else ():
             assert not any(view.any() for view in buffer.views.values())
 
 

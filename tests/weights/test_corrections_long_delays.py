@@ -33,7 +33,7 @@ def sixteen() -> dict[str, Any]:
 
 
 def test_two_groups_on_eight_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """WPipe, which has two cuts on each rank."""
+    """WPipe, which has two stages on each rank."""
     monkeypatch.setitem(MODELS, "sixteen", sixteen)
     monkeypatch.setitem(BALANCE, 16, (1,) * 16)
     case = Case("wpipe", 8, 2, "sixteen", "momentum", spans=SPANS)

@@ -1,4 +1,4 @@
-"""Optimizers that bear delayed gradients well, on pipelines: against the reference, over snapshots, cuts and widths."""
+"""Optimizers that bear delayed gradients well: against the reference, over snapshots, partitions and widths."""
 
 from __future__ import annotations
 
@@ -123,10 +123,10 @@ def test_bases_are_not_averaged(name: str, refused: bool) -> None:
 def test_parameters_are_stepped_a_few_at_a_time(name: str) -> None:
     """So that updates which rotate take no scratch as large as the weights."""
     blocks = [nn.Linear(1200, 1200, bias=False) for _ in range(3)]
-    (node,) = make_pipeline(case_of(name, depth=1), blocks=blocks, balance=[3]).nodes.values()
-    assert node.updater is not None
-    assert node.store is not None
-    assert 0 < node.updater.nbytes < node.store.layout.nbytes / 2
+    (stage,) = make_pipeline(case_of(name, depth=1), blocks=blocks, balance=[3]).stages.values()
+    assert stage.updater is not None
+    assert stage.store is not None
+    assert 0 < stage.updater.nbytes < stage.store.layout.nbytes / 2
 
 
 class Whole(torch.optim.SGD):

@@ -17,7 +17,7 @@ from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.rank.snapshot import Saving, Snapshot
 from penstock.schedule.build import prove
 from penstock.schedule.ir.schedule import Op
-from penstock.weights.corrections.base import Place
+from penstock.weights.corrections.base import StagePlace
 from penstock.weights.corrections.registry import correction_of
 from penstock.weights.decision import LossScale
 from penstock.weights.memory.buffers import Layout
@@ -298,7 +298,7 @@ def test_other_optimizers_are_refused(optimizer: torch.optim.Optimizer, message:
     correction = correction_of("ftpipe")
     assert correction is not None
     with pytest.raises(CapabilityError, match=message):
-        correction.on(Layout({}), Place(0, 2, 1, 1.0, "here")).begin(optimizer)
+        correction.on(Layout({}), StagePlace(0, 2, 1, 1.0, "here")).begin(optimizer)
 
 
 def test_what_it_does_not_go_with() -> None:

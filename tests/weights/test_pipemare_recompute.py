@@ -417,11 +417,11 @@ def test_inputs_that_come_again_are_let_go_of() -> None:
     pipeline = make_pipeline(case, **changes_of(case, "elementary", 3))
     there: list[tuple[int, bool]] = []
     for _ in pipeline.run(make_batches(case)):
-        for node, runtime in pipeline.nodes.items():
+        for stage, runtime in pipeline.stages.items():
             waiting = [piece for flight in runtime.flights.values() for piece in flight.work if isinstance(piece, Kept)]
-            there += [(node.cut, piece.value is not None) for piece in waiting]
-    assert {cut for cut, _ in there} == {0, 1, 2}  # the last stage does not recompute
-    assert all(has == (cut == 0) for cut, has in there)
+            there += [(stage.index, piece.value is not None) for piece in waiting]
+    assert {index for index, _ in there} == {0, 1, 2}  # the last stage does not recompute
+    assert all(has == (index == 0) for index, has in there)
 
 
 def kept(depth: int, segments: int | None) -> int:
@@ -462,9 +462,9 @@ def test_delays(depth: int, m: int, length: int) -> None:
     """A forward is (d-1-s) / m updates late; a recompute as many backwards ahead as stages of its segment follow."""
     proof = extend(prove("pipemare", depth, m), recomputes=True, segments=length)
     again = segments_of(depth, length)
-    for node, facts in proof.nodes.items():
-        assert facts.delay == (pytest.approx((depth - 1 - node.cut) / m), 0)
-        wanted = again[node.cut][0] / m if node.cut < depth - 1 else None
+    for stage, facts in proof.stages.items():
+        assert facts.delay == (pytest.approx((depth - 1 - stage.index) / m), 0)
+        wanted = again[stage.index][0] / m if stage.index < depth - 1 else None
         assert facts.recompute_delay == (wanted if wanted is None else pytest.approx(wanted))
 
 

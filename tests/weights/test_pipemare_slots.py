@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from penstock.runtime.pipeline import Pipeline
 from penstock.schedule.build import prove
 from penstock.verify.reference import train_reference
-from penstock.verify.reference.order import Order
+from penstock.verify.reference.order import ReferenceOrder
 from penstock.weights.corrections.registry import correction_of
 from support.cases import (
     BALANCE,
@@ -163,7 +163,7 @@ def test_the_reference_with_the_delays_of_the_order(
         divisor=case.divisor,
         seed=0,
         options=options,
-        order=Order([[-((k - w) // n) for k in range(n)] for w in late]),
+        order=ReferenceOrder([[-((k - w) // n) for k in range(n)] for w in late]),
     )
     assert_same(train(None, case, schedule=prove(method, p, n, order=order)), as_outcome(result))
 

@@ -116,9 +116,9 @@ def test_how_far_ahead_methods_predict(name: str, n: int, m: int, forward: list[
 def test_delays_and_copies_of_one_forward_one_backward(p: int, m: int) -> None:
     """With m microbatches to an update, stage i of p sees (p - i) / m updates between its passes, on average."""
     for method, backward in (("newest", 0), ("stash", None), ("pipemare", 0)):
-        nodes = prove(method, p, m).nodes
-        for node, facts in nodes.items():
-            behind = p - 1 - node.cut
+        stages = prove(method, p, m).stages
+        for stage, facts in stages.items():
+            behind = p - 1 - stage.index
             assert facts.delay.forward == pytest.approx(behind / m)
             assert facts.delay.backward == pytest.approx(behind / m if backward is None else backward)
             assert facts.versions == (1 if method != "stash" else -(-behind // m) + 1)
@@ -135,9 +135,9 @@ def test_the_longest_delay_counted_over_all_stages(s: int, wanted: int) -> None:
     costs = Costs.uniform(proof.schedule, forward=1.0, backward_input=0.5, backward_weight=0.5)
     timeline = simulate_schedule(proof, costs, batches=4 * s + 2).timeline
     updates = [i.end for i in timeline.intervals if i.what == "B"]  # each is followed by an update at once
-    forwards = {(i.cut, i.microbatch): i.start for i in timeline.intervals if i.what == "F"}
+    forwards = {(i.stage, i.microbatch): i.start for i in timeline.intervals if i.what == "F"}
     delays = [
-        sum(forwards[i.cut, i.microbatch] < end <= i.start for end in updates)
+        sum(forwards[i.stage, i.microbatch] < end <= i.start for end in updates)
         for i in timeline.intervals
         if i.what == "B" and 2 * s <= i.microbatch < 3 * s + 2
     ]

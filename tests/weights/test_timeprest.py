@@ -371,10 +371,10 @@ def test_what_every_byte_is_for(method: str) -> None:
     pipeline = make_pipeline(case)
     list(pipeline.run(make_batches(case)))
     kinds = ("weights", "gradients", "idle buffers", "copies", "correction")
-    for node, count in zip(pipeline.nodes.values(), BYTES[method], strict=True):
-        assert node.store is not None
-        live = pipeline.live_bytes()[node.node.rank]
-        assert sum(live.get(kind, 0) for kind in kinds) == count * node.store.layout.nbytes
+    for stage, count in zip(pipeline.stages.values(), BYTES[method], strict=True):
+        assert stage.store is not None
+        live = pipeline.live_bytes()[stage.key.rank]
+        assert sum(live.get(kind, 0) for kind in kinds) == count * stage.store.layout.nbytes
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ def test_optimizer_parameters_do_not_hide_rewrites() -> None:
     """A Parameter made over the buffer's memory counts versions for itself; the leaves' counter must not suffer."""
     pipeline = make_pipeline(Case("2bw", 1, 1))
     list(pipeline.run(make_batches(Case("2bw", 1, 1, spans=(3,)))))
-    store = pipeline.nodes[min(pipeline.nodes)].store
+    store = pipeline.stages[min(pipeline.stages)].store
     assert store is not None
     for version in store.versions:
         buffer = store.versions[version]
@@ -187,8 +187,8 @@ def test_an_update_in_place_frees_the_gradient() -> None:
 # --- a running pipeline ---------------------------------------------------------------------------------------------
 
 
-def store_of(pipeline: Pipeline, cut: int = 0) -> VersionStore:
-    store = next(node.store for place, node in pipeline.nodes.items() if place.cut == cut)
+def store_of(pipeline: Pipeline, index: int = 0) -> VersionStore:
+    store = next(stage.store for place, stage in pipeline.stages.items() if place.index == index)
     assert store is not None
     return store
 
@@ -254,17 +254,17 @@ def test_autograd_stands_behind_the_handles(method: str, monkeypatch: pytest.Mon
     """With the handles switched off, reading a buffer after its rewrite fails all the same."""
 
     def rewrite_after_reading(pipeline: Pipeline) -> None:
-        node = next(iter(pipeline.nodes.values()))
-        forward = node.forward
+        stage = next(iter(pipeline.stages.values()))
+        forward = stage.forward
 
         def rewriting(*args: Any) -> Any:
             result = forward(*args)
-            handle = node.flights[args[0].key].handle
+            handle = stage.flights[args[0].key].handle
             assert handle is not None
             handle.buffer.rewrite()
             return result
 
-        monkeypatch.setattr(node, "forward", rewriting)
+        monkeypatch.setattr(stage, "forward", rewriting)
 
     monkeypatch.setattr(Handle, "check", lambda self, who: None)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):

@@ -138,13 +138,16 @@ def test_whatever_else_a_run_does(changes: dict[str, Any]) -> None:
     [
         (
             {"clip": 1.0},
-            "rank 0 updates cut 2 before cut 0 .* cannot wait for a .*, which clip needs; set clip to null",
+            "rank 0 updates stage 2 before stage 0 .* cannot wait for a .*, which clip needs; set clip to null",
         ),
         ({"loss_scale": LossScale()}, "which loss_scale needs; leave it out, or"),
         ({"precision": "fp16"}, "which the loss scale of fp16 needs; set precision to bf16 or fp32, or"),
         ({"width": 2, "clip": 1.0}, r"which clip and a width of 2 need; set clip to null \(None\), set width to 1, or"),
         ({"width": 2, "combine": Combine("average", every=2)}, "which combine 'average' needs; set width to 1, or"),
-        ({"tied": {"head.weight": "table.weight"}}, "cuts 0, 3 cannot share parameters, whose gradients are added up"),
+        (
+            {"tied": {"head.weight": "table.weight"}},
+            "stages 0, 3 cannot share parameters, whose gradients are added up",
+        ),
     ],
     ids=["clip", "loss scale", "fp16", "width", "average", "tied"],
 )
@@ -158,7 +161,7 @@ def test_what_would_have_to_wait_for_both_groups_is_refused(changes: dict[str, A
     [
         (["clip=1.0"], "clip"),
         (["clip=null", "precision=fp16"], "fp16"),
-        (["clip=null", "model.tied=true"], "cuts 0, 3"),
+        (["clip=null", "model.tied=true"], "stages 0, 3"),
     ],
     ids=["clip", "fp16", "tied"],
 )

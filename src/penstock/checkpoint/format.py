@@ -4,7 +4,7 @@
     checkpoints/batch-00000100/stage-0.safetensors
     checkpoints/batch-00000100/stage-0.1.safetensors   buffers of stage 0 in pipeline 1, where it has some
 
-All names are those of parameters (`penstock.runtime.rank.snapshot`), so any other cut of the model can read them. A
+All names are those of parameters (`penstock.runtime.rank.snapshot`), so any other stage of the model can read them. A
 checkpoint is written into a hidden folder, synced, and renamed when the index is in it; older ones go when a newer one
 is complete, and hide before they do. Every file is checked against the index before anything of it is used.
 """

@@ -17,7 +17,7 @@ from penstock.comm.collective.gather import gather_json
 from penstock.errors import CheckpointError, ConfigError
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.rank.snapshot import Saving, Snapshot
-from penstock.schedule.ir.schedule import Node
+from penstock.schedule.ir.schedule import Stage
 
 _PATIENCE = 0.25  # of the shorter time-out: as long a rank in training waits for its disk
 
@@ -59,12 +59,12 @@ class Checkpoints:
         timeout: float = 300.0,
         tell: Callable[[int, str | None], None] = lambda *_: None,
     ) -> None:
-        self._pipeline, self._folder, self._team = pipeline, Path(folder), pipeline.team
+        self._pipeline, self._folder, self._grid = pipeline, Path(folder), pipeline.grid
         self.damaged: list[str] = []
         if keep < 1:
             raise ConfigError(f"keep must be at least 1, got {keep}")
-        team = pipeline.team
-        self._rank, self._ranks = (0, 1) if team.group is None else (dist.get_rank(team.group), team.group.size())
+        grid = pipeline.grid
+        self._rank, self._ranks = (0, 1) if grid.group is None else (dist.get_rank(grid.group), grid.group.size())
         self._store, self._limits = store, (timeout, _PATIENCE * min(timeout, pipeline.timeout))
         self._keep, self._extra, self._tell = keep, extra, tell
         self._writer = self._make_writer()
@@ -73,17 +73,17 @@ class Checkpoints:
 
     def _make_writer(self) -> Writer:
         """One that knows nothing of what others have posted before; all ranks make it together."""
-        team, schedule = self._team, self._pipeline.schedule
+        grid, schedule = self._grid, self._pipeline.schedule
 
-        def places(replica: int, nodes: Iterable[Node]) -> list[tuple[int, int]]:
-            return [(node.cut, replica * schedule.replicas + node.replica) for node in sorted(nodes)]
+        def places(pipeline: int, stages: Iterable[Stage]) -> list[tuple[int, int]]:
+            return [(stage.index, pipeline * schedule.directions + stage.direction) for stage in sorted(stages)]
 
-        own = [place for replica in team.replicas for place in places(replica, self._pipeline.nodes)]
+        own = [place for pipeline in grid.pipelines for place in places(pipeline, self._pipeline.stages)]
         wall: Wall = LocalWall()
-        if team.group is not None:
+        if grid.group is not None:
             name = self._gather(uuid.uuid4().hex, "preparing for checkpoints")[0]
             wall = StoreWall(self._store or _get_default_store(), name)
-        parts = [place for replica in range(team.width) for place in places(replica, schedule.nodes)]
+        parts = [place for pipeline in range(grid.width) for place in places(pipeline, schedule.stages)]
         return Writer(self._folder, parts, own, self._keep, self._extra, wall, *self._limits, self._tell)
 
     def every(self, batches: int) -> Saving:
@@ -180,4 +180,4 @@ class Checkpoints:
         return checkpoint
 
     def _gather(self, value: Any, what: str) -> list[Any]:
-        return [value] if self._team.group is None else gather_json(value, what, self._team.control)
+        return [value] if self._grid.group is None else gather_json(value, what, self._grid.control)

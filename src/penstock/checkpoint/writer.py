@@ -83,7 +83,7 @@ class Writer:
 
     Args:
         run: the run's folder.
-        parts: the cut and the place (among those that hold the cut) of every stage.
+        parts: the index of every stage and its place among the copies of it.
         own: those of this process; who has the first of all parts completes the checkpoints.
         keep: how many checkpoints stay.
         extra: of the number of batches, what goes into the index besides, the same on all ranks.
@@ -183,7 +183,7 @@ class Writer:
         except Exception as error:  # whatever it is, it costs this checkpoint alone
             part["failure"] = f"{name}: {error}"
         snapshot.tensors.clear()
-        self._wall.post(_key(snapshot.batch, snapshot.cut, snapshot.place), json.dumps(part))
+        self._wall.post(_key(snapshot.batch, snapshot.stage, snapshot.place), json.dumps(part))
         self._written[snapshot.batch] += 1
         if self._completes and self._written[snapshot.batch] == len(self._own):
             del self._written[snapshot.batch]
@@ -192,7 +192,7 @@ class Writer:
     def _complete(self, batch: int) -> None:
         """Write the index once all stages are there."""
         place = disk.place_of(self._run, batch)
-        found = self._await([_key(batch, cut, place) for cut, place in self._parts], self._timeout)
+        found = self._await([_key(batch, index, place) for index, place in self._parts], self._timeout)
         if found is None:
             failure: str | None = f"a stage was not written within {self._timeout:g} seconds"
         else:
@@ -229,12 +229,12 @@ def _is_doubtful(part: Mapping[str, Any]) -> bool:
     return "trouble" in part["facts"].get("decisions", {}).get("lookout", {})
 
 
-def _key(batch: int, cut: int, place: int) -> str:
-    return f"{batch}/{cut}.{place}"
+def _key(batch: int, index: int, place: int) -> str:
+    return f"{batch}/{index}.{place}"
 
 
 def _file_name(snapshot: Snapshot) -> str:
-    return f"stage-{snapshot.cut}{f'.{snapshot.place}' if snapshot.place else ''}.safetensors"
+    return f"stage-{snapshot.stage}{f'.{snapshot.place}' if snapshot.place else ''}.safetensors"
 
 
 def _content(parts: Sequence[dict[str, Any]], extra: Mapping[str, Any]) -> dict[str, Any]:

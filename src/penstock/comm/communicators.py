@@ -10,7 +10,7 @@ import torch
 from penstock.comm.collective.all_reduce import GlooReducer, LocalReducer, Reducer
 from penstock.comm.collective.control_reduce import Council, GlooCouncil, LocalCouncil
 from penstock.comm.collective.wave_exchange import PATIENCE, Exchange, GlooExchange, LocalExchange
-from penstock.comm.core.ranks import Holder, Seat, Team
+from penstock.comm.core.rank_grid import Holder, RankGrid, RankKey
 from penstock.comm.mesh import Groups
 from penstock.comm.p2p.gloo import GlooTransport
 from penstock.comm.p2p.local import LocalTransport
@@ -19,7 +19,7 @@ from penstock.comm.p2p.transport import Channel, Transport
 from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.machine.instructions import Lowered
 from penstock.schedule.methods.combine import REDUCE, Combine
-from penstock.schedule.proof.node_spec import NodeSpec
+from penstock.schedule.proof.stage_spec import StageSpec
 
 _TIES, _AVERAGES, _COMMON, _WAVES = 10, 11, 12, 13  # tags of messages, on the pipelines' group; other lanes use others
 
@@ -60,70 +60,70 @@ class Links(NamedTuple):
 
 
 def holders_of(schedule: Schedule, width: int) -> dict[int, tuple[Holder, ...]]:
-    """Of each cut, all nodes of all parallel pipelines that hold it."""
+    """By stage index, the copies of that stage in all parallel pipelines."""
     return {
-        cut: tuple(Holder(r, node) for r in range(width) for node in schedule.nodes if node.cut == cut)
-        for cut in range(schedule.cuts)
+        index: tuple(Holder(r, stage) for r in range(width) for stage in schedule.stages if stage.index == index)
+        for index in range(schedule.num_stages)
     }
 
 
 def link(
-    team: Team,
+    grid: RankGrid,
     lowered: Lowered,
-    specs: Sequence[NodeSpec],
+    specs: Sequence[StageSpec],
     channel: Channel,
     lane_groups: Sequence[LaneGroups],
     holder_groups: Groups,
     combine: Combine = REDUCE,
-) -> Mapping[Seat, Links]:
-    """Links for every seat of this process.
+) -> Mapping[RankKey, Links]:
+    """Links for every rank of this process.
 
     Args:
-        team: all seats.
+        grid: all ranks.
         lowered: the schedule of the span.
-        specs: of its nodes.
+        specs: of its stages.
         channel: which lanes.
         lane_groups: per pipeline, communicators for tensors; empty where they travel over gloo.
         holder_groups: of those that hold the same weights; empty where gradients are added in order.
         combine: how parallel pipelines agree; where they have weights of their own, each decides for itself.
     """
-    deciding = [Holder(r, spec.node) for r in range(team.width) for spec in specs if spec.decides]
-    if team.group is None:
-        return _link_here(team, deciding, combine)
-    (seat,) = team.seats
-    first = team.worker(Seat(seat.replica, 0))
+    deciding = [Holder(r, spec.stage) for r in range(grid.width) for spec in specs if spec.decides]
+    if grid.group is None:
+        return _link_here(grid, deciding, combine)
+    (key,) = grid.local
+    first = grid.global_rank(RankKey(key.pipeline, 0))
     transport: Transport
     if lane_groups:
-        assert team.control is not None
+        assert grid.control is not None
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-        groups = lane_groups[seat.replica]
-        transport = NcclTransport(seat.rank, groups, lowered.window, team.control, device, first, channel)
+        groups = lane_groups[key.pipeline]
+        transport = NcclTransport(key.rank, groups, lowered.window, grid.control, device, first, channel)
     else:
-        transport = GlooTransport(seat.rank, lowered.lanes, lowered.window, team.control, first, channel)
-    reducer = GlooReducer(team.process, team.control, holder_groups)
-    ties = GlooReducer(team.process, team.control, {}, tag=_TIES)  # by themselves, as they keep another order
+        transport = GlooTransport(key.rank, lowered.lanes, lowered.window, grid.control, first, channel)
+    reducer = GlooReducer(grid.process, grid.control, holder_groups)
+    ties = GlooReducer(grid.process, grid.control, {}, tag=_TIES)  # by themselves, as they keep another order
     if not combine.apart:
-        return {seat: Links(transport, reducer, ties, GlooCouncil(deciding, team.process, team.control))}
-    own = [holder for holder in deciding if holder.replica == seat.replica]
-    council = GlooCouncil(own, team.process, team.control)
+        return {key: Links(transport, reducer, ties, GlooCouncil(deciding, grid.process, grid.control))}
+    own = [holder for holder in deciding if holder.pipeline == key.pipeline]
+    council = GlooCouncil(own, grid.process, grid.control)
     if combine.kind == "wsp":  # nobody waits there for pipelines that are some waves behind
-        common = GlooCouncil(deciding, team.process, team.control, tag=_COMMON, patience=PATIENCE)
-        waves = GlooExchange(team.process, team.control, tag=_WAVES)
-        return {seat: Links(transport, reducer, ties, council, common=common, waves=waves)}
-    averages = GlooReducer(team.process, team.control, {}, tag=_AVERAGES)
-    common = GlooCouncil(deciding, team.process, team.control, tag=_COMMON)
-    return {seat: Links(transport, reducer, ties, council, averages, common)}
+        common = GlooCouncil(deciding, grid.process, grid.control, tag=_COMMON, patience=PATIENCE)
+        waves = GlooExchange(grid.process, grid.control, tag=_WAVES)
+        return {key: Links(transport, reducer, ties, council, common=common, waves=waves)}
+    averages = GlooReducer(grid.process, grid.control, {}, tag=_AVERAGES)
+    common = GlooCouncil(deciding, grid.process, grid.control, tag=_COMMON)
+    return {key: Links(transport, reducer, ties, council, averages, common)}
 
 
-def _link_here(team: Team, deciding: Sequence[Holder], combine: Combine) -> Mapping[Seat, Links]:
-    """Links between seats that are all in this process."""
+def _link_here(grid: RankGrid, deciding: Sequence[Holder], combine: Combine) -> Mapping[RankKey, Links]:
+    """Links between ranks that are all in this process."""
     council, reducer = LocalCouncil(deciding), LocalReducer()
-    transports = {replica: LocalTransport() for replica in team.replicas}
+    transports = {pipeline: LocalTransport() for pipeline in grid.pipelines}
     if not combine.apart:
-        return {seat: Links(transports[seat.replica], reducer, reducer, council) for seat in team.seats}
-    own = {replica: LocalCouncil([h for h in deciding if h.replica == replica]) for replica in team.replicas}
+        return {key: Links(transports[key.pipeline], reducer, reducer, council) for key in grid.local}
+    own = {pipeline: LocalCouncil([h for h in deciding if h.pipeline == pipeline]) for pipeline in grid.pipelines}
     averages, waves = (None, LocalExchange()) if combine.kind == "wsp" else (LocalReducer(), None)
     return {
-        seat: Links(transports[seat.replica], reducer, reducer, own[seat.replica], averages, council, waves)
-        for seat in team.seats
+        key: Links(transports[key.pipeline], reducer, reducer, own[key.pipeline], averages, council, waves)
+        for key in grid.local
     }

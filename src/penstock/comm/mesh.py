@@ -9,19 +9,19 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.comm.collective.gather import collective
-from penstock.comm.core.ranks import Members, Team, backends
+from penstock.comm.core.rank_grid import Members, RankGrid, backends
 from penstock.errors import CapabilityError, ConfigError
 
 _DIMENSIONS = ("width", "depth", "inner")
 
 Groups = Mapping[frozenset[int], dist.ProcessGroup]
-"""The ranks in the team's group -> a group of just these."""
+"""The ranks in the grid's group -> a group of just these."""
 
 
 def from_mesh(
     mesh: DeviceMesh | None, width: int | None, depth: int, group: dist.ProcessGroup | None
 ) -> tuple[int, dist.ProcessGroup | None]:
-    """The number of pipelines and the group of all ranks, as `Team` takes them.
+    """The number of pipelines and the group of all ranks, as `RankGrid` takes them.
 
     Args:
         mesh: with dimensions (width, depth) or (width, depth, inner); without one they are what the user says.
@@ -62,12 +62,12 @@ def from_mesh(
     return sizes["width"], whole
 
 
-def groups_of_holders(team: Team, holders: Iterable[Members], mesh: DeviceMesh | None, timeout: float) -> Groups:
-    """A group for each cut, made once and used by all spans; without a mesh all ranks of the job call this.
+def groups_of_holders(grid: RankGrid, holders: Iterable[Members], mesh: DeviceMesh | None, timeout: float) -> Groups:
+    """A group for each stage, made once and used by all spans; without a mesh all ranks of the job call this.
 
     Args:
-        team: all seats.
-        holders: of each cut.
+        grid: all ranks.
+        holders: of each stage.
         mesh: its groups along the width are taken, unless they are needed for something else.
         timeout: seconds that peers may take.
 
@@ -75,23 +75,23 @@ def groups_of_holders(team: Team, holders: Iterable[Members], mesh: DeviceMesh |
         TransportError: they took longer.
         CapabilityError: the pipelines are only a part of the job, so that not all ranks would take part.
     """
-    if team.group is None or team.width == 1:
+    if grid.group is None or grid.width == 1:
         return {}
     mine = None if mesh is None else mesh.get_group("width")
     # With one stage the mesh may hand out the pipelines' own group, on which other collective calls may come between.
-    if mine is not None and mine is not team.control and backends(mine).get("cpu") == "gloo":
-        return {frozenset(dist.get_group_rank(team.group, r) for r in dist.get_process_group_ranks(mine)): mine}
-    here, everywhere = dist.get_world_size(team.group), dist.get_world_size()
+    if mine is not None and mine is not grid.control and backends(mine).get("cpu") == "gloo":
+        return {frozenset(dist.get_group_rank(grid.group, r) for r in dist.get_process_group_ranks(mine)): mine}
+    here, everywhere = dist.get_world_size(grid.group), dist.get_world_size()
     if here != everywhere:
         raise CapabilityError(
             f"reduce='fast' makes process groups, which takes all {everywhere} ranks of the job; the pipelines have "
             f"{here} of them. Pass a device mesh whose groups along the width are there already and used for nothing "
             "else, or take reduce='ordered'"
         )
-    wanted = dict.fromkeys(frozenset(map(team.process, members)) for members in holders)  # in one order everywhere
+    wanted = dict.fromkeys(frozenset(map(grid.process, members)) for members in holders)  # in one order everywhere
     limit = timedelta(seconds=timeout)
-    with collective("making groups of equal stages", team.control):
+    with collective("making groups of equal stages", grid.control):
         return {
-            ranks: dist.new_group([dist.get_global_rank(team.group, rank) for rank in ranks], limit, backend="gloo")
+            ranks: dist.new_group([dist.get_global_rank(grid.group, rank) for rank in ranks], limit, backend="gloo")
             for ranks in wanted
         }

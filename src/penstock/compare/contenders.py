@@ -36,8 +36,8 @@ class Entrant:
         contender: which.
         proof: of the schedule that its pipeline runs.
         correction: what is done about staleness.
-        delays_forward, delays_backward: of every stage (cut), updates between the weights that it reads and those that
-            it updates, mean over a batch.
+        delays_forward, delays_backward: of every stage, updates between the weights that it reads and those
+            that it updates, mean over a batch.
         times: of every number of updates from 0 on, when the last stage has made them, in the simulation.
         begin: the simulated timeline of its first batches.
         opening: the proof of the schedule of the first `contender.sync` batches; None where there are none.
@@ -81,7 +81,9 @@ def enter(config: ComparisonConfig, task: Task, contender: Contender) -> Entrant
         raise type(error)(f"{contender.label}: {error}") from None
     costs = Costs.uniform(proof.schedule, FORWARD, BACKWARD / 2, BACKWARD / 2)
     begin = simulate_schedule(proof, costs, min(config.batches, 3)).timeline
-    forward, backward = ((float(contender.delays),) * proof.schedule.cuts,) * 2 if contender.delays else _delays(proof)
+    forward, backward = (
+        ((float(contender.delays),) * proof.schedule.num_stages,) * 2 if contender.delays else _delays(proof)
+    )
     before = (0.0,) if opening is None else update_times(opening, costs, contender.sync)
     after = update_times(proof, costs, config.batches - contender.sync)
     times = (*before, *(before[-1] + time for time in after[1:]))
@@ -150,9 +152,11 @@ def make_optimizers(config: ComparisonConfig, lr: float) -> OptimizerFactory:
 
 
 def _delays(proof: Proof) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Of every cut, in forward and backward; where several ranks hold it, their mean."""
-    held = [[node for node in proof.schedule.nodes if node.cut == cut] for cut in range(proof.schedule.cuts)]
-    facts = [[proof.nodes[node].delay for node in nodes] for nodes in held]
+    """Of every stage, in forward and backward; where several ranks hold it, their mean."""
+    held = [
+        [stage for stage in proof.schedule.stages if stage.index == index] for index in range(proof.schedule.num_stages)
+    ]
+    facts = [[proof.stages[stage].delay for stage in stages] for stages in held]
     forward = tuple(sum(delay.forward for delay in delays) / len(delays) for delays in facts)
     return forward, tuple(sum(delay.backward for delay in delays) / len(delays) for delays in facts)
 
@@ -165,7 +169,7 @@ def update_times(proof: Proof, costs: Costs, batches: int, limit: int = _SIMULAT
 
     Args:
         proof: of the schedule.
-        costs: times of every cut.
+        costs: times of every stage.
         batches: how many there are until the pipeline is drained.
         limit: even, and a few times what it takes until a schedule repeats itself.
     """

@@ -20,7 +20,7 @@ from penstock.checkpoint.format import sync_file
 from penstock.compare.config import ComparisonConfig, Key, contenders
 from penstock.compare.held_out import Score
 from penstock.compare.tasks import Task
-from penstock.compare.trial import Result
+from penstock.compare.trial import TrialResult
 from penstock.errors import ConfigError, DataError
 
 SCHEMA = 1
@@ -108,7 +108,7 @@ class Records:
                 "that it had (methods, seeds and rates may be added), or another folder"
             )
 
-    def load(self, key: Key) -> Result | None:
+    def load(self, key: Key) -> TrialResult | None:
         """What a run has found; None if it has not finished.
 
         Raises:
@@ -121,11 +121,11 @@ class Records:
             found = _read(path)
             scores = (Score(s["updates"], _number(s["loss"]), s["accuracy"]) for s in found["scores"])
             losses, norms = (tuple(map(_number, found[what])) for what in ("losses", "norms"))
-            return Result(key, tuple(scores), losses, norms, found["diverged"], found["seconds"])
+            return TrialResult(key, tuple(scores), losses, norms, found["diverged"], found["seconds"])
         except (KeyError, TypeError) as error:
             raise DataError(f"{str(path)!r} is damaged ({error!r}); remove it, and the run is trained again") from None
 
-    def save(self, result: Result) -> None:
+    def save(self, result: TrialResult) -> None:
         """Write what a run has found.
 
         Raises:

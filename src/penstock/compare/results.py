@@ -14,11 +14,11 @@ from penstock.compare.config import ComparisonConfig, Key
 from penstock.compare.contenders import Entrant
 from penstock.compare.held_out import Score
 from penstock.compare.tasks import Task
-from penstock.compare.trial import Result
+from penstock.compare.trial import TrialResult
 
 
 @dataclass(frozen=True)
-class Row:
+class EvaluationRow:
     """One evaluation of one run; the fields are the columns of results.csv.
 
     Attributes:
@@ -51,7 +51,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Summary:
+class MethodSummary:
     """What became of a method at its best rate; the fields are the columns of summary.csv.
 
     Attributes:
@@ -100,19 +100,19 @@ class Findings:
     config: ComparisonConfig
     task: Task
     entrants: Sequence[Entrant]
-    results: Mapping[Key, Result]
+    results: Mapping[Key, TrialResult]
 
     @property
     def baseline(self) -> Entrant | None:
         """The first method without delay."""
         return next((entrant for entrant in self.entrants if entrant.synchronous), None)
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[EvaluationRow]:
         """All evaluations, run by run."""
         entrants = {entrant.label: entrant for entrant in self.entrants}
         return [row for key, found in self.results.items() for row in self.rows_of(entrants[key.method], found)]
 
-    def rows_of(self, entrant: Entrant, result: Result) -> list[Row]:
+    def rows_of(self, entrant: Entrant, result: TrialResult) -> list[EvaluationRow]:
         """The evaluations of a run, and what there was when it diverged."""
         rows, before = [], 0
         for score in result.scores:
@@ -126,10 +126,12 @@ class Findings:
             rows.append(self._row(entrant, result, end, before, diverged=True))
         return rows
 
-    def _row(self, entrant: Entrant, result: Result, score: Score, before: int, *, diverged: bool) -> Row:
+    def _row(
+        self, entrant: Entrant, result: TrialResult, score: Score, before: int, *, diverged: bool
+    ) -> EvaluationRow:
         samples = score.updates * self.config.microbatches * self.config.microbatch_size
         delays = [" ".join(f"{d:g}" for d in delays) for delays in (entrant.delays_forward, entrant.delays_backward)]
-        return Row(
+        return EvaluationRow(
             *result.key,
             score.updates,
             samples,
@@ -144,7 +146,7 @@ class Findings:
             diverged,
         )
 
-    def at_best_rate(self, entrant: Entrant) -> list[Result]:
+    def at_best_rate(self, entrant: Entrant) -> list[TrialResult]:
         """The runs of a method at its best rate; none if none has finished."""
         best = self.best_rate(entrant)
         return [found for key, found in self.results.items() if (key.method, key.lr) == (entrant.label, best)]
@@ -160,19 +162,19 @@ class Findings:
         runs = self.by_rate(entrant)
         return min(runs, key=badness, default=None)
 
-    def by_rate(self, entrant: Entrant) -> dict[float, list[Result]]:
+    def by_rate(self, entrant: Entrant) -> dict[float, list[TrialResult]]:
         """The finished runs of a method by learning rate, of the seeds that all rates were tried with.
 
         Rates are left out that have fewer runs than others.
         """
-        runs: dict[float, list[Result]] = {}
+        runs: dict[float, list[TrialResult]] = {}
         for key, result in self.results.items():
             if key.method == entrant.label and key.seed < self.config.tuned:
                 runs.setdefault(key.lr, []).append(result)
         most = max(map(len, runs.values()), default=0)
         return {lr: found for lr, found in runs.items() if len(found) == most}
 
-    def summaries(self) -> list[Summary]:
+    def summaries(self) -> list[MethodSummary]:
         """Of every method with a finished run."""
         base = self.baseline
         reference = {} if base is None else _ends(self.at_best_rate(base))
@@ -183,8 +185,8 @@ class Findings:
         ]
 
     def _summary(
-        self, entrant: Entrant, found: Sequence[Result], base: Entrant | None, reference: Mapping[int, float]
-    ) -> Summary:
+        self, entrant: Entrant, found: Sequence[TrialResult], base: Entrant | None, reference: Mapping[int, float]
+    ) -> MethodSummary:
         ends = _ends(found)
         accuracies = [r.scores[-1].accuracy for r in found if r.diverged is None]
         differences = [100 * (ends[seed] / reference[seed] - 1) for seed in ends if seed in reference]
@@ -192,7 +194,7 @@ class Findings:
         diverged = sum(result.diverged is not None for result in found)
         if entrant is base:
             mean, differences = None, []
-        return Summary(
+        return MethodSummary(
             entrant.label,
             found[0].key.lr,
             len(found),
@@ -209,7 +211,9 @@ class Findings:
         )
 
 
-def as_csv(rows: Sequence[Row] | Sequence[Summary], kind: type[Row] | type[Summary]) -> str:
+def as_csv(
+    rows: Sequence[EvaluationRow] | Sequence[MethodSummary], kind: type[EvaluationRow] | type[MethodSummary]
+) -> str:
     """A table with a header; what is not known is empty, numbers are exact."""
     text = io.StringIO()
     names = list(kind.__dataclass_fields__)
@@ -221,12 +225,12 @@ def as_csv(rows: Sequence[Row] | Sequence[Summary], kind: type[Row] | type[Summa
     return text.getvalue()
 
 
-def _end(result: Result) -> float | None:
+def _end(result: TrialResult) -> float | None:
     """The validation loss at the end; None where there is none, because the run diverged."""
     return None if result.diverged is not None else result.scores[-1].loss
 
 
-def _ends(results: Iterable[Result]) -> dict[int, float]:
+def _ends(results: Iterable[TrialResult]) -> dict[int, float]:
     """The same by seed."""
     return {result.key.seed: end for result in results if (end := _end(result)) is not None}
 

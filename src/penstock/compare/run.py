@@ -14,14 +14,14 @@ from penstock.compare.contenders import Entrant, enter
 from penstock.compare.result_files import Records, joined
 from penstock.compare.results import Findings
 from penstock.compare.tasks import Task, make_task
-from penstock.compare.trial import Result, run_trial
+from penstock.compare.trial import TrialResult, run_trial
 
 
 class ComparisonObserver(Protocol):
     """Is told how far a comparison is."""
 
     def entering(self, label: str) -> None:
-        """A method is proven, cut and simulated."""
+        """A method is proven, stage and simulated."""
         ...
 
     def started(self, task: Task, total: int, there: int) -> None:
@@ -36,7 +36,7 @@ class ComparisonObserver(Protocol):
         """So many of its batches are done; the loss of the last one."""
         ...
 
-    def finished(self, result: Result) -> None:
+    def finished(self, result: TrialResult) -> None:
         """It has ended, and what it has found is on the disk."""
         ...
 
@@ -64,7 +64,7 @@ class ComparisonRun:
             observer.entering(contender.label)
             self._entrants.append(enter(config, self._task, contender))
         self._records.begin()
-        self._results: dict[Key, Result] = {}
+        self._results: dict[Key, TrialResult] = {}
 
     def run(self) -> Findings:
         """Train every run that has not finished yet.

@@ -22,7 +22,7 @@ Told = Callable[[int, float], None]
 
 
 @dataclass(frozen=True)
-class Result:
+class TrialResult:
     """What a run has found.
 
     Attributes:
@@ -42,7 +42,7 @@ class Result:
     seconds: float
 
 
-def run_trial(config: ComparisonConfig, task: Task, entrant: Entrant, key: Key, tell: Told) -> Result:
+def run_trial(config: ComparisonConfig, task: Task, entrant: Entrant, key: Key, tell: Told) -> TrialResult:
     """Train one run to its end, or until it diverges.
 
     Args:
@@ -61,7 +61,7 @@ def run_trial(config: ComparisonConfig, task: Task, entrant: Entrant, key: Key, 
     count = len(trial.losses) if trial.diverged is None else trial.diverged
     losses = tuple(trial.losses.get(batch, math.nan) for batch in range(count))
     norms = tuple(trial.norms().get(batch, math.nan) for batch in range(count))
-    return Result(key, tuple(trial.scores), losses, norms, trial.diverged, time.perf_counter() - begun)
+    return TrialResult(key, tuple(trial.scores), losses, norms, trial.diverged, time.perf_counter() - begun)
 
 
 class _Trial:
@@ -78,7 +78,7 @@ class _Trial:
             config, task, first, correction, key.seed, key.lr, self._gatherer, delays=entrant.contender.delays
         )
         self._entrant = entrant
-        self._whole = entrant.proof.schedule.replicas == 1  # else reports are of a part of the batch
+        self._whole = entrant.proof.schedule.directions == 1  # else reports are of a part of the batch
         self._decided: dict[int, float] = {}  # norms
         self.losses: dict[int, float] = {}
         self.scores = [self._scorer.score(0)]

@@ -169,7 +169,7 @@ def rotate(x_BHLK: Tensor, cos_LK: Tensor, sin_LK: Tensor) -> Tensor:
 
 
 def gpt_blocks(config: GPTConfig, seed: int) -> dict[str, LazyBlock]:
-    """The model as blocks, each with an initialisation of its own seed, so that it does not depend on the cut.
+    """The model as blocks, each with an initialisation of its own seed, so that it does not depend on the partition.
 
     Args:
         config: the shape.

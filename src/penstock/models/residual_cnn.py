@@ -99,7 +99,7 @@ class Classifier(nn.Module):
 
 
 def residual_cnn_blocks(config: CNNConfig, seed: int) -> dict[str, LazyBlock]:
-    """The model as blocks, each with an initialisation of its own seed, so that it does not depend on the cut.
+    """The model as blocks, each with an initialisation of its own seed, so that it does not depend on the partition.
 
     Args:
         config: the shape; there are `config.layers + 2` blocks.

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from penstock.errors import ConfigError
-from penstock.schedule.ir.schedule import Node
+from penstock.schedule.ir.schedule import Stage
 
 Blocks = Mapping[str, Any] | Sequence[Any]
 """Modules, plain functions or `LazyBlock`s, by name or in a row (then their names are "0", "1", ...)."""
@@ -78,69 +78,70 @@ def cost_of(block: Any) -> float:
     return float(cost or 0.0)
 
 
-def cut_blocks(blocks: Mapping[str, Any], cuts: int, balance: Sequence[int] | None = None) -> list[list[str]]:
-    """The names of the blocks of each cut, consecutive and none empty.
+def cut_blocks(blocks: Mapping[str, Any], num_stages: int, balance: Sequence[int] | None = None) -> list[list[str]]:
+    """The names of the blocks of each stage, consecutive and none empty.
 
     Args:
         blocks: the model.
-        cuts: how many stages.
+        stages: how many stages.
         balance: blocks per stage; chosen so that the costliest stage costs least if None.
 
     Raises:
         ConfigError: there are fewer blocks than stages, or `balance` does not fit.
     """
     names = list(blocks)
-    if len(names) < cuts:
+    if len(names) < num_stages:
         raise ConfigError(
-            f"the model has {len(names)} blocks, which cannot be cut into {cuts} stages; use fewer stages"
+            f"the model has {len(names)} blocks, which cannot be cut into {num_stages} stages; use fewer stages"
         )
     if balance is None:
-        balance = _best_balance([cost_of(block) for block in blocks.values()], cuts)
-    elif len(balance) != cuts or min(balance) < 1 or sum(balance) != len(names):
+        balance = _best_balance([cost_of(block) for block in blocks.values()], num_stages)
+    elif len(balance) != num_stages or min(balance) < 1 or sum(balance) != len(names):
         raise ConfigError(
-            f"balance {list(balance)} must hold {cuts} positive numbers that add up to the model's {len(names)} blocks"
+            f"balance {list(balance)} must hold {num_stages} positive numbers that add up to the model's "
+            f"{len(names)} blocks"
         )
     ends = list(accumulate(balance))
     return [names[end - size : end] for size, end in zip(balance, ends, strict=True)]
 
 
 def deal(
-    blocks: Mapping[str, Any], parts: Sequence[Sequence[str]], nodes: Iterable[tuple[int, Node]]
-) -> dict[int, dict[Node, dict[str, Any]]]:
-    """The blocks of every node in this process: those given for the first to hold a cut, copies for the others.
+    blocks: Mapping[str, Any], parts: Sequence[Sequence[str]], stages: Iterable[tuple[int, Stage]]
+) -> dict[int, dict[Stage, dict[str, Any]]]:
+    """The blocks of every stage in this process: those given for the first to hold a stage, copies for the others.
 
     Args:
         blocks: the model.
-        parts: names of the blocks of each cut.
-        nodes: of this process, each with its pipeline.
+        parts: names of the blocks of each stage.
+        stages: of this process, each with its pipeline.
 
     Returns:
-        By pipeline and node.
+        By pipeline and stage.
     """
-    dealt: dict[int, dict[Node, dict[str, Any]]] = {}
+    dealt: dict[int, dict[Stage, dict[str, Any]]] = {}
     held: set[int] = set()
-    for replica, node in sorted(nodes, key=lambda held: (held[0], held[1].replica)):
-        own = {name: blocks[name] for name in parts[node.cut]}
-        dealt.setdefault(replica, {})[node] = copy.deepcopy(own) if node.cut in held else own
-        held.add(node.cut)
+    for pipeline, stage in sorted(stages, key=lambda held: (held[0], held[1].direction)):
+        own = {name: blocks[name] for name in parts[stage.index]}
+        dealt.setdefault(pipeline, {})[stage] = copy.deepcopy(own) if stage.index in held else own
+        held.add(stage.index)
     return dealt
 
 
-def _best_balance(costs: list[float], cuts: int) -> list[int]:
+def _best_balance(costs: list[float], num_stages: int) -> list[int]:
     """Sizes of consecutive, non-empty parts with the least maximal cost (dynamic program over block and part)."""
     sums = [0.0, *accumulate(costs)]
     n = len(costs)
-    best = [[float("inf")] * (n + 1) for _ in range(cuts + 1)]
-    where = [[0] * (n + 1) for _ in range(cuts + 1)]
+    best = [[float("inf")] * (n + 1) for _ in range(num_stages + 1)]
+    where = [[0] * (n + 1) for _ in range(num_stages + 1)]
     best[0][0] = 0.0
-    for part in range(1, cuts + 1):
+    for part in range(1, num_stages + 1):
         for end in range(part, n + 1):
             for start in range(part - 1, end):
                 value = max(best[part - 1][start], sums[end] - sums[start])
                 if value < best[part][end]:
                     best[part][end], where[part][end] = value, start
     sizes, end = [], n
-    for part in range(cuts, 0, -1):
+    for part in range(num_stages, 0, -1):
         sizes.append(end - where[part][end])
         end = where[part][end]
     return sizes[::-1]

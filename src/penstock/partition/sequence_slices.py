@@ -74,7 +74,7 @@ class Slicing:
         """
         number, slices = piece
 
-        def cut(leaf: Any) -> Any:
+        def part(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor) or leaf.dim() <= self.dimension:
                 return leaf
             length = leaf.shape[self.dimension]
@@ -83,7 +83,7 @@ class Slicing:
                 raise DataError(f"a sequence of {length} cannot be cut into {slices} slices of lengths {lengths}")
             return leaf.narrow(self.dimension, [0, *accumulate(lengths)][number], lengths[number])
 
-        return pytree.tree_map(cut, tree)
+        return pytree.tree_map(part, tree)
 
 
 EQUAL_SLICES = Slicing()

@@ -19,19 +19,19 @@ from penstock.partition.blocks import LazyBlock
 
 @dataclass(frozen=True)
 class Tie:
-    """Parameters that the same cuts share.
+    """Parameters that the same stages share.
 
     Attributes:
-        cuts: in their order; the first one counts in the norm.
-        names: per cut, what the parameters are called there, in one order.
+        stages: in their order; the first one counts in the norm.
+        names: per stage, what the parameters are called there, in one order.
     """
 
-    cuts: tuple[int, ...]
+    stages: tuple[int, ...]
     names: tuple[tuple[str, ...], ...]
 
-    def names_at(self, cut: int) -> tuple[str, ...]:
-        """What the parameters are called at a cut."""
-        return self.names[self.cuts.index(cut)]
+    def names_at(self, index: int) -> tuple[str, ...]:
+        """What the parameters are called at a stage."""
+        return self.names[self.stages.index(index)]
 
 
 def find_ties(
@@ -41,7 +41,7 @@ def find_ties(
 
     Args:
         blocks: the model.
-        parts: names of the blocks of each cut.
+        parts: names of the blocks of each stage.
         tied: name of a parameter -> name of the one it is the same as.
 
     Returns:
@@ -50,34 +50,34 @@ def find_ties(
     Raises:
         ConfigError: `tied` names a parameter of no block.
     """
-    cuts, alias = _first_names(blocks, parts)
+    stages, alias = _first_names(blocks, parts)
     for name in (*tied, *tied.values()):
-        cuts.setdefault(name, _cut_of(name, blocks, parts))
-    places: dict[str, dict[int, str]] = defaultdict(dict)  # the one parameter -> cut -> its name there
+        stages.setdefault(name, _stage_of(name, blocks, parts))
+    places: dict[str, dict[int, str]] = defaultdict(dict)  # the one parameter -> stage -> its name there
     inside: dict[str, str] = {}
-    for name in sorted(cuts, key=lambda n: (cuts[n], n in tied)):
-        here = places[_root(name, tied, alias)].setdefault(cuts[name], name)
+    for name in sorted(stages, key=lambda n: (stages[n], n in tied)):
+        here = places[_root(name, tied, alias)].setdefault(stages[name], name)
         if here != name and name in tied:
             inside[name] = here
     grouped: dict[tuple[int, ...], list[list[str]]] = defaultdict(list)
     for names in places.values():
         if len(names) > 1:
             group = tuple(sorted(names))
-            grouped[group].append([names[cut] for cut in group])
+            grouped[group].append([names[index] for index in group])
     return [Tie(group, tuple(zip(*found, strict=True))) for group, found in sorted(grouped.items())], inside
 
 
 def _first_names(blocks: Mapping[str, Any], parts: Sequence[Sequence[str]]) -> tuple[dict[str, int], dict[str, str]]:
-    """The cut of every trained parameter, and for further names of one object the first.
+    """The stage of every trained parameter, and for further names of one object the first.
 
     Raises:
         ConfigError: stages share a module, in which each would put weights of its own.
     """
-    cuts: dict[str, int] = {}
+    stages: dict[str, int] = {}
     alias: dict[str, str] = {}
     first: dict[int, str] = {}
     homes: dict[int, int] = {}
-    for cut, part in enumerate(parts):
+    for index, part in enumerate(parts):
         for prefix in part:
             if not isinstance(blocks[prefix], nn.Module):
                 continue
@@ -85,16 +85,16 @@ def _first_names(blocks: Mapping[str, Any], parts: Sequence[Sequence[str]]) -> t
                 for key, parameter in module._parameters.items():
                     if parameter is None or not parameter.requires_grad:
                         continue
-                    if homes.setdefault(id(module), cut) != cut:
+                    if homes.setdefault(id(module), index) != index:
                         raise ConfigError(
                             f"{path}, a {type(module).__name__} with trained parameters, is one module in stages "
-                            f"{homes[id(module)]} and {cut}; give each stage a module of its own that holds the same "
+                            f"{homes[id(module)]} and {index}; give each stage a module of its own that holds the same "
                             "parameter, as in head.weight = embedding.weight"
                         )
                     name = f"{path}.{key}"
-                    cuts[name] = cut
+                    stages[name] = index
                     alias[name] = first.setdefault(id(parameter), name)
-    return cuts, alias
+    return stages, alias
 
 
 def _root(name: str, tied: Mapping[str, str], alias: Mapping[str, str]) -> str:
@@ -114,12 +114,12 @@ def _root(name: str, tied: Mapping[str, str], alias: Mapping[str, str]) -> str:
         name = following
 
 
-def _cut_of(name: str, blocks: Mapping[str, Any], parts: Sequence[Sequence[str]]) -> int:
-    """The cut of the block that a parameter belongs to."""
-    for cut, part in enumerate(parts):
+def _stage_of(name: str, blocks: Mapping[str, Any], parts: Sequence[Sequence[str]]) -> int:
+    """The stage of the block that a parameter belongs to."""
+    for index, part in enumerate(parts):
         for prefix in part:
             if name.startswith(f"{prefix}.") and isinstance(blocks[prefix], nn.Module | LazyBlock):
-                return cut
+                return index
     raise ConfigError(f"tied: there is no block that {name!r} could be a parameter of; blocks: {', '.join(blocks)}")
 
 

@@ -16,16 +16,16 @@ import torch
 
 from penstock.comm.collective.gather import gather_json
 from penstock.comm.communicators import holders_of, link
-from penstock.comm.core.ranks import Team
+from penstock.comm.core.rank_grid import RankGrid
 from penstock.comm.mesh import Groups
 from penstock.comm.p2p.nccl import LaneGroups
 from penstock.comm.p2p.routing import reads_of
 from penstock.comm.p2p.transport import Channel
 from penstock.errors import ConfigError, PenstockError, TransportError
-from penstock.runtime.rank.batch_source import Batches, Source
+from penstock.runtime.rank.batch_source import Batches, BatchSource
 from penstock.runtime.rank.evaluation import Evaluating, Evaluator
 from penstock.runtime.rank.executor import Executor
-from penstock.runtime.rank.rank import Worker
+from penstock.runtime.rank.rank_state import RankState
 from penstock.runtime.rank.reports import Report
 from penstock.runtime.rank.run_loop import Run, drive_all, drive_one
 from penstock.runtime.rank.snapshot import Saving, Snapshot, take
@@ -37,7 +37,7 @@ from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.machine.batch_border import border_fault
 from penstock.schedule.methods.combine import REDUCE, Combine
 from penstock.schedule.proof.check import Proof
-from penstock.schedule.proof.node_spec import node_specs
+from penstock.schedule.proof.stage_spec import stage_specs
 from penstock.weights.corrections.base import Correction
 
 _FAILED = -1
@@ -47,8 +47,8 @@ class Spans:
     """Of one pipeline (or several parallel ones), in this process.
 
     Args:
-        team: all ranks.
-        workers: those of this process.
+        grid: all ranks.
+        ranks: those of this process.
         proof: of the training schedule.
         forward_only: of the schedule of evaluations.
         lane_groups: communicators for tensors, per channel and pipeline; empty where they travel over gloo.
@@ -63,8 +63,8 @@ class Spans:
 
     def __init__(
         self,
-        team: Team,
-        workers: Sequence[Worker],
+        grid: RankGrid,
+        ranks: Sequence[RankState],
         proof: Proof,
         forward_only: Proof,
         lane_groups: dict[Channel, list[LaneGroups]],
@@ -72,7 +72,7 @@ class Spans:
         timeout: float,
         combine: Combine = REDUCE,
     ) -> None:
-        self._team, self._workers, self._timeout, self._combine = team, workers, timeout, combine
+        self._grid, self._ranks, self._timeout, self._combine = grid, ranks, timeout, combine
         self._proof, self._forward_only = proof, forward_only
         self._lane_groups, self._holder_groups = lane_groups, holder_groups
         self.schedule = proof.schedule
@@ -80,10 +80,10 @@ class Spans:
         self._bases = RULES[self.schedule.rule].bases
         self._broken: BaseException | None = None
         self._running = self._abandoned = self._stops = False
-        self._source: Source | None = None
-        self._last = self.schedule.node_at[self.schedule.cuts - 1, 0].rank
-        self._entrances = {n.rank for n in self.schedule.nodes if not self.schedule.predecessors[n.cut]}
-        self.reporting = workers[self._last if team.group is None else 0]
+        self._source: BatchSource | None = None
+        self._last = self.schedule.stage_at[self.schedule.num_stages - 1, 0].rank
+        self._entrances = {n.rank for n in self.schedule.stages if not self.schedule.predecessors[n.index]}
+        self.reporting = ranks[self._last if grid.group is None else 0]
 
     # --- training ---------------------------------------------------------------------------------------------------
 
@@ -93,8 +93,8 @@ class Spans:
             raise ConfigError("training needs gradients, but run() was called under torch.no_grad()")
         self.check_idle()
         self._stops = False
-        for worker in self._workers:
-            worker.decisions.stopping = False
+        for state in self._ranks:
+            state.decisions.stopping = False
         stays_full = border_fault(self._proof.lowered) is None and not self._combine.spec.drains
         if (save is None and evaluate is None) or stays_full:
             yield from self._train_once(batches, save, evaluate)
@@ -132,14 +132,14 @@ class Spans:
         executors, delay = self._executors(self._forward_only, Channel.EVALUATION), self._bases - 1
         lacks = self.batches if delay and not self.keeps_older else None
         found = []
-        for worker, executor in zip(self._workers, executors, strict=True):
-            reads = reads_of(schedule, {worker.seat.rank})
-            opened = partial(Source, microbatches=schedule.microbatches, width=self._team.width, reads=reads)
-            found.append(Evaluator(worker, executor, evaluate, opened, delay, lacks))
+        for state, executor in zip(self._ranks, executors, strict=True):
+            reads = reads_of(schedule, {state.key.rank})
+            opened = partial(BatchSource, microbatches=schedule.microbatches, width=self._grid.width, reads=reads)
+            found.append(Evaluator(state, executor, evaluate, opened, delay, lacks))
         return found
 
     def _span(
-        self, reports: Iterator[Report], source: Source, parties: Sequence[Executor | Evaluator], training: bool
+        self, reports: Iterator[Report], source: BatchSource, parties: Sequence[Executor | Evaluator], training: bool
     ) -> Iterator[Report]:
         """Pass reports on until the pipeline is empty again, whatever the caller does."""
         count, self._running = 0, True
@@ -172,20 +172,20 @@ class Spans:
                 if training:
                     self.batches += count
                     self.keeps_older = self.keeps_older or count > 0
-                for worker in self._workers:
-                    worker.recorder.pause()
-                    for node in worker.nodes.values():
-                        node.restore()
-                        if node.agreement is not None:
-                            node.agreement.watch.look()
+                for state in self._ranks:
+                    state.recorder.pause()
+                    for stage in state.stages.values():
+                        stage.restore()
+                        if stage.agreement is not None:
+                            stage.agreement.watch.look()
 
-    def ask_to_stop(self, source: Source | None = None) -> None:
+    def ask_to_stop(self, source: BatchSource | None = None) -> None:
         """Let the run under way end."""
         source = source or self._source
-        for worker in self._workers:
-            worker.decisions.stopping = True
-        alone = self._team.width == 1 and len(self._entrances) == 1  # who asks the data is the only one to do so
-        if self._team.group is None or alone:
+        for state in self._ranks:
+            state.decisions.stopping = True
+        alone = self._grid.width == 1 and len(self._entrances) == 1  # who asks the data is the only one to do so
+        if self._grid.group is None or alone:
             self._stops = True  # also where the run is drained just now, and another source will be opened
             if source is not None:
                 source.stopped = True
@@ -207,7 +207,7 @@ class Spans:
         correction: Correction | None,
         evaluate: Evaluating | None,
     ) -> None:
-        """Go on under another schedule with the same nodes, with the pipeline drained.
+        """Go on under another schedule with the same stages, with the pipeline drained.
 
         Args:
             proof: of the schedule.
@@ -227,8 +227,8 @@ class Spans:
         self.keeps_older = self.keeps_older and self._bases == bases == 2
         self._proof, self.schedule, self._bases, self._lane_groups = proof, proof.schedule, bases, lane_groups
         try:
-            for worker in self._workers:
-                worker.switch(proof, self.keeps_older, correction)
+            for state in self._ranks:
+                state.switch(proof, self.keeps_older, correction)
         except BaseException as error:
             self.break_off(error)  # some stages may have been switched
             raise
@@ -236,25 +236,25 @@ class Spans:
     def _evaluate_now(self, evaluate: Evaluating, version: int) -> None:
         """An evaluation with the pipeline drained, of one of the versions there are."""
         total, weight = self.evaluate(evaluate.data(), averaged=False, version=version)
-        for worker in self._workers:
-            worker.decisions.tell_all(Evaluated(version, total, weight))
+        for state in self._ranks:
+            state.decisions.tell_all(Evaluated(version, total, weight))
 
     def evaluate(self, batches: Batches, averaged: bool, version: int | None = None) -> tuple[float, float]:
         """The loss sum on batches with the newest weights (or their average), and its weight, on all ranks."""
-        if averaged and any(n.store is not None and n.average is None for w in self._workers for n in w.nodes.values()):
+        if averaged and any(n.store is not None and n.average is None for w in self._ranks for n in w.stages.values()):
             raise ConfigError("there are no averaged weights; give the pipeline a decay, such as average=0.999")
         source, found = self._open(batches, self._forward_only.schedule), []
         if self._begin(source):
             executors = self._executors(self._forward_only)
-            reports = self._drive([e.run(source, self.batches, 0) for e in executors], self._team.width)
+            reports = self._drive([e.run(source, self.batches, 0) for e in executors], self._grid.width)
             with ExitStack() as stack:
-                for worker in self._workers:
-                    stack.enter_context(worker.evaluating(averaged, version))
+                for state in self._ranks:
+                    stack.enter_context(state.evaluating(averaged, version))
                 for r in self._span(reports, source, executors, training=False):
                     if r.loss is not None and r.weight:
                         found.append([r.loss * r.weight, r.weight])
-            if self._team.group is not None:
-                gathered = gather_json(found, "gathering the losses of an evaluation", self._team.control)
+            if self._grid.group is not None:
+                gathered = gather_json(found, "gathering the losses of an evaluation", self._grid.control)
                 found = [pair for part in gathered for pair in part]
         return math.fsum(total for total, _ in found), math.fsum(weight for _, weight in found)
 
@@ -262,10 +262,10 @@ class Spans:
         """The state of every stage in this process, with the pipeline drained."""
         self.check_idle()
         found = []
-        for worker in self._workers:
-            for node in worker.nodes.values():
-                node.refresh()
-                found.append(take(node, self.batches, worker.decisions))
+        for state in self._ranks:
+            for stage in state.stages.values():
+                stage.refresh()
+                found.append(take(stage, self.batches, state.decisions))
         return found
 
     # --- the beginning of a span ------------------------------------------------------------------------------------
@@ -282,35 +282,35 @@ class Spans:
         if self._running:
             raise PenstockError("a run or an evaluation of this pipeline is under way; end it first")
 
-    def _open(self, batches: Batches, schedule: Schedule) -> Source:
+    def _open(self, batches: Batches, schedule: Schedule) -> BatchSource:
         self.check_idle()
-        reads = reads_of(schedule, {seat.rank for seat in self._team.seats})
-        return Source(batches, schedule.microbatches, self._team.width, reads, len(self._team.replicas))
+        reads = reads_of(schedule, {key.rank for key in self._grid.local})
+        return BatchSource(batches, schedule.microbatches, self._grid.width, reads, len(self._grid.pipelines))
 
-    def _begin(self, source: Source) -> bool:
+    def _begin(self, source: BatchSource) -> bool:
         """Make everything ready for a span; whether there is a first batch, which all ranks agree on."""
         if not self._combine.apart:
-            follow_first(self._workers)
-        for worker in self._workers:
-            worker.recorder.begin_span()
-            for node in worker.nodes.values():
-                node.refresh()
-        check_written(self._combine, self._team, self._workers)
-        for node in (node for worker in self._workers for node in worker.nodes.values()):
-            if node.agreement is not None:
-                node.agreement.begin_span(self.batches)
+            follow_first(self._ranks)
+        for state in self._ranks:
+            state.recorder.begin_span()
+            for stage in state.stages.values():
+                stage.refresh()
+        check_written(self._combine, self._grid, self._ranks)
+        for stage in (stage for state in self._ranks for stage in state.stages.values()):
+            if stage.agreement is not None:
+                stage.agreement.begin_span(self.batches)
         self._source = source
-        if self._team.group is None:
+        if self._grid.group is None:
             return source.begins()
-        first = self.schedule.node_at[0, 0].rank
+        first = self.schedule.stage_at[0, 0].rank
         flag, failure = None, None
-        if self._team.seats[0].rank == first:
+        if self._grid.local[0].rank == first:
             try:
                 flag = int(source.begins())
             except Exception as error:  # the others must hear of it before it is raised here
                 flag, failure = _FAILED, error
         try:
-            flags = gather_json(flag, "agreeing to start", self._team.control)
+            flags = gather_json(flag, "agreeing to start", self._grid.control)
         except TransportError as error:
             self._broken = error
             raise
@@ -322,25 +322,25 @@ class Spans:
         return all(flag != 0 for flag in flags)
 
     def _executors(self, proof: Proof, channel: Channel = Channel.TRAINING) -> list[Executor]:
-        specs = node_specs(proof.schedule, older=0)
+        specs = stage_specs(proof.schedule, older=0)
         lane_groups = self._lane_groups.get(channel, [])
         combine = self._combine if channel is Channel.TRAINING and proof is self._proof else REDUCE
-        links = link(self._team, proof.lowered, specs, channel, lane_groups, self._holder_groups, combine)
-        holders = holders_of(proof.schedule, self._team.width)
+        links = link(self._grid, proof.lowered, specs, channel, lane_groups, self._holder_groups, combine)
+        holders = holders_of(proof.schedule, self._grid.width)
         return [
             Executor(
-                worker,
+                state,
                 proof.lowered,
-                {spec.node: spec for spec in specs if spec.node.rank == worker.seat.rank},
+                {spec.stage: spec for spec in specs if spec.stage.rank == state.key.rank},
                 holders,
-                links[worker.seat],
+                links[state.key],
                 combine,
             )
-            for worker in self._workers
+            for state in self._ranks
         ]
 
-    def _drive(self, runs: list[Run], replicas: int) -> Iterator[Report]:
+    def _drive(self, runs: list[Run], pipelines: int) -> Iterator[Report]:
         """The reports: those of the last stage where it is here, of so many pipelines."""
-        if self._team.group is not None:
+        if self._grid.group is not None:
             return drive_one(runs[0], self._timeout)
-        return drive_all(runs, [replica * self._team.depth + self._last for replica in range(replicas)])
+        return drive_all(runs, [pipeline * self._grid.depth + self._last for pipeline in range(pipelines)])

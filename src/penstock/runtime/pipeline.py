@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from penstock.comm.collective.all_reduce import Reduce, is_fast
 from penstock.comm.collective.gather import gather_json
 from penstock.comm.communicators import holders_of
-from penstock.comm.core.ranks import Team
+from penstock.comm.core.rank_grid import RankGrid
 from penstock.comm.core.recorder import merge_recordings
 from penstock.comm.mesh import from_mesh, groups_of_holders
 from penstock.comm.p2p.nccl import LaneGroups
@@ -30,29 +30,29 @@ from penstock.partition.tied import find_ties
 from penstock.runtime.engine import Spans
 from penstock.runtime.rank.batch_source import Batches
 from penstock.runtime.rank.evaluation import Evaluating, check_every
-from penstock.runtime.rank.rank import Recipe
+from penstock.runtime.rank.rank_state import Recipe
 from penstock.runtime.rank.reports import Report
 from penstock.runtime.rank.snapshot import Saved, Saving, Snapshot, check_names, check_pipelines, restore
+from penstock.runtime.setup.assemble import check_combine, loss_constant, make_lane_groups, make_workers
 from penstock.runtime.setup.capabilities import check_correction, check_slices
 from penstock.runtime.setup.requirements import Wants, check_heard, check_same_places, extended, schedule_of
-from penstock.runtime.setup.workers import check_combine, loss_constant, make_lane_groups, make_workers
 from penstock.runtime.update.decisions import Evaluated
 from penstock.runtime.update.divergence import Divergence, Trouble
 from penstock.schedule.build import prove_evaluation
 from penstock.schedule.ir.rules import RULES
-from penstock.schedule.ir.schedule import Node, Schedule
+from penstock.schedule.ir.schedule import Schedule, Stage
 from penstock.schedule.methods.combine import REDUCE, Combine
 from penstock.schedule.proof.check import Proof
 from penstock.schedule.transforms.recompute import Segments
 from penstock.stage.autograd.recompute import Recompute
 from penstock.stage.module import LossFunction
-from penstock.stage.node import NodeRuntime
 from penstock.stage.precision import Precision, low_precision
+from penstock.stage.stage_runtime import StageRuntime
 from penstock.timeline import Timeline
 from penstock.weights.corrections.base import Correction
 from penstock.weights.decision import Decision, LossScale, Policy
 from penstock.weights.optim.updater import OptimizerFactory
-from penstock.weights.waves import Waves
+from penstock.weights.waves import WaveWeights
 
 
 class Pipeline:
@@ -64,13 +64,13 @@ class Pipeline:
         schedule: what `make_schedule`, `prove` or `check` returned.
         loss: (output, target) -> (sum, weight), or a scalar; used on the last stage, and on others to which no gradient
             comes back. All sums are added, divided by the weight of the last stage's. A dict gives each its own, by
-            the number of its cut. Reports are of the last stage's.
+            the number of its stage. Reports are of the last stage's.
         optimizer: named parameters -> optimizer, called once per stage. A parameter that a batch does not use counts as
             one with a gradient of zero (plain torch would skip it), so momentum and weight decay act on it.
         rate: update ordinal -> factor on the optimizer's learning rates.
         divisor: c, about the loss weight of a batch (a count of tokens, say); gradients are accumulated over c and
-            corrected by c / N at the update, so that every cut, m and method takes the mean over the batch. The number
-            of microbatches of a batch if None; in low precision the nearest power of two is taken.
+            corrected by c / N at the update, so that every partition, m and method takes the mean over the batch. The
+            number of microbatches of a batch if None; in low precision the nearest power of two is taken.
         clip: the largest global norm of the gradient of a batch's mean loss; larger ones are scaled down to it, as
             `torch.nn.utils.clip_grad_norm_` does, whatever the order and the version rule. With it, or with
             `loss_scale`, `width` or post-validation, a gradient that is not finite skips the update, and the next
@@ -172,7 +172,7 @@ class Pipeline:
         named, plain = named_blocks(blocks), schedule_of(schedule)
         width, group = from_mesh(mesh, width, plain.ranks, group)
         self.timeout, self.combine = timeout, combine
-        self.parts = cut_blocks(named, plain.cuts, balance)
+        self.parts = cut_blocks(named, plain.num_stages, balance)
         ties, inside = find_ties(named, self.parts, tied or {})
         name, delayed = "none" if correction is None else correction.name, (delays, backward_delays) != (None, None)
         check_combine(combine, plain, width, ties, fast=fast, correction=name, delayed=delayed)
@@ -186,26 +186,26 @@ class Pipeline:
         check_heard(divergence, bool(wants.deciding), combine)
         self._check_correction = partial(check_correction, precision=low, recompute=recompute, tied=bool(ties))
         self._check_correction(self.schedule, correction)
-        self.team = Team(width, self.schedule.ranks, group, timeout)
-        alike = groups_of_holders(self.team, holders_of(self.schedule, width).values(), mesh, timeout) if fast else {}
+        self.grid = RankGrid(width, self.schedule.ranks, group, timeout)
+        alike = groups_of_holders(self.grid, holders_of(self.schedule, width).values(), mesh, timeout) if fast else {}
         c = loss_constant((1 if combine.apart else width) * plain.microbatches if divisor is None else divisor, low)
         recipe = Recipe(
             loss, optimizer, rate, c, policy, recompute, seed, low, average, slicing, correction, behind, divergence,
             combine, width, late,
         )  # fmt: skip
-        self._workers = make_workers(named, self.parts, self.proof, self.team, ties, inside, recipe)
+        self._ranks = make_workers(named, self.parts, self.proof, self.grid, ties, inside, recipe)
         evaluation, proofs = prove_evaluation(self.schedule), {Channel.TRAINING: self.proof}
         self._groups = self._make_lane_groups(proofs | {Channel.EVALUATION: evaluation}, bool(ties))
-        self._spans = Spans(self.team, self._workers, self.proof, evaluation, self._groups, alike, timeout, combine)
+        self._spans = Spans(self.grid, self._ranks, self.proof, evaluation, self._groups, alike, timeout, combine)
 
     def _make_lane_groups(self, proofs: Mapping[Channel, Proof], ties: bool) -> dict[Channel, list[LaneGroups]]:
-        return make_lane_groups(self.team, self.nodes.values(), proofs, ties)
+        return make_lane_groups(self.grid, self.stages.values(), proofs, ties)
 
     @property
-    def nodes(self) -> dict[Node, NodeRuntime]:
+    def stages(self) -> dict[Stage, StageRuntime]:
         """The stages in this process; of the first pipeline, where it holds several."""
-        first = self._workers[0].seat.replica
-        return {n: node for worker in self._workers if worker.seat.replica == first for n, node in worker.nodes.items()}
+        first = self._ranks[0].key.pipeline
+        return {n: stage for state in self._ranks if state.key.pipeline == first for n, stage in state.stages.items()}
 
     # --- running ----------------------------------------------------------------------------------------------------
 
@@ -285,16 +285,16 @@ class Pipeline:
         """
         self._spans.check_idle()
         check_names(saved, [n for part in self.parts for n in part])
-        check_pipelines(saved, self.combine, self.team.width)
+        check_pipelines(saved, self.combine, self.grid.width)
         older = RULES[self.schedule.rule].bases == 2 and any(name.startswith("older/") for name in saved.names)
         try:
-            for worker in self._workers:
-                for node in worker.nodes.values():
-                    restore(node, saved, older)
-                key = worker.decisions.key if worker.decisions.key in saved.facts else "decisions"
-                worker.decisions.load(int(saved.facts["batch"]), saved.facts[key])
-                for node in worker.nodes.values():
-                    node.mean = worker.decisions.mean
+            for state in self._ranks:
+                for stage in state.stages.values():
+                    restore(stage, saved, older)
+                key = state.decisions.key if state.decisions.key in saved.facts else "decisions"
+                state.decisions.load(int(saved.facts["batch"]), saved.facts[key])
+                for stage in state.stages.values():
+                    stage.mean = state.decisions.mean
         except BaseException as error:
             self._spans.break_off(error)  # half of it may have been loaded
             raise
@@ -345,11 +345,11 @@ class Pipeline:
         proof = self._extended(schedule)
         check_same_places(self.schedule, proof.schedule)
         self._check_correction(proof.schedule, correction)
-        for worker in self._workers:
-            worker.check_switch(proof, correction)
-        if self.team.group is not None:
+        for state in self._ranks:
+            state.check_switch(proof, correction)
+        if self.grid.group is not None:
             name = f"{proof.schedule.name} ({proof.schedule.rule})" + ("" if correction is None else f", {correction}")
-            told = gather_json(name, "agreeing on another method", self.team.control)
+            told = gather_json(name, "agreeing on another method", self.grid.control)
             if len(set(told)) > 1:
                 raise ConfigError(f"ranks were given different schedules to go on with: {', '.join(told)}")
         if self._groups and proof.lowered.lanes != self.proof.lowered.lanes:
@@ -363,8 +363,8 @@ class Pipeline:
         Between two runs; all ranks call this together.
         """
         self._spans.check_idle()
-        for worker in self._workers:
-            worker.decisions.lookout.look(first)
+        for state in self._ranks:
+            state.decisions.lookout.look(first)
 
     @property
     def trouble(self) -> Trouble | None:
@@ -376,7 +376,7 @@ class Pipeline:
 
     def is_finite(self) -> bool:
         """Whether the newest weights of the stages in this process, and what optimizers remember, are numbers."""
-        return all(node.is_finite() for worker in self._workers for node in worker.nodes.values())
+        return all(stage.is_finite() for state in self._ranks for stage in state.stages.values())
 
     # --- looking at it ----------------------------------------------------------------------------------------------
 
@@ -391,16 +391,16 @@ class Pipeline:
         one process others that hold the same weights take it over; write the same in all processes that do.
         """
         state: dict[str, Tensor] = {}
-        for node in sorted(self.nodes.values(), key=lambda node: -node.place):
-            if node.agreement is not None and self._spans.at_rest:
-                node.refresh()
-            state.update(node.stage.state())
-            if node.store is not None:  # in the middle of a run another version may be bound
-                state.update(node.store.newest_tensors())
-                if node.store.newest and node.agreement is not None and node.agreement.model is not None:
-                    state.update(node.agreement.model.views)
-            if averaged and node.average is not None:
-                state.update(node.average.views)
+        for stage in sorted(self.stages.values(), key=lambda stage: -stage.place):
+            if stage.agreement is not None and self._spans.at_rest:
+                stage.refresh()
+            state.update(stage.module.state())
+            if stage.store is not None:  # in the middle of a run another version may be bound
+                state.update(stage.store.newest_tensors())
+                if stage.store.newest and stage.agreement is not None and stage.agreement.model is not None:
+                    state.update(stage.agreement.model.views)
+            if averaged and stage.average is not None:
+                state.update(stage.average.views)
         return state
 
     def lags(self) -> dict[str, dict[int, list[int]]]:
@@ -409,8 +409,10 @@ class Pipeline:
         By "pipeline/stage", batch after which a wave has ended, and pipeline, since the start of training (snapshots
         have it). What all processes have taken down together is a lag for `Combine`, and makes the same run again.
         """
-        agreements = [node.agreement for worker in self._workers for node in worker.nodes.values()]
-        return {waves.place: dict(waves.record) for waves in agreements if isinstance(waves, Waves) and waves.record}
+        agreements = [stage.agreement for state in self._ranks for stage in state.stages.values()]
+        return {
+            waves.place: dict(waves.record) for waves in agreements if isinstance(waves, WaveWeights) and waves.record
+        }
 
     def decided(self) -> tuple[Decision, ...]:
         """The updates made or skipped since the last report: after a run, those that it made when it drained."""
@@ -428,11 +430,11 @@ class Pipeline:
         """
         return tuple(self._spans.reporting.decisions.told)
 
-    def optimizers(self) -> dict[Node, torch.optim.Optimizer]:
+    def optimizers(self) -> dict[Stage, torch.optim.Optimizer]:
         """The optimizers of the stages in this process; of the first pipeline, where it holds several."""
         return {
-            node: runtime.updater.optimizer
-            for node, runtime in self.nodes.items()
+            stage: runtime.updater.optimizer
+            for stage, runtime in self.stages.items()
             if runtime.updater is not None and runtime.updater.optimizer is not None
         }
 
@@ -443,21 +445,21 @@ class Pipeline:
 
     def live_bytes(self) -> dict[int, dict[str, int]]:
         """Per rank of this process, what its live bytes are for, now. Ranks count through all pipelines."""
-        return {worker.recorder.rank: dict(worker.recorder.live) for worker in self._workers}
+        return {state.recorder.rank: dict(state.recorder.live) for state in self._ranks}
 
     def peak_bytes(self) -> dict[int, dict[str, int]]:
         """Per rank of this process, the most bytes of each kind, and of all kinds together ("total")."""
-        recorders = [worker.recorder for worker in self._workers]
+        recorders = [state.recorder for state in self._ranks]
         return {recorder.rank: {**recorder.peak, "total": recorder.peak_total} for recorder in recorders}
 
     def busy_seconds(self) -> dict[int, float]:
         """Per rank of this process, time spent on work so far."""
-        return {worker.recorder.rank: worker.recorder.busy for worker in self._workers}
+        return {state.recorder.rank: state.recorder.busy for state in self._ranks}
 
     def timeline(self) -> Timeline:
         """What every rank did and held; between processes a collective call, which all ranks make together."""
-        parts = [worker.recorder.recording() for worker in self._workers]
-        if self.team.group is not None:
-            gathered = gather_json(parts, "gathering the timeline", self.team.control)
+        parts = [state.recorder.recording() for state in self._ranks]
+        if self.grid.group is not None:
+            gathered = gather_json(parts, "gathering the timeline", self.grid.control)
             parts = [part for others in gathered for part in others]
-        return merge_recordings(parts, self.team.width * self.team.depth)
+        return merge_recordings(parts, self.grid.width * self.grid.depth)

@@ -51,7 +51,7 @@ def make_schedule(
     Args:
         method: a row of the method table, or a function (stages, microbatches) -> order, which may return an `Order`
             or simply, per rank, the passes of one flushed batch as text: ``["F0 F1 B0 B1", "F0 B0 F1 B1"]``.
-        stages: d, the number of cuts of the model.
+        stages: d, the number of stages of the model.
         microbatches: m, microbatches per batch.
         rule: another version rule than the method's (for a function: "flush" unless told otherwise).
         order: another order than the method's.
@@ -116,7 +116,7 @@ def extend(
         recomputes: forwards are run again, in actions of their own.
         segments: how many stages do so together (`penstock.schedule.transforms.recompute`), where the schedule does not
             say.
-        tied: cuts that share parameters.
+        tied: stages that share parameters.
         averages: parallel pipelines average their weights, or the like, after every so many batches.
         behind: they add there what they have made so many batches before.
 
@@ -171,7 +171,7 @@ def _in_segments(schedule: Schedule, segments: Segments) -> Schedule:
 def prove_evaluation(schedule: Schedule) -> Proof:
     """The proof of the forward-only schedule by which the model of another one is evaluated."""
     order = forward_through(
-        tuple(node for node in schedule.nodes if not node.replica),
+        tuple(stage for stage in schedule.stages if not stage.direction),
         schedule.edges,
         schedule.ranks,
         schedule.microbatches,
@@ -282,7 +282,7 @@ def call_order(function: OrderFunction, stages: int, microbatches: int, options:
     if len(result) != stages:
         raise ScheduleError(f"{name}: asked for {stages} stages, it returned the passes of {len(result)} ranks")
     ranks = [[_as_action(a, rank, name) for a in _split(actions, rank, name)] for rank, actions in enumerate(result)]
-    return make_order(ranks, nodes=straight(len(result)))
+    return make_order(ranks, stages=straight(len(result)))
 
 
 def _split(actions: object, rank: int, name: str) -> Iterable[object]:

@@ -42,7 +42,9 @@ def delays_of_profile(name: str) -> tuple[int, ...]:
     method, microbatches = _KINDS[kind]
     stages = int(number)
     proof = prove(method, stages, microbatches(stages))
-    found = {node.cut: facts.delay.forward for node, facts in proof.nodes.items()}
-    delays = tuple(int(found[cut]) for cut in sorted(found))
-    assert all(delays[cut] == found[cut] for cut in found), "one update per microbatch, or one version for a batch"
+    found = {stage.index: facts.delay.forward for stage, facts in proof.stages.items()}
+    delays = tuple(int(found[index]) for index in sorted(found))
+    assert all(delays[index] == found[index] for index in found), (
+        "one update per microbatch, or one version for a batch"
+    )
     return delays

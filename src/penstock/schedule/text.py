@@ -3,10 +3,10 @@
     schedule 1f1b                     # the name; '#' starts a comment
     rule flush
     microbatches 2
-    nodes 0@0 1@1                     # cut@rank, or cut.replica@rank
+    nodes 0@0 1@1                     # stage@rank, or stage.direction@rank
     edges 0>1                         # a chain when left out; 0|1 is an edge without a backward
-    frozen 0                          # cuts that are not trained
-    segments 0,1 2,3                  # cuts that recompute together
+    frozen 0                          # stages that are not trained
+    segments 0,1 2,3                  # stages that recompute together
     window 4                          # messages outstanding on a lane, where that is enough; 2 when left out
     rank 0: F0^t F1^t B0^t B1^t STEP[t]
     rank 1: F0^t B0^t F1^t B1^t STEP[t]
@@ -17,7 +17,7 @@ An action is OPERATION UNIT [@NODE] [^READS]:
     F3        microbatch 3 of batch t; B-2 the last but one of batch t-1; B0..3 microbatches 0 to 3 as one unit;
               F3:1/2 the second of two slices; Fe0 an evaluation microbatch
     STEP[t-2] a batch unit; AVERAGE[t]%4 only after every fourth batch
-    @4, @4.1  the node, by cut and replica; may be left out where the rank holds one node
+    @4, @4.1  the stage, by stage and direction; may be left out where the rank holds one stage
     ^t-1      the version read; ^t,t-1 a blend; ^t~p0 the copy `p` that PREDICT0 bore
     [F4+B0]   passes that run as one fused action
 
@@ -38,11 +38,11 @@ from penstock.schedule.ir.schedule import (
     Copy,
     Edge,
     Kind,
-    Node,
     Op,
     Payload,
     Program,
     Schedule,
+    Stage,
     Unit,
     WeightRef,
     chain,
@@ -53,7 +53,7 @@ from penstock.schedule.transforms.apply_rule import apply_rule
 _ACTION = re.compile(
     r"(?P<op>[A-Z]+)"
     r"(?P<unit>\[t(?:[+-]\d+)?\](?:%\d+)?|e?-?\d+(?:\.\.-?\d+)?(?::\d+/\d+)?)"
-    r"(?:@(?P<node>\d+(?:\.\d+)?)(?:[<>](?P<peer>\d+(?:\.\d+)?)/(?P<payload>[a-z]+))?)?"
+    r"(?:@(?P<stage>\d+(?:\.\d+)?)(?:[<>](?P<peer>\d+(?:\.\d+)?)/(?P<payload>[a-z]+))?)?"
     r"(?:\^(?P<versions>t(?:[+-]\d+)?(?:,t(?:[+-]\d+)?)*)(?:~(?P<label>[a-z]+)(?P<copy>-?\d+))?)?"
 )
 _UNIT = re.compile(r"(e?)(-?\d+)(?:\.\.(-?\d+))?(?::(\d+)/(\d+))?")
@@ -95,25 +95,25 @@ def _assemble(header: dict[str, str], lines: dict[tuple[str, int], tuple[int, st
     for word in ("microbatches", "nodes"):
         if not header.get(word):
             raise ScheduleError(f"{where}: the line '{word} ...' is missing")
-    nodes = tuple(_node(token, where) for token in header["nodes"].split())
-    ranks = 1 + max(n.rank for n in nodes)
+    stages = tuple(_stage(token, where) for token in header["nodes"].split())
+    ranks = 1 + max(n.rank for n in stages)
     rule = header.get("rule", "flush")
     if rule not in RULES:
         raise ScheduleError(f"{where}: unknown rule {rule!r}; known: {', '.join(RULES)}")
     missing = [r for r in range(ranks) if ("rank", r) not in lines]
     extra = sorted({r for _, r in lines if r >= ranks})
     if missing or extra:
-        raise ScheduleError(f"{where}: the nodes need ranks 0..{ranks - 1}; missing {missing}, unknown {extra}")
+        raise ScheduleError(f"{where}: the stages need ranks 0..{ranks - 1}; missing {missing}, unknown {extra}")
 
     def actions(what: str, rank: int) -> tuple[Action, ...]:
         number, line = lines.get((what, rank), (0, ""))
         try:
-            return tuple(parse_action(token, nodes, rank) for token in line.split())
+            return tuple(parse_action(token, stages, rank) for token in line.split())
         except ScheduleError as error:
             raise ScheduleError(f"{where}:{number}: {error}") from None
 
     programs = tuple(Program(actions("rank", r), actions("drain", r)) for r in range(ranks))
-    edges = _edges(header["edges"], where) if "edges" in header else chain(1 + max(n.cut for n in nodes))
+    edges = _edges(header["edges"], where) if "edges" in header else chain(1 + max(n.index for n in stages))
     name, m = header.get("schedule", "unnamed"), _integer(header["microbatches"], where)
     if m < 1:
         raise ScheduleError(f"{where}: a batch needs at least 1 microbatch, got {m}")
@@ -124,26 +124,26 @@ def _assemble(header: dict[str, str], lines: dict[tuple[str, int], tuple[int, st
         raise ScheduleError(f"{where}: a lane needs room for at least 1 message, got window {window}")
     everything = [p for program in programs for part in program for a in part for p in passes(a)]
     if not any(a.reads or a.op is Op.STEP for a in everything) and any(a.op in PASSES for a in everything):
-        return apply_rule(Order(programs, nodes, edges, frozen, segments, window), RULES[rule], m, name)
-    return Schedule(name, m, nodes, edges, programs, rule, frozen, segments, window)
+        return apply_rule(Order(programs, stages, edges, frozen, segments, window), RULES[rule], m, name)
+    return Schedule(name, m, stages, edges, programs, rule, frozen, segments, window)
 
 
-def parse_action(token: str, nodes: tuple[Node, ...], rank: int) -> Action:
+def parse_action(token: str, stages: tuple[Stage, ...], rank: int) -> Action:
     """One action with relative numbers.
 
     Args:
         token: the action's text.
-        nodes: all nodes of the schedule.
+        stages: all stages of the schedule.
         rank: the rank in whose program the action stands.
 
     Raises:
-        ScheduleError: the token does not follow the grammar or names an unknown operation or node.
+        ScheduleError: the token does not follow the grammar or names an unknown operation or stage.
     """
     if token.startswith("[") and token.endswith("]"):
-        parts = tuple(parse_action(part, nodes, rank) for part in _SPLIT_PARTS.split(token[1:-1]))
+        parts = tuple(parse_action(part, stages, rank) for part in _SPLIT_PARTS.split(token[1:-1]))
         if len(parts) < 2:
             raise ScheduleError(f"{token}: a fused action needs at least two passes, as in [F1+B0]")
-        return Action(Op.FUSED, parts[0].node, parts[0].unit, parts=parts)
+        return Action(Op.FUSED, parts[0].stage, parts[0].unit, parts=parts)
     match = _ACTION.fullmatch(token)
     if match is None or match["op"] not in Op.__members__ or match["op"] == "FUSED":
         raise ScheduleError(f"cannot read {token!r}; an action is OPERATION UNIT [@NODE] [^READS], as in F3@1^t-1")
@@ -152,11 +152,11 @@ def parse_action(token: str, nodes: tuple[Node, ...], rank: int) -> Action:
     if match["versions"]:
         derive = Copy(match["label"], int(match["copy"])) if match["label"] else None
         reads = WeightRef(tuple(_offset(v) for v in match["versions"].split(",")), derive)
-    peer = _find(match["peer"], nodes, None, token) if match["peer"] else None
+    peer = _find(match["peer"], stages, None, token) if match["peer"] else None
     if match["payload"] and match["payload"] not in set(Payload):
         raise ScheduleError(f"{token}: unknown payload {match['payload']!r}; known: {', '.join(Payload)}")
     payload = Payload(match["payload"]) if match["payload"] else None
-    return Action(op, _find(match["node"], nodes, rank, token), _unit(match["unit"]), reads, (), peer, payload)
+    return Action(op, _find(match["stage"], stages, rank, token), _unit(match["unit"]), reads, (), peer, payload)
 
 
 def _unit(text: str) -> Unit:
@@ -179,20 +179,22 @@ def _offset(text: str) -> int:
     return int(text[1:] or 0)
 
 
-def _find(name: str | None, nodes: tuple[Node, ...], rank: int | None, token: str) -> Node:
-    here = [n for n in nodes if rank is None or n.rank == rank]
+def _find(name: str | None, stages: tuple[Stage, ...], rank: int | None, token: str) -> Stage:
+    here = [n for n in stages if rank is None or n.rank == rank]
     found = [n for n in here if name is None or n.name == name]
     if len(found) == 1:
         return found[0]
     known = ", ".join(n.name for n in here) or "none"
-    raise ScheduleError(f"{token}: {'say which node, @CUT' if name is None else 'no such node here'}; nodes: {known}")
+    raise ScheduleError(
+        f"{token}: {'say which stage, @STAGE' if name is None else 'no such stage here'}; stages: {known}"
+    )
 
 
-def _node(token: str, where: str) -> Node:
+def _stage(token: str, where: str) -> Stage:
     match = re.fullmatch(r"(\d+)(?:\.(\d+))?@(\d+)", token)
     if match is None:
-        raise ScheduleError(f"{where}: cannot read node {token!r}; write CUT@RANK or CUT.REPLICA@RANK")
-    return Node(int(match[1]), int(match[2] or 0), int(match[3]))
+        raise ScheduleError(f"{where}: cannot read stage {token!r}; write CUT@RANK or CUT.REPLICA@RANK")
+    return Stage(int(match[1]), int(match[2] or 0), int(match[3]))
 
 
 def _edges(text: str, where: str) -> tuple[Edge, ...]:

@@ -14,7 +14,7 @@ import re
 from penstock.errors import ScheduleError
 from penstock.schedule.ir.order import Order
 from penstock.schedule.ir.rules import RULES
-from penstock.schedule.ir.schedule import Action, Kind, Node, Op, Program, Schedule, Unit, chain, passes
+from penstock.schedule.ir.schedule import Action, Kind, Op, Program, Schedule, Stage, Unit, chain, passes
 from penstock.schedule.transforms.apply_rule import apply_rule
 
 _CELL = re.compile(r"(\d+)([A-Z_]+?)(\d*)")
@@ -30,11 +30,11 @@ def to_torch_csv(schedule: Schedule) -> str:
     """
     if any(program.epilogue for program in schedule.programs):
         raise ScheduleError(f"{schedule.name}: torch's CSV holds one flushed batch; this schedule never drains")
-    if any(node.replica for node in schedule.nodes):
+    if any(stage.direction for stage in schedule.stages):
         raise ScheduleError(
-            f"{schedule.name}: torch's CSV cannot hold a cut on several ranks (bidirectional pipelines)"
+            f"{schedule.name}: torch's CSV cannot hold a stage on several ranks (bidirectional pipelines)"
         )
-    if schedule.edges != chain(schedule.cuts) or schedule.frozen:
+    if schedule.edges != chain(schedule.num_stages) or schedule.frozen:
         raise ScheduleError(f"{schedule.name}: torch's CSV knows only a chain of stages that are all trained")
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
@@ -53,7 +53,7 @@ def _cell(action: Action, name: str) -> str:
         raise ScheduleError(f"{name}: torch's CSV has no {action.op} ({action})")
     if unit.count != 1 or unit.slice is not None or unit.kind is not Kind.TRAIN:
         raise ScheduleError(f"{name}: torch's CSV has only whole single training microbatches, not {action}")
-    return f"{action.node.cut}{action.op.value}{unit.first}"
+    return f"{action.stage.index}{action.op.value}{unit.first}"
 
 
 def from_torch_csv(text: str, name: str = "torch-csv") -> Schedule:
@@ -74,18 +74,19 @@ def from_torch_csv(text: str, name: str = "torch-csv") -> Schedule:
         for cell in row:
             action = _action(cell, rank, f"{name}: line {rank + 1}")
             for p in passes(action):
-                if where.setdefault(p.node.cut, rank) != rank:
+                if where.setdefault(p.stage.index, rank) != rank:
                     raise ScheduleError(
-                        f"{name}: line {rank + 1}, {cell}: stage {p.node.cut} is already on rank {where[p.node.cut]}"
+                        f"{name}: line {rank + 1}, {cell}: stage {p.stage.index} is already on rank "
+                        f"{where[p.stage.index]}"
                     )
             actions.append(action)
         programs.append(Program(tuple(actions)))
-    cuts = sorted(where)
-    if cuts != list(range(len(cuts))):
-        raise ScheduleError(f"{name}: stages must be numbered from 0 without gaps; found {cuts}")
+    stages = sorted(where)
+    if stages != list(range(len(stages))):
+        raise ScheduleError(f"{name}: stages must be numbered from 0 without gaps; found {stages}")
     microbatches = 1 + max(p.unit.first for program in programs for a in program.period for p in passes(a))
-    nodes = tuple(Node(cut, 0, where[cut]) for cut in cuts)
-    return apply_rule(Order(tuple(programs), nodes, chain(len(cuts))), RULES["flush"], microbatches, name)
+    placed = tuple(Stage(index, 0, where[index]) for index in stages)
+    return apply_rule(Order(tuple(programs), placed, chain(len(stages))), RULES["flush"], microbatches, name)
 
 
 def _action(cell: str, rank: int, where: str) -> Action:
@@ -94,7 +95,7 @@ def _action(cell: str, rank: int, where: str) -> Action:
         parts = tuple(_action(part.strip(), rank, where) for part in fused[1].split(";"))
         if sorted(p.op for p in parts) != [Op.B, Op.F]:
             raise ScheduleError(f"{where}: {cell!r}: an OVERLAP_F_B holds one F and one B")
-        return Action(Op.FUSED, parts[0].node, parts[0].unit, parts=parts)
+        return Action(Op.FUSED, parts[0].stage, parts[0].unit, parts=parts)
     match = _CELL.fullmatch(cell)
     if match is None:
         raise ScheduleError(f"{where}: cannot read {cell!r}; cells look like 0F3, 1I2 or (0F1;1B0)OVERLAP_F_B")
@@ -103,4 +104,4 @@ def _action(cell: str, rank: int, where: str) -> Action:
         raise ScheduleError(
             f"{where}: {letters} in {cell!r} is not a pass on a microbatch; only F, B, I and W are read"
         )
-    return Action(_LETTERS[letters], Node(int(stage), 0, rank), Unit(int(microbatch)))
+    return Action(_LETTERS[letters], Stage(int(stage), 0, rank), Unit(int(microbatch)))

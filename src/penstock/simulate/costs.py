@@ -13,7 +13,7 @@ from penstock.schedule.ir.schedule import Action, Op, Schedule
 
 @dataclass(frozen=True)
 class StageCost:
-    """Times of one microbatch on one cut.
+    """Times of one microbatch on one stage.
 
     Attributes:
         forward: F (and R, REDO).
@@ -34,10 +34,10 @@ class StageCost:
 
 @dataclass(frozen=True)
 class Costs:
-    """Times of every cut, and of a hop.
+    """Times of every stage, and of a hop.
 
     Attributes:
-        stages: one entry per cut.
+        stages: one entry per stage.
         latency: time from posting a message to its arrival; it occupies no rank. A decision takes two.
         collective: time of a REDUCE, TIE, AVERAGE or GATHER.
         fused: time of a fused action as a fraction of the sum of its parts.
@@ -64,16 +64,19 @@ class Costs:
         latency: float = 0.0,
         step: float = 0.0,
     ) -> Costs:
-        """The same times for every rank's whole share; a rank with v cuts of a pipeline spends 1/v on each.
+        """The same times for every rank's whole share; a rank with v stages of a pipeline spends 1/v on each.
 
         Raises:
-            ConfigError: a cut is held by ranks with different numbers of cuts, so that it has no one time.
+            ConfigError: copies of a stage lie on ranks with different numbers of stages, so that it has no one time.
         """
-        shares = [{schedule.chunks[n] for n in schedule.nodes if n.cut == cut} for cut in range(schedule.cuts)]
-        unclear = [cut for cut, found in enumerate(shares) if len(found) > 1]
+        shares = [
+            {schedule.chunks[n] for n in schedule.stages if n.index == index} for index in range(schedule.num_stages)
+        ]
+        unclear = [index for index, found in enumerate(shares) if len(found) > 1]
         if unclear:
             raise ConfigError(
-                f"the ranks that hold cut {unclear[0]} hold different numbers of cuts, so it has no one time; give "
+                f"the ranks that hold stage {unclear[0]} hold different numbers of stages, so that it has no one "
+                f"time; give "
                 "every stage its own"
             )
         times = (forward, backward_input, backward_weight, step)
@@ -83,7 +86,7 @@ class Costs:
         """Time an action occupies its lane."""
         if action.parts:
             return self.fused * sum(self.duration(p) for p in action.parts)
-        cost, unit = self.stages[action.node.cut], action.unit
+        cost, unit = self.stages[action.stage.index], action.unit
         amount = unit.count / (unit.slice[1] if unit.slice else 1)
         match action.op:
             case Op.F | Op.R | Op.REDO:
@@ -112,8 +115,8 @@ def _check_times(costs: StageCost | Costs) -> None:
             raise ConfigError(f"{name} must be a finite number, not negative; got {value!r}")
 
 
-def read_stage_costs(path: Path, cuts: int, latency: float = 0.0) -> Costs:
-    """Read per-stage costs from JSON: a list with, for each cut, forward, backward_input, backward_weight[, step].
+def read_stage_costs(path: Path, num_stages: int, latency: float = 0.0) -> Costs:
+    """Read per-stage costs from JSON: a list with, for each stage, forward, backward_input, backward_weight[, step].
 
     Raises:
         ConfigError: the file is missing, not of this form, or has another number of stages.
@@ -124,9 +127,11 @@ def read_stage_costs(path: Path, cuts: int, latency: float = 0.0) -> Costs:
         raise ConfigError(f"cannot read the per-stage costs in {path}: {error.strerror}") from None
     except ValueError as error:
         raise ConfigError(f"{path} is not JSON: {error}") from None
-    if not isinstance(rows, list) or len(rows) != cuts:
+    if not isinstance(rows, list) or len(rows) != num_stages:
         found = f"{len(rows)} entries" if isinstance(rows, list) else type(rows).__name__
-        raise ConfigError(f"{path} must hold a list with one entry for each of the {cuts} stages; it holds {found}")
+        raise ConfigError(
+            f"{path} must hold a list with one entry for each of the {num_stages} stages; it holds {found}"
+        )
     stages = []
     for number, row in enumerate(rows):
         try:

@@ -10,7 +10,7 @@ from string import ascii_lowercase
 from penstock.errors import ConfigError
 from penstock.schedule.ir.gc_pause import no_collection
 from penstock.schedule.ir.ops import OPS
-from penstock.schedule.ir.schedule import Action, Kind, Node, Op, Payload, Schedule, format_unit, since
+from penstock.schedule.ir.schedule import Action, Kind, Op, Payload, Schedule, Stage, format_unit, since
 from penstock.schedule.machine.instructions import Lowered
 from penstock.schedule.machine.play import Machine
 from penstock.schedule.proof.activations import Activations
@@ -28,7 +28,7 @@ class Simulation:
         bubble: its figures.
         messages: activation and gradient sends of all batches, and those of activations that are recomputed. Sums of
             gradients, decisions, and what is sent again after a rejected update are not counted.
-        volume: what they carry, in outputs of a cut for one microbatch.
+        volume: what they carry, in outputs of a stage for one microbatch.
         parked: sends of parked activations, there and back, of all batches.
         activations: per rank, the most microbatches in flight, in units of its whole share.
         versions: per rank, the most weight versions alive at once in a span of any length: what a run provides for.
@@ -70,7 +70,7 @@ def simulate_schedule(
 
     Args:
         schedule: a schedule (it is checked first) or its proof.
-        costs: times of every cut.
+        costs: times of every stage.
         batches: length of the span; the pipeline starts empty and is drained.
         rejected: batches whose update is made again, where updates come before the decision of all stages.
 
@@ -81,8 +81,10 @@ def simulate_schedule(
     proof = schedule if isinstance(schedule, Proof) else check(schedule)
     if batches < 1:
         raise ConfigError(f"batches must be at least 1, got {batches}")
-    if len(costs.stages) != proof.schedule.cuts:
-        raise ConfigError(f"the costs describe {len(costs.stages)} stages, the schedule has {proof.schedule.cuts}")
+    if len(costs.stages) != proof.schedule.num_stages:
+        raise ConfigError(
+            f"the costs describe {len(costs.stages)} stages, the schedule has {proof.schedule.num_stages}"
+        )
     timeline, activations = play(proof.lowered, costs, batches, rejected)
     return Simulation(
         timeline,
@@ -102,7 +104,7 @@ def _delays_of(proof: Proof) -> dict[str, tuple[float | None, ...]]:
         found = [value for value in values if value is not None]
         return sum(found) / len(found) if found else None
 
-    facts = [[proof.nodes[n] for n in proof.schedule.on_rank(rank)] for rank in range(proof.schedule.ranks)]
+    facts = [[proof.stages[n] for n in proof.schedule.on_rank(rank)] for rank in range(proof.schedule.ranks)]
     return {
         "forward": tuple(mean([f.delay.forward for f in here]) for here in facts),
         "recompute": tuple(mean([f.recompute_delay for f in here]) for here in facts),
@@ -169,39 +171,41 @@ class _Recorder:
                 self.samples[rank].append((time, held / self.activations.scale))
 
 
-def marks_of(schedule: Schedule) -> dict[Node, str]:
-    """What tells the nodes of a rank apart in drawings: a, b, ... for its chunks, > and < for two directions.
+def marks_of(schedule: Schedule) -> dict[Stage, str]:
+    """What tells the stages of a rank apart in drawings: a, b, ... for its chunks, > and < for two directions.
 
-    Where there are several pipelines in each direction, even replicas go down; microbatches tell them apart.
+    Where there are several pipelines in each direction, even directions go down; microbatches tell them apart.
     """
     marks = {}
-    for node in schedule.nodes:
-        chunks = [other for other in schedule.on_rank(node.rank) if other.replica == node.replica]
-        chunk = ascii_lowercase[chunks.index(node) % 26] if len(chunks) > 1 else ""
-        marks[node] = chunk + ("" if schedule.replicas % 2 else "><"[node.replica % 2])
+    for stage in schedule.stages:
+        chunks = [other for other in schedule.on_rank(stage.rank) if other.direction == stage.direction]
+        chunk = ascii_lowercase[chunks.index(stage) % 26] if len(chunks) > 1 else ""
+        marks[stage] = chunk + ("" if schedule.directions % 2 else "><"[stage.direction % 2])
     return marks
 
 
 def _interval(
-    rank: int, action: Action, t: int, m: int, marks: Mapping[Node, str], start: float, end: float
+    rank: int, action: Action, t: int, m: int, marks: Mapping[Stage, str], start: float, end: float
 ) -> Interval:
-    op, (cut, replica, _), unit, reads, parts, *_ = action
+    op, (index, direction, _), unit, reads, parts, *_ = action
     if not parts and unit.count == 1 and unit.slice is None and unit.kind is Kind.TRAIN and reads is not None:
         k, version = unit.first + t * m, max(reads.versions[0] + t, 0)
-        label = f"{op.value}{k}{marks[action.node]}"
-        return Interval(rank, "compute", start, end, op.value, label, cut, replica, k // m, version, "", k)
+        label = f"{op.value}{k}{marks[action.stage]}"
+        return Interval(rank, "compute", start, end, op.value, label, index, direction, k // m, version, "", k)
     batch = unit.first + t if unit.kind is Kind.BATCH else unit.first // m + t
     version = batch + 1 if op is Op.STEP else -1 if reads is None else max(reads.versions[0] + t, 0)
     lane = "compute" if parts else OPS[op].lane.value
     k = -1 if unit.kind is Kind.BATCH or parts else unit.first + t * m
-    return Interval(rank, lane, start, end, op.value, _label(action, t, m, marks), cut, replica, batch, version, "", k)
+    return Interval(
+        rank, lane, start, end, op.value, _label(action, t, m, marks), index, direction, batch, version, "", k
+    )
 
 
-def _label(action: Action, t: int, m: int, marks: Mapping[Node, str]) -> str:
+def _label(action: Action, t: int, m: int, marks: Mapping[Stage, str]) -> str:
     """What to print: the operation and its unit, microbatches counted through the span."""
     if action.parts:
         return "+".join(_label(p, t, m, marks) for p in action.parts)
     unit = action.unit
     if unit.kind is Kind.BATCH:
         return f"{action.op.value}{unit.first + t}"
-    return action.op.value + format_unit(unit._replace(first=unit.first + t * m)) + marks[action.node]
+    return action.op.value + format_unit(unit._replace(first=unit.first + t * m)) + marks[action.stage]

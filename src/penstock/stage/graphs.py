@@ -19,9 +19,9 @@ from penstock.schedule.proof.in_flight import Piece
 from penstock.stage.autograd.activation_offload import Parking
 from penstock.stage.autograd.recompute import BufferPlace, Keeper, Kept
 from penstock.stage.autograd.saved_bytes import SavedBytes, signature
-from penstock.stage.autograd.split_backward import Splitting, Watch
+from penstock.stage.autograd.split_backward import Splitting, StandIns
 from penstock.stage.in_flight import Microbatch
-from penstock.stage.module import Graph, Stage, edges_of, open_inputs, trained_leaves
+from penstock.stage.module import Graph, StageModule, edges_of, open_inputs, trained_leaves
 from penstock.stage.weight_reads import Reading
 from penstock.weights.memory.buffers import Handle, Readable
 
@@ -34,7 +34,7 @@ class Loss:
     weight: float
 
 
-class Result(NamedTuple):
+class BlockOutput(NamedTuple):
     """What some blocks have made; the output of a slice is a pair, with what is carried on."""
 
     graph: Graph
@@ -60,7 +60,7 @@ class Graphs:
 
     def __init__(
         self,
-        stage: Stage,
+        module: StageModule,
         storages: Collection[int],
         divisor: float,
         parts: Sequence[Sequence[str]],
@@ -71,27 +71,27 @@ class Graphs:
         keeps_inputs: bool = True,
     ) -> None:
         self.hold, self._reading = hold, reading
-        self._stage, self._divisor, self._parts = stage, divisor, parts
+        self._module, self._divisor, self._parts = module, divisor, parts
         self._splits, self._parks = splits, parks
         self._trained = bool(storages)
-        self._keeper = Keeper(stage.blocks, stage.where, keeps_inputs)
+        self._keeper = Keeper(module.blocks, module.where, keeps_inputs)
         # Memory that lives anyway, to tell it from activations.
-        self._known = {*storages, *(t.untyped_storage().data_ptr() for t in stage.fixed)}
+        self._known = {*storages, *(t.untyped_storage().data_ptr() for t in module.fixed)}
         self._before: Mapping[BufferPlace, Tensor] | None = None  # the buffers, before the first draft
-        self._watches: WeakKeyDictionary[Readable, Watch] = WeakKeyDictionary()
+        self._watches: WeakKeyDictionary[Readable, StandIns] = WeakKeyDictionary()
         # Bytes that graphs hold, and those of them that the second half of a backward needs, by blocks and shapes.
         self._saved: dict[tuple[object, ...], tuple[int, int]] = {}
 
     def make(
         self, microbatch: Microbatch, value: Any, wants: tuple[bool, ...], handle: Handle | None
-    ) -> tuple[list[Graph | Kept], Result]:
+    ) -> tuple[list[Graph | Kept], BlockOutput]:
         """Run the blocks; returns what a backward goes through, first things first, and what came of them."""
         if self._parts:
             return self._run_in_parts(microbatch, value, wants, handle)
-        result = self._build(tuple(self._stage.blocks), microbatch, value, wants, handle)
+        result = self._build(tuple(self._module.blocks), microbatch, value, wants, handle)
         return [result.graph], result
 
-    def remake(self, kept: Kept, microbatch: Microbatch, handle: Handle | None, value: Any = None) -> Result:
+    def remake(self, kept: Kept, microbatch: Microbatch, handle: Handle | None, value: Any = None) -> BlockOutput:
         """A part again: the same random numbers, the buffers as they were, and left as they are.
 
         Args:
@@ -147,16 +147,16 @@ class Graphs:
     @property
     def _buffers(self) -> dict[BufferPlace, Tensor]:
         """Those of the modules."""
-        return self._keeper.buffers(tuple(self._stage.blocks))
+        return self._keeper.buffers(tuple(self._module.blocks))
 
     def evaluate(self, microbatch: Microbatch, value: Any) -> tuple[Any, Loss | None]:
         """Run the blocks and keep nothing."""
-        output, _, loss = self._compute(tuple(self._stage.blocks), microbatch, value)
+        output, _, loss = self._compute(tuple(self._module.blocks), microbatch, value)
         return output, loss
 
     def _run_in_parts(
         self, microbatch: Microbatch, value: Any, wants: tuple[bool, ...], handle: Handle | None
-    ) -> tuple[list[Graph | Kept], Result]:
+    ) -> tuple[list[Graph | Kept], BlockOutput]:
         """Run part by part and keep the input of each, not its graph."""
         work: list[Graph | Kept] = []
         *before, last = self._parts
@@ -170,7 +170,7 @@ class Graphs:
 
     def _run_part(
         self, names: Sequence[str], microbatch: Microbatch, value: Any, wants: tuple[bool, ...], handle: Handle | None
-    ) -> tuple[Kept, Result]:
+    ) -> tuple[Kept, BlockOutput]:
         kept = self._keeper.keep(names, value, wants, self._known)
         result = self._build(names, microbatch, value, wants, handle)
         self._keeper.settle(kept)
@@ -179,7 +179,7 @@ class Graphs:
 
     def _build(
         self, names: Sequence[str], microbatch: Microbatch, value: Any, wants: tuple[bool, ...], handle: Handle | None
-    ) -> Result:
+    ) -> BlockOutput:
         """Run a part of the stage and keep its graph."""
         carried = storages((value[1], ())) if microbatch.piece else set()  # they count where they were made
         value, opened, leaves = open_inputs(value, wants)
@@ -194,8 +194,8 @@ class Graphs:
         if splits and handle is not None:
             watch = self._watches.get(handle.buffer)
             if watch is None:
-                watch = self._watches[handle.buffer] = Watch(handle.buffer.leaves)
-            self._stage.bind(watch.tensors)
+                watch = self._watches[handle.buffer] = StandIns(handle.buffer.leaves)
+            self._module.bind(watch.tensors)
             splitting = Splitting(watch, counter, moves=self._parks)
         with counter or nullcontext(), splitting or nullcontext():
             output, total, loss = self._compute(names, microbatch, value)
@@ -211,7 +211,7 @@ class Graphs:
         edges = edges_of(ends)
         if total is not None and edges[0] is None and (opened or self._trained):
             raise ConfigError(
-                f"{self._stage.where}: the loss has no graph, so nothing would be learnt; it was detached, or made "
+                f"{self._module.where}: the loss has no graph, so nothing would be learnt; it was detached, or made "
                 "under torch.no_grad()"
             )
         seed = None
@@ -222,7 +222,7 @@ class Graphs:
         late = None if splitting is None else splitting.late
         if parking is not None:
             parking.stay([*opened.values(), *pytree.tree_leaves((value, microbatch.target))])  # others have them anyway
-        return Result(Graph(opened, leaves, edges, seed, nbytes, late, late_nbytes, parking), output, loss)
+        return BlockOutput(Graph(opened, leaves, edges, seed, nbytes, late, late_nbytes, parking), output, loss)
 
     def _compute(
         self, names: Sequence[str], microbatch: Microbatch, value: Any
@@ -231,23 +231,23 @@ class Graphs:
         try:
             if microbatch.piece:
                 x, carry = value
-                output: Any = self._stage.run_slice(names, x, carry, microbatch.draw)
+                output: Any = self._module.run_slice(names, x, carry, microbatch.draw)
             else:
-                output = self._stage.run(names, value, microbatch.draw)
+                output = self._module.run(names, value, microbatch.draw)
         except RuntimeError as error:
             if "a leaf Variable that requires grad" in str(error):
                 raise ConfigError(
-                    f"{self._stage.where}: a block writes in place into what the stage received, or into a parameter; "
-                    "let it make a new tensor (inplace=False), or cut the model elsewhere"
+                    f"{self._module.where}: a block writes in place into what the stage received, or into a parameter; "
+                    "let it make a new tensor (inplace=False), or stage the model elsewhere"
                 ) from error
             raise
-        if not self._stage.has_loss or names[-1] != self._stage.last:
+        if not self._module.has_loss or names[-1] != self._module.last:
             return output, None, None
         result = output[0] if microbatch.piece else output
-        total, weight = self._stage.evaluate_loss(result, microbatch.target, microbatch.draw, bool(microbatch.piece))
+        total, weight = self._module.evaluate_loss(result, microbatch.target, microbatch.draw, bool(microbatch.piece))
         if total.dtype in (torch.bfloat16, torch.float16):
             total = total.float()  # S / c may be out of its range on the way
-        kept = result if self._stage.hands_on else None
+        kept = result if self._module.hands_on else None
         return (kept, output[1]) if microbatch.piece else kept, total, Loss(float(total.detach()), weight)
 
     def _check_owned(self, result: Any, handle: Handle | None, opened: Collection[Tensor]) -> None:
@@ -256,7 +256,7 @@ class Graphs:
         foreign = next((t for t in trained_leaves(result) if id(t) not in known), None)
         if foreign is not None:
             raise ConfigError(
-                f"{self._stage.where}: a block or the loss trains a tensor of shape {tuple(foreign.shape)} that "
+                f"{self._module.where}: a block or the loss trains a tensor of shape {tuple(foreign.shape)} that "
                 "belongs to no module among the blocks, so no optimizer would ever step it; pass the module that owns "
                 "it as a block (not one of its methods), or detach it"
             )

@@ -53,12 +53,12 @@ class Graph:
     parking: Parking | None = None
 
 
-class Stage:
-    """The blocks of one cut.
+class StageModule:
+    """The blocks of one stage.
 
     Args:
         blocks: canonical name -> module or plain function; each takes what the one before returned.
-        loss: for the last cut.
+        loss: for the last stage.
         where: for messages, such as "stage 0 on rank 0".
         seed: of the random numbers that blocks draw.
         precision: what passes compute in; None for that of the parameters.

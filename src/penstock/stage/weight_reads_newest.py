@@ -26,7 +26,7 @@ from penstock.weights.memory.buffers import Buffer, Handle
 from penstock.weights.store import VersionStore
 
 
-class _Place(NamedTuple):
+class _TensorSlot(NamedTuple):
     """Where a tensor lies in any buffer of the stage."""
 
     dtype: torch.dtype
@@ -84,7 +84,7 @@ class Rebinding(Reading):
         self._motion = {} if motion is None else {flat.dtype: flat for flat in motion.flats}
         self._gap = gap if self._motion else 0.0
 
-    def _tensor(self, place: _Place) -> Tensor:
+    def _tensor(self, place: _TensorSlot) -> Tensor:
         """What lies at a place now."""
         found = self._flats[place.dtype].as_strided(place.shape, place.stride, place.offset)
         if not self._gap or place.dtype not in self._motion:
@@ -93,15 +93,15 @@ class Rebinding(Reading):
         return found - self._gap * motion
 
 
-def _places(weights: Buffer) -> Callable[[Tensor], _Place | None]:
+def _places(weights: Buffer) -> Callable[[Tensor], _TensorSlot | None]:
     """Tells of tensors where they lie in a buffer."""
     dtypes = {flat.untyped_storage().data_ptr(): flat.dtype for flat in weights.flats}
 
-    def place(tensor: Tensor) -> _Place | None:
+    def place(tensor: Tensor) -> _TensorSlot | None:
         dtype = dtypes.get(tensor.untyped_storage().data_ptr())
         if dtype is None or dtype != tensor.dtype:
             return None
-        return _Place(dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride())
+        return _TensorSlot(dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride())
 
     return place
 

@@ -34,7 +34,7 @@ from penstock.train.export.save_weights import save_weights
 from penstock.train.graceful_stop import DrainRequest
 from penstock.train.live_stats import Board, BubbleMeter
 from penstock.train.metrics_file import Metrics
-from penstock.train.observer import Observer, Progress, Summary
+from penstock.train.observer import Observer, Progress, RunSummary
 from penstock.train.phase_switcher import Phases
 from penstock.train.process_group import local_ranks, process_group, shared_folder
 from penstock.train.setup.build_pipeline import make_pipeline
@@ -81,7 +81,7 @@ class _Loop:
         self.prepared, self.folder, self.observer, self.request = prepared, folder, observer, request
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         schedule = prepared.proof.schedule
-        self.reports = self.rank == schedule.node_at[schedule.cuts - 1, 0].rank  # in the first pipeline
+        self.reports = self.rank == schedule.stage_at[schedule.num_stages - 1, 0].rank  # in the first pipeline
         self.microbatches = prepared.microbatches
         self.board = Board(store, self.rank, self.ranks)
         self.tokens_per_batch = prepared.tokens_per_batch
@@ -317,7 +317,7 @@ class _Loop:
         timeline: Timeline,
         peaks: dict[int, dict[str, int]],
     ) -> None:
-        summary = Summary(
+        summary = RunSummary(
             folder=self.folder,
             batches=self.pipeline.batches,
             tokens=self._trained * self.tokens_per_batch,

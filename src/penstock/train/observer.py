@@ -51,7 +51,7 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Summary:
+class RunSummary:
     """The end of a run.
 
     Attributes:
@@ -103,10 +103,10 @@ class Observer(Protocol):
         """The run has been told to end, and has saved a checkpoint after so many batches."""
         ...
 
-    def finished(self, summary: Summary, timeline: Timeline) -> None:
+    def finished(self, summary: RunSummary, timeline: Timeline) -> None:
         """Training is over and the weights are saved."""
         ...
 
-    def sampled(self, summary: Summary, text: str) -> None:
+    def sampled(self, summary: RunSummary, text: str) -> None:
         """What the model writes (models of bytes only)."""
         ...

@@ -25,7 +25,7 @@ Record = Mapping[str, Mapping[tuple[int, str], Value]]
 """A run: of every kind its numbers, by batch (the number of batches for what is known at the end) and name."""
 
 
-class Place(NamedTuple):
+class TensorPlace(NamedTuple):
     """Where two runs differ.
 
     Attributes:
@@ -64,8 +64,8 @@ class Difference:
     tolerance: float
     differing: int
     odd: int
-    worst: Place | None
-    first: Place | None
+    worst: TensorPlace | None
+    first: TensorPlace | None
 
     @property
     def agrees(self) -> bool:
@@ -86,8 +86,8 @@ class Comparison:
         self._wanted, self._tolerance = wanted, tolerance
         self._missing = {(*key, pipeline) for key in wanted for pipeline in range(pipelines)}
         self._compared = self._differing = self._odd = 0
-        self._worst: Place | None = None
-        self._first: Place | None = None
+        self._worst: TensorPlace | None = None
+        self._first: TensorPlace | None = None
 
     def see(self, batch: int, name: str, value: Value, pipeline: int = 0) -> None:
         """Compare a number, which may change afterwards."""
@@ -107,7 +107,7 @@ class Comparison:
         return Difference(self._compared, self._tolerance, self._differing, self._odd, self._worst, self._first)
 
     def _note(self, batch: int, name: str, pipeline: int, absolute: float, relative: float) -> None:
-        place = Place(batch, f"{name} of pipeline {pipeline}" if pipeline else name, absolute, relative)
+        place = TensorPlace(batch, f"{name} of pipeline {pipeline}" if pipeline else name, absolute, relative)
         if relative > (0.0 if self._worst is None else self._worst.relative):
             self._worst = place
         if relative > self._tolerance:

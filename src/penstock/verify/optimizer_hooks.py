@@ -14,7 +14,7 @@ See = Callable[[str, int, str, Tensor, int], None]
 """Is shown "gradients" or "weights", the number of the update, a parameter's name and tensor, the pipeline."""
 
 
-class Watch:
+class WatchedFactory:
     """An optimizer factory whose optimizers show what they are given and what they make of it.
 
     Hooks, not a subclass, because torch's own classes are stepped with a few parameters at a time where updates rotate.

@@ -6,13 +6,13 @@ from penstock.schedule.build import extend
 from penstock.schedule.ir.rules import RULES, Source
 from penstock.schedule.ir.schedule import Op, Schedule, passes
 from penstock.schedule.transforms.recompute import Segments
-from penstock.verify.reference.order import USUAL, Order
+from penstock.verify.reference.order import USUAL, ReferenceOrder
 
 KNOWN = ("endless-1f1b", "wpipe")
 """Orders whose delays the reference knows. It also knows those of rules that do not depend on an order."""
 
 
-def order_of(order: str, schedule: Schedule, recompute: str = "none", segments: Segments = 1) -> Order:
+def order_of(order: str, schedule: Schedule, recompute: str = "none", segments: Segments = 1) -> ReferenceOrder:
     """What the reference is to be told about a schedule.
 
     Args:
@@ -26,16 +26,16 @@ def order_of(order: str, schedule: Schedule, recompute: str = "none", segments: 
     if recompute == "none" or rule.recompute is not Source.NEWEST:
         return USUAL._replace(delays=delays)  # what runs again reads the same, so it changes nothing
     if recompute == "block":
-        return Order(delays, "block")
+        return ReferenceOrder(delays, "block")
     again = extend(schedule, recomputes=True, segments=segments).schedule
-    members = {cut for segment in again.segments for cut in segment[1:]}
-    firsts = [cut for cut in range(again.cuts) if cut not in members]
-    sizes = [end - first for first, end in zip(firsts, [*firsts[1:], again.cuts], strict=True)]
-    return Order(delays, "stage", sizes, _updates_before_own(again, Op.R))
+    members = {index for segment in again.segments for index in segment[1:]}
+    firsts = [index for index in range(again.num_stages) if index not in members]
+    sizes = [end - first for first, end in zip(firsts, [*firsts[1:], again.num_stages], strict=True)]
+    return ReferenceOrder(delays, "stage", sizes, _updates_before_own(again, Op.R))
 
 
 def _updates_before_own(schedule: Schedule, op: Op) -> list[list[int]]:
-    """Per cut and microbatch of a batch, how many updates lie between what a pass reads and the batch's own."""
+    """Per stage and microbatch of a batch, how many updates lie between what a pass reads and the batch's own."""
     m = schedule.microbatches
     found: dict[tuple[int, int], int] = {}
     for program in schedule.programs:
@@ -44,5 +44,5 @@ def _updates_before_own(schedule: Schedule, op: Op) -> list[list[int]]:
                 if p.op is op and p.reads is not None:
                     for number in p.unit.microbatches:
                         batch, k = divmod(number, m)
-                        found[p.node.cut, k] = batch - p.reads.versions[-1]
-    return [[found.get((cut, k), 0) for k in range(m)] for cut in range(schedule.cuts)]
+                        found[p.stage.index, k] = batch - p.reads.versions[-1]
+    return [[found.get((index, k), 0) for k in range(m)] for index in range(schedule.num_stages)]

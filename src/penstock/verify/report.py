@@ -11,7 +11,7 @@ from penstock.verify.differences import Difference
 
 
 @dataclass(frozen=True)
-class Row:
+class ReportRow:
     """One kind of numbers.
 
     Attributes:
@@ -39,7 +39,7 @@ class Verification:
 
     config: TrainConfig
     batches: int
-    rows: tuple[Row, ...]
+    rows: tuple[ReportRow, ...]
     left_out: str | None
     error: Exception | None
 

@@ -36,11 +36,11 @@ from penstock.train.setup.lr_schedule import rate_schedule
 from penstock.train.setup.optimizers import optimizer_factory
 from penstock.train.setup.prepare import Prepared, prepare
 from penstock.verify.differences import Comparisons, Record, Value
-from penstock.verify.optimizer_hooks import Watch
+from penstock.verify.optimizer_hooks import WatchedFactory
 from penstock.verify.pass_order import order_of
 from penstock.verify.plain_torch import train_plain
 from penstock.verify.reference import Reference, Scaling, train_reference
-from penstock.verify.report import Row, Verification
+from penstock.verify.report import ReportRow, Verification
 from penstock.weights.corrections.base import Correction
 from penstock.weights.corrections.blending import Blending
 from penstock.weights.corrections.error_feedback import ErrorFeedback
@@ -99,9 +99,9 @@ def verify(config: TrainConfig, count: int) -> Verification:
         if left_out is None:
             others.append((_run_plain(prepared, count, reference.versions), TOLERANCE))
         comparisons = Comparisons(others, config.width)
-        error = _Trial(prepared, count, updated, comparisons).run()
+        error = _ComparedRun(prepared, count, updated, comparisons).run()
     found = comparisons.results(complete=error is None)
-    rows = tuple(Row(kind, first, others[0] if others else None) for kind, (first, *others) in found.items())
+    rows = tuple(ReportRow(kind, first, others[0] if others else None) for kind, (first, *others) in found.items())
     return Verification(config, count, rows, left_out, error)
 
 
@@ -121,7 +121,7 @@ def _no_plain(config: TrainConfig) -> str | None:
     return None if config.precision == "fp32" else f"it is compared in fp32 only, not in {config.precision}"
 
 
-class _Trial:
+class _ComparedRun:
     """The pipeline, compared as it trains.
 
     Args:
@@ -134,12 +134,12 @@ class _Trial:
     def __init__(self, prepared: Prepared, count: int, updated: list[int], comparisons: Comparisons) -> None:
         self._prepared, self._config, self._count = prepared, prepared.config, count
         self._updated, self._see = updated, comparisons.see
-        self._whole = self._config.width * prepared.proof.schedule.replicas == 1  # else reports are of a part
+        self._whole = self._config.width * prepared.proof.schedule.directions == 1  # else reports are of a part
 
     def run(self) -> Exception | None:
         """Train; returns what was raised on the way."""
         provisional = RULES[self._prepared.proof.schedule.rule].provisional
-        watch = Watch(optimizer_factory(self._config.optimizer), self._update, waits=provisional)
+        watch = WatchedFactory(optimizer_factory(self._config.optimizer), self._update, waits=provisional)
         pipeline = make_pipeline(self._prepared, optimizer=watch)
         try:
             for report in pipeline.run(_data(self._prepared, self._count)):
@@ -177,15 +177,15 @@ class _Trial:
 # --- what it is compared with -----------------------------------------------------------------------------------------
 
 
-def _run_reference(prepared: Prepared, count: int) -> tuple[Reference, Watch]:
+def _run_reference(prepared: Prepared, count: int) -> tuple[Reference, WatchedFactory]:
     """What the method's equations say, and the optimizers."""
     config = prepared.config
-    watch, divisor = Watch(optimizer_factory(config.optimizer)), float(prepared.tokens_per_batch)
+    watch, divisor = WatchedFactory(optimizer_factory(config.optimizer)), float(prepared.tokens_per_batch)
     if config.precision != "fp32":
         divisor = 2.0 ** round(math.log2(divisor))
-    cuts = prepared.proof.schedule.cuts
-    parts = cut_blocks(gpt_blocks(prepared.model, config.seed), cuts, config.balance)
-    blocks = _blocks(prepared, one_object=cuts == 1)
+    num_stages = prepared.proof.schedule.num_stages
+    parts = cut_blocks(gpt_blocks(prepared.model, config.seed), num_stages, config.balance)
+    blocks = _blocks(prepared, one_object=num_stages == 1)
     result = train_reference(
         [{name: blocks[name] for name in part} for part in parts],
         language_loss,
@@ -198,7 +198,7 @@ def _run_reference(prepared: Prepared, count: int) -> tuple[Reference, Watch]:
         scaling=Scaling(*astuple(LossScale())) if config.precision == "fp16" else None,
         seed=config.seed,
         parts=_parts(prepared.proof.schedule, config.width),
-        tied=TIED_EMBEDDINGS if config.model.tied and cuts > 1 else {},
+        tied=TIED_EMBEDDINGS if config.model.tied and num_stages > 1 else {},
         precision=low_precision(config.precision),
         options=_options(prepared.correction),
         order=order_of(find_method(config.method).order, prepared.proof.schedule, config.recompute, config.segments),
@@ -229,17 +229,17 @@ def _options(correction: Correction | None) -> dict[str, Any]:
 
 def _parts(schedule: Schedule, width: int) -> list[list[int]]:
     """The microbatches whose gradients are summed by themselves: of every pipeline, and of every direction of one."""
-    parts: list[list[int]] = [[] for _ in range(schedule.replicas)]
+    parts: list[list[int]] = [[] for _ in range(schedule.directions)]
     for program in schedule.programs:
         for action in program.period:
             for p in passes(action):
-                if p.op is Op.F and p.node.cut == 0:
-                    parts[p.node.replica] += p.unit.microbatches
+                if p.op is Op.F and p.stage.index == 0:
+                    parts[p.stage.direction] += p.unit.microbatches
     m = schedule.microbatches
     return [[w * m + k for k in sorted({k % m for k in part})] for w in range(width) for part in parts]
 
 
-def _record(result: Reference, updated: list[int], watch: Watch, decides: bool) -> Record:
+def _record(result: Reference, updated: list[int], watch: WatchedFactory, decides: bool) -> Record:
     """The numbers of a reference."""
     end = len(result.losses)
     skipped = [float(not gradients) for gradients in result.gradients]

@@ -9,9 +9,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from penstock.compare.config import Key, other_settings
-from penstock.compare.results import Findings, Summary
+from penstock.compare.results import Findings, MethodSummary
 from penstock.compare.tasks import Task
-from penstock.compare.trial import Result
+from penstock.compare.trial import TrialResult
 from penstock.view.tables import DELAY, RANGES, briefly, delay_on
 from penstock.view.words import counted
 
@@ -52,7 +52,7 @@ class TerminalComparison:
         """Move it."""
         self._bars.update(self._run, completed=batches, note=f"loss {loss:.4f}")
 
-    def finished(self, result: Result) -> None:
+    def finished(self, result: TrialResult) -> None:
         """Print a line that stays."""
         last = result.scores[-1]
         accuracy = "" if last.accuracy is None else f", accuracy {last.accuracy:.1%}"
@@ -118,15 +118,15 @@ def caption(findings: Findings) -> str:
     )
 
 
-def _loss(summary: Summary) -> str:
+def _loss(summary: MethodSummary) -> str:
     return plus_minus(summary.loss, summary.spread, ".4f")
 
 
-def _difference(summary: Summary) -> str:
+def _difference(summary: MethodSummary) -> str:
     return plus_minus(summary.difference, summary.difference_spread, "+.2f", " %")
 
 
-def _verdict(summary: Summary) -> str:
+def _verdict(summary: MethodSummary) -> str:
     colour = {"worse": "red", "better": "green", "diverged": "red"}.get(summary.verdict, "dim")
     some = f", {summary.diverged} of {summary.runs} diverged" if 0 < summary.diverged < summary.runs else ""
     return f"[{colour}]{summary.verdict}[/{colour}]{some}"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from penstock.compare.contenders import Entrant
 from penstock.compare.result_files import write_whole
-from penstock.compare.results import Findings, Row, Summary, as_csv
+from penstock.compare.results import EvaluationRow, Findings, MethodSummary, as_csv
 from penstock.errors import ConfigError
 from penstock.view.comparing import caption, plus_minus
 from penstock.view.plot import Curve, plot_svg
@@ -40,8 +40,8 @@ def write_findings(findings: Findings, folder: Path) -> None:
         ConfigError: they cannot be written.
     """
     texts = {
-        RESULTS: as_csv(findings.rows(), Row),
-        SUMMARY: as_csv(findings.summaries(), Summary),
+        RESULTS: as_csv(findings.rows(), EvaluationRow),
+        SUMMARY: as_csv(findings.summaries(), MethodSummary),
         PAGE: comparison_page(findings),
     }
     try:
@@ -101,7 +101,7 @@ def _summary(findings: Findings) -> str:
     return _table(header, rows)
 
 
-def _verdict(summary: Summary) -> str:
+def _verdict(summary: MethodSummary) -> str:
     return f"!{summary.verdict}"
 
 
@@ -122,13 +122,15 @@ def _plots(findings: Findings) -> Iterator[str]:
     curves = _curves(findings, lambda row: row.updates, lambda row: row.gradient_norm or None)
     yield plot_svg(curves, "norm of the gradient against updates", "updates", "norm", log=True)
     delays = [
-        Curve(e.label, [(float(cut), d, d, d) for cut, d in enumerate(e.delays_forward)], style)
+        Curve(e.label, [(float(index), d, d, d) for index, d in enumerate(e.delays_forward)], style)
         for style, e in enumerate(findings.entrants)
     ]
     yield plot_svg(delays, "delay of the forward on every stage", "stage", "updates")
 
 
-def _curves(findings: Findings, x: Callable[[Row], float], y: Callable[[Row], float | None]) -> list[Curve]:
+def _curves(
+    findings: Findings, x: Callable[[EvaluationRow], float], y: Callable[[EvaluationRow], float | None]
+) -> list[Curve]:
     """Of every method the mean of the runs that end well, and those that diverge, each by itself."""
     curves = []
     for style, entrant in enumerate(findings.entrants):
@@ -153,14 +155,14 @@ def _curves(findings: Findings, x: Callable[[Row], float], y: Callable[[Row], fl
 
 def _delays(entrants: Sequence[Entrant]) -> str:
     """The delays as numbers; a method with several stages per rank has more of them."""
-    cuts = max(len(entrant.delays_forward) for entrant in entrants)
+    num_stages = max(len(entrant.delays_forward) for entrant in entrants)
     rows = []
     for entrant in entrants:
         kinds = [("", entrant.delays_forward)]
         if entrant.delays_backward != entrant.delays_forward:
             kinds = [(", forward", entrant.delays_forward), (", backward", entrant.delays_backward)]
         rows += [[entrant.label + kind, *(f"{delay:.3g}" for delay in delays)] for kind, delays in kinds]
-    header = ["stage", *map(str, range(cuts))]
+    header = ["stage", *map(str, range(num_stages))]
     note = (
         "Updates between the weights that a stage reads and those that it updates, mean over a batch, from the proof."
     )

@@ -67,7 +67,7 @@ def trace_events(timeline: Timeline) -> list[dict[str, Any]]:
 def _name(interval: Interval) -> str:
     if interval.what == Op.SEND or max(interval.batch, interval.microbatch) < 0:
         return interval.label
-    return f"{interval.label} stage {interval.cut}" + (f" v{interval.version}" if interval.version >= 0 else "")
+    return f"{interval.label} stage {interval.stage}" + (f" v{interval.version}" if interval.version >= 0 else "")
 
 
 def _arguments(interval: Interval) -> dict[str, Any]:
@@ -75,7 +75,7 @@ def _arguments(interval: Interval) -> dict[str, Any]:
     names = ("batch", "microbatch", "version")
     known: dict[str, Any] = {name: getattr(interval, name) for name in names if getattr(interval, name) >= 0}
     if known and interval.what != Op.SEND:
-        known["stage"] = interval.cut
+        known["stage"] = interval.stage
     return known | ({"waits for": interval.cause} if interval.cause else {})
 
 

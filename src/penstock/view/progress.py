@@ -15,7 +15,7 @@ from rich.table import Table
 from penstock.idle_time import split_time
 from penstock.runtime.update.decisions import Evaluated
 from penstock.timeline import Timeline
-from penstock.train.observer import Progress, Summary, Switched
+from penstock.train.observer import Progress, RunSummary, Switched
 from penstock.train.setup.prepare import Prepared
 from penstock.view.perfetto import write_trace
 from penstock.view.tables import time_table
@@ -129,7 +129,7 @@ class TerminalObserver:
         print_(f"\nended early; a checkpoint holds all of the {batches} batches done. To go on:")
         print_(f"  penstock train --resume {folder}")
 
-    def finished(self, summary: Summary, timeline: Timeline) -> None:
+    def finished(self, summary: RunSummary, timeline: Timeline) -> None:
         """Show the results and where they are."""
         if self._live is not None:
             self._live.stop()
@@ -166,7 +166,7 @@ class TerminalObserver:
         except OSError as error:
             self.console.print(f"no {TRACE}: {error.strerror or error}", markup=False, highlight=False)
 
-    def sampled(self, summary: Summary, text: str) -> None:
+    def sampled(self, summary: RunSummary, text: str) -> None:
         """Show what the model writes."""
         print_ = partial(self.console.print, soft_wrap=True, highlight=False)
         print_("\n[bold]sample[/bold]")

@@ -68,7 +68,7 @@ def _box(interval: Interval, x: float, span: float) -> str:
 
 def _describe(interval: Interval) -> str:
     version = f", version {interval.version}" if interval.version >= 0 else ""
-    return f"{interval.label}, cut {interval.cut}{version}, {interval.start:g} to {interval.end:g}"
+    return f"{interval.label}, stage {interval.stage}{version}, {interval.start:g} to {interval.end:g}"
 
 
 def _axis(makespan: float, scale: float, height: int) -> str:

@@ -72,15 +72,15 @@ def method_facts(method: Method, stages: int, microbatches: int) -> MethodFacts:
 
 
 def _copies_on(proof: Proof, rank: int) -> float:
-    """Versions and copies of all nodes of a rank; one of v chunks counts 1/v, and both directions count."""
+    """Versions and copies of all stages of a rank; one of v chunks counts 1/v, and both directions count."""
     schedule = proof.schedule
-    held = {n: proof.nodes[n].versions + proof.nodes[n].copies for n in schedule.on_rank(rank)}
+    held = {n: proof.stages[n].versions + proof.stages[n].copies for n in schedule.on_rank(rank)}
     return float(sum(Fraction(number, schedule.chunks[n]) for n, number in held.items()))
 
 
 def delay_on(proof: Proof, rank: int) -> float:
     """Updates between the version that forwards of a rank read and the version updated, mean over a batch."""
-    delays = [proof.nodes[node].delay.forward for node in proof.schedule.on_rank(rank)]
+    delays = [proof.stages[stage].delay.forward for stage in proof.schedule.on_rank(rank)]
     return sum(delays) / len(delays)
 
 
@@ -236,7 +236,7 @@ def simulation_table(simulation: Simulation, batches: int, in_a_long_run: float)
             str(simulation.messages),
             "sends of activations (also of recomputed ones) and gradients; sums of gradients are not counted",
         ),
-        ("volume", f"{simulation.volume:g}", "what they carry, in outputs of a cut for one microbatch"),
+        ("volume", f"{simulation.volume:g}", "what they carry, in outputs of a stage for one microbatch"),
         *(
             [("parked", str(simulation.parked), "sends of parked activations, there and back")]
             if simulation.parked

@@ -10,7 +10,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from penstock.verify.differences import Difference, Place
+from penstock.verify.differences import Difference, TensorPlace
 from penstock.verify.report import Verification
 
 
@@ -34,7 +34,7 @@ def verification_json(found: Verification) -> dict[str, Any]:
 def _values(difference: Difference) -> dict[str, Any]:
     values = asdict(difference) | {"agrees": difference.agrees}
     for which in ("worst", "first"):
-        place: Place | None = getattr(difference, which)
+        place: TensorPlace | None = getattr(difference, which)
         if place is not None:
             values[which] = {
                 k: v if not isinstance(v, float) or math.isfinite(v) else None for k, v in place._asdict().items()

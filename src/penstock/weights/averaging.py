@@ -19,7 +19,7 @@ from penstock.weights.memory.buffers import Buffer
 from penstock.weights.optim.adapters import check_averages
 from penstock.weights.optim.updater import Updater
 from penstock.weights.store import VersionStore
-from penstock.weights.written_check import Watch
+from penstock.weights.written_check import WrittenCheck
 
 COMMON = ("common", "momentum")  # kinds of tensors that `copies` makes
 _PULL = 0.9  # of elastic: the share of the way that the reference goes
@@ -52,7 +52,7 @@ class Agreement:
         self.motion = Buffer(store.layout, f"block momentum of {store.where}") if combine.kind == "bmuf" else None
         if self.model is not None:
             self.model.load(store.master.views)
-        self.watch = Watch(store)
+        self.watch = WrittenCheck(store)
         self.watch.look()
         self._passing: list[Tensor] = []  # differences to the reference, and their sums
         self._learnt = torch.zeros(1)  # whether the optimizer remembers anything; of all pipelines, how many do

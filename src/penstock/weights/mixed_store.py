@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from penstock.schedule.proof.check import NodeFacts
+from penstock.schedule.proof.check import StageFacts
 from penstock.weights.memory.buffers import Buffer, Layout
 from penstock.weights.optim.step_info import Stepped
 from penstock.weights.optim.updater import Updater
@@ -66,7 +66,7 @@ class MixedStore(VersionStore):
         elif self._second is None:
             self._second = Buffer(self.layout, f"second master of {self.where}")
 
-    def resize(self, facts: NodeFacts, alive: Iterable[int]) -> None:
+    def resize(self, facts: StageFacts, alive: Iterable[int]) -> None:
         """Hold as many versions, gradients and copies as another schedule takes."""
         self.retain(alive)
         self._hold(facts.versions, facts.copies)

@@ -1,7 +1,7 @@
 """The version store of one stage: which buffer holds which version or gradient.
 
 The store has as many buffers as the schedule's proof says, and no more. Its life rule is not its own: after each
-action the books of the schedule (`penstock.schedule.proof.node_state`) tell which versions are alive, and the store
+action the books of the schedule (`penstock.schedule.proof.stage_state`) tell which versions are alive, and the store
 frees the rest. Gradients of a batch accumulate in one buffer, in microbatch order; with rotating updates the new
 version is written over that gradient, parameter by parameter, so that three buffers serve two versions and a gradient.
 """
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from penstock.errors import VersionError
 from penstock.schedule.ir.schedule import Copy
-from penstock.schedule.proof.check import NodeFacts
+from penstock.schedule.proof.check import StageFacts
 from penstock.weights.memory.buffers import Buffer, Handle, Layout
 from penstock.weights.optim.step_info import Stepped
 from penstock.weights.optim.updater import Updater
@@ -237,7 +237,7 @@ class VersionStore:
                 self.versions[version] = self._take(f"version {version}")
                 self.versions[version].load(tensors)
 
-    def resize(self, facts: NodeFacts, alive: Iterable[int]) -> None:
+    def resize(self, facts: StageFacts, alive: Iterable[int]) -> None:
         """Hold as many buffers as another schedule takes, while nothing is in flight.
 
         Args:

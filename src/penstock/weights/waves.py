@@ -22,7 +22,7 @@ from penstock.schedule.methods.combine import Combine
 from penstock.schedule.methods.wave_lags import place_of
 from penstock.weights.memory.buffers import Buffer
 from penstock.weights.store import VersionStore
-from penstock.weights.written_check import Watch
+from penstock.weights.written_check import WrittenCheck
 
 COMMON = "common"  # the kind of tensors that `copies` makes
 
@@ -43,7 +43,7 @@ class Wave:
         return sum(tensor.nbytes for tensors in self.updates for tensor in tensors)
 
 
-class Waves:
+class WaveWeights:
     """Of one stage of one pipeline. Waves are counted from the last drain.
 
     Args:
@@ -74,7 +74,7 @@ class Waves:
         self._begun = Buffer(store.layout, f"beginning of the wave of {store.where}")  # weights when it began
         self._open: deque[Wave] = deque()  # the oldest first
         self.taken = [0] * width
-        self.watch = Watch(store)
+        self.watch = WrittenCheck(store)
         self.load({})
 
     @property

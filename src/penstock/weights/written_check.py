@@ -10,7 +10,7 @@ from penstock.weights.store import VersionStore
 _PART = 1 << 20  # elements at a time
 
 
-class Watch:
+class WrittenCheck:
     """Of the newest weights of a stage.
 
     What is kept of them is a number, which changes with every single element and with their places.

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.comm.core.background import Background
-from penstock.comm.core.ranks import Holder, Members
+from penstock.comm.core.rank_grid import Holder, Members
 from penstock.comm.core.ticket import Ticket
 from penstock.errors import ConfigError
 

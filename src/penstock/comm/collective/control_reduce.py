@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.comm.core.background import Background
-from penstock.comm.core.ranks import Holder
+from penstock.comm.core.rank_grid import Holder
 from penstock.comm.core.ticket import Ticket
 from penstock.weights.decision import Share, add_shares
 
@@ -26,10 +26,10 @@ _TAG = 8  # on the pipelines' group; lanes use others
 
 
 class Council(Protocol):
-    """Adds the shares of all nodes that are trained."""
+    """Adds the shares of all stages that are trained."""
 
     def hand_in(self, holder: Holder, batch: int, share: Share, ticket: Ticket) -> None:
-        """Hand in the share of a node, batch by batch; the sum becomes the result of the ticket."""
+        """Hand in the share of a stage, batch by batch; the sum becomes the result of the ticket."""
         ...
 
     def close(self) -> None:
@@ -58,7 +58,7 @@ class LocalCouncil:
     """All holders in one process.
 
     Args:
-        holders: of nodes that are trained.
+        holders: of stages that are trained.
     """
 
     def __init__(self, holders: Sequence[Holder]) -> None:
@@ -78,10 +78,10 @@ class LocalCouncil:
 
 
 class GlooCouncil:
-    """One process's seat, with a thread that waits for the others.
+    """One process's rank, with a thread that waits for the others.
 
     Args:
-        holders: of nodes that are trained, in all processes; the process of the first one adds the shares.
+        holders: of stages that are trained, in all processes; the process of the first one adds the shares.
         process: group rank of a holder's process.
         group: with gloo on the CPU.
         tag: of its messages.

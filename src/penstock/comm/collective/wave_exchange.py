@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.comm.core.background import Background
-from penstock.comm.core.ranks import Holder, Members
+from penstock.comm.core.rank_grid import Holder, Members
 from penstock.comm.core.ticket import Ticket
 
 _LANE = "the lane of waves"
@@ -55,7 +55,7 @@ class Exchange(Protocol):
 
 
 def _tickets(members: Members, me: Holder, wave: int) -> Posted:
-    came = {m.replica: Ticket(f"{_LANE} from pipeline {m.replica} (wave {wave})") for m in members if m != me}
+    came = {m.pipeline: Ticket(f"{_LANE} from pipeline {m.pipeline} (wave {wave})") for m in members if m != me}
     return Posted(Ticket(f"{_LANE} to the other pipelines (wave {wave})"), came)
 
 
@@ -74,8 +74,8 @@ class LocalExchange:
             for tensors, others, at in ((updates, theirs, its_place), (theirs, updates, place)):
                 for target, source in zip(tensors[at], others[at], strict=True):
                     target.copy_(source)
-            mine.came[other.replica].complete()
-            posted.came[me.replica].complete()
+            mine.came[other.pipeline].complete()
+            posted.came[me.pipeline].complete()
         here[me] = updates, mine
         if len(here) == len(members):
             del self._open[members, wave]
@@ -110,7 +110,7 @@ class GlooExchange:
                 if member != me:
                     rank = self._process(member)
                     arriving = [self._receive(tensor, rank) for tensor in tensors]
-                    self._thread(rank).later([posted.came[member.replica]], partial(_finish, arriving))
+                    self._thread(rank).later([posted.came[member.pipeline]], partial(_finish, arriving))
                     leaving += [self._send(tensor, rank) for tensor in updates[members.index(me)]]
         except RuntimeError as error:  # the peer is gone; who waits for the tickets says what for
             for ticket in (posted.sent, *posted.came.values()):

@@ -12,7 +12,7 @@ from penstock.comm.core.wait import Wait, wait_for
 from penstock.comm.p2p.message import Parcel
 from penstock.comm.p2p.transport import Transport
 from penstock.errors import TransportError
-from penstock.schedule.ir.schedule import Node, Payload
+from penstock.schedule.ir.schedule import Payload, Stage
 from penstock.schedule.machine.instructions import LaneKey, Lowered, Message
 from penstock.schedule.proof.in_flight import Piece
 from penstock.timeline import Interval, Waiting
@@ -43,7 +43,7 @@ class Mailbox:
         self._lanes = [route.lane for route in lowered.routes]
         self._posted: dict[Message, Ticket] = {}
         self._sending: dict[LaneKey, deque[_Sending]] = {}
-        self._desk: dict[tuple[Payload, Node, Node, Piece], Parcel] = {}
+        self._desk: dict[tuple[Payload, Stage, Stage, Piece], Parcel] = {}
 
     def receive(self, message: Message) -> None:
         """Post a RECV."""
@@ -80,17 +80,17 @@ class Mailbox:
         for k, each in enumerate(_opened(parcel, route.count), message.first):
             self._desk[route.payload, route.source, route.target, (k, piece)] = each
 
-    def put(self, payload: Payload, source: Node, target: Node, parcel: Parcel) -> None:
+    def put(self, payload: Payload, source: Stage, target: Stage, parcel: Parcel) -> None:
         """Lay ready what a SEND will take, or another stage of this rank."""
         self._desk[payload, source, target, (parcel.header.first, parcel.header.piece)] = parcel
         if source.rank == target.rank:
             self._recorder.change("messages", parcel.nbytes)
 
-    def has(self, payload: Payload, source: Node, target: Node, key: Piece) -> bool:
+    def has(self, payload: Payload, source: Stage, target: Stage, key: Piece) -> bool:
         """Whether there is something to take."""
         return (payload, source, target, key) in self._desk
 
-    def take(self, payload: Payload, source: Node, target: Node, key: Piece) -> Parcel:
+    def take(self, payload: Payload, source: Stage, target: Stage, key: Piece) -> Parcel:
         """Take what has been collected, or put by another stage of this rank."""
         parcel = self._desk.pop((payload, source, target, key))
         if source.rank == target.rank:

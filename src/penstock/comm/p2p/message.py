@@ -253,5 +253,5 @@ def detached(tree: Any) -> tuple[Any, tuple[bool, ...]]:
     """A pytree cut off from its graph, and which of its leaves want a gradient."""
     leaves, spec = pytree.tree_flatten(tree)
     wants = tuple(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
-    cut = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    return pytree.tree_unflatten(cut, spec), wants
+    index = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    return pytree.tree_unflatten(index, spec), wants

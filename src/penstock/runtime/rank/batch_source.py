@@ -2,8 +2,8 @@
 
 Batches are any iterable; a batch is a sequence of pairs (input, target), each made when it is asked for: m for each of
 the parallel pipelines. The first stage looks one batch ahead, because every message of a batch says whether another one
-follows. In one process both stages share a `Source`; between processes each has its own over equal data, and a checksum
-that travels with the activations catches it if they differ.
+follows. In one process both stages share a `BatchSource`; between processes each has its own over equal data, and a
+checksum that travels with the activations catches it if they differ.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Sample(NamedTuple):
     checksum: int
 
 
-class Source:
+class BatchSource:
     """Random access to the batches around the pipeline's present ones.
 
     Args:
@@ -40,7 +40,7 @@ class Source:
         microbatches: m.
         width: w, the number of parallel pipelines.
         reads: how many times this process reads each microbatch of a pipeline's batch; each once if None.
-        replicas: how many of the pipelines read here.
+        pipelines: how many of the pipelines read here.
     """
 
     def __init__(
@@ -49,12 +49,12 @@ class Source:
         microbatches: int,
         width: int = 1,
         reads: Sequence[int] | None = None,
-        replicas: int = 1,
+        pipelines: int = 1,
     ) -> None:
         self._batches: Iterator[Sequence[tuple[Any, Any]]] = iter(batches)
         self._m, self._width = microbatches, width
         self._readers = [1] * microbatches if reads is None else reads
-        self._reads = replicas * sum(self._readers)  # of a batch
+        self._reads = pipelines * sum(self._readers)  # of a batch
         self._held: dict[int, Sequence[tuple[Any, Any]]] = {}
         self._left: dict[int, int] = {}  # reads that a held batch has before it
         self._samples: dict[tuple[int, int], tuple[Sample, int]] = {}
@@ -103,23 +103,23 @@ class Source:
                 self._end = min(self._end, batch)
         return batch < self._end
 
-    def sample(self, replica: int, microbatch: int) -> Sample:
+    def sample(self, pipeline: int, microbatch: int) -> Sample:
         """A microbatch of a pipeline, counted through the span.
 
         Raises:
             DataError: the data ends before this microbatch, or it is not a pair.
         """
         batch, k = divmod(microbatch, self._m)
-        if (replica, microbatch) in self._samples:
-            sample, left = self._samples.pop((replica, microbatch))
+        if (pipeline, microbatch) in self._samples:
+            sample, left = self._samples.pop((pipeline, microbatch))
         else:
             if not self.has(batch):
                 raise DataError(
                     f"the data ends after {self._fetched} batches, but the first stage has sent batch {batch}"
                 )
-            sample, left = _sample(self._held[batch][replica * self._m + k], microbatch), self._readers[k]
+            sample, left = _sample(self._held[batch][pipeline * self._m + k], microbatch), self._readers[k]
         if left > 1:
-            self._samples[replica, microbatch] = sample, left - 1
+            self._samples[pipeline, microbatch] = sample, left - 1
         self._left[batch] -= 1
         if not self._left[batch]:
             del self._held[batch], self._left[batch]

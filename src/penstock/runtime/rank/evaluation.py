@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 from penstock.comm.core.wait import Wait
 from penstock.errors import ConfigError, DataError
-from penstock.runtime.rank.batch_source import Batches, Source
+from penstock.runtime.rank.batch_source import Batches, BatchSource
 from penstock.runtime.rank.executor import Executor
-from penstock.runtime.rank.rank import Worker
+from penstock.runtime.rank.rank_state import RankState
 from penstock.runtime.update.decisions import Evaluated
 
 
@@ -50,7 +50,7 @@ class Evaluator:
     """The evaluations of one rank in one span of training.
 
     Args:
-        worker: the rank.
+        state: the rank.
         executor: of the forward-only schedule.
         evaluating: when, and on what.
         source: opens the data.
@@ -60,14 +60,14 @@ class Evaluator:
 
     def __init__(
         self,
-        worker: Worker,
+        state: RankState,
         executor: Executor,
         evaluating: Evaluating,
-        source: Callable[[Batches], Source],
+        source: Callable[[Batches], BatchSource],
         delay: int,
         lacks: int | None,
     ) -> None:
-        self._worker, self._executor, self._evaluating = worker, executor, evaluating
+        self._state, self._executor, self._evaluating = state, executor, evaluating
         self._open, self._delay, self._lacks = source, delay, lacks
 
     def at_border(self, batch: int) -> Iterator[Wait]:
@@ -78,18 +78,18 @@ class Evaluator:
         source = self._open(self._evaluating.data())
         if not source.has(0):
             raise DataError("the data of an evaluation is empty; give at least one batch, or do not evaluate")
-        total, weight, recorder = 0.0, 0.0, self._worker.recorder
+        total, weight, recorder = 0.0, 0.0, self._state.recorder
         training = recorder.span
         recorder.begin_span()
-        with self._worker.evaluating(version=version):
+        with self._state.evaluating(version=version):
             for event in self._executor.run(source, batch, 0):
                 if isinstance(event, Wait):
                     yield event
                 elif event.loss is not None and event.weight:
                     total, weight = total + event.loss * event.weight, weight + event.weight
         recorder.span = training
-        if self._worker.has_loss:
-            self._worker.decisions.note(batch, Evaluated(version, total, weight))
+        if self._state.has_loss:
+            self._state.decisions.note(batch, Evaluated(version, total, weight))
 
     def close(self) -> None:
         """Stop whatever runs in the background."""

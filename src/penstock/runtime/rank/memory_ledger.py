@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Collection
 
 from penstock.comm.core.recorder import Recorder
-from penstock.schedule.ir.schedule import Node, Op
-from penstock.stage.node import NodeRuntime
+from penstock.schedule.ir.schedule import Op, Stage
+from penstock.stage.stage_runtime import StageRuntime
 
 _OPTIMIZER = "optimizer"
 _PASSES = frozenset({Op.F, Op.B, Op.I, Op.W, Op.R})
@@ -18,18 +18,18 @@ class Account:
 
     Args:
         recorder: is told.
-        nodes: the stages of the rank.
+        stages: the stages of the rank.
     """
 
-    def __init__(self, recorder: Recorder, nodes: Collection[NodeRuntime]) -> None:
-        self._recorder, self._nodes = recorder, nodes
-        self._seen: dict[Node, tuple[int, int]] = {}
+    def __init__(self, recorder: Recorder, stages: Collection[StageRuntime]) -> None:
+        self._recorder, self._stages = recorder, stages
+        self._seen: dict[Stage, tuple[int, int]] = {}
 
-    def after(self, node: NodeRuntime, op: Op) -> None:
+    def after(self, stage: StageRuntime, op: Op) -> None:
         """An action of a stage is over. Most passes change nothing, and then this must cost next to nothing."""
-        in_use = node.in_use
-        if op not in _PASSES or self._seen.get(node.node) != in_use:
-            self._seen[node.node] = in_use
+        in_use = stage.in_use
+        if op not in _PASSES or self._seen.get(stage.key) != in_use:
+            self._seen[stage.key] = in_use
             self.take_down(optimizers=op in (Op.STEP, Op.VALIDATE, Op.AVERAGE))
 
     def take_down(self, *, optimizers: bool) -> None:
@@ -39,10 +39,10 @@ class Account:
             optimizers: their states may have changed since the last time, too.
         """
         totals: Counter[str] = Counter()
-        for node in self._nodes:
-            totals.update(node.bytes_by_role())
-            if optimizers and node.updater is not None:
-                totals[_OPTIMIZER] += node.updater.nbytes
+        for stage in self._stages:
+            totals.update(stage.bytes_by_role())
+            if optimizers and stage.updater is not None:
+                totals[_OPTIMIZER] += stage.updater.nbytes
         roles = totals.keys() - {_OPTIMIZER}
         for role in self._recorder.roles - roles:  # of a method before this one
             self._recorder.hold(role, 0)

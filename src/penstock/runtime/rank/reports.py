@@ -42,7 +42,7 @@ class Reporting:
 
     Args:
         forwards: of a batch on this rank.
-        steps: nodes of this rank that are updated.
+        steps: stages of this rank that are updated.
         decides: stages decide together.
         waits: updates wait for their decision.
         decisions: this rank's part in them.
@@ -74,7 +74,7 @@ class Reporting:
         return self._weights.get(batch, (math.nan, 0))[0]
 
     def weight_for_update(self, batch: int) -> float:
-        """The same for an update, of which there is one per node; the last one forgets it."""
+        """The same for an update, of which there is one per stage; the last one forgets it."""
         weight, left = self._weights.pop(batch, (math.nan, 0))
         assert self._waits or not math.isnan(weight), f"the weight of batch {batch} is not known"
         if left > 1:

@@ -28,7 +28,7 @@ from torch import Tensor
 from penstock.errors import CheckpointError
 from penstock.runtime.update.decisions import Decisions
 from penstock.schedule.methods.combine import Combine
-from penstock.stage.node import NodeRuntime
+from penstock.stage.stage_runtime import StageRuntime
 from penstock.weights.averaging import COMMON
 from penstock.weights.corrections.base import Corrector
 
@@ -39,7 +39,7 @@ class Snapshot:
 
     Attributes:
         batch: as many batches have been trained on.
-        place, cut: whose: of the stages that hold the cut the first (0), the second (1), ...
+        place, stage: whose: of the copies of the stage the first (0), the second (1), ...
         tensors: copies, by name.
         values: plain values that an optimizer remembers, by name.
         facts: what is the same on all stages.
@@ -48,7 +48,7 @@ class Snapshot:
 
     batch: int
     place: int
-    cut: int
+    stage: int
     tensors: dict[str, Tensor]
     values: dict[str, Any]
     facts: dict[str, Any]
@@ -104,7 +104,7 @@ class Saved(Protocol):
 
 
 def take(
-    node: NodeRuntime,
+    stage: StageRuntime,
     batch: int,
     decisions: Decisions | None,
     fixed: Mapping[str, Tensor] | None = None,
@@ -113,7 +113,7 @@ def take(
     """A snapshot of a stage, between an update and the next pass.
 
     Args:
-        node: the stage; all that hold its cut have the same but for their buffers, so only the first keeps the rest,
+        stage: the stage; all that hold its stage have the same but for their buffers, so only the first keeps the rest,
             unless pipelines have weights of their own.
         batch: the newest version.
         decisions: as its rank knows them; None if it may know nothing, because nothing is trained there.
@@ -121,17 +121,17 @@ def take(
         older: copies of the version before; None if that is still there, or nobody reads it.
     """
     if fixed is None:
-        fixed = copies_of_fixed(node)
+        fixed = copies_of_fixed(stage)
     facts: dict[str, Any] = (
         {"batch": batch} if decisions is None else {"batch": batch, decisions.key: decisions.state()}
     )
-    tensors = {f"fixed{_suffix(node.place)}/{name}": tensor for name, tensor in fixed.items()}
+    tensors = {f"fixed{_suffix(stage.place)}/{name}": tensor for name, tensor in fixed.items()}
     values: dict[str, Any] = {}
-    if (not node.place or _has_own(node)) and node.store is not None and node.updater is not None:
-        if older is None and batch - 1 in node.store.versions:
-            older = node.store.copies(batch - 1)
-        _add_trained(node, batch, older or {}, tensors, values, facts)
-    return Snapshot(batch, node.place, node.node.cut, tensors, values, facts, _copied(tensors))
+    if (not stage.place or _has_own(stage)) and stage.store is not None and stage.updater is not None:
+        if older is None and batch - 1 in stage.store.versions:
+            older = stage.store.copies(batch - 1)
+        _add_trained(stage, batch, older or {}, tensors, values, facts)
+    return Snapshot(batch, stage.place, stage.key.index, tensors, values, facts, _copied(tensors))
 
 
 def _suffix(number: int) -> str:
@@ -139,13 +139,13 @@ def _suffix(number: int) -> str:
     return f".{number}" if number else ""
 
 
-def _has_own(node: NodeRuntime) -> bool:
+def _has_own(stage: StageRuntime) -> bool:
     """Whether a stage of a further pipeline has weights of its own; of two directions the first one tells of them."""
-    return node.agreement is not None and node.agreement.pipeline > 0 and not node.node.replica
+    return stage.agreement is not None and stage.agreement.pipeline > 0 and not stage.key.direction
 
 
 def _add_trained(
-    node: NodeRuntime,
+    stage: StageRuntime,
     batch: int,
     older: Mapping[str, Tensor],
     tensors: dict[str, Tensor],
@@ -153,7 +153,7 @@ def _add_trained(
     facts: dict[str, Any],
 ) -> None:
     """Add what a snapshot has of a stage's trained parameters."""
-    store, updater, agreement = node.store, node.updater, node.agreement
+    store, updater, agreement = stage.store, stage.updater, stage.agreement
     assert store is not None
     assert updater is not None
     own = _suffix(0 if agreement is None else agreement.pipeline)
@@ -169,13 +169,13 @@ def _add_trained(
         facts |= {"pipelines": agreement.width}
     if own:
         return
-    if node.older is not None:
-        tensors |= {f"delayed.{place}": tensor for place, tensor in node.older.copies(batch).items()}
-    if node.average is not None:
-        tensors |= {f"average/{name}": view.clone() for name, view in node.average.views.items()}
-    if node.corrector is not None:
-        facts |= {"correction": node.corrector.name, "corrected_from": node.corrector.began}
-    for kind, buffer in (node.corrector.buffers if node.corrector is not None else {}).items():
+    if stage.older is not None:
+        tensors |= {f"delayed.{place}": tensor for place, tensor in stage.older.copies(batch).items()}
+    if stage.average is not None:
+        tensors |= {f"average/{name}": view.clone() for name, view in stage.average.views.items()}
+    if stage.corrector is not None:
+        facts |= {"correction": stage.corrector.name, "corrected_from": stage.corrector.began}
+    for kind, buffer in (stage.corrector.buffers if stage.corrector is not None else {}).items():
         tensors |= {f"{kind}/{name}": view.clone() for name, view in buffer.views.items()}
     if agreement is not None:
         tensors |= agreement.copies()
@@ -188,48 +188,48 @@ def _copied(tensors: Mapping[str, Tensor]) -> torch.cuda.Event | None:
     return None if device is None else torch.cuda.current_stream(device).record_event()
 
 
-def copies_of_fixed(node: NodeRuntime) -> dict[str, Tensor]:
+def copies_of_fixed(stage: StageRuntime) -> dict[str, Tensor]:
     """Copies of a stage's frozen parameters and persistent buffers."""
-    return {name: tensor.clone() for name, tensor in node.stage.unversioned().items()}
+    return {name: tensor.clone() for name, tensor in stage.module.unversioned().items()}
 
 
-def restore(node: NodeRuntime, saved: Saved, older: bool) -> None:
+def restore(stage: StageRuntime, saved: Saved, older: bool) -> None:
     """Bring a stage to where a snapshot was taken.
 
     Args:
-        node: the stage, with nothing in flight.
+        stage: the stage, with nothing in flight.
         saved: the snapshots of all stages.
         older: passes will read the version before the newest.
 
     Raises:
         CheckpointError: something is missing, or has another shape.
     """
-    reader, batch = _Reader(node, saved), int(saved.facts["batch"])
+    reader, batch = _Reader(stage, saved), int(saved.facts["batch"])
     reader.check()
-    own = f"fixed.{node.place}/"
-    for name, tensor in node.stage.unversioned().items():
+    own = f"fixed.{stage.place}/"
+    for name, tensor in stage.module.unversioned().items():
         kind = own if f"{own}{name}" in saved.names else "fixed/"
         tensor.copy_(reader.read(kind, name, tensor))
-    if node.store is None or node.updater is None:
+    if stage.store is None or stage.updater is None:
         return
-    views = node.store.master.views
+    views = stage.store.master.views
     newest = {name: reader.read(reader.kind("weights", name), name, view) for name, view in views.items()}
     before = {name: reader.read(reader.kind("older", name), name, v) for name, v in views.items()} if older else None
-    node.store.restart(batch, newest, before)
-    if node.older is not None:
-        node.older.restart(batch, reader.find_delayed)
-    if node.agreement is not None:
-        node.agreement.recall(saved.facts)
+    stage.store.restart(batch, newest, before)
+    if stage.older is not None:
+        stage.older.restart(batch, reader.find_delayed)
+    if stage.agreement is not None:
+        stage.agreement.recall(saved.facts)
         common = [(kind, name) for kind in COMMON for name in views if reader.has(f"{kind}/", name)]
-        node.agreement.load({f"{kind}/{name}": reader.read(f"{kind}/", name, views[name]) for kind, name in common})
-    if node.average is not None:
+        stage.agreement.load({f"{kind}/{name}": reader.read(f"{kind}/", name, views[name]) for kind, name in common})
+    if stage.average is not None:
         kind = "average/" if reader.has("average/", next(iter(views))) else "weights/"
-        node.average.load({name: reader.read(kind, name, view) for name, view in views.items()})
-    if node.corrector is not None:
-        _restore_corrector(node.corrector, reader, saved)
+        stage.average.load({name: reader.read(kind, name, view) for name, view in views.items()})
+    if stage.corrector is not None:
+        _restore_corrector(stage.corrector, reader, saved)
     updates = saved.facts.get(f"updates{reader.own}", saved.facts["updates"])
-    node.updater.load(int(updates), reader.optimizer_state())
-    node.restore()
+    stage.updater.load(int(updates), reader.optimizer_state())
+    stage.restore()
 
 
 def _restore_corrector(corrector: Corrector, reader: _Reader, saved: Saved) -> None:
@@ -245,27 +245,27 @@ def _restore_corrector(corrector: Corrector, reader: _Reader, saved: Saved) -> N
 class _Reader:
     """Finds the tensors of one stage in a checkpoint, whatever a shared parameter was called there."""
 
-    def __init__(self, node: NodeRuntime, saved: Saved) -> None:
-        self._node, self._saved = node, saved
-        self.own = _suffix(0 if node.agreement is None else node.agreement.pipeline)  # of its pipeline's weights
-        cut = node.node.cut
+    def __init__(self, stage: StageRuntime, saved: Saved) -> None:
+        self._stage, self._saved = stage, saved
+        self.own = _suffix(0 if stage.agreement is None else stage.agreement.pipeline)  # of its pipeline's weights
+        index = stage.key.index
         self._names: dict[str, list[str]] = {}
-        for tie in node.ties:
-            for place, name in enumerate(tie.names_at(cut)):
+        for tie in stage.ties:
+            for place, name in enumerate(tie.names_at(index)):
                 self._names[name] = [name, *(names[place] for names in tie.names)]
 
     def check(self) -> None:
         """Make sure that the optimizer is the saved one, and that the blocks have all that was saved of them."""
-        node, saved = self._node, self._saved
-        for name in node.updater.parameters if node.updater is not None else ():
+        stage, saved = self._stage, self._saved
+        for name in stage.updater.parameters if stage.updater is not None else ():
             kinds = {saved.facts["values"].get(f"stepped/{known}") for known in self._known(name)} - {None}
-            here = None if node.updater is None else node.updater.stepper(name)
+            here = None if stage.updater is None else stage.updater.stepper(name)
             if kinds - {here}:
                 raise CheckpointError(
-                    f"the checkpoint has the state of {kinds.pop()}, but {node.stage.where} is stepped by "
+                    f"the checkpoint has the state of {kinds.pop()}, but {stage.module.where} is stepped by "
                     f"{here or 'nothing'}; use the same optimizer, or begin a new run from the weights alone"
                 )
-        for block, module in node.stage.named_modules():
+        for block, module in stage.module.named_modules():
             known = {f"{block}.{name}" for name in module.state_dict()}
             for name in saved.names:
                 kind, _, rest = name.partition("/")
@@ -289,7 +289,7 @@ class _Reader:
         """A tensor of the stage."""
         found = next((kind + known for known in self._known(name) if kind + known in self._saved.names), None)
         if found is None:
-            raise CheckpointError(f"the checkpoint has no {kind}{name}, which {self._node.stage.where} needs")
+            raise CheckpointError(f"the checkpoint has no {kind}{name}, which {self._stage.module.where} needs")
         tensor = self._saved.tensor(found)
         if tensor.shape != like.shape:
             raise CheckpointError(
@@ -305,7 +305,7 @@ class _Reader:
 
     def optimizer_state(self) -> dict[tuple[str, str], Any]:
         """What the optimizer of the stage remembers, by kind and parameter."""
-        assert self._node.updater is not None
+        assert self._stage.updater is not None
         state: dict[tuple[str, str], Any] = {}
         values: Mapping[str, Any] = self._saved.facts["values"]
         what = f"optimizer{self.own if f'updates{self.own}' in self._saved.facts else ''}"
@@ -313,7 +313,7 @@ class _Reader:
         kinds: dict[str, list[str]] = {}
         for _, kind, name in places:
             kinds.setdefault(name, []).append(kind)
-        for name, parameter in self._node.updater.parameters.items():
+        for name, parameter in self._stage.updater.parameters.items():
             known = next((k for k in self._known(name) if k in kinds), None)
             for kind in kinds[known] if known is not None else ():
                 key = f"{what}/{kind}/{known}"

@@ -10,8 +10,8 @@ from torch import Tensor
 from penstock.comm.core.recorder import Recorder
 from penstock.runtime.rank.snapshot import Saving, Snapshot, copies_of_fixed, take
 from penstock.runtime.update.decisions import Decisions
-from penstock.schedule.ir.schedule import Node
-from penstock.stage.node import NodeRuntime
+from penstock.schedule.ir.schedule import Stage
+from penstock.stage.stage_runtime import StageRuntime
 
 
 class Keeping:
@@ -38,44 +38,44 @@ class Keeping:
     ) -> None:
         self._saving, self._start = saving, start
         self._decisions, self._recorder = decisions, recorder
-        self._taken: dict[Node, int] = {}  # the last batch before which one was taken
-        self._fixed: dict[Node, Mapping[str, Tensor]] = {}  # of the next one
-        self._older: dict[Node, Mapping[str, Tensor]] = {}
+        self._taken: dict[Stage, int] = {}  # the last batch before which one was taken
+        self._fixed: dict[Stage, Mapping[str, Tensor]] = {}  # of the next one
+        self._older: dict[Stage, Mapping[str, Tensor]] = {}
         self._held = held
 
-    def before_forward(self, node: NodeRuntime, batch: int) -> None:
+    def before_forward(self, stage: StageRuntime, batch: int) -> None:
         """Before the first forward of a batch on a stage."""
         if self._saving is None or batch == self._start or not self._saving.wants(batch):
             return
-        late = self._taken.get(node.node) != batch  # the update before the batch comes later
+        late = self._taken.get(stage.key) != batch  # the update before the batch comes later
         if late and self._saving.make_room(batch):
-            self._fixed[node.node] = copies_of_fixed(node)
+            self._fixed[stage.key] = copies_of_fixed(stage)
 
-    def untrained(self, node: NodeRuntime, batch: int) -> None:
+    def untrained(self, stage: StageRuntime, batch: int) -> None:
         """Before the first forward of a batch on a stage that nothing is trained on, and at the end of the span."""
         if self._saving is None or batch == self._start or not self._saving.wants(batch):
             return
         if self._saving.make_room(batch):
-            self._hand_over(take(node, batch, None))
+            self._hand_over(take(stage, batch, None))
 
-    def before_meeting(self, node: NodeRuntime, batch: int) -> None:
+    def before_meeting(self, stage: StageRuntime, batch: int) -> None:
         """After the update that bears version `batch`, which the other pipelines will change.
 
         The version before may be gone when that is done.
         """
         if self._saving is None or not self._saving.wants(batch) or not self._saving.make_room(batch):
             return
-        if node.store is not None and batch - 1 in node.store.versions:
-            self._older[node.node] = node.store.copies(batch - 1)
+        if stage.store is not None and batch - 1 in stage.store.versions:
+            self._older[stage.key] = stage.store.copies(batch - 1)
 
-    def after_step(self, node: NodeRuntime, batch: int) -> None:
+    def after_step(self, stage: StageRuntime, batch: int) -> None:
         """After the update that bears version `batch`, and after pipelines have met: a snapshot, if it is time."""
         if self._saving is None or not self._saving.wants(batch):
             return
-        fixed = self._fixed.pop(node.node, None)
-        self._taken[node.node] = batch
+        fixed = self._fixed.pop(stage.key, None)
+        self._taken[stage.key] = batch
         if self._saving.make_room(batch):
-            self._hand_over(take(node, batch, self._decisions, fixed, self._older.pop(node.node, None)))
+            self._hand_over(take(stage, batch, self._decisions, fixed, self._older.pop(stage.key, None)))
 
     def _hand_over(self, snapshot: Snapshot) -> None:
         assert self._saving is not None

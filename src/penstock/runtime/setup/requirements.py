@@ -44,7 +44,7 @@ class Wants(NamedTuple):
         deciding: for what all stages decide together before an update (`what_decides`).
         reduces: parallel pipelines add their gradients.
         recomputes: forwards are run again, in actions of their own.
-        tied: cuts that share parameters.
+        tied: stages that share parameters.
         combine: how parallel pipelines agree.
         segments: how many stages run forwards again together.
     """
@@ -77,7 +77,7 @@ class Wants(NamedTuple):
         """
         apart = combine.kind if combine.apart else None
         deciding = what_decides(policy.clip is not None, policy.loss_scale is not None, fp16, width, apart)
-        tied, again = {cut for tie in ties for cut in tie.cuts}, check_segments(recompute, segments)
+        tied, again = {index for tie in ties for index in tie.stages}, check_segments(recompute, segments)
         return cls(deciding, width != 1 and not combine.apart, recompute == "stage", tied, combine, again)
 
 
@@ -131,10 +131,10 @@ def check_same_places(present: Schedule, other: Schedule) -> None:
     """
     differences = {
         "microbatches per batch": (present.microbatches, other.microbatches),
-        "stages": (present.cuts, other.cuts),
+        "stages": (present.num_stages, other.num_stages),
         "ranks": (present.ranks, other.ranks),
-        "directions": (present.replicas, other.replicas),
-        "the place of stages": (sorted(present.nodes), sorted(other.nodes)),
+        "directions": (present.directions, other.directions),
+        "the place of stages": (sorted(present.stages), sorted(other.stages)),
         "what stages hand on to which": (sorted(present.edges), sorted(other.edges)),
         "frozen stages": (sorted(present.frozen), sorted(other.frozen)),
         "slices of a sequence": (present.slices, other.slices),

@@ -13,14 +13,14 @@ from typing import NamedTuple
 
 from penstock.comm.collective.all_reduce import Reducer
 from penstock.comm.collective.control_reduce import CONTROL_LANE, Council
-from penstock.comm.core.ranks import Holder, Members
+from penstock.comm.core.rank_grid import Holder, Members
 from penstock.comm.core.recorder import Recorder
 from penstock.comm.core.ticket import Ticket
 from penstock.comm.core.wait import Wait, wait_for
 from penstock.runtime.update.decisions import Decisions
-from penstock.schedule.ir.schedule import Action, Node, Op, existing
+from penstock.schedule.ir.schedule import Action, Op, Stage, existing
 from penstock.schedule.methods.combine import Combine
-from penstock.stage.node import NodeRuntime
+from penstock.stage.stage_runtime import StageRuntime
 from penstock.timeline import Interval, Waiting
 from penstock.weights.averaging import Agreement
 
@@ -30,24 +30,24 @@ class Party(NamedTuple):
 
     Attributes:
         combine: how pipelines agree.
-        replica: which of them this is.
-        holders: of each cut, all nodes of all pipelines that hold it.
+        pipeline: which of them this is.
+        holders: by stage index, the copies of that stage in all pipelines.
         council: of all stages of all pipelines.
         decisions: this rank's part in them.
         recorder: takes down what happens.
     """
 
     combine: Combine
-    replica: int
+    pipeline: int
     holders: Mapping[int, tuple[Holder, ...]]
     council: Council
     decisions: Decisions
     recorder: Recorder
 
-    def members(self, node: Node) -> tuple[Members, Holder]:
-        """Those that hold a node in each pipeline, in their order, and who this is."""
-        holders = self.holders[node.cut]
-        return tuple(h for h in holders if h.node.replica == node.replica), Holder(self.replica, node)
+    def members(self, stage: Stage) -> tuple[Members, Holder]:
+        """Those that hold a stage in each pipeline, in their order, and who this is."""
+        holders = self.holders[stage.index]
+        return tuple(h for h in holders if h.stage.direction == stage.direction), Holder(self.pipeline, stage)
 
 
 class Meetings(ABC):
@@ -60,7 +60,7 @@ class Meetings(ABC):
     def __init__(self, party: Party) -> None:
         self.combine, self._party = party.combine, party
         self._decisions, self._recorder = party.decisions, party.recorder
-        self._votes: dict[tuple[Node, int], Ticket] = {}
+        self._votes: dict[tuple[Stage, int], Ticket] = {}
 
     def existing(self, average: Action, t: int, microbatches: int, start: int) -> Action | None:
         """An AVERAGE of the period of batch t of a span, if pipelines meet then.
@@ -71,38 +71,40 @@ class Meetings(ABC):
         always = average._replace(unit=average.unit._replace(every=1))
         return existing(always, t, microbatches) if self.combine.meets(start + average.unit.first + t) else None
 
-    def hand_in(self, node: Node, batch: int, last: bool) -> None:
+    def hand_in(self, stage: Stage, batch: int, last: bool) -> None:
         """Hand in what concerns all pipelines, if they meet after the update of this batch.
 
         Args:
-            node: whose.
+            stage: whose.
             batch: which.
             last: it has the loss that is reported.
         """
         if self.combine.meets(batch):
-            self._vote(node, batch, last)
+            self._vote(stage, batch, last)
 
     @abstractmethod
-    def meet(self, node: NodeRuntime, batch: int, label: str, hold: Callable[[], None]) -> Iterator[Wait]:
+    def meet(self, stage: StageRuntime, batch: int, label: str, hold: Callable[[], None]) -> Iterator[Wait]:
         """Wait until what is needed of the other pipelines is there.
 
         Args:
-            node: whose.
+            stage: whose.
             batch: which.
             label: of the action, for messages.
             hold: takes down the bytes that are held now.
         """
 
     @abstractmethod
-    def end(self, node: NodeRuntime, batch: int) -> bool:
+    def end(self, stage: StageRuntime, batch: int) -> bool:
         """Go on with what pipelines have agreed on, once `meet` is over; whether the run is to end."""
 
     @abstractmethod
-    def drain(self, nodes: Sequence[NodeRuntime], batch: int, hold: Callable[[], None]) -> Generator[Wait, None, bool]:
+    def drain(
+        self, stages: Sequence[StageRuntime], batch: int, hold: Callable[[], None]
+    ) -> Generator[Wait, None, bool]:
         """The span is over; wait for whatever is outstanding.
 
         Args:
-            nodes: that are trained on this rank, with nothing in flight.
+            stages: that are trained on this rank, with nothing in flight.
             batch: the next one.
             hold: takes down the bytes that are held now.
 
@@ -110,23 +112,23 @@ class Meetings(ABC):
             Whether somebody wants the run to end.
         """
 
-    def _vote(self, node: Node, batch: int, last: bool) -> None:
-        vote = self._votes[node, batch] = Ticket(f"{CONTROL_LANE} of all pipelines (batch {batch})")
+    def _vote(self, stage: Stage, batch: int, last: bool) -> None:
+        vote = self._votes[stage, batch] = Ticket(f"{CONTROL_LANE} of all pipelines (batch {batch})")
         share = self._decisions.common_share(batch, last)
-        self._party.council.hand_in(Holder(self._party.replica, node), batch, share, vote)
+        self._party.council.hand_in(Holder(self._party.pipeline, stage), batch, share, vote)
 
-    def _wait_for_vote(self, node: Node, batch: int, what: str) -> Iterator[Wait]:
+    def _wait_for_vote(self, stage: Stage, batch: int, what: str) -> Iterator[Wait]:
         cause = f"all pipelines: to meet after batch {batch}"
-        yield from wait_for(self._recorder, self._votes[node, batch], what, cause, Waiting.CONTROL)
+        yield from wait_for(self._recorder, self._votes[stage, batch], what, cause, Waiting.CONTROL)
 
-    def _heard(self, node: Node, batch: int) -> bool:
+    def _heard(self, stage: Stage, batch: int) -> bool:
         """Whether the run is to end, as far as all said with a batch."""
-        return self._decisions.agree(batch, self._votes.pop((node, batch)).result)
+        return self._decisions.agree(batch, self._votes.pop((stage, batch)).result)
 
-    def _wait_for(self, ticket: Ticket, node: Node, batch: int, what: str, cause: str) -> Iterator[Wait]:
+    def _wait_for(self, ticket: Ticket, stage: Stage, batch: int, what: str, cause: str) -> Iterator[Wait]:
         yield from wait_for(self._recorder, ticket, what, cause, Waiting.CONTROL)
         start, end = self._recorder.at(ticket.made_at), self._recorder.at(ticket.done_at)
-        place, op = (node.cut, node.replica, batch), Op.AVERAGE
+        place, op = (stage.index, stage.direction, batch), Op.AVERAGE
         self._recorder.add(Interval(self._recorder.rank, "collective", start, end, op.value, f"{op}{batch}", *place))
 
 
@@ -142,28 +144,28 @@ class Combining(Meetings):
         super().__init__(party)
         self._reducer = reducer
 
-    def meet(self, node: NodeRuntime, batch: int, label: str, hold: Callable[[], None]) -> Iterator[Wait]:
+    def meet(self, stage: StageRuntime, batch: int, label: str, hold: Callable[[], None]) -> Iterator[Wait]:
         """Wait until the sums over all pipelines are there."""
-        what = f"rank {self._recorder.rank}, stage {node.node.name}, {label}"
+        what = f"rank {self._recorder.rank}, stage {stage.key.name}, {label}"
         cause = f"the other pipelines: to average batch {batch}"
-        if isinstance(node.agreement, Agreement):
-            members, me = self._party.members(node.node)
-            sums = node.agreement.begin()
+        if isinstance(stage.agreement, Agreement):
+            members, me = self._party.members(stage.key)
+            sums = stage.agreement.begin()
             hold()
             ticket = self._reducer.reduce(members, me, batch, sums)
-            yield from self._wait_for(ticket, node.node, batch, what, cause)
-            remembered = node.agreement.remembered()
+            yield from self._wait_for(ticket, stage.key, batch, what, cause)
+            remembered = stage.agreement.remembered()
             if remembered:
                 ticket = self._reducer.reduce(members, me, batch, remembered)
-                yield from self._wait_for(ticket, node.node, batch, what, cause)
-        if (node.node, batch) in self._votes:
-            yield from self._wait_for_vote(node.node, batch, what)
+                yield from self._wait_for(ticket, stage.key, batch, what, cause)
+        if (stage.key, batch) in self._votes:
+            yield from self._wait_for_vote(stage.key, batch, what)
 
-    def end(self, node: NodeRuntime, batch: int) -> bool:
+    def end(self, stage: StageRuntime, batch: int) -> bool:
         """Go on with the sums."""
-        if isinstance(node.agreement, Agreement):
-            node.agreement.end()
-        return (node.node, batch) in self._votes and self._heard(node.node, batch)
+        if isinstance(stage.agreement, Agreement):
+            stage.agreement.end()
+        return (stage.key, batch) in self._votes and self._heard(stage.key, batch)
 
     def drain(self, *_: object) -> Generator[Wait, None, bool]:
         """Nothing is outstanding: what pipelines have made since they met last stays their own."""

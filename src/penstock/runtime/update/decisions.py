@@ -88,7 +88,7 @@ class Decisions:
         return self._scales[batch]
 
     def share(self, batch: int, loss: Loss | None) -> Share:
-        """What a node hands in but for its gradient; `loss` is that of the batch on the last stage, None elsewhere."""
+        """What a stage hands in but for its gradient; `loss` is that of the batch on the last stage, None elsewhere."""
         share = Share() if self._combine.apart else self.common_share(batch, loss is not None)
         if loss is None:
             return share
@@ -102,7 +102,7 @@ class Decisions:
 
     def agree(self, batch: int, total: Share) -> bool:
         """All pipelines have met after a batch; whether the run is to end."""
-        if total.evaluated_weight and batch != self._agreed:  # a rank that holds several nodes asks more than once
+        if total.evaluated_weight and batch != self._agreed:  # a rank that holds several stages asks more than once
             every = self._combine.every
             version = (batch - self.delay) // every * every  # evaluations are of versions made by meetings
             self.told.append(Evaluated(version, total.evaluated, total.evaluated_weight))
@@ -118,7 +118,7 @@ class Decisions:
             weight: N, as far as this pipeline knows.
             total: the sum of all shares; None where no stage needs the others.
         """
-        if self._last is None or self._last.batch != batch:  # a rank that holds several nodes asks more than once
+        if self._last is None or self._last.batch != batch:  # a rank that holds several stages asks more than once
             scale = self._scales.pop(batch, 1.0)
             if total is None:
                 alone = Share(weight=weight, scale=scale)
@@ -159,7 +159,7 @@ class Decisions:
     def validate(self, batch: int, total: Share) -> Decision:
         """The decision on a batch for which `guess` has been asked; `again` if it is not what was guessed."""
         decision = self.settle(batch, math.nan, total)
-        if batch in self._guessed:  # a rank that holds several nodes asks more than once
+        if batch in self._guessed:  # a rank that holds several stages asks more than once
             wrong = decision.factor != self._guessed.pop(batch)
             if wrong or self.scaler.scale != self.scaler.before:
                 self._scales.pop(batch + 1, None)  # forwards that have begun run again, under the scale of now

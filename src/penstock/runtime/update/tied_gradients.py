@@ -9,17 +9,17 @@ from typing import NamedTuple
 from torch import Tensor
 
 from penstock.comm.collective.all_reduce import Reducer
-from penstock.comm.core.ranks import Holder
+from penstock.comm.core.rank_grid import Holder
 from penstock.comm.core.ticket import Ticket, after_all
 from penstock.partition.tied import Tie
-from penstock.schedule.ir.schedule import Node
-from penstock.stage.node import NodeRuntime
+from penstock.schedule.ir.schedule import Stage
+from penstock.stage.stage_runtime import StageRuntime
 
 
 class _Share(NamedTuple):
     """What a stage brings to the sums of a batch."""
 
-    node: Node
+    stage: Stage
     gradients: list[tuple[Tie, list[Tensor]]]
     before: Sequence[Ticket]
     ticket: Ticket
@@ -33,28 +33,28 @@ class Tying:
     The proof of the schedule takes no less for granted: there a TIE is one action of all stages together.
 
     Args:
-        replica: which of the parallel pipelines.
-        holders: of each cut, all nodes of all parallel pipelines that hold it.
+        pipeline: which of the parallel pipelines.
+        holders: by stage index, the copies of that stage in all parallel pipelines.
         reducer: adds them, and nothing else.
         stages: of this rank that share something.
     """
 
-    def __init__(self, replica: int, holders: Mapping[int, tuple[Holder, ...]], reducer: Reducer, stages: int) -> None:
-        self._replica, self._holders, self._reducer, self._stages = replica, holders, reducer, stages
+    def __init__(self, pipeline: int, holders: Mapping[int, tuple[Holder, ...]], reducer: Reducer, stages: int) -> None:
+        self._pipeline, self._holders, self._reducer, self._stages = pipeline, holders, reducer, stages
         self._joined: dict[int, list[_Share]] = {}
 
-    def join(self, node: NodeRuntime, batch: int, before: Sequence[Ticket]) -> Ticket:
+    def join(self, stage: StageRuntime, batch: int, before: Sequence[Ticket]) -> Ticket:
         """Join the sums of a batch; the ticket is done when all of this stage's are.
 
         Args:
-            node: which stage.
+            stage: which stage.
             batch: stages join batch by batch.
             before: earlier sums of its gradient.
         """
         ticket = Ticket(f"the reduction lane of stages that share parameters (batch {batch})")
-        gradients = [(tie, node.gradients_of(batch, tie.names_at(node.node.cut))) for tie in node.ties]
+        gradients = [(tie, stage.gradients_of(batch, tie.names_at(stage.key.index))) for tie in stage.ties]
         shares = self._joined.setdefault(batch, [])
-        shares.append(_Share(node.node, gradients, before, ticket))
+        shares.append(_Share(stage.key, gradients, before, ticket))
         if len(shares) == self._stages:
             del self._joined[batch]
             earlier = [waiting for share in shares for waiting in share.before]
@@ -63,16 +63,20 @@ class Tying:
 
     def _add(self, shares: Sequence[_Share], batch: int, before: Sequence[Ticket]) -> None:
         """Begin the sums, unless an earlier one has failed."""
-        sums: dict[Node, list[Ticket]] = {share.node: [ticket for ticket in before if ticket.error] for share in shares}
+        sums: dict[Stage, list[Ticket]] = {
+            share.stage: [ticket for ticket in before if ticket.error] for share in shares
+        }
         if not any(sums.values()):
-            parts = [(tie, share.node, tensors) for share in shares for tie, tensors in share.gradients]
-            for tie, node, tensors in sorted(parts, key=lambda part: (part[0].cuts, part[1].replica)):
-                all_holders = [h for cut in tie.cuts for h in self._holders[cut]]
-                members = [h for h in all_holders if (h.replica, h.node.replica) == (self._replica, node.replica)]
-                me = Holder(self._replica, node)
-                sums[node].append(self._reducer.reduce(tuple(members), me, batch, tensors))
+            parts = [(tie, share.stage, tensors) for share in shares for tie, tensors in share.gradients]
+            for tie, stage, tensors in sorted(parts, key=lambda part: (part[0].stages, part[1].direction)):
+                all_holders = [h for index in tie.stages for h in self._holders[index]]
+                members = [
+                    h for h in all_holders if (h.pipeline, h.stage.direction) == (self._pipeline, stage.direction)
+                ]
+                me = Holder(self._pipeline, stage)
+                sums[stage].append(self._reducer.reduce(tuple(members), me, batch, tensors))
         for share in shares:
-            after_all(sums[share.node], partial(_settle, share.ticket, sums[share.node]))
+            after_all(sums[share.stage], partial(_settle, share.ticket, sums[share.stage]))
 
 
 def _settle(ticket: Ticket, parts: Sequence[Ticket]) -> None:

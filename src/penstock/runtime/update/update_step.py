@@ -6,15 +6,15 @@ from collections.abc import Iterator, Mapping
 
 from penstock.comm.collective.all_reduce import Reducer
 from penstock.comm.collective.control_reduce import CONTROL_LANE, Council
-from penstock.comm.core.ranks import Holder
+from penstock.comm.core.rank_grid import Holder
 from penstock.comm.core.recorder import Recorder
 from penstock.comm.core.ticket import Ticket, after_all
 from penstock.comm.core.wait import Wait, wait_for
 from penstock.runtime.update.decisions import Decisions
 from penstock.runtime.update.tied_gradients import Tying
-from penstock.schedule.ir.schedule import Node, Op
+from penstock.schedule.ir.schedule import Op, Stage
 from penstock.stage.graphs import Loss
-from penstock.stage.node import NodeRuntime
+from penstock.stage.stage_runtime import StageRuntime
 from penstock.timeline import Interval, Waiting
 from penstock.weights.decision import Decision
 
@@ -29,8 +29,8 @@ class Updates:
     """Of one rank, for one span. Batches are counted from the start of training.
 
     Args:
-        replica: which of the parallel pipelines.
-        holders: of each cut, all nodes of all parallel pipelines that hold it.
+        pipeline: which of the parallel pipelines.
+        holders: by stage index, the copies of that stage in all parallel pipelines.
         reducer: adds gradients.
         tying: adds those of parameters that stages share.
         council: adds what stages know.
@@ -41,7 +41,7 @@ class Updates:
 
     def __init__(
         self,
-        replica: int,
+        pipeline: int,
         holders: Mapping[int, tuple[Holder, ...]],
         reducer: Reducer,
         tying: Tying,
@@ -51,41 +51,41 @@ class Updates:
         provisional: bool,
     ) -> None:
         self.provisional = provisional
-        self._pipelines = len({holder.replica for holder in holders[0]})
-        self._replica, self._holders = replica, holders
+        self._pipelines = len({holder.pipeline for holder in holders[0]})
+        self._pipeline, self._holders = pipeline, holders
         self._reducer, self._tying, self._council = reducer, tying, council
         self._decisions, self._recorder = decisions, recorder
-        self._sums: dict[tuple[Node, int], list[tuple[Op, Ticket]]] = {}
-        self._votes: dict[tuple[Node, int], Ticket] = {}
-        self._squares: dict[tuple[Node, int], Ticket] = {}  # of gradients that may change before the vote is over
+        self._sums: dict[tuple[Stage, int], list[tuple[Op, Ticket]]] = {}
+        self._votes: dict[tuple[Stage, int], Ticket] = {}
+        self._squares: dict[tuple[Stage, int], Ticket] = {}  # of gradients that may change before the vote is over
 
-    def reduce(self, node: NodeRuntime, batch: int) -> None:
+    def reduce(self, stage: StageRuntime, batch: int) -> None:
         """Begin to add the gradient of a batch to those of all that hold the same weights."""
-        members, me = self._holders[node.node.cut], Holder(self._replica, node.node)
-        ticket = self._reducer.reduce(members, me, batch, node.gradient(batch))
-        self._sums[node.node, batch] = [(Op.REDUCE, ticket)]
+        members, me = self._holders[stage.key.index], Holder(self._pipeline, stage.key)
+        ticket = self._reducer.reduce(members, me, batch, stage.gradient(batch))
+        self._sums[stage.key, batch] = [(Op.REDUCE, ticket)]
 
-    def tie(self, node: NodeRuntime, batch: int) -> None:
+    def tie(self, stage: StageRuntime, batch: int) -> None:
         """Begin to add the gradients of parameters that this stage shares with others."""
-        sums = self._sums.setdefault((node.node, batch), [])
-        sums.append((Op.TIE, self._tying.join(node, batch, [ticket for _, ticket in sums])))
+        sums = self._sums.setdefault((stage.key, batch), [])
+        sums.append((Op.TIE, self._tying.join(stage, batch, [ticket for _, ticket in sums])))
 
-    def hand_in(self, node: NodeRuntime, batch: int, loss: Loss | None) -> None:
-        """Hand in what a node knows of a batch, as soon as its gradient is that of all that hold its weights.
+    def hand_in(self, stage: StageRuntime, batch: int, loss: Loss | None) -> None:
+        """Hand in what a stage knows of a batch, as soon as its gradient is that of all that hold its weights.
 
         Args:
-            node: whose share.
+            stage: whose share.
             batch: of which.
             loss: of the batch on the last stage; None elsewhere.
         """
-        me = Holder(self._replica, node.node)
-        counts = me == self._holders[node.node.cut][0]  # the others hold the same gradient
-        before = [ticket for _, ticket in self._sums.get((node.node, batch), ())]
+        me = Holder(self._pipeline, stage.key)
+        counts = me == self._holders[stage.key.index][0]  # the others hold the same gradient
+        before = [ticket for _, ticket in self._sums.get((stage.key, batch), ())]
         share = self._decisions.share(batch, loss)  # now: what is asked for meanwhile is for the next batch
-        vote = self._votes[node.node, batch] = Ticket(f"{CONTROL_LANE} of all stages (batch {batch})")
-        taken = Ticket(f"the norm of stage {node.node.name} (batch {batch})") if self.provisional else None
+        vote = self._votes[stage.key, batch] = Ticket(f"{CONTROL_LANE} of all stages (batch {batch})")
+        taken = Ticket(f"the norm of stage {stage.key.name} (batch {batch})") if self.provisional else None
         if taken is not None:
-            self._squares[node.node, batch] = taken
+            self._squares[stage.key, batch] = taken
 
         def act() -> None:
             failure = next((ticket.error for ticket in before if ticket.error is not None), None)
@@ -95,9 +95,9 @@ class Updates:
                     taken.complete(error=failure)
                 return
             try:
-                squares = node.gradient_squares(batch) if counts else (0.0, 0.0)
+                squares = stage.gradient_squares(batch) if counts else (0.0, 0.0)
                 if taken is not None:
-                    taken.complete(node.all_squares(batch))
+                    taken.complete(stage.all_squares(batch))
                 self._council.hand_in(me, batch, share._replace(squares=squares[0], rest=squares[1]), vote)
             except Exception as error:  # this may be the reducer's thread; the executor raises it where it waits
                 vote.complete(error=error)
@@ -106,58 +106,58 @@ class Updates:
 
         after_all(before, act)
 
-    def wait(self, node: Node, batch: int, action: Op, label: str) -> Iterator[Wait]:
+    def wait(self, stage: Stage, batch: int, action: Op, label: str) -> Iterator[Wait]:
         """Wait for what the update of a batch (STEP), or the decision on it (VALIDATE), needs of others."""
-        what, place = f"rank {self._recorder.rank}, stage {node.name}, {label}", (node.cut, node.replica, batch)
-        tickets = list(self._sums.get((node, batch), ())) if action is Op.STEP else []
-        if (node, batch) in self._votes and (action is Op.VALIDATE or not self.provisional):
-            tickets.append((Op.DECIDE, self._votes[node, batch]))
+        what, place = f"rank {self._recorder.rank}, stage {stage.name}, {label}", (stage.index, stage.direction, batch)
+        tickets = list(self._sums.get((stage, batch), ())) if action is Op.STEP else []
+        if (stage, batch) in self._votes and (action is Op.VALIDATE or not self.provisional):
+            tickets.append((Op.DECIDE, self._votes[stage, batch]))
         for op, ticket in tickets:
             cause = f"{_OTHERS[op]} batch {batch}"
             yield from wait_for(self._recorder, ticket, what, cause, Waiting.CONTROL)
             start, end = self._recorder.at(ticket.made_at), self._recorder.at(ticket.done_at)
             row = self._recorder.rank
             self._recorder.add(Interval(row, "collective", start, end, op.value, f"{op}{batch}", *place))
-        if action is Op.STEP and (node, batch) in self._squares:
+        if action is Op.STEP and (stage, batch) in self._squares:
             cause = "the norm of its own gradient"
-            yield from wait_for(self._recorder, self._squares[node, batch], what, cause, Waiting.CONTROL)
+            yield from wait_for(self._recorder, self._squares[stage, batch], what, cause, Waiting.CONTROL)
 
-    def step(self, node: NodeRuntime, batch: int, weight: float, keeps_old: bool) -> Decision:
+    def step(self, stage: StageRuntime, batch: int, weight: float, keeps_old: bool) -> Decision:
         """Make the update of a batch, or skip it, once `wait` is over.
 
         Args:
-            node: whose.
+            stage: whose.
             batch: which.
             weight: N, as far as this pipeline knows.
             keeps_old: the version before stays readable.
         """
-        self._sums.pop((node.node, batch), None)
-        vote = self._votes.pop((node.node, batch), None)
+        self._sums.pop((stage.key, batch), None)
+        vote = self._votes.pop((stage.key, batch), None)
         decision = self._decisions.settle(batch, weight, vote.result if vote is not None else None)
-        node.step(batch, decision.factor, keeps_old)
-        node.mean = self._decisions.mean
+        stage.step(batch, decision.factor, keeps_old)
+        stage.mean = self._decisions.mean
         return decision
 
-    def try_step(self, node: NodeRuntime, batch: int, weight: float) -> None:
+    def try_step(self, stage: StageRuntime, batch: int, weight: float) -> None:
         """Make the update of a batch without knowing the others' gradients, once `wait` is over.
 
         Args:
-            node: whose.
+            stage: whose.
             batch: which.
             weight: N of this pipeline's part; the other pipelines' parts are taken to be the same.
         """
-        self._sums.pop((node.node, batch), None)
+        self._sums.pop((stage.key, batch), None)
         factor = self._decisions.guess(batch, weight * self._pipelines)
-        squares: float = self._squares.pop((node.node, batch)).result
-        node.try_step(batch, 0.0 if self._decisions.surely_rejects(squares, factor) else factor)
+        squares: float = self._squares.pop((stage.key, batch)).result
+        stage.try_step(batch, 0.0 if self._decisions.surely_rejects(squares, factor) else factor)
 
-    def rejects(self, node: Node, batch: int) -> bool:
+    def rejects(self, stage: Stage, batch: int) -> bool:
         """Whether the update of a batch was not what all have decided, once `wait` is over."""
-        return self._decisions.validate(batch, self._votes[node, batch].result).again
+        return self._decisions.validate(batch, self._votes[stage, batch].result).again
 
-    def validate(self, node: NodeRuntime, batch: int) -> Decision:
+    def validate(self, stage: StageRuntime, batch: int) -> Decision:
         """Make the update of a batch again if it has to be."""
-        decision = self._decisions.validate(batch, self._votes.pop((node.node, batch)).result)
-        node.settle_step(batch, decision)
-        node.mean = self._decisions.mean
+        decision = self._decisions.validate(batch, self._votes.pop((stage.key, batch)).result)
+        stage.settle_step(batch, decision)
+        stage.mean = self._decisions.mean
         return decision

@@ -1,6 +1,6 @@
 """The registry of operations: on which lane each runs, what it needs and gives, how it changes activation memory.
 
-Dependencies are expressed in *facts*. A fact says that something exists at a cut for one microbatch (and slice): its
+Dependencies are expressed in *facts*. A fact says that something exists at a stage for one microbatch (and slice): its
 forward output ("F"), the same again after a rejected version ("A"), the gradient of its input ("G"), its recomputed
 activations ("R"), those that it has parked with another rank ("P"), or had back from there ("U"). Whoever lowers,
 checks or simulates a schedule asks the registry; nobody else knows what an operation depends on.
@@ -27,11 +27,11 @@ class Lane(StrEnum):
 
 
 class Fact(NamedTuple):
-    """`what` exists at (cut, replica) for a microbatch and slice."""
+    """`what` exists at (stage, direction) for a microbatch and slice."""
 
     what: str
-    cut: int
-    replica: int
+    stage: int
+    direction: int
     microbatch: int
     slice: int = 0
 
@@ -61,16 +61,16 @@ class OpSpec:
 
 
 def _facts(what: str, action: Action) -> Iterator[Fact]:
-    cut, replica, _ = action.node
+    index, direction, _ = action.stage
     piece = action.unit.slice[0] if action.unit.slice else 0
     for microbatch in action.unit.microbatches:
-        yield Fact(what, cut, replica, microbatch, piece)
+        yield Fact(what, index, direction, microbatch, piece)
 
 
 def _forward_needs(action: Action, schedule: Schedule) -> Iterator[Fact]:
     for fact in _facts("F", action):
-        for edge in schedule.predecessors[fact.cut]:
-            yield fact._replace(cut=edge.source)
+        for edge in schedule.predecessors[fact.stage]:
+            yield fact._replace(stage=edge.source)
         if fact.slice:  # sequence slices: keys and values of the slice before
             yield fact._replace(slice=fact.slice - 1)
 
@@ -78,8 +78,8 @@ def _forward_needs(action: Action, schedule: Schedule) -> Iterator[Fact]:
 def _redo_needs(action: Action, schedule: Schedule) -> Iterator[Fact]:
     """What the forwards before have made again; the rest of its input is what it was."""
     for fact in _facts("A", action):
-        for edge in schedule.predecessors[fact.cut]:
-            yield fact._replace(cut=edge.source)
+        for edge in schedule.predecessors[fact.stage]:
+            yield fact._replace(stage=edge.source)
 
 
 def _backward_needs(action: Action, schedule: Schedule) -> Iterator[Fact]:
@@ -87,42 +87,42 @@ def _backward_needs(action: Action, schedule: Schedule) -> Iterator[Fact]:
     if recomputes(schedule, action):
         yield from _facts("R", action)
     for fact in _facts("G", action):
-        for edge in schedule.successors[fact.cut]:
+        for edge in schedule.successors[fact.stage]:
             if edge.backward:
-                yield fact._replace(cut=edge.target)
+                yield fact._replace(stage=edge.target)
         if action.unit.slice and fact.slice + 1 < action.unit.slice[1]:
             yield fact._replace(slice=fact.slice + 1)
 
 
 def _recompute_needs(action: Action, schedule: Schedule) -> Iterator[Fact]:
     yield from _facts("F", action)
-    before = schedule.segment_before(action.node.cut)
+    before = schedule.segment_before(action.stage.index)
     if before is not None:
         for fact in _facts("R", action):
-            yield fact._replace(cut=before)
+            yield fact._replace(stage=before)
 
 
 def recomputes(schedule: Schedule, action: Action) -> bool:
     """Whether the backward of this action's unit waits for a recompute."""
-    return action.unit.kind is Kind.TRAIN and action.node.cut in schedule.recomputed
+    return action.unit.kind is Kind.TRAIN and action.stage.index in schedule.recomputed
 
 
 def _forward_memory(action: Action, schedule: Schedule, whole: int, _held: int) -> tuple[int, int]:
-    if action.unit.kind is Kind.EVAL or action.node.cut in schedule.frozen:
+    if action.unit.kind is Kind.EVAL or action.stage.index in schedule.frozen:
         return (whole, -whole)
     return (0, 0) if recomputes(schedule, action) else (whole, 0)
 
 
 def _parked(what: str, action: Action) -> Iterator[Fact]:
-    """Facts of activations that are moved: of the node's own, or for its peer; none where only the host takes part."""
+    """Facts of activations that are moved: of the stage's own, or for its peer; none where only the host takes part."""
     if action.peer is not None:
-        owner = action.peer if action.op in (Op.HOLD, Op.RETURN) else action.node
-        yield from _facts(what, action._replace(node=owner))
+        owner = action.peer if action.op in (Op.HOLD, Op.RETURN) else action.stage
+        yield from _facts(what, action._replace(stage=owner))
 
 
 def _hold_memory(action: Action, schedule: Schedule, whole: int, _held: int) -> tuple[int, int]:
     """Of a microbatch that its owner will recompute nothing was sent."""
-    taken = 0 if action.peer is None or action.peer.cut in schedule.recomputed else whole
+    taken = 0 if action.peer is None or action.peer.index in schedule.recomputed else whole
     return (taken, 0) if action.op is Op.HOLD else (0, -taken)
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from penstock.errors import ConfigError
-from penstock.schedule.ir.schedule import WINDOW, Action, Edge, Kind, Node, Op, Program, Unit, chain, straight
+from penstock.schedule.ir.schedule import WINDOW, Action, Edge, Kind, Op, Program, Stage, Unit, chain, straight
 
 
 @dataclass(frozen=True)
@@ -21,13 +21,13 @@ class Order:
 
     Attributes:
         programs: per rank, actions without reads; units as in `penstock.schedule.ir.schedule`.
-        nodes: the stages; one cut per rank unless told otherwise.
-        edges: data flow between cuts; a chain unless told otherwise.
+        stages: the stages; one stage per rank unless told otherwise.
+        edges: data flow between stages; a chain unless told otherwise.
         frozen, segments, window: as in `penstock.schedule.ir.schedule.Schedule`.
     """
 
     programs: tuple[Program, ...]
-    nodes: tuple[Node, ...]
+    stages: tuple[Stage, ...]
     edges: tuple[Edge, ...]
     frozen: frozenset[int] = frozenset()
     segments: tuple[tuple[int, ...], ...] = ()
@@ -82,21 +82,21 @@ def name_of(function: OrderFunction, known: Mapping[str, OrderFunction]) -> str:
 def make_order(
     ranks: Sequence[Iterable[Action]],
     epilogues: Sequence[Iterable[Action]] | None = None,
-    nodes: tuple[Node, ...] | None = None,
+    stages: tuple[Stage, ...] | None = None,
     edges: tuple[Edge, ...] | None = None,
     window: int = WINDOW,
 ) -> Order:
-    """An order from per-rank lists of passes; a straight chain of one cut per rank unless told otherwise."""
-    nodes = nodes or straight(len(ranks))
+    """An order from per-rank lists of passes; a straight chain of one stage per rank unless told otherwise."""
+    stages = stages or straight(len(ranks))
     tails: Sequence[Iterable[Action]] = epilogues or [()] * len(ranks)
     programs = tuple(Program(tuple(p), tuple(e)) for p, e in zip(ranks, tails, strict=True))
-    edges = chain(1 + max(n.cut for n in nodes)) if edges is None else edges
-    return Order(programs, nodes, edges, window=window)
+    edges = chain(1 + max(n.index for n in stages)) if edges is None else edges
+    return Order(programs, stages, edges, window=window)
 
 
-def pass_of(op: Op, microbatch: int, node: Node, kind: Kind = Kind.TRAIN) -> Action:
+def pass_of(op: Op, microbatch: int, stage: Stage, kind: Kind = Kind.TRAIN) -> Action:
     """One pass over one microbatch."""
-    return Action(op, node, Unit(microbatch, kind=kind))
+    return Action(op, stage, Unit(microbatch, kind=kind))
 
 
 def alternate(forwards: Sequence[Action], backwards: Sequence[Action], ahead: int) -> list[Action]:

@@ -1,6 +1,6 @@
 """Version rules: which weights a pass reads, and when a version is born.
 
-Version v of a node is its weights after v decided batches; STEP of batch t bears version t+1. A rule says from which
+Version v of a stage is its weights after v decided batches; STEP of batch t bears version t+1. A rule says from which
 `Source` forwards, backwards and recomputes read, and where in the order the updates stand.
 `penstock.schedule.transforms.apply_rule` writes both into an order; `penstock.schedule.proof.check` proves them again,
 independently, by playing the schedule.
@@ -19,10 +19,10 @@ class Source(StrEnum):
 
     BATCH = "batch"  # version t for batch t: every earlier update is in
     PREVIOUS = "previous"  # version t-1 for batch t
-    NEWEST = "newest"  # whatever the node has when the pass runs
-    ADMISSION = "admission"  # what the first cut had when the microbatch entered the pipeline
+    NEWEST = "newest"  # whatever the stage has when the pass runs
+    ADMISSION = "admission"  # what the first stage had when the microbatch entered the pipeline
     FORWARD = "forward"  # what the forward of the same unit read
-    COPY = "copy"  # a derived copy, born by a PREDICT on the same node
+    COPY = "copy"  # a derived copy, born by a PREDICT on the same stage
 
 
 class Placing(StrEnum):
@@ -51,7 +51,7 @@ class VersionRule:
         step: where updates stand.
         update: where an update writes.
         bases: how many versions a span hands to the next one (2: the newest and the one before).
-        buffers: parameter-sized buffers (versions and gradients together) per node, or None: as many as it takes.
+        buffers: parameter-sized buffers (versions and gradients together) per stage, or None: as many as it takes.
         provisional: a version may be read by forwards before VALIDATE has decided it.
         keeps_forward: backwards read a copy, but making it takes the version that the forward read.
         shares: the first microbatch of a batch makes the copies, and all of the batch read them.
@@ -144,7 +144,7 @@ _RULES = (
     ),
     VersionRule(
         "predicted",
-        "forwards and backwards read copies that a PREDICT on their node made of the newest version",
+        "forwards and backwards read copies that a PREDICT on their stage made of the newest version",
         forward=Source.COPY,
         backward=Source.COPY,
         recompute=Source.COPY,

@@ -37,8 +37,8 @@ class Op(StrEnum):
     STEP = "STEP"  # optimizer update: bears version batch+1
     PREDICT = "PREDICT"  # bears a derived copy of the weights (prediction, correction, blend)
     VALIDATE = "VALIDATE"  # the global decision on a provisional version
-    REDUCE = "REDUCE"  # sum of gradients over the nodes of a cut and over parallel pipelines
-    TIE = "TIE"  # sum of the gradients of parameters that several cuts share
+    REDUCE = "REDUCE"  # sum of gradients over the copies of a stage and over parallel pipelines
+    TIE = "TIE"  # sum of the gradients of parameters that several stages share
     DECIDE = "DECIDE"  # what concerns all stages: global norm, votes on overflow, loss weight
     AVERAGE = "AVERAGE"  # average of weights over parallel pipelines
     GATHER = "GATHER"  # collect a sharded version
@@ -70,21 +70,21 @@ class Payload(StrEnum):
     REPAIR = "repair"  # an activation again, after a rejected version
 
 
-class Node(NamedTuple):
-    """A stage: one cut of the model at a place in the pipeline.
+class Stage(NamedTuple):
+    """A consecutive part of the model, held by a rank.
 
-    Several nodes may hold the same cut (`replica` tells them apart, as the down and up pipelines of Chimera), and
-    one rank may hold several nodes (interleaved and V-shaped placements).
+    A bidirectional pipeline holds every part several times (`direction` tells them apart, as the down and up pipelines
+    of Chimera), and a rank may hold several stages (interleaved and V-shaped placements).
     """
 
-    cut: int
-    replica: int
+    index: int  # type: ignore[assignment]  # shadows tuple.index, which nobody wants of a stage
+    direction: int
     rank: int
 
     @property
     def name(self) -> str:
-        """`cut`, or `cut.replica` where the replica is not 0."""
-        return f"{self.cut}.{self.replica}" if self.replica else str(self.cut)
+        """`stage`, or `stage.direction` where the direction is not 0."""
+        return f"{self.index}.{self.direction}" if self.direction else str(self.index)
 
 
 class Unit(NamedTuple):
@@ -123,11 +123,11 @@ class Action(NamedTuple):
     """One entry of a rank's program."""
 
     op: Op
-    node: Node
+    stage: Stage
     unit: Unit
     reads: WeightRef | None = None
     parts: tuple[Action, ...] = ()  # FUSED: the passes that run together
-    peer: Node | None = None  # SEND and RECV, OFFLOAD to RETURN: the other end
+    peer: Stage | None = None  # SEND and RECV, OFFLOAD to RETURN: the other end
     payload: Payload | None = None  # of the same: what travels
 
     def __str__(self) -> str:
@@ -135,7 +135,7 @@ class Action(NamedTuple):
 
 
 class Edge(NamedTuple):
-    """Data flows from cut `source` to cut `target`; without `backward` no gradient returns."""
+    """Data flows from stage `source` to stage `target`; without `backward` no gradient returns."""
 
     source: int
     target: int
@@ -156,19 +156,19 @@ class Schedule:
     Attributes:
         name: the method's name, for people.
         microbatches: m, the microbatches of a batch (of one update) in this pipeline, both directions together.
-        nodes: every stage with its rank.
-        edges: data flow between cuts; a chain unless told otherwise.
+        stages: every stage with its rank.
+        edges: data flow between stages; a chain unless told otherwise.
         programs: one program per rank.
         rule: name of the version rule (`penstock.schedule.ir.rules.RULES`).
-        frozen: cuts without trainable weights and without a backward.
-        segments: groups of consecutive cuts that recompute together; only the first of each keeps its input.
+        frozen: stages without trainable weights and without a backward.
+        segments: groups of consecutive stages that recompute together; only the first of each keeps its input.
         window: messages that may be outstanding on a lane, on either side; each is memory. Where it is too small,
             `prove` and `extend` take the least that is enough (`penstock.schedule.machine.window_search`).
     """
 
     name: str
     microbatches: int
-    nodes: tuple[Node, ...]
+    stages: tuple[Stage, ...]
     edges: tuple[Edge, ...]
     programs: tuple[Program, ...]
     rule: str
@@ -182,29 +182,29 @@ class Schedule:
         return len(self.programs)
 
     @cached_property
-    def cuts(self) -> int:
-        """The number of cuts of the model."""
-        return 1 + max(node.cut for node in self.nodes)
+    def num_stages(self) -> int:
+        """The number of stages of the model."""
+        return 1 + max(stage.index for stage in self.stages)
 
     @cached_property
     def predecessors(self) -> dict[int, tuple[Edge, ...]]:
-        """The incoming edges of each cut."""
-        return {c: tuple(e for e in self.edges if e.target == c) for c in range(self.cuts)}
+        """The incoming edges of each stage."""
+        return {c: tuple(e for e in self.edges if e.target == c) for c in range(self.num_stages)}
 
     @cached_property
     def successors(self) -> dict[int, tuple[Edge, ...]]:
-        """The outgoing edges of each cut."""
-        return {c: tuple(e for e in self.edges if e.source == c) for c in range(self.cuts)}
+        """The outgoing edges of each stage."""
+        return {c: tuple(e for e in self.edges if e.source == c) for c in range(self.num_stages)}
 
     @cached_property
-    def node_at(self) -> dict[tuple[int, int], Node]:
-        """The node of each (cut, replica)."""
-        return {(n.cut, n.replica): n for n in self.nodes}
+    def stage_at(self) -> dict[tuple[int, int], Stage]:
+        """The stage of each (index, direction)."""
+        return {(n.index, n.direction): n for n in self.stages}
 
     @cached_property
     def recomputed(self) -> frozenset[int]:
-        """The cuts whose forward is run again before the backward."""
-        return frozenset(a.node.cut for program in self.programs for a in program.period if a.op is Op.R)
+        """The stages whose forward is run again before the backward."""
+        return frozenset(a.stage.index for program in self.programs for a in program.period if a.op is Op.R)
 
     @cached_property
     def slices(self) -> int:
@@ -212,26 +212,26 @@ class Schedule:
         return max((a.unit.slice[1] for p in self.programs for a in p.period if a.unit.slice), default=1)
 
     @cached_property
-    def replicas(self) -> int:
-        """How many nodes hold a cut, at most."""
-        return 1 + max(node.replica for node in self.nodes)
+    def directions(self) -> int:
+        """How many copies of a stage there are, at most."""
+        return 1 + max(stage.direction for stage in self.stages)
 
     @cached_property
-    def chunks(self) -> dict[Node, int]:
-        """How many nodes of its direction (replica) the rank of each node holds: v of an interleaved placement."""
-        held = Counter((n.replica, n.rank) for n in self.nodes)
-        return {n: held[n.replica, n.rank] for n in self.nodes}
+    def chunks(self) -> dict[Stage, int]:
+        """How many stages of its direction the rank of each stage holds: v of an interleaved placement."""
+        held = Counter((n.direction, n.rank) for n in self.stages)
+        return {n: held[n.direction, n.rank] for n in self.stages}
 
-    def segment_before(self, cut: int) -> int | None:
-        """The cut that hands recomputed activations to `cut`, or None where `cut` keeps its own input."""
+    def segment_before(self, index: int) -> int | None:
+        """The stage that hands recomputed activations to `stage`, or None where `stage` keeps its own input."""
         for segment in self.segments:
-            if cut in segment[1:]:
-                return segment[segment.index(cut) - 1]
+            if index in segment[1:]:
+                return segment[segment.index(index) - 1]
         return None
 
-    def on_rank(self, rank: int) -> tuple[Node, ...]:
-        """The nodes that a rank holds, in the order of their cuts."""
-        return tuple(sorted(n for n in self.nodes if n.rank == rank))
+    def on_rank(self, rank: int) -> tuple[Stage, ...]:
+        """The stages that a rank holds, by index."""
+        return tuple(sorted(n for n in self.stages if n.rank == rank))
 
     def actions(self, rank: int, batches: int, older: int = 0) -> Iterator[Action]:
         """What a rank does in a span of `batches` batches, with absolute numbers (see `shift`)."""
@@ -244,14 +244,14 @@ class Schedule:
         return format_schedule(self)
 
 
-def chain(cuts: int) -> tuple[Edge, ...]:
-    """The edges of a model without branches: cut i feeds cut i+1."""
-    return tuple(Edge(i, i + 1) for i in range(cuts - 1))
+def chain(num_stages: int) -> tuple[Edge, ...]:
+    """The edges of a model without branches: stage i feeds stage i+1."""
+    return tuple(Edge(i, i + 1) for i in range(num_stages - 1))
 
 
-def straight(ranks: int) -> tuple[Node, ...]:
-    """One cut per rank, in order."""
-    return tuple(Node(r, 0, r) for r in range(ranks))
+def straight(ranks: int) -> tuple[Stage, ...]:
+    """One stage per rank, in order."""
+    return tuple(Stage(r, 0, r) for r in range(ranks))
 
 
 def passes(action: Action) -> tuple[Action, ...]:
@@ -273,7 +273,7 @@ def existing(action: Action, batches: int, microbatches: int) -> Action | None:
             return action
         if len(alive) < 2:
             return alive[0] if alive else None
-        return action._replace(node=alive[0].node, unit=alive[0].unit, parts=alive)
+        return action._replace(stage=alive[0].stage, unit=alive[0].unit, parts=alive)
     if batches < since(unit, microbatches) or (unit.every > 1 and (unit.first + batches + 1) % unit.every):
         return None
     return action
@@ -299,14 +299,14 @@ def shift(action: Action, batches: int, microbatches: int, older: int = 0) -> Ac
 
 
 def _renumber(action: Action, batches: int, microbatches: int, older: int) -> Action:
-    op, node, unit, reads, _, peer, payload = action
+    op, stage, unit, reads, _, peer, payload = action
     first = unit.first + (batches if unit.kind is Kind.BATCH else batches * microbatches)
     if reads is not None and (batches or min(reads.versions) < older):
         derive = reads.derive and Copy(reads.derive.label, reads.derive.first + batches * microbatches)
         reads = WeightRef(tuple([max(v + batches, older) for v in reads.versions]), derive)
     elif not batches:
         return action
-    return Action(op, node, Unit(first, unit.count, unit.slice, unit.kind, unit.every), reads, (), peer, payload)
+    return Action(op, stage, Unit(first, unit.count, unit.slice, unit.kind, unit.every), reads, (), peer, payload)
 
 
 def _present(actions: tuple[Action, ...], batches: int, microbatches: int, older: int) -> Iterator[Action]:
@@ -330,21 +330,21 @@ def format_unit(unit: Unit, relative: bool = False) -> str:
 _GIVING = (Op.SEND, Op.OFFLOAD, Op.RETURN)
 
 
-def format_action(action: Action, relative: bool = False, node: bool = True) -> str:
+def format_action(action: Action, relative: bool = False, stage: bool = True) -> str:
     """The text of an action; `penstock.schedule.text` holds the grammar.
 
     Args:
         action: what to print.
         relative: numbers are relative to batch t, as in a period.
-        node: say at which node; may be left out where the rank has only one.
+        stage: say at which stage; may be left out where the rank has only one.
     """
     if action.parts:
-        return "[" + "+".join(format_action(p, relative, node) for p in action.parts) + "]"
+        return "[" + "+".join(format_action(p, relative, stage) for p in action.parts) + "]"
     text = action.op.value + format_unit(action.unit, relative)
     if action.peer is not None:
-        return f"{text}@{action.node.name}{'>' if action.op in _GIVING else '<'}{action.peer.name}/{action.payload}"
-    if node:
-        text += f"@{action.node.name}"
+        return f"{text}@{action.stage.name}{'>' if action.op in _GIVING else '<'}{action.peer.name}/{action.payload}"
+    if stage:
+        text += f"@{action.stage.name}"
     if action.reads is not None:
         text += "^" + ",".join(_number(v, relative) for v in action.reads.versions)
         if action.reads.derive is not None:
@@ -355,8 +355,8 @@ def format_action(action: Action, relative: bool = False, node: bool = True) -> 
 def format_schedule(schedule: Schedule) -> str:
     """The text form; `penstock.schedule.text.parse_schedule` reads it back to an equal schedule."""
     lines = [f"schedule {schedule.name}", f"rule {schedule.rule}", f"microbatches {schedule.microbatches}"]
-    lines.append("nodes " + " ".join(f"{n.name}@{n.rank}" for n in schedule.nodes))
-    if schedule.edges != chain(schedule.cuts):
+    lines.append("nodes " + " ".join(f"{n.name}@{n.rank}" for n in schedule.stages))
+    if schedule.edges != chain(schedule.num_stages):
         lines.append(
             " ".join(["edges", *(f"{e.source}{'>' if e.backward else '|'}{e.target}" for e in schedule.edges)])
         )
@@ -370,7 +370,7 @@ def format_schedule(schedule: Schedule) -> str:
         for rank, program in enumerate(schedule.programs):
             if program[part] or not part:
                 several = len(schedule.on_rank(rank)) > 1
-                actions = " ".join(format_action(a, relative=True, node=several) for a in program[part])
+                actions = " ".join(format_action(a, relative=True, stage=several) for a in program[part])
                 lines.append(f"{what} {rank}: {actions}")
     return "\n".join(lines) + "\n"
 

@@ -3,7 +3,7 @@
 The border of a batch is, on each rank, the place directly before its first forward. Forward-only passes that every rank
 runs there cannot block if nothing that stands before the border on one rank waits for what stands behind it on another,
 and if no more messages cross it than may be outstanding on their lane. With rules that place the updates there (or
-flush), all nodes have then the same newest version.
+flush), all stages have then the same newest version.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def border_fault(lowered: Lowered) -> str | None:
     borders = [_border(lowered, rank) for rank in range(schedule.ranks)]
     for rank, plain in enumerate(schedule.programs):
         if RULES[schedule.rule].step is Placing.LATE and _updates_behind(plain.period):
-            return f"rank {rank} has nodes that are updated only after another one of its nodes has begun the batch"
+            return f"rank {rank} has stages that are updated only after another one of its stages has begun the batch"
     sent: dict[tuple[int, int], int] = {}  # route and microbatch, in the sender's period -> position
     for program in lowered.programs:
         for position, (action, route, _, _) in enumerate(program.period):

@@ -1,8 +1,8 @@
 """Collectives on the machine model: they begin when all members have issued them, block nobody, and keep one order.
 
-All ranks of a group have one first-in first-out lane per operation (one communicator). Those of a batch on a node come
+All ranks of a group have one first-in first-out lane per operation (one communicator). Those of a batch on a stage come
 one after the other (`batchwise.COLLECTIVES`), and its STEP waits for them (for the decision its VALIDATE, where it has
-one); a pass waits for what was gathered on its node.
+one); a pass waits for what was gathered on its stage.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 
 from penstock.errors import ScheduleError
 from penstock.schedule.ir.ops import OPS, Lane
-from penstock.schedule.ir.schedule import Action, Kind, Node, Op, Unit
+from penstock.schedule.ir.schedule import Action, Kind, Op, Stage, Unit
 from penstock.schedule.machine.instructions import Lowered
 from penstock.schedule.transforms.batch_ops import COLLECTIVES
 
-Collective = tuple[Op, Node, int]
-"""Operation, first node of the group, batch."""
+Collective = tuple[Op, Stage, int]
+"""Operation, first stage of the group, batch."""
 
 
 @dataclass
@@ -35,10 +35,11 @@ class _GroupLane:
         if place == len(self.order):
             self.order.append(collective)
         elif self.order[place] != collective:
-            (op, node, batch), (_, other, earlier) = collective, self.order[place]
+            (op, stage, batch), (_, other, earlier) = collective, self.order[place]
             raise ScheduleError(
-                f"rank {rank} issues {op} of cut {node.cut}, batch {batch}, where another rank of its group issues it "
-                f"of cut {other.cut}, batch {earlier}: all ranks of a group must issue collectives in one order"
+                f"rank {rank} issues {op} of stage {stage.index}, batch {batch}, where another rank of its group "
+                f"issues it "
+                f"of stage {other.index}, batch {earlier}: all ranks of a group must issue collectives in one order"
             )
 
     def complete(self) -> None:
@@ -56,34 +57,34 @@ class Collectives:
     """
 
     def __init__(self, lowered: Lowered, duration: Callable[[Action], float]) -> None:
-        nodes = lowered.schedule.nodes
-        self._holders = {node: tuple(n for n in nodes if n.cut == node.cut) for node in nodes}
+        stages = lowered.schedule.stages
+        self._holders = {stage: tuple(n for n in stages if n.index == stage.index) for stage in stages}
         actions = [a for program in lowered.schedule.programs for a in program.period]
-        self._joint = {op: tuple(sorted({a.node for a in actions if a.op is op})) for op in (Op.TIE, Op.DECIDE)}
+        self._joint = {op: tuple(sorted({a.stage for a in actions if a.op is op})) for op in (Op.TIE, Op.DECIDE)}
         self._waiting: dict[Op, tuple[Op, ...]] = {Op.STEP: COLLECTIVES}
         if any(a.op is Op.VALIDATE for a in actions):
             self._waiting = {Op.STEP: COLLECTIVES[:-1], Op.VALIDATE: COLLECTIVES[-1:]}
         self._duration = duration
         self._lanes: dict[tuple[Op, tuple[int, ...]], _GroupLane] = {}
-        self._issued: dict[Collective, dict[Node, float]] = {}  # by some of the group
-        self._ready: dict[Node, float] = {}
+        self._issued: dict[Collective, dict[Stage, float]] = {}  # by some of the group
+        self._ready: dict[Stage, float] = {}
         self._awaited: dict[Collective, float | None] = {}  # by a STEP: when done; None while others have not joined
 
-    def issue(self, rank: int, action: Action, batch: int, now: float) -> list[tuple[Op, Node, float, float]]:
+    def issue(self, rank: int, action: Action, batch: int, now: float) -> list[tuple[Op, Stage, float, float]]:
         """Issue one; returns (operation, member, start, end) for all members of those that this makes complete.
 
         Raises:
             ScheduleError: other ranks of the group issue theirs in another order.
         """
-        group = self._group(action.op, action.node)
+        group = self._group(action.op, action.stage)
         collective = (action.op, group[0], batch)
         issued = self._issued.setdefault(collective, {})
         lane = self._lanes.setdefault(_lane_key(action.op, group), _GroupLane())
-        if not any(node.rank == rank for node in issued):
+        if not any(stage.rank == rank for stage in issued):
             lane.issue(rank, collective)
-        issued[action.node] = now
+        issued[action.stage] = now
         if action.op in COLLECTIVES:
-            self._awaited[action.op, action.node, batch] = None
+            self._awaited[action.op, action.stage, batch] = None
         done = self._complete(collective)
         if done and action.op in COLLECTIVES:
             for op in COLLECTIVES[COLLECTIVES.index(action.op) + 1 :]:  # may have waited for just that
@@ -91,7 +92,7 @@ class Collectives:
                     done += self._complete((op, self._joint[op][0], batch))
         return done
 
-    def _complete(self, collective: Collective) -> list[tuple[Op, Node, float, float]]:
+    def _complete(self, collective: Collective) -> list[tuple[Op, Stage, float, float]]:
         """The times of a collective if all have issued it, and what goes before it is done."""
         op, first, batch = collective
         group, issued = self._group(op, first), self._issued.get(collective, {})
@@ -99,8 +100,8 @@ class Collectives:
             return []
         times = list(issued.values())
         for earlier in COLLECTIVES[: COLLECTIVES.index(op)] if op in COLLECTIVES else ():
-            for node in group:
-                ended = self._awaited.get((earlier, node, batch), 0.0)
+            for stage in group:
+                ended = self._awaited.get((earlier, stage, batch), 0.0)
                 if ended is None:
                     return []
                 times.append(ended)
@@ -109,34 +110,34 @@ class Collectives:
         end = lane.free = start + self._duration(Action(op, first, Unit(batch, kind=Kind.BATCH)))
         lane.complete()
         del self._issued[collective]
-        for node in group:
+        for stage in group:
             if op in COLLECTIVES:
-                self._awaited[op, node, batch] = end
+                self._awaited[op, stage, batch] = end
             else:
-                self._ready[node] = max(self._ready.get(node, 0.0), end)
-        return [(op, node, start, end) for node in group]
+                self._ready[stage] = max(self._ready.get(stage, 0.0), end)
+        return [(op, stage, start, end) for stage in group]
 
     def joined(self, action: Action, batch: int) -> bool:
         """Whether every rank has joined the collectives that a STEP or VALIDATE waits for."""
         waiting = self._waiting.get(action.op, ())
-        return all(self._awaited.get((op, action.node, batch), 0.0) is not None for op in waiting)
+        return all(self._awaited.get((op, action.stage, batch), 0.0) is not None for op in waiting)
 
     def done(self, action: Action, batch: int) -> float:
         """When the collectives that an action waits for are done."""
         if action.op in self._waiting:
             waiting = self._waiting[action.op]
-            return max(self._awaited.pop((op, action.node, batch), None) or 0.0 for op in waiting)
-        return max(self._ready.get(p.node, 0.0) for p in action.parts or (action,))
+            return max(self._awaited.pop((op, action.stage, batch), None) or 0.0 for op in waiting)
+        return max(self._ready.get(p.stage, 0.0) for p in action.parts or (action,))
 
     def state(self, batches: int) -> object:
         """What is under way, relative to batch `batches`."""
-        issued = sorted((op, node, batch - batches, sorted(by)) for (op, node, batch), by in self._issued.items())
+        issued = sorted((op, stage, batch - batches, sorted(by)) for (op, stage, batch), by in self._issued.items())
         orders = [
-            (key, [(op, node, batch - batches) for op, node, batch in lane.order], sorted(lane.places.items()))
+            (key, [(op, stage, batch - batches) for op, stage, batch in lane.order], sorted(lane.places.items()))
             for key, lane in sorted(self._lanes.items())
             if lane.order
         ]
-        awaited = sorted((op, node, batch - batches, end is None) for (op, node, batch), end in self._awaited.items())
+        awaited = sorted((op, stage, batch - batches, end is None) for (op, stage, batch), end in self._awaited.items())
         return issued, orders, awaited
 
     def copy(self) -> Collectives:
@@ -147,15 +148,15 @@ class Collectives:
         twin._ready, twin._awaited = dict(self._ready), dict(self._awaited)
         return twin
 
-    def _group(self, op: Op, node: Node) -> tuple[Node, ...]:
-        """The nodes that take part."""
+    def _group(self, op: Op, stage: Stage) -> tuple[Stage, ...]:
+        """The stages that take part."""
         if op in self._joint:
             return self._joint[op]
-        return self._holders[node] if op is Op.REDUCE else (node,)
+        return self._holders[stage] if op is Op.REDUCE else (stage,)
 
 
-def _lane_key(op: Op, group: tuple[Node, ...]) -> tuple[Op, tuple[int, ...]]:
-    return op, tuple(sorted({node.rank for node in group}))
+def _lane_key(op: Op, group: tuple[Stage, ...]) -> tuple[Op, tuple[int, ...]]:
+    return op, tuple(sorted({stage.rank for stage in group}))
 
 
 def is_collective(action: Action) -> bool:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from penstock.schedule.ir.schedule import WINDOW, Action, Node, Op, Payload, Schedule
+from penstock.schedule.ir.schedule import WINDOW, Action, Op, Payload, Schedule, Stage
 
 LOOKAHEAD = 2
 
@@ -45,11 +45,11 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """All messages between two nodes that differ only in their microbatch."""
+    """All messages between two stages that differ only in their microbatch."""
 
     payload: Payload
-    source: Node
-    target: Node
+    source: Stage
+    target: Stage
     count: int
     slice: tuple[int, int] | None
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from penstock.errors import ScheduleError
 from penstock.schedule.ir.gc_pause import no_collection
 from penstock.schedule.ir.ops import MOVES, OPS, PASSES, PAYLOAD_OF_FACT, Fact, Lane, gives
-from penstock.schedule.ir.schedule import Action, Node, Op, Payload, Schedule, Unit, passes
+from penstock.schedule.ir.schedule import Action, Op, Payload, Schedule, Stage, Unit, passes
 from penstock.schedule.machine.instructions import (
     LOOKAHEAD,
     Instruction,
@@ -100,7 +100,7 @@ def lower(schedule: Schedule, lookahead: int = LOOKAHEAD, window: int | None = N
                     _plan_send(plans[source.rank][source.part], incoming.routes[route], route, source)
     for (lane_key, part), lane in sorted(uses.items(), key=lambda item: item[0]):
         ahead = 0 if lane_key.payload is Payload.REPAIR else lookahead  # not before it is known that there are any
-        place = _Placing(schedule, incoming.routes, ahead, window, lane_key)
+        place = _RecvPlacing(schedule, incoming.routes, ahead, window, lane_key)
         place.receives(sorted(lane.values()), plans[lane_key.target][part], part)
     programs = []
     for program, plan in zip(schedule.programs, plans, strict=True):
@@ -122,13 +122,13 @@ def _without_repairs(period: tuple[Instruction, ...], routes: list[Route]) -> tu
 class _Incoming:
     """Finds, for each pass, the messages it needs from other ranks.
 
-    This loop sees every pass of a large schedule, so the registry is asked once per kind of pass on a node, with
+    This loop sees every pass of a large schedule, so the registry is asked once per kind of pass on a stage, with
     microbatches counted from the pass's first one, and facts are plain tuples.
     """
 
     def __init__(self, schedule: Schedule, drafts: frozenset[Draft]) -> None:
         self.schedule, self.m = schedule, schedule.microbatches
-        self._drafts = frozenset((node.cut, node.replica, k) for node, k in drafts)
+        self._drafts = frozenset((stage.index, stage.direction, k) for stage, k in drafts)
         self.routes: list[Route] = []
         self.lanes: list[LaneKey] = []
         self._route_index: dict[tuple[object, ...], int] = {}
@@ -144,21 +144,21 @@ class _Incoming:
 
     def _register(self, action: Action, rank: int, part: int, position: int) -> None:
         first = action.unit.first
-        for what, cut, replica, offset, piece in self._relative(action)[1]:
+        for what, index, direction, offset, piece in self._relative(action)[1]:
             if part:
-                self._final[what, cut, replica, first + offset, piece] = _Source(rank, 1, position, 0, action)
+                self._final[what, index, direction, first + offset, piece] = _Source(rank, 1, position, 0, action)
             else:
                 batch, k = divmod(first + offset, self.m)
-                self._periodic[what, cut, replica, k, piece] = _Source(rank, 0, position, batch, action)
+                self._periodic[what, index, direction, k, piece] = _Source(rank, 0, position, batch, action)
 
     def _relative(self, action: Action) -> tuple[list[Fact], list[Fact]]:
         """The facts a pass needs and gives, counted from its first microbatch."""
-        op, node, (_, count, piece, kind, _), _, _, peer, _ = action
-        found = self._kinds.get((op, node, count, piece, kind, peer))
+        op, stage, (_, count, piece, kind, _), _, _, peer, _ = action
+        found = self._kinds.get((op, stage, count, piece, kind, peer))
         if found is None:
             counted = action._replace(unit=Unit(0, count, piece, kind))
             found = list(OPS[op].needs(counted, self.schedule)), list(OPS[op].gives(counted))
-            self._kinds[op, node, count, piece, kind, peer] = found
+            self._kinds[op, stage, count, piece, kind, peer] = found
         return found
 
     def messages(self, action: Action, part: int, rank: int, position: int) -> Iterator[tuple[int, _Source, int]]:
@@ -171,52 +171,57 @@ class _Incoming:
                     continue
                 source, lag = self._find(fact, p, part)
                 if source.rank != rank:
-                    yield self._route(what, source.action, p.node), source, lag
+                    yield self._route(what, source.action, p.stage), source, lag
                 elif not lag and source.part == part and source.position >= position:
                     raise self._error(fact, p, "stands later on the same rank")
 
     def _needs(self, action: Action) -> Iterator[tuple[str, int, int, int, int]]:
         """The facts that a pass needs, counted as it is."""
         first, drafts = action.unit.first, self._drafts
-        for what, cut, replica, offset, piece in self._relative(action)[0]:
+        for what, index, direction, offset, piece in self._relative(action)[0]:
             microbatch = offset + first
-            drafted = bool(drafts) and (cut, replica, microbatch % self.m) in drafts
+            drafted = bool(drafts) and (index, direction, microbatch % self.m) in drafts
             if what != "A" or drafted:
-                yield what, cut, replica, microbatch, piece
-            if drafted and action.op is Op.F and (action.node.cut, action.node.replica, first % self.m) not in drafts:
-                yield "A", cut, replica, microbatch, piece  # no draft of its own, so it waits for what is right
+                yield what, index, direction, microbatch, piece
+            if (
+                drafted
+                and action.op is Op.F
+                and (action.stage.index, action.stage.direction, first % self.m) not in drafts
+            ):
+                yield "A", index, direction, microbatch, piece  # no draft of its own, so it waits for what is right
 
-    def _route(self, what: str, giver: Action, target: Node) -> int:
-        key = (what, giver.node, target, giver.unit.count, giver.unit.slice)
+    def _route(self, what: str, giver: Action, target: Stage) -> int:
+        key = (what, giver.stage, target, giver.unit.count, giver.unit.slice)
         index = self._route_index.get(key)
         if index is None:
             index = self._route_index[key] = len(self.routes)
-            route = Route(PAYLOAD_OF_FACT[what], giver.node, target, giver.unit.count, giver.unit.slice)
+            route = Route(PAYLOAD_OF_FACT[what], giver.stage, target, giver.unit.count, giver.unit.slice)
             self.routes.append(route)
             self.lanes.append(route.lane)
         return index
 
     def _find(self, fact: tuple[str, int, int, int, int], action: Action, part: int) -> tuple[_Source, int]:
         """The source of a fact and how many periods before the consumer's it stands."""
-        what, cut, replica, microbatch, piece = fact
+        what, index, direction, microbatch, piece = fact
         if part and fact in self._final:
             return self._final[fact], 0
         batch, k = divmod(microbatch, self.m)
-        found = self._periodic.get((what, cut, replica, k, piece))
+        found = self._periodic.get((what, index, direction, k, piece))
         # An epilogue (part 1) follows the last period, so what it takes from a period is at least one period old.
         if found is not None and found.batch - batch >= part:
             return found, found.batch - batch
         raise self._error(fact, action, "stands nowhere" if found is None else "runs only in a later period")
 
     def _error(self, fact: tuple[str, int, int, int, int], action: Action, why: str) -> ScheduleError:
-        what, cut, replica, microbatch, _ = fact
+        what, index, direction, microbatch, _ = fact
         name = {"F": "forward", "A": "repeated forward", "G": "backward", "R": "recompute"}.get(
             what, "parked activations"
         )
-        where = f"{cut}.{replica}" if replica else str(cut)
+        where = f"{index}.{direction}" if direction else str(index)
         return ScheduleError(
-            f"{self.schedule.name}: {action} on rank {action.node.rank} needs the {name} of microbatch {microbatch} on "
-            f"cut {where}, which {why}"
+            f"{self.schedule.name}: {action} on rank {action.stage.rank} needs the {name} of microbatch {microbatch} "
+            f"on "
+            f"stage {where}, which {why}"
         )
 
 
@@ -229,7 +234,7 @@ def _plan_send(plan: _Plan, route: Route, index: int, source: _Source) -> None:
 
 
 @dataclass
-class _Placing:
+class _RecvPlacing:
     """Chooses where the RECVs of one lane are posted: in the sender's order, a little ahead of their use."""
 
     schedule: Schedule

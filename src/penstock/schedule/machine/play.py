@@ -217,10 +217,10 @@ class Machine:
 
     def _issue(self, rank: int, action: Action, t: int, batch: int, woken: set[int]) -> None:
         """Issue a collective, which blocks nobody; if it was the last member's, it has its time now."""
-        for op, node, start, end in self._collectives.issue(rank, action, batch, self.clock[rank]):
-            woken.add(node.rank)
+        for op, stage, start, end in self._collectives.issue(rank, action, batch, self.clock[rank]):
+            woken.add(stage.rank)
             if self.observer is not None:
-                self.observer(node.rank, action._replace(op=op, node=node), t, start, end)
+                self.observer(stage.rank, action._replace(op=op, stage=stage), t, start, end)
 
     @staticmethod
     def _take(arrived: dict[Message, float], needs: tuple[Message, ...], offset: int) -> float | None:

@@ -258,7 +258,7 @@ class Combine:
                 f"delays do not go with combine={self.kind}, which changes versions that are kept; leave one of them "
                 "out"
             )
-        parting = parting_fault(self.lag, schedule.replicas, tied)
+        parting = parting_fault(self.lag, schedule.directions, tied)
         return None if parting is None else f"combine: {parting}"
 
 

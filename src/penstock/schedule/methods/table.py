@@ -298,7 +298,7 @@ _TABLE = (
     ),
     Method(
         "wpipe",
-        "WPipe, two groups of cuts of which one has no delay",
+        "WPipe, two groups of stages of which one has no delay",
         "ICLR 2022 (Yang et al., group-based interleaved pipeline parallelism), and its code",
         "wpipe",
         "stash",

@@ -76,15 +76,15 @@ def record_fault(lag: Lag | None, places: Iterable[str], every: int, batches: in
     return None
 
 
-def parting_fault(lag: Lag | None, replicas: int, tied: bool) -> str | None:
+def parting_fault(lag: Lag | None, directions: int, tied: bool) -> str | None:
     """Why stages cannot take each for itself, or None.
 
     Args:
         lag: as chosen.
-        replicas: how many stages of a pipeline hold the same cut.
+        directions: how many copies of a stage a pipeline holds.
         tied: stages share parameters.
     """
-    if lag is None or isinstance(lag, int | tuple) or (replicas == 1 and not tied):
+    if lag is None or isinstance(lag, int | tuple) or (directions == 1 and not tied):
         return None
     return (
         "with a lag that is not chosen each stage takes what has come to it, so those that hold the same parameters "

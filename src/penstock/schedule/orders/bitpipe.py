@@ -1,8 +1,9 @@
 """BitPipe (Wu et al., arXiv 2410.19367): two V-shaped pipelines in opposite directions, two chunks of each on every
 rank.
 
-Half of the microbatches go down and half up, each direction with a copy of the model in 2p cuts. Gradients of the
-copies of a cut are added before its update. The order is greedy (`greedy`), as the paper's tables are not published."""
+Half of the microbatches go down and half up, each direction with a copy of the model in 2p stages. Gradients of the
+copies of a stage are added before its update. The order is greedy (`greedy`), as the paper's tables are not
+published."""
 
 from __future__ import annotations
 
@@ -28,9 +29,9 @@ def bitpipe(stages: int, microbatches: int, *, backward: int = 2, in_flight: int
         raise ScheduleError(
             f"bitpipe takes an even number of stages and of microbatches, got {stages} and {microbatches}"
         )
-    down, up = zigzag(stages, 2), zigzag(stages, 2, replica=1, reverse=True)
+    down, up = zigzag(stages, 2), zigzag(stages, 2, direction=1, reverse=True)
     half = microbatches // 2
     ways = {k: down if k < half else up for k in range(microbatches)}
     urgency = {k: k % half for k in range(microbatches)}
     programs = greedy(ways, urgency, backward=backward, in_flight=in_flight or stages)
-    return make_order(programs, nodes=(*down, *up))
+    return make_order(programs, stages=(*down, *up))

@@ -6,7 +6,7 @@ about to hold more than ceil((p + 2) / 2) sends the newest one to its partner (O
 forwards: then forward k of rank r begins at r + k in the warm-up and at r + 3 k afterwards, backward k at
 3 p - 2 - 2 r + 3 k.
 
-p=4, m=6, without the nodes:
+p=4, m=6, without the stages:
     r0: F0 F1 F2 OFFLOAD2 F3 B0 FETCH2 F4 ...
     r3: F0 HOLD2 B0 ...
 """
@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from penstock.schedule.ir.order import Order, make_order, pass_of
-from penstock.schedule.ir.schedule import Action, Node, Op, Payload
+from penstock.schedule.ir.schedule import Action, Op, Payload, Stage
 from penstock.schedule.orders.one_f_one_b import one_f_one_b
 
 
@@ -33,23 +33,23 @@ def bpipe(stages: int, microbatches: int) -> Order:
     """1F1B with activations balanced between pairs of ranks."""
     order, limit = one_f_one_b(stages, microbatches), -(-(stages + 2) // 2)
     programs: list[list[Action]] = [list(program.period) for program in order.programs]
-    for node in order.nodes[: stages // 2]:
-        partner = order.nodes[stages - 1 - node.rank]
-        programs[node.rank], wanted = _parking(programs[node.rank], node, partner, stages, limit)
-        programs[partner.rank] = _helping(programs[partner.rank], partner, node, stages, wanted)
+    for stage in order.stages[: stages // 2]:
+        partner = order.stages[stages - 1 - stage.rank]
+        programs[stage.rank], wanted = _parking(programs[stage.rank], stage, partner, stages, limit)
+        programs[partner.rank] = _helping(programs[partner.rank], partner, stage, stages, wanted)
     return make_order(programs)
 
 
 def _starts(action: Action, stages: int) -> int:
     """When a pass of 1F1B begins, in forwards."""
-    r, k = action.node.rank, action.unit.first
+    r, k = action.stage.rank, action.unit.first
     if action.op is Op.F:
         return r + (k if k < stages - r else 3 * k)
     return 3 * stages - 2 - 2 * r + 3 * k
 
 
 def _parking(
-    passes: Sequence[Action], node: Node, partner: Node, stages: int, limit: int
+    passes: Sequence[Action], stage: Stage, partner: Stage, stages: int, limit: int
 ) -> tuple[list[Action], list[_Parked]]:
     """The passes of a rank with at most `limit` microbatches on it, and what that takes of its partner."""
     found: list[Action] = []
@@ -61,7 +61,7 @@ def _parking(
         if action.op is Op.F:
             if len(here) == limit:
                 away.append(here.pop())
-                found.append(_move(Op.OFFLOAD, away[-1], node, partner))
+                found.append(_move(Op.OFFLOAD, away[-1], stage, partner))
                 wanted.append(_Parked(_starts(action, stages), Op.HOLD, away[-1]))
             here.append(k)
             found.append(action)
@@ -72,24 +72,24 @@ def _parking(
         if following in away:
             away.remove(following)
             here.insert(0, following)
-            found.append(_move(Op.FETCH, following, node, partner))
+            found.append(_move(Op.FETCH, following, stage, partner))
             wanted.append(_Parked(_starts(action, stages), Op.RETURN, following))
     return found, wanted
 
 
 def _helping(
-    passes: Sequence[Action], node: Node, partner: Node, stages: int, wanted: Sequence[_Parked]
+    passes: Sequence[Action], stage: Stage, partner: Stage, stages: int, wanted: Sequence[_Parked]
 ) -> list[Action]:
     """The passes of a partner, with its part before the first one that begins no earlier than it is wanted."""
     found: list[Action] = []
     rest = list(wanted)
     for action in passes:
         while rest and rest[0].time <= _starts(action, stages):
-            found.append(_move(rest[0].op, rest[0].microbatch, node, partner))
+            found.append(_move(rest[0].op, rest[0].microbatch, stage, partner))
             del rest[0]
         found.append(action)
-    return found + [_move(op, k, node, partner) for _, op, k in rest]
+    return found + [_move(op, k, stage, partner) for _, op, k in rest]
 
 
-def _move(op: Op, microbatch: int, node: Node, partner: Node) -> Action:
-    return pass_of(op, microbatch, node)._replace(peer=partner, payload=Payload.PARKED)
+def _move(op: Op, microbatch: int, stage: Stage, partner: Stage) -> Action:
+    return pass_of(op, microbatch, stage)._replace(peer=partner, payload=Payload.PARKED)

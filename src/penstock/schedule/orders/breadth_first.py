@@ -1,10 +1,10 @@
 """Breadth-first on several chunks per rank (Lamy-Poirier, arXiv 2211.05953), also called modular pipeline parallelism
 with layered gradient accumulation (Lamy-Poirier, arXiv 2106.02679).
 
-Cut c lies on rank c mod p. All microbatches go through chunk 0, then all through chunk 1, and so on; backwards take the
-chunks the other way round. The bubble is that of interleaved 1F1B, and every rank holds m microbatches. What it buys:
-the weights of a chunk serve all microbatches in a row, so sharded weights are gathered, and gradients reduced, once per
-chunk and pass instead of once per group of microbatches.
+Stage c lies on rank c mod p. All microbatches go through chunk 0, then all through chunk 1, and so on; backwards take
+the chunks the other way round. The bubble is that of interleaved 1F1B, and every rank holds m microbatches. What it
+buys: the weights of a chunk serve all microbatches in a row, so sharded weights are gathered, and gradients reduced,
+once per chunk and pass instead of once per group of microbatches.
 
 p=2, v=2, m=3 (lower case is chunk 1):
     r0: F0 F1 F2 f0 f1 f2 b0 b1 b2 B0 B1 B2
@@ -31,22 +31,22 @@ def breadth_first(stages: int, microbatches: int, *, chunks: int = 2, group: int
     Args:
         stages: p, the ranks.
         microbatches: m.
-        chunks: v, cuts per rank.
+        chunks: v, stages per rank.
         group: microbatches that run together; all if None.
     """
-    nodes, size = looped(stages, chunks), group or microbatches
+    placed, size = looped(stages, chunks), group or microbatches
     groups = [range(first, min(first + size, microbatches)) for first in range(0, microbatches, size)]
     return make_order(
         [
             [
-                pass_of(op, k, node)
+                pass_of(op, k, stage)
                 for group_ in groups
                 for op, chunks_ in ((Op.F, held), (Op.B, held[::-1]))
-                for node in chunks_
+                for stage in chunks_
                 for k in group_
             ]
-            for held in by_rank(nodes, stages)
+            for held in by_rank(placed, stages)
         ],
-        nodes=nodes,
+        stages=placed,
         window=max(WINDOW, size - stages + 2),  # a chunk's inputs arrive while the rank still runs the chunk before
     )

@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 from penstock.schedule.ir.order import Order, make_order, pass_of
 from penstock.schedule.ir.placement import by_rank, zigzag
-from penstock.schedule.ir.schedule import Action, Node, Op
+from penstock.schedule.ir.schedule import Action, Op, Stage
 
 _PERIOD = 6
 
@@ -61,21 +61,21 @@ class _Block(NamedTuple):
         return tuple(zip(self, (Op.F, Op.F, Op.I, Op.I), (0, 1, 1, 0), strict=True))
 
 
-class _Rank:
+class _RankProgress:
     """A rank on the way through its passes.
 
     Args:
-        held: its nodes.
+        held: its stages.
         block: of a microbatch.
         microbatches: m.
         limit: chunks' activations that may be held.
         slack: slots that a pass of the first and the last p microbatches may overtake.
     """
 
-    def __init__(self, held: list[Node], block: _Block, microbatches: int, limit: int, slack: int) -> None:
+    def __init__(self, held: list[Stage], block: _Block, microbatches: int, limit: int, slack: int) -> None:
         self.found: list[Action] = []
         self._held, self._m, self._limit, self._slack = held, microbatches, limit, slack
-        self._stages = (held[0].cut + held[1].cut + 1) // 2
+        self._stages = (held[0].index + held[1].index + 1) // 2
         self._kinds, self._next = block.kinds, dict.fromkeys(block.kinds, 0)
         self._weights: deque[Action] = deque()
         self._active = [0, 0]  # activations of each chunk
@@ -84,7 +84,7 @@ class _Rank:
         """The pass to run now, if there is one.
 
         Args:
-            ready: (pass, cut, microbatch) -> when what it gives is there.
+            ready: (pass, stage, microbatch) -> when what it gives is there.
             now: the slot.
         """
         waiting = {kind: kind[0] + _PERIOD * k for kind, k in self._next.items() if k < self._m}
@@ -105,7 +105,7 @@ class _Rank:
         if not self._weights:
             return None
         action = self._weights.popleft()
-        self._take(action, self._held.index(action.node))
+        self._take(action, self._held.index(action.stage))
         return action
 
     def _take(self, action: Action, chunk: int) -> None:
@@ -120,16 +120,16 @@ class _Rank:
         return op is not Op.F or sum(self._active) < self._limit - (chunk == 0 and not self._active[1])
 
     def _is_ready(self, action: Action, ready: dict[tuple[Op, int, int], int], now: int) -> bool:
-        (cut, _, _), k, last = action.node, action.unit.first, self._held[0].cut + self._held[1].cut
-        needs = [(Op.F, cut - 1, k)] if action.op is Op.F else [(Op.F, cut, k), (Op.I, cut + 1, k)]
+        (index, _, _), k, last = action.stage, action.unit.first, self._held[0].index + self._held[1].index
+        needs = [(Op.F, index - 1, k)] if action.op is Op.F else [(Op.F, index, k), (Op.I, index + 1, k)]
         return all(ready.get(need, now + 1) <= now for need in needs if 0 <= need[1] <= last)
 
 
 def _push_together(blocks: list[_Block], microbatches: int, limit: int, slack: int) -> Order:
-    nodes = zigzag(len(blocks), 2)
+    placed = zigzag(len(blocks), 2)
     ranks = [
-        _Rank(held, block, microbatches, limit, slack)
-        for held, block in zip(by_rank(nodes, len(blocks)), blocks, strict=True)
+        _RankProgress(held, block, microbatches, limit, slack)
+        for held, block in zip(by_rank(placed, len(blocks)), blocks, strict=True)
     ]
     ready: dict[tuple[Op, int, int], int] = {}
     now = 0
@@ -137,6 +137,6 @@ def _push_together(blocks: list[_Block], microbatches: int, limit: int, slack: i
         for rank in ranks:
             action = rank.choose(ready, now)
             if action is not None:
-                ready[action.op, action.node.cut, action.unit.first] = now + 1
+                ready[action.op, action.stage.index, action.unit.first] = now + 1
         now += 1
-    return make_order([rank.found for rank in ranks], nodes=nodes)
+    return make_order([rank.found for rank in ranks], stages=placed)

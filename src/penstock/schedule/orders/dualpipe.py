@@ -2,8 +2,9 @@
 forward and a backward of different microbatches run as one overlapped action, so that one computes while the other
 communicates.
 
-DualPipe feeds the pipeline from both ends: rank r holds cut r of one copy of the model (replica 0) and cut p - 1 - r of
-another (replica 1); each direction takes half of the microbatches. DualPipeV holds one copy, cut in 2p, on a V.
+DualPipe feeds the pipeline from both ends: rank r holds stage r of one copy of the model (direction 0) and stage p - 1
+- r of another (direction 1); each direction takes half of the microbatches. DualPipeV holds one copy, stage in 2p, on a
+V.
 
 DualPipe, p=4, m=8 (> and < are the directions):
     r0: F0> F1> F2> F0< I0< W0< F1< [F3>+B1<] [F2<+B0>] B2< [F3<+B1>] B3< I2> W2> I3> W3>
@@ -17,7 +18,7 @@ from collections import deque
 from penstock.errors import ScheduleError
 from penstock.schedule.ir.order import Order, make_order, pass_of
 from penstock.schedule.ir.placement import by_rank, looped, zigzag
-from penstock.schedule.ir.schedule import Action, Node, Op
+from penstock.schedule.ir.schedule import Action, Op, Stage
 
 
 def dualpipe(stages: int, microbatches: int) -> Order:
@@ -31,17 +32,17 @@ def dualpipe(stages: int, microbatches: int) -> Order:
             "dualpipe takes an even number of stages and an even number of microbatches of at least twice as many; got "
             f"{stages} and {microbatches}"
         )
-    nodes, half = (*looped(stages, 1), *looped(stages, 1, replica=1, reverse=True)), microbatches // 2
+    placed, half = (*looped(stages, 1), *looped(stages, 1, direction=1, reverse=True)), microbatches // 2
     programs = []
-    for rank, held in enumerate(by_rank(nodes, stages)):
-        down, up = sorted(held, key=lambda node: node.replica)
+    for rank, held in enumerate(by_rank(placed, stages)):
+        down, up = sorted(held, key=lambda stage: stage.direction)
         inner = min(rank, stages - 1 - rank)
         own, other = (down, up) if rank < stages // 2 else (up, down)
         first = {down: 0, up: half}
         programs.append(
             _eight_phases((own, other), (first[own], first[other]), stages // 2, inner, half - stages + inner + 1)
         )
-    return make_order(programs, nodes=nodes)
+    return make_order(programs, stages=placed)
 
 
 def dualpipe_v(stages: int, microbatches: int) -> Order:
@@ -54,21 +55,21 @@ def dualpipe_v(stages: int, microbatches: int) -> Order:
         raise ScheduleError(
             f"dualpipe-v takes at least twice as many microbatches as stages; got {microbatches} for {stages}"
         )
-    nodes = zigzag(stages, 2)
+    placed = zigzag(stages, 2)
     return make_order(
         [
             _eight_phases((held[0], held[1]), (0, 0), stages, rank, microbatches - 2 * stages + rank + 1)
-            for rank, held in enumerate(by_rank(nodes, stages))
+            for rank, held in enumerate(by_rank(placed, stages))
         ],
-        nodes=nodes,
+        stages=placed,
     )
 
 
-def _eight_phases(held: tuple[Node, Node], first: tuple[int, int], half: int, rank: int, pairs: int) -> list[Action]:
+def _eight_phases(held: tuple[Stage, Stage], first: tuple[int, int], half: int, rank: int, pairs: int) -> list[Action]:
     """What both have in common.
 
     Args:
-        held: the node of phase 0, where the rank's own microbatches come in, and that of phase 1.
+        held: the stage of phase 0, where the rank's own microbatches come in, and that of phase 1.
         first: the first microbatch of each.
         half: ranks on the way to where the directions meet, or to the fold.
         rank: counted from the ends of the pipeline, where microbatches enter.
@@ -105,7 +106,7 @@ def _eight_phases(held: tuple[Node, Node], first: tuple[int, int], half: int, ra
 class _Line:
     """The passes of one rank, in microbatch order in each phase; weights that are put off wait in a queue."""
 
-    def __init__(self, held: tuple[Node, Node], first: tuple[int, int]) -> None:
+    def __init__(self, held: tuple[Stage, Stage], first: tuple[int, int]) -> None:
         self.found: list[Action] = []
         self._held = held
         self._forwards, self._backwards = list(first), list(first)
@@ -132,7 +133,7 @@ class _Line:
     def pair(self, ahead: int, back: int, fused: bool = True) -> None:
         """A forward of one phase and a backward of the other, as one action or one after the other."""
         parts = self._forward(ahead), self._backward(back, Op.B)
-        self.found += [Action(Op.FUSED, parts[0].node, parts[0].unit, parts=parts)] if fused else parts
+        self.found += [Action(Op.FUSED, parts[0].stage, parts[0].unit, parts=parts)] if fused else parts
 
     def _forward(self, phase: int) -> Action:
         self._forwards[phase] += 1

@@ -2,7 +2,7 @@
 
 from penstock.schedule.ir.order import Order, make_order, pass_of
 from penstock.schedule.ir.placement import by_rank
-from penstock.schedule.ir.schedule import Edge, Kind, Node, Op, chain, straight
+from penstock.schedule.ir.schedule import Edge, Kind, Op, Stage, chain, straight
 
 
 def forward_only(stages: int, microbatches: int) -> Order:
@@ -10,11 +10,11 @@ def forward_only(stages: int, microbatches: int) -> Order:
     return forward_through(straight(stages), chain(stages), stages, microbatches)
 
 
-def forward_through(nodes: tuple[Node, ...], edges: tuple[Edge, ...], ranks: int, microbatches: int) -> Order:
-    """The same wherever cuts lie: as many microbatches as there are ranks go through the cuts of a rank in turn."""
+def forward_through(placed: tuple[Stage, ...], edges: tuple[Edge, ...], ranks: int, microbatches: int) -> Order:
+    """The same for every placement: as many microbatches as there are ranks go through the stages of a rank in turn."""
     groups = [range(first, min(first + ranks, microbatches)) for first in range(0, microbatches, ranks)]
     programs = [
-        [pass_of(Op.F, k, node, Kind.EVAL) for group in groups for node in held for k in group]
-        for held in by_rank(nodes, ranks)
+        [pass_of(Op.F, k, stage, Kind.EVAL) for group in groups for stage in held for k in group]
+        for held in by_rank(placed, ranks)
     ]
-    return make_order(programs, nodes=nodes, edges=edges)
+    return make_order(programs, stages=placed, edges=edges)

@@ -1,6 +1,6 @@
 """Hanayo (Liu et al., arXiv 2308.15762): W waves, which go there and back over the ranks 2W times.
 
-Cuts lie in zigzag, 2W of them on each rank, so the folds need no message. One copy of the weights does what Chimera
+Stages lie in zigzag, 2W of them on each rank, so the folds need no message. One copy of the weights does what Chimera
 needs two for. The paper gives no table; the order is what a greedy list scheduler makes of it (`greedy`)."""
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ def hanayo(stages: int, microbatches: int, *, waves: int = 1, backward: int = 2,
     Args:
         stages: p, the ranks.
         microbatches: m.
-        waves: W; 2W cuts per rank.
+        waves: W; 2W stages per rank.
         backward: how many times as long as a forward a backward takes; the order depends on it.
         in_flight: microbatches under way at once; 2p if None. Fewer cost time where m > p, more memory.
     """
-    nodes = zigzag(stages, 2 * waves)
-    ways, urgency = dict.fromkeys(range(microbatches), nodes), {k: k for k in range(microbatches)}
+    placed = zigzag(stages, 2 * waves)
+    ways, urgency = dict.fromkeys(range(microbatches), placed), {k: k for k in range(microbatches)}
     programs = greedy(ways, urgency, backward=backward, in_flight=in_flight or 2 * stages)
-    return make_order(programs, nodes=nodes)
+    return make_order(programs, stages=placed)

@@ -1,8 +1,9 @@
 """Interleaved 1F1B (Megatron-LM; Narayanan et al., arXiv 2104.04473, sec. 2.2): several chunks per rank, in turns.
 
-Cut c lies on rank c mod p. Microbatches go through the chunks in groups of g: all of a group through chunk 0, then all
-of it through chunk 1, and so on; backwards take the chunks the other way round. Rank r runs 2 (p - 1 - r) + (v - 1) g
-forwards ahead of its backwards. The bubble shrinks to (p - 1)(F + B) / v, and there are about v times as many messages.
+Stage c lies on rank c mod p. Microbatches go through the chunks in groups of g: all of a group through chunk 0, then
+all of it through chunk 1, and so on; backwards take the chunks the other way round. Rank r runs 2 (p - 1 - r) + (v - 1)
+g forwards ahead of its backwards. The bubble shrinks to (p - 1)(F + B) / v, and there are about v times as many
+messages.
 
 p=2, v=2, m=4 (lower case is chunk 1):
     r0: F0 F1 f0 f1 F2 b0 F3 b1 f2 B0 f3 B1 b2 b3 B2 B3
@@ -16,7 +17,7 @@ from __future__ import annotations
 from penstock.errors import ScheduleError
 from penstock.schedule.ir.order import Order, alternate, make_order, pass_of
 from penstock.schedule.ir.placement import by_rank, looped
-from penstock.schedule.ir.schedule import WINDOW, Action, Node, Op
+from penstock.schedule.ir.schedule import WINDOW, Action, Op, Stage
 
 
 def interleaved(stages: int, microbatches: int, *, chunks: int = 2, group: int | None = None) -> Order:
@@ -25,15 +26,15 @@ def interleaved(stages: int, microbatches: int, *, chunks: int = 2, group: int |
     Args:
         stages: p, the ranks.
         microbatches: m.
-        chunks: v, cuts per rank.
+        chunks: v, stages per rank.
         group: g, the microbatches that go through the chunks together; p if None.
     """
-    nodes, groups = looped(stages, chunks), groups_of(stages, microbatches, group)
+    placed, groups = looped(stages, chunks), groups_of(stages, microbatches, group)
     programs = []
-    for rank, held in enumerate(by_rank(nodes, stages)):
+    for rank, held in enumerate(by_rank(placed, stages)):
         forwards, backwards = passes_in_turns(held, groups, Op.B)
         programs.append(alternate(forwards, backwards, 2 * (stages - 1 - rank) + (chunks - 1) * len(groups[0])))
-    return make_order(programs, nodes=nodes, window=window_of(groups, stages))
+    return make_order(programs, stages=placed, window=window_of(groups, stages))
 
 
 def groups_of(stages: int, microbatches: int, group: int | None) -> list[range]:
@@ -57,7 +58,7 @@ def window_of(groups: list[range], stages: int) -> int:
     return max(WINDOW, len(groups[0]) - stages + 2)
 
 
-def passes_in_turns(held: list[Node], groups: list[range], backward: Op) -> tuple[list[Action], list[Action]]:
+def passes_in_turns(held: list[Stage], groups: list[range], backward: Op) -> tuple[list[Action], list[Action]]:
     """The forwards and the backwards of a rank, in their orders."""
     turns = [(place, k) for group in groups for place in range(len(held)) for k in group]
     return [pass_of(Op.F, k, held[i]) for i, k in turns], [pass_of(backward, k, held[-1 - i]) for i, k in turns]

@@ -32,11 +32,11 @@ def nf1b(stages: int, microbatches: int, *, ahead: int = 2) -> Order:
     if ahead < 2:
         raise ScheduleError(f"nf1b: ahead={ahead}, but a gradient is back 2 slots later per stage: give at least 2")
     periods, epilogues = [], []
-    for node in straight(stages):
-        older, place = divmod(ahead * (stages - 1 - node.rank) - 1, microbatches)
+    for stage in straight(stages):
+        older, place = divmod(ahead * (stages - 1 - stage.rank) - 1, microbatches)
         batches = range(-1 - older, 0) or (0,)  # the last rank is done with a batch in its own period
-        backwards = [Action(Op.B, node, Unit(t * microbatches, microbatches)) for t in batches]
-        forwards = [pass_of(Op.F, k, node) for k in range(microbatches)]
+        backwards = [Action(Op.B, stage, Unit(t * microbatches, microbatches)) for t in batches]
+        forwards = [pass_of(Op.F, k, stage) for k in range(microbatches)]
         periods.append([*forwards[: place + 1], backwards[0], *forwards[place + 1 :]])
         epilogues.append(backwards if older >= 0 else [])
     return make_order(periods, epilogues, window=max(ahead, WINDOW))

@@ -26,17 +26,19 @@ the order is endless eager 1F1B.
 from collections.abc import Iterator
 
 from penstock.schedule.ir.order import Order, make_order, pass_of
-from penstock.schedule.ir.schedule import Action, Node, Op, straight
+from penstock.schedule.ir.schedule import Action, Op, Stage, straight
 
 
 def one_f_one_b(stages: int, microbatches: int) -> Order:
     """Plain 1F1B, flushed after each batch."""
-    return make_order([list(_flushed(node, stages - 1 - node.rank, microbatches)) for node in straight(stages)])
+    return make_order([list(_flushed(stage, stages - 1 - stage.rank, microbatches)) for stage in straight(stages)])
 
 
 def eager_1f1b(stages: int, microbatches: int) -> Order:
     """Eager 1F1B (DAPPLE's P_B), flushed after each batch."""
-    return make_order([list(_flushed(node, 2 * (stages - 1 - node.rank), microbatches)) for node in straight(stages)])
+    return make_order(
+        [list(_flushed(stage, 2 * (stages - 1 - stage.rank), microbatches)) for stage in straight(stages)]
+    )
 
 
 def endless_1f1b(stages: int, microbatches: int) -> Order:
@@ -54,21 +56,21 @@ def fine_grained(stages: int, microbatches: int) -> Order:
     return _endless(stages, microbatches, [2 * (stages - 1 - rank) + 1 for rank in range(stages)])
 
 
-def _flushed(node: Node, warm_up: int, microbatches: int) -> Iterator[Action]:
+def _flushed(stage: Stage, warm_up: int, microbatches: int) -> Iterator[Action]:
     for k in range(microbatches + warm_up):
         if k < microbatches:
-            yield pass_of(Op.F, k, node)
+            yield pass_of(Op.F, k, stage)
         if 0 <= k - warm_up < microbatches:
-            yield pass_of(Op.B, k - warm_up, node)
+            yield pass_of(Op.B, k - warm_up, stage)
 
 
 def _endless(stages: int, microbatches: int, ahead: list[int]) -> Order:
-    nodes = straight(stages)
+    placed = straight(stages)
     periods = [
-        [a for k in range(microbatches) for a in (pass_of(Op.F, k, node), pass_of(Op.B, k - warm_up, node))]
-        for node, warm_up in zip(nodes, ahead, strict=True)
+        [a for k in range(microbatches) for a in (pass_of(Op.F, k, stage), pass_of(Op.B, k - warm_up, stage))]
+        for stage, warm_up in zip(placed, ahead, strict=True)
     ]
     epilogues = [
-        [pass_of(Op.B, k, node) for k in range(-warm_up, 0)] for node, warm_up in zip(nodes, ahead, strict=True)
+        [pass_of(Op.B, k, stage) for k in range(-warm_up, 0)] for stage, warm_up in zip(placed, ahead, strict=True)
     ]
     return make_order(periods, epilogues)

@@ -14,7 +14,7 @@ p=2, m=2, k=2:
 from __future__ import annotations
 
 from penstock.schedule.ir.order import Order, alternate, make_order
-from penstock.schedule.ir.schedule import Action, Node, Op, Unit, straight
+from penstock.schedule.ir.schedule import Action, Op, Stage, Unit, straight
 
 
 def seq1f1b(stages: int, microbatches: int, *, slices: int = 2) -> Order:
@@ -26,7 +26,10 @@ def seq1f1b(stages: int, microbatches: int, *, slices: int = 2) -> Order:
         slices: k, of each sequence.
     """
     return make_order(
-        [alternate(*_passes(node, microbatches, slices), stages - node.rank - 2 + slices) for node in straight(stages)]
+        [
+            alternate(*_passes(stage, microbatches, slices), stages - stage.rank - 2 + slices)
+            for stage in straight(stages)
+        ]
     )
 
 
@@ -38,18 +41,20 @@ def terapipe(stages: int, microbatches: int, *, slices: int = 2) -> Order:
         microbatches: m.
         slices: k, of each sequence.
     """
-    return make_order([[a for half in _passes(node, microbatches, slices) for a in half] for node in straight(stages)])
+    return make_order(
+        [[a for half in _passes(stage, microbatches, slices) for a in half] for stage in straight(stages)]
+    )
 
 
-def _passes(node: Node, microbatches: int, slices: int) -> tuple[list[Action], list[Action]]:
+def _passes(stage: Stage, microbatches: int, slices: int) -> tuple[list[Action], list[Action]]:
     """All forwards and all backwards of a rank, in their orders."""
     forwards = [
-        Action(Op.F, node, Unit(k, slice=(j, slices) if slices > 1 else None))
+        Action(Op.F, stage, Unit(k, slice=(j, slices) if slices > 1 else None))
         for k in range(microbatches)
         for j in range(slices)
     ]
     backwards = [
-        Action(Op.B, node, Unit(k, slice=(j, slices) if slices > 1 else None))
+        Action(Op.B, stage, Unit(k, slice=(j, slices) if slices > 1 else None))
         for k in range(microbatches)
         for j in reversed(range(slices))
     ]

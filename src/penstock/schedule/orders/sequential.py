@@ -12,5 +12,5 @@ from penstock.schedule.ir.schedule import Op, straight
 def sequential(stages: int, microbatches: int) -> Order:
     """F0 B0 F1 B1 ... on every rank."""
     return make_order(
-        [[pass_of(op, k, node) for k in range(microbatches) for op in (Op.F, Op.B)] for node in straight(stages)]
+        [[pass_of(op, k, stage) for k in range(microbatches) for op in (Op.F, Op.B)] for stage in straight(stages)]
     )

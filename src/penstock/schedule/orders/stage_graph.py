@@ -26,8 +26,8 @@ def over(edges: Sequence[Edge | tuple[int, int]], frozen: Collection[int] = ()) 
     """The order function of a graph.
 
     Args:
-        edges: from cut to cut, each from a lower number to a higher one.
-        frozen: cuts that are not trained; no gradient goes back to them.
+        edges: from stage to stage, each from a lower number to a higher one.
+        frozen: stages that are not trained; no gradient goes back to them.
     """
     joined = tuple(sorted(Edge(*edge) for edge in edges))
 
@@ -54,14 +54,16 @@ def over(edges: Sequence[Edge | tuple[int, int]], frozen: Collection[int] = ()) 
             )
 
         @cache
-        def ahead(cut: int) -> int:
+        def ahead(index: int) -> int:
             """Stages on the longest way to where a loss is."""
-            return 1 + max((ahead(e.target) for e in joined if e.source == cut and e.backward), default=0)
+            return 1 + max((ahead(e.target) for e in joined if e.source == index and e.backward), default=0)
 
         programs = []
-        for node in straight(stages):
-            forwards, backwards = ([pass_of(op, k, node) for k in range(microbatches)] for op in (Op.F, Op.B))
-            programs.append(forwards if node.cut in frozen else alternate(forwards, backwards, ahead(node.cut) - 1))
+        for stage in straight(stages):
+            forwards, backwards = ([pass_of(op, k, stage) for k in range(microbatches)] for op in (Op.F, Op.B))
+            programs.append(
+                forwards if stage.index in frozen else alternate(forwards, backwards, ahead(stage.index) - 1)
+            )
         room = max((ahead(e.source) - ahead(e.target) + 1 for e in joined), default=0)
         made = make_order(programs, edges=joined, window=max(WINDOW, room))
         return replace(made, frozen=frozenset(frozen))

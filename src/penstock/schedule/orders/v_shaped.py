@@ -1,4 +1,4 @@
-"""Two chunks per rank on a V: cuts r and 2p - 1 - r lie on rank r, so that what goes in first comes out on the same
+"""Two chunks per rank on a V: stages r and 2p - 1 - r lie on rank r, so that what goes in first comes out on the same
 rank.
 
 ZB-V (Qi et al., arXiv 2401.10241, sec. 6): no bubble within a rank where F = I = W and m >= 2p, with the memory of
@@ -15,20 +15,20 @@ from __future__ import annotations
 
 from penstock.schedule.ir.order import Order, make_order, pass_of
 from penstock.schedule.ir.placement import by_rank, zigzag
-from penstock.schedule.ir.schedule import Action, Node, Op
+from penstock.schedule.ir.schedule import Action, Op, Stage
 
 
 def zb_v(stages: int, microbatches: int) -> Order:
     """ZB-V."""
-    nodes = zigzag(stages, 2)
-    programs = [_Rank(held, microbatches).zb_v(rank, stages) for rank, held in enumerate(by_rank(nodes, stages))]
-    return make_order(programs, nodes=nodes)
+    placed = zigzag(stages, 2)
+    programs = [_PassQueue(held, microbatches).zb_v(rank, stages) for rank, held in enumerate(by_rank(placed, stages))]
+    return make_order(programs, stages=placed)
 
 
-class _Rank:
+class _PassQueue:
     """Adds passes in microbatch order, chunk by chunk; microbatches from m on vanish."""
 
-    def __init__(self, held: list[Node], microbatches: int) -> None:
+    def __init__(self, held: list[Stage], microbatches: int) -> None:
         self._held, self._m = held, microbatches
         self._found: list[Action] = []
         self._next = {(op, chunk): 0 for op in (Op.F, Op.I, Op.W) for chunk in (0, 1)}

@@ -1,11 +1,11 @@
-"""WPipe: two groups of cuts, of which the first one's forwards run a batch ahead of its backwards.
+"""WPipe: two groups of stages, of which the first one's forwards run a batch ahead of its backwards.
 
 Source: Yang, Zhang, Zhang, Yang and Wei, "Group-based interleaved pipeline parallelism for large-scale DNN training"
 (ICLR 2022); its code (github.com/yangpc615/WPipe, lib/unifieddatainterface.py and lib/callableunit.py) gives the order.
 
-The model is cut into 2p parts. Rank r holds cut r, of group 1, and cut p + r, of group 2. Forwards take all of a batch
-through group 1, then all of it through group 2; backwards the other way round; and one of each in turn. Rank r runs
-m + p - 1 - r forwards ahead of its backwards, so that the forwards of the next batch in group 1 stand before the
+The model is cut into 2p parts. Rank r holds stage r, of group 1, and stage p + r, of group 2. Forwards take all of a
+batch through group 1, then all of it through group 2; backwards the other way round; and one of each in turn. Rank r
+runs m + p - 1 - r forwards ahead of its backwards, so that the forwards of the next batch in group 1 stand before the
 backwards of this one there, and those in group 2 behind them. With the rule stash (2GW, double-grouped weight updates)
 group 1 reads weights that are one update old and keeps two versions, group 2 none and one.
 
@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from penstock.schedule.ir.order import Order, make_order, pass_of
 from penstock.schedule.ir.placement import by_rank, looped
-from penstock.schedule.ir.schedule import WINDOW, Action, Node, Op
+from penstock.schedule.ir.schedule import WINDOW, Action, Op, Stage
 
 
 def wpipe(stages: int, microbatches: int) -> Order:
@@ -32,19 +32,19 @@ def wpipe(stages: int, microbatches: int) -> Order:
         stages: p, the ranks.
         microbatches: m.
     """
-    m, nodes = microbatches, looped(stages, 2)
+    m, placed = microbatches, looped(stages, 2)
     periods, epilogues = [], []
-    for rank, (first, second) in enumerate(by_rank(nodes, stages)):
+    for rank, (first, second) in enumerate(by_rank(placed, stages)):
         ahead = m + min(stages - 1 - rank, m)
-        forwards = [pass_of(Op.F, k, node) for node in (first, second) for k in range(m)]
+        forwards = [pass_of(Op.F, k, stage) for stage in (first, second) for k in range(m)]
         backwards = [_backward(n, m, first, second) for n in range(-ahead, 2 * m - ahead)]
         periods.append([a for pair in zip(forwards, backwards, strict=True) for a in pair])
         epilogues.append([_backward(n, m, first, second) for n in range(-ahead, 0)])
     # The outputs of group 1 wait on the way from the last rank to the first until it has run its own m forwards there.
-    return make_order(periods, epilogues, nodes=nodes, window=max(WINDOW, m))
+    return make_order(periods, epilogues, stages=placed, window=max(WINDOW, m))
 
 
-def _backward(place: int, m: int, first: Node, second: Node) -> Action:
+def _backward(place: int, m: int, first: Stage, second: Stage) -> Action:
     """The backward at a place in their sequence, in which batch t has places 0 to 2m - 1."""
     batch, k = divmod(place, 2 * m)
     return pass_of(Op.B, batch * m + k % m, second if k < m else first)

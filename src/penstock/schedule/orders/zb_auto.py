@@ -26,7 +26,7 @@ from itertools import pairwise, product
 from penstock.errors import ScheduleError
 from penstock.schedule.ir.order import Order, make_order, pass_of
 from penstock.schedule.ir.schedule import WINDOW, Op, straight
-from penstock.schedule.orders.zb_progress import Rank, Task, input_at, place, replay
+from penstock.schedule.orders.zb_progress import Rank, SearchTask, input_at, place, replay
 from penstock.schedule.orders.zero_bubble import zb_h1, zb_h2
 
 
@@ -56,7 +56,7 @@ def zb_auto(
     """
     check_percentage("zb-auto", held)
     times = {Op.F: forward, Op.I: input, Op.W: weight}
-    task = Task(stages, microbatches, times, hop, 100 * (limit or 2 * stages), held)
+    task = SearchTask(stages, microbatches, times, hop, 100 * (limit or 2 * stages), held)
     tried = [_search(task, *choices) for choices in product((False, True), repeat=3)]
     for known in (zb_h1(stages, microbatches), zb_h2(stages, microbatches)):
         ranks = replay(task, [program.period for program in known.programs])
@@ -65,7 +65,7 @@ def zb_auto(
     return make_order([rank.found for rank in best], window=_window(task, best))
 
 
-def _window(task: Task, ranks: list[Rank]) -> int:
+def _window(task: SearchTask, ranks: list[Rank]) -> int:
     """Messages that are under way on a lane when one is taken, where the search has let ranks run far ahead."""
     most = WINDOW
     for op, pairs in ((Op.F, pairwise(ranks)), (Op.I, pairwise(reversed(ranks)))):
@@ -86,9 +86,9 @@ def check_percentage(order: str, held: int) -> None:
         raise ScheduleError(f"{order}: held is a percentage of a microbatch's activations, got {held}")
 
 
-def _search(task: Task, eager: bool, far: bool, thrifty: bool) -> list[Rank]:
+def _search(task: SearchTask, eager: bool, far: bool, thrifty: bool) -> list[Rank]:
     """One run of the heuristic."""
-    ranks, nodes, m = [Rank() for _ in range(task.ranks)], straight(task.ranks), task.microbatches
+    ranks, placed, m = [Rank() for _ in range(task.ranks)], straight(task.ranks), task.microbatches
 
     def arrival(s: int, op: Op) -> float:
         """When the next F or I of a rank can begin; infinite while nobody knows."""
@@ -122,7 +122,7 @@ def _search(task: Task, eager: bool, far: bool, thrifty: bool) -> list[Rank]:
             for s in reversed(range(task.ranks)):
                 op = choose(s, now) if ranks[s].free <= now else None
                 if op is not None:
-                    place(task, ranks[s], pass_of(op, ranks[s].done(op), nodes[s]), now)
+                    place(task, ranks[s], pass_of(op, ranks[s].done(op), placed[s]), now)
                     moved = True
         times = [rank.free for rank in ranks] + [arrival(s, op) for s in range(task.ranks) for op in (Op.F, Op.I)]
         now = min((time for time in times if now < time < math.inf), default=math.inf)

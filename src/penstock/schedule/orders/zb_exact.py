@@ -49,7 +49,7 @@ def zb_exact(
     starts = program.solve(seconds)
     passes = list(product(_OPS, range(microbatches)))
     ranks = [sorted(passes, key=lambda p, rank=rank: starts[rank, p[0], p[1]]) for rank in range(stages)]  # type: ignore[misc]
-    return make_order([[pass_of(op, k, node) for op, k in ranks[node.rank]] for node in straight(stages)])
+    return make_order([[pass_of(op, k, stage) for op, k in ranks[stage.rank]] for stage in straight(stages)])
 
 
 class _Program:

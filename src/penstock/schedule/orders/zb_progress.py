@@ -10,7 +10,7 @@ from penstock.schedule.ir.schedule import Action, Op
 
 
 @dataclass(frozen=True)
-class Task:
+class SearchTask:
     """What an order is made for; times in any unit, memory in hundredths of a microbatch's activations.
 
     Attributes:
@@ -58,7 +58,7 @@ class Rank:
         return len(self.ends[op])
 
 
-def input_at(task: Task, ranks: Sequence[Rank], s: int, op: Op) -> float:
+def input_at(task: SearchTask, ranks: Sequence[Rank], s: int, op: Op) -> float:
     """When there is what the next pass of a kind needs; infinite while nobody knows."""
     k, own = ranks[s].done(op), ranks[s].ends
     if op is Op.W:
@@ -72,7 +72,7 @@ def input_at(task: Task, ranks: Sequence[Rank], s: int, op: Op) -> float:
     return there[k] + hop if k < len(there) else math.inf
 
 
-def place(task: Task, rank: Rank, action: Action, begin: float) -> None:
+def place(task: SearchTask, rank: Rank, action: Action, begin: float) -> None:
     """Let a rank run a pass."""
     if rank.found:
         rank.idle += begin - rank.free
@@ -83,7 +83,7 @@ def place(task: Task, rank: Rank, action: Action, begin: float) -> None:
     rank.most = max(rank.most, rank.memory)
 
 
-def replay(task: Task, programs: Sequence[Sequence[Action]]) -> list[Rank]:
+def replay(task: SearchTask, programs: Sequence[Sequence[Action]]) -> list[Rank]:
     """The ranks after a given order, which must be free of deadlock: each pass begins as soon as it can."""
     ranks = [Rank() for _ in programs]
     while any(len(rank.found) < len(program) for rank, program in zip(ranks, programs, strict=True)):

@@ -19,14 +19,14 @@ from __future__ import annotations
 
 from penstock.schedule.ir.order import Order, make_order, pass_of
 from penstock.schedule.ir.placement import by_rank, looped
-from penstock.schedule.ir.schedule import Action, Node, Op, straight
+from penstock.schedule.ir.schedule import Action, Op, Stage, straight
 from penstock.schedule.orders.interleaved import groups_of, passes_in_turns, window_of
 
 
 def zb_h1(stages: int, microbatches: int) -> Order:
     """H1: the memory of 1F1B, a third of its bubble."""
     return make_order(
-        [_put_off(*_passes(node, microbatches), stages - node.rank, node.rank) for node in straight(stages)]
+        [_put_off(*_passes(stage, microbatches), stages - stage.rank, stage.rank) for stage in straight(stages)]
     )
 
 
@@ -34,8 +34,8 @@ def zb_h2(stages: int, microbatches: int) -> Order:
     """H2: twice the memory, no bubble within a rank."""
     return make_order(
         [
-            _put_off(*_passes(node, microbatches), 2 * (stages - node.rank) - 1, 2 * node.rank)
-            for node in straight(stages)
+            _put_off(*_passes(stage, microbatches), 2 * (stages - stage.rank) - 1, 2 * stage.rank)
+            for stage in straight(stages)
         ]
     )
 
@@ -46,19 +46,21 @@ def zb_interleaved(stages: int, microbatches: int, *, chunks: int = 2, group: in
     Args:
         stages: p, the ranks.
         microbatches: m.
-        chunks: v, cuts per rank.
+        chunks: v, stages per rank.
         group: g, the microbatches that go through the chunks together; p if None.
     """
-    nodes, groups = looped(stages, chunks), groups_of(stages, microbatches, group)
+    placed, groups = looped(stages, chunks), groups_of(stages, microbatches, group)
     programs = []
-    for rank, held in enumerate(by_rank(nodes, stages)):
+    for rank, held in enumerate(by_rank(placed, stages)):
         forwards, backwards = passes_in_turns(held, groups, Op.I)
         programs.append(_put_off(forwards, backwards, (chunks - 1) * len(groups[0]) + stages - rank, rank))
-    return make_order(programs, nodes=nodes, window=window_of(groups, stages))
+    return make_order(programs, stages=placed, window=window_of(groups, stages))
 
 
-def _passes(node: Node, microbatches: int) -> tuple[list[Action], list[Action]]:
-    return [pass_of(Op.F, k, node) for k in range(microbatches)], [pass_of(Op.I, k, node) for k in range(microbatches)]
+def _passes(stage: Stage, microbatches: int) -> tuple[list[Action], list[Action]]:
+    return [pass_of(Op.F, k, stage) for k in range(microbatches)], [
+        pass_of(Op.I, k, stage) for k in range(microbatches)
+    ]
 
 
 def _put_off(forwards: list[Action], backwards: list[Action], ahead: int, late: int) -> list[Action]:

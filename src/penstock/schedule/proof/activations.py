@@ -31,13 +31,13 @@ class Activations:
 
     def change(self, action: Action) -> tuple[int, int]:
         """What an action takes at its start (at least 0), and what it changes at its end (at most 0)."""
-        op, node, (_, count, piece, kind, _), _, parts, peer, _ = action
+        op, stage, (_, count, piece, kind, _), _, parts, peer, _ = action
         if parts:
             changes = [self.change(p) for p in parts]
             return sum(taken for taken, _ in changes), sum(freed for _, freed in changes)
-        key = (op, node, count, piece, kind, peer)
+        key = (op, stage, count, piece, kind, peer)
         if key not in self._changes:
-            amount = self.scale // self._schedule.chunks[node] * count // (piece[1] if piece else 1)
+            amount = self.scale // self._schedule.chunks[stage] * count // (piece[1] if piece else 1)
             self._changes[key] = OPS[op].memory(action, self._schedule, amount, int(amount * self._left))
         return self._changes[key]
 

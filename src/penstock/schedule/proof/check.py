@@ -9,7 +9,7 @@ way at a border (messages; microbatches, versions and gradients), written relati
 All ranks run the same period again, so once a state repeats, everything after it repeats, too. (Only once every action
 exists and nothing is read that lies before the span: the first periods are not the same yet.) From every border up
 to there a twin drains the pipeline and must end clean: that covers spans of every length. Messages and versions are
-played apart, because the books of a node depend on the order of its rank's program alone.
+played apart, because the books of a stage depend on the order of its rank's program alone.
 
 Where versions are provisional, both outcomes of a VALIDATE are played. They leave the same messages under way, so that
 what holds for each of them holds for any mixture.
@@ -25,14 +25,14 @@ from fractions import Fraction
 from penstock.errors import ScheduleError
 from penstock.schedule.ir.gc_pause import no_collection
 from penstock.schedule.ir.rules import RULES
-from penstock.schedule.ir.schedule import Action, Kind, Node, Op, Program, Schedule, existing, passes, since
+from penstock.schedule.ir.schedule import Action, Kind, Op, Program, Schedule, Stage, existing, passes, since
 from penstock.schedule.machine.instructions import LOOKAHEAD, Lowered
 from penstock.schedule.machine.lower import lower
 from penstock.schedule.machine.play import Machine
 from penstock.schedule.proof.activations import Activations
 from penstock.schedule.proof.coverage import check_coverage
-from penstock.schedule.proof.node_spec import node_specs
-from penstock.schedule.proof.node_state import Delay, NodeState
+from penstock.schedule.proof.stage_spec import stage_specs
+from penstock.schedule.proof.stage_state import Delay, StageState
 from penstock.schedule.transforms.post_validation import redone
 
 _LIMIT = 8
@@ -40,8 +40,8 @@ _LIMIT = 8
 
 
 @dataclass(frozen=True)
-class NodeFacts:
-    """What the proof found out about a node.
+class StageFacts:
+    """What the proof found out about a stage.
 
     Attributes:
         versions: weight versions alive at once, at most.
@@ -67,13 +67,13 @@ class Proof:
     """A schedule that has been checked, with what was derived on the way.
 
     Attributes:
-        nodes: facts per node.
+        stages: facts per stage.
         activations: per rank, the most activations in flight, in units of one microbatch on the rank's whole share.
         steady_from: the batch from which on everything repeats.
     """
 
     lowered: Lowered
-    nodes: dict[Node, NodeFacts]
+    stages: dict[Stage, StageFacts]
     activations: tuple[Fraction, ...]
     steady_from: int
 
@@ -83,8 +83,8 @@ class Proof:
         return self.lowered.schedule
 
     def versions_on(self, rank: int) -> int:
-        """Weight versions alive at once on a rank, the most over its nodes."""
-        return max((self.nodes[n].versions for n in self.schedule.on_rank(rank)), default=0)
+        """Weight versions alive at once on a rank, the most over its stages."""
+        return max((self.stages[n].versions for n in self.schedule.on_rank(rank)), default=0)
 
 
 @no_collection
@@ -115,7 +115,7 @@ def check(schedule: Schedule, lookahead: int = LOOKAHEAD, window: int | None = N
         other.prove()
         books.absorb(other)
     facts = {
-        node: NodeFacts(
+        stage: StageFacts(
             s.peak_versions,
             s.copies.peak,
             s.peak_gradients,
@@ -123,7 +123,7 @@ def check(schedule: Schedule, lookahead: int = LOOKAHEAD, window: int | None = N
             s.delay or Delay(0.0, 0.0),
             s.recompute_delay,
         )
-        for node, s in books.states.items()
+        for stage, s in books.states.items()
     }
     return Proof(lowered, facts, books.activations.peaks(), steady_from)
 
@@ -175,7 +175,7 @@ def _prove_rejection(machine: Machine, t: int, accepted: object) -> None:
 
 
 class _Books:
-    """The books of every node, and the activations on every rank.
+    """The books of every stage, and the activations on every rank.
 
     Args:
         schedule: whose.
@@ -186,20 +186,22 @@ class _Books:
     def __init__(self, schedule: Schedule, older: int, rejecting: bool = False) -> None:
         self.schedule = schedule = redone(schedule)[0] if rejecting else schedule
         self.programs = [Program(*(tuple(map(_always, part)) for part in p)) for p in schedule.programs]
-        specs = node_specs(schedule, older)
-        self.states = {spec.node: NodeState(spec, rejecting=rejecting) for spec in specs}
+        specs = stage_specs(schedule, older)
+        self.states = {spec.stage: StageState(spec, rejecting=rejecting) for spec in specs}
         self.activations = Activations(schedule)
-        # A node's books depend on its own passes only, and on the versions that microbatches were admitted with: so
-        # the nodes are played one after the other, those that admit first.
-        self.order = sorted((s.node for s in specs), key=lambda node: not self.states[node].spec.admits)
-        self.passes = {node: tuple(self._of_node(p, node) for p in self.programs[node.rank]) for node in self.order}
+        # A stage's books depend on its own passes only, and on the versions that microbatches were admitted with: so
+        # the stages are played one after the other, those that admit first.
+        self.order = sorted((s.stage for s in specs), key=lambda stage: not self.states[stage].spec.admits)
+        self.passes = {
+            stage: tuple(self._of_stage(p, stage) for p in self.programs[stage.rank]) for stage in self.order
+        }
         self.admitted: dict[int, int] = {}
-        self.runs = len({s.node.cut for s in specs if s.share}) * schedule.slices  # forwards of a microbatch
+        self.runs = len({s.stage.index for s in specs if s.share}) * schedule.slices  # forwards of a microbatch
         self.run: dict[int, int] = {}  # how many of them an admitted microbatch has behind it
 
-    def _of_node(self, actions: Iterable[Action], node: Node) -> list[tuple[int, Action]]:
-        """What a node does, with the first batch in which each action exists."""
-        mine = [p for action in actions for p in passes(action) if p.node == node]
+    def _of_stage(self, actions: Iterable[Action], stage: Stage) -> list[tuple[int, Action]]:
+        """What a stage does, with the first batch in which each action exists."""
+        mine = [p for action in actions for p in passes(action) if p.stage == stage]
         return [(since(p.unit, self.schedule.microbatches), p) for p in mine]
 
     def prove(self) -> int:
@@ -218,9 +220,9 @@ class _Books:
 
     def _play(self, t: int, epilogue: bool) -> None:
         m = self.schedule.microbatches
-        for node in self.order:
-            state = self.states[node]
-            for begins, action in self.passes[node][epilogue]:
+        for stage in self.order:
+            state = self.states[stage]
+            for begins, action in self.passes[stage][epilogue]:
                 if t >= begins and (t or action.op is not Op.REDO):  # nothing is decided on in the first period
                     state.apply(action, t, self.admitted)
                     if self.admitted and action.op is Op.F:
@@ -249,7 +251,7 @@ class _Books:
     def _twin(self) -> _Books:
         """Independent books in the same state."""
         twin = copy.copy(self)
-        twin.states = {node: state.copy() for node, state in self.states.items()}
+        twin.states = {stage: state.copy() for stage, state in self.states.items()}
         twin.admitted, twin.run, twin.activations = dict(self.admitted), dict(self.run), self.activations.copy()
         return twin
 
@@ -258,7 +260,7 @@ class _Books:
         for state in self.states.values():
             state.drain(batches)
         self._play(batches, epilogue=True)
-        for node, state in self.states.items():
+        for stage, state in self.states.items():
             left = {
                 "microbatches in flight": sorted({k for k, _ in state.flights}),
                 "provisional versions": sorted(state.provisional),
@@ -270,13 +272,13 @@ class _Books:
             }
             for what, items in left.items():
                 if items:
-                    where = f"after draining {batches} batches, rank {node.rank}"
+                    where = f"after draining {batches} batches, rank {stage.rank}"
                     raise ScheduleError(f"{self.schedule.name}: {where} still has {what} {items}")
 
     def absorb(self, other: _Books) -> None:
         """Take over the peaks of others."""
-        for node, state in self.states.items():
-            twin = other.states[node]
+        for stage, state in self.states.items():
+            twin = other.states[stage]
             state.peak_versions = max(state.peak_versions, twin.peak_versions)
             state.copies.peak = max(state.copies.peak, twin.copies.peak)
             state.peak_gradients = max(state.peak_gradients, twin.peak_gradients)

@@ -16,16 +16,16 @@ from typing import NamedTuple
 
 from penstock.errors import ScheduleError
 from penstock.schedule.ir.ops import MOVES, PASSES
-from penstock.schedule.ir.schedule import Action, Kind, Node, Op, Payload, Schedule, Unit, format_unit, passes
+from penstock.schedule.ir.schedule import Action, Kind, Op, Payload, Schedule, Stage, Unit, format_unit, passes
 from penstock.schedule.transforms.batch_ops import COLLECTIVES
 
 _COUNTED = PASSES | {Op.STEP, Op.VALIDATE, Op.REDUCE, Op.TIE, Op.DECIDE, Op.AVERAGE}
 
 
 class _Slot(NamedTuple):
-    """What must appear exactly once per batch: an operation on a cut (or, for updates, on a node)."""
+    """What must appear exactly once per batch: an operation on a stage, in any direction for passes."""
 
-    place: str  # "cut 3" or "node 3.1"
+    place: str  # "stage 3" or "stage 3.1"
     op: Op
     slice: int
     residue: int  # of the microbatch modulo m; of a batch unit, its `every`
@@ -52,9 +52,9 @@ def check_coverage(schedule: Schedule) -> None:
                     evaluation |= p.unit.kind is Kind.EVAL
                     for slot, offset in _slots(p, schedule.microbatches):
                         table[slot].append(offset)
-    trained = {c for c in range(schedule.cuts) if c not in schedule.frozen and not evaluation}
-    for cut in range(schedule.cuts):
-        _check_passes(schedule, cut, cut in trained, periods)
+    trained = {c for c in range(schedule.num_stages) if c not in schedule.frozen and not evaluation}
+    for index in range(schedule.num_stages):
+        _check_passes(schedule, index, index in trained, periods)
     _check_updates(schedule, trained, periods)
     _check_epilogues(schedule, periods, epilogues)
     _check_moves(schedule)
@@ -63,32 +63,34 @@ def check_coverage(schedule: Schedule) -> None:
 
 def _slots(action: Action, microbatches: int) -> Iterator[tuple[_Slot, int]]:
     """What an action covers, with its offsets."""
-    op, node, unit, *_ = action
+    op, stage, unit, *_ = action
     if op not in _COUNTED:
         return
     if unit.kind is Kind.BATCH:
-        yield _Slot(f"node {node.name}", op, 0, unit.every), unit.first
+        yield _Slot(f"stage {stage.name}", op, 0, unit.every), unit.first
         return
     piece = unit.slice[0] if unit.slice else 0
     for offset in unit.microbatches:
-        yield _Slot(f"cut {node.cut}", op, piece, offset % microbatches), offset
+        yield _Slot(f"stage {stage.index}", op, piece, offset % microbatches), offset
 
 
 def _check_structure(schedule: Schedule) -> None:
-    name, nodes = schedule.name, frozenset(schedule.nodes)
+    name, stages = schedule.name, frozenset(schedule.stages)
     if schedule.microbatches < 1:
         raise ScheduleError(f"{name}: a batch needs at least 1 microbatch, got {schedule.microbatches}")
-    doubled = [key for key, n in Counter((n.cut, n.replica) for n in schedule.nodes).items() if n > 1]
-    held = {n.cut for n in nodes}
-    missing = [c for c in range(schedule.cuts) if c not in held]
+    doubled = [key for key, n in Counter((n.index, n.direction) for n in schedule.stages).items() if n > 1]
+    held = {n.index for n in stages}
+    missing = [c for c in range(schedule.num_stages) if c not in held]
     if doubled or missing:
-        raise ScheduleError(f"{name}: cuts without a node: {missing}; (cut, replica) held twice: {doubled}")
+        raise ScheduleError(f"{name}: stages on no rank: {missing}; (stage, direction) held twice: {doubled}")
     for edge in schedule.edges:
         if edge.source not in held or edge.target not in held or edge.source == edge.target:
-            raise ScheduleError(f"{name}: edge {edge.source}>{edge.target} does not join two cuts")
+            raise ScheduleError(f"{name}: edge {edge.source}>{edge.target} does not join two stages")
     twice = [pair for pair, n in Counter((e.source, e.target) for e in schedule.edges).items() if n > 1]
     if twice:
-        raise ScheduleError(f"{name}: more than one edge from cut {twice[0][0]} to cut {twice[0][1]}; one carries all")
+        raise ScheduleError(
+            f"{name}: more than one edge from stage {twice[0][0]} to stage {twice[0][1]}; one carries all"
+        )
     _check_segments(schedule, held)
     for rank, program in enumerate(schedule.programs):
         for actions, begun in ((program.period, 1), (program.epilogue, 0)):
@@ -96,35 +98,37 @@ def _check_structure(schedule: Schedule) -> None:
                 if action.parts and any(p.op not in PASSES for p in action.parts):
                     raise ScheduleError(f"{name}: {action} on rank {rank} fuses more than passes")
                 for p in passes(action):
-                    if p.node not in nodes or p.node.rank != rank:
+                    if p.stage not in stages or p.stage.rank != rank:
                         raise ScheduleError(
-                            f"{name}: {p} stands in the program of rank {rank}, which holds no such node"
+                            f"{name}: {p} stands in the program of rank {rank}, which holds no such stage"
                         )
                     _check_unit(schedule, p, begun)
 
 
 def _check_segments(schedule: Schedule, held: set[int]) -> None:
-    """A segment is a chain: what one cut recomputes is all the input of the next."""
+    """A segment is a chain: what one stage recomputes is all the input of the next."""
     name, recomputed = schedule.name, schedule.recomputed
     unknown = sorted({*schedule.frozen, *(c for s in schedule.segments for c in s)} - held)
     if unknown:
-        raise ScheduleError(f"{name}: there is no cut {unknown[0]} to be frozen or in a segment")
-    twice = [cut for cut, n in Counter(c for s in schedule.segments for c in s).items() if n > 1]
+        raise ScheduleError(f"{name}: there is no stage {unknown[0]} to be frozen or in a segment")
+    twice = [index for index, n in Counter(c for s in schedule.segments for c in s).items() if n > 1]
     if twice:
-        raise ScheduleError(f"{name}: cut {twice[0]} stands twice in segments")
+        raise ScheduleError(f"{name}: stage {twice[0]} stands twice in segments")
     for segment in schedule.segments:
-        without = [cut for cut in segment if cut not in recomputed]
+        without = [index for index in segment if index not in recomputed]
         if without:
-            raise ScheduleError(f"{name}: cut {without[0]} is in a segment, but does not recompute")
-        for before, cut in pairwise(segment):
-            if [edge.source for edge in schedule.predecessors[cut]] != [before]:
-                raise ScheduleError(f"{name}: in a segment cut {before} must be all that cut {cut} has its input from")
+            raise ScheduleError(f"{name}: stage {without[0]} is in a segment, but does not recompute")
+        for before, index in pairwise(segment):
+            if [edge.source for edge in schedule.predecessors[index]] != [before]:
+                raise ScheduleError(
+                    f"{name}: in a segment stage {before} must be all that stage {index} has its input from"
+                )
 
 
 def _check_unit(schedule: Schedule, action: Action, begun: int) -> None:
     """A unit lies within one batch that has begun (relative to the action's own: before `begun`)."""
     op, unit, m = action.op, action.unit, schedule.microbatches
-    where = f"{schedule.name}: {action} on rank {action.node.rank}"
+    where = f"{schedule.name}: {action} on rank {action.stage.rank}"
     if op in (Op.SEND, Op.RECV, Op.REDO, Op.FUSED):
         raise ScheduleError(f"{where}: {op} is not written in a schedule; it is added when that is lowered")
     if (unit.kind is Kind.BATCH) is (op in PASSES or op in MOVES or op is Op.PREDICT):
@@ -145,8 +149,8 @@ def _check_unit(schedule: Schedule, action: Action, begun: int) -> None:
         raise ScheduleError(f"{where} belongs to a batch that has not begun")
 
 
-def _check_passes(schedule: Schedule, cut: int, trained: bool, periods: _Table) -> None:
-    place = f"cut {cut}"
+def _check_passes(schedule: Schedule, index: int, trained: bool, periods: _Table) -> None:
+    place = f"stage {index}"
     for k in range(schedule.microbatches):
         for piece in range(schedule.slices):
             where = f"{schedule.name}: microbatch {k}{f', slice {piece}' if schedule.slices > 1 else ''}, {place}"
@@ -160,46 +164,46 @@ def _check_passes(schedule: Schedule, cut: int, trained: bool, periods: _Table) 
             if trained and backwards not in ([1, 0, 0], [0, 1, 1]):
                 b, i, w = backwards
                 raise ScheduleError(f"{where} needs one B, or one I and one W, per batch; it has {b} B, {i} I, {w} W")
-            if recomputes != (cut in schedule.recomputed):
+            if recomputes != (index in schedule.recomputed):
                 raise ScheduleError(f"{where} has {recomputes} recomputes per batch; all or none need one")
 
 
 def _check_updates(schedule: Schedule, trained: set[int], periods: _Table) -> None:
-    held = Counter(n.cut for n in schedule.nodes)
+    held = Counter(n.index for n in schedule.stages)
     decided = any(slot.op is Op.DECIDE for slot in periods)
-    for node in schedule.nodes:
+    for stage in schedule.stages:
         steps, reduces, ties, decides = (
-            len(periods.get(_Slot(f"node {node.name}", op, 0, 1), ())) for op in (Op.STEP, *COLLECTIVES)
+            len(periods.get(_Slot(f"stage {stage.name}", op, 0, 1), ())) for op in (Op.STEP, *COLLECTIVES)
         )
-        where = f"{schedule.name}: node {node.name} on rank {node.rank}"
-        if steps != (node.cut in trained):
-            raise ScheduleError(f"{where} has {steps} STEPs per batch instead of {int(node.cut in trained)}")
-        if reduces > 1 or (held[node.cut] > 1 and steps and not reduces):
+        where = f"{schedule.name}: stage {stage.name} on rank {stage.rank}"
+        if steps != (stage.index in trained):
+            raise ScheduleError(f"{where} has {steps} STEPs per batch instead of {int(stage.index in trained)}")
+        if reduces > 1 or (held[stage.index] > 1 and steps and not reduces):
             raise ScheduleError(
-                f"{where} has {reduces} REDUCEs per batch; a cut held by several nodes needs one before each STEP"
+                f"{where} has {reduces} REDUCEs per batch; a stage of several directions needs one before each STEP"
             )
         if ties > steps:
-            raise ScheduleError(f"{where} has {ties} TIEs per batch; a node that is trained may have one")
+            raise ScheduleError(f"{where} has {ties} TIEs per batch; a stage that is trained may have one")
         if decides != (decided and steps):
             raise ScheduleError(
-                f"{where} has {decides} DECIDEs per batch; either all nodes that are trained have one, or none"
+                f"{where} has {decides} DECIDEs per batch; either all stages that are trained have one, or none"
             )
 
 
 def _check_moves(schedule: Schedule) -> None:
     """What one rank parks with another one, that one takes in and gives back, once."""
     for giving, taking in ((Op.OFFLOAD, Op.HOLD), (Op.RETURN, Op.FETCH)):
-        moves: dict[Op, list[tuple[Node, Node, Unit]]] = {giving: [], taking: []}
+        moves: dict[Op, list[tuple[Stage, Stage, Unit]]] = {giving: [], taking: []}
         for program in schedule.programs:
             for a in (*program.period, *program.epilogue):
                 if a.op in moves and a.peer is not None:
-                    moves[a.op].append((a.node, a.peer, a.unit) if a.op is giving else (a.peer, a.node, a.unit))
+                    moves[a.op].append((a.stage, a.peer, a.unit) if a.op is giving else (a.peer, a.stage, a.unit))
                     if a.payload is not Payload.PARKED:
                         raise ScheduleError(f"{schedule.name}: {a} moves parked activations: write /{Payload.PARKED}")
         given, taken = Counter(moves[giving]), Counter(moves[taking])
         for (source, target, unit), n in (given | taken).items():
             if n > 1 or given[source, target, unit] != taken[source, target, unit]:
-                what = f"the activations of {format_unit(unit)} from node {source.name} to node {target.name}"
+                what = f"the activations of {format_unit(unit)} from stage {source.name} to stage {target.name}"
                 raise ScheduleError(
                     f"{schedule.name}: {giving} and {taking} move {what} {given[source, target, unit]} and "
                     f"{taken[source, target, unit]} times; each must stand there once"
@@ -210,7 +214,7 @@ def _check_epilogues(schedule: Schedule, periods: _Table, epilogues: _Table) -> 
     for slot in sorted(periods.keys() | epilogues.keys()):
         if slot.op is Op.AVERAGE:
             continue
-        step = 1 if slot.place.startswith("node") else schedule.microbatches
+        step = 1 if slot.op not in PASSES else schedule.microbatches
         wanted = [o for offset in periods.get(slot, ()) for o in range(offset, 0, step)]
         found = sorted(epilogues.get(slot, ()))
         if found != wanted:
@@ -222,8 +226,8 @@ def _check_epilogues(schedule: Schedule, periods: _Table, epilogues: _Table) -> 
 
 
 def _check_averages(schedule: Schedule, trained: set[int], periods: _Table, epilogues: _Table) -> None:
-    """Every trained node averages after the same batches, or its copies would drift away from the others' copies."""
-    averaged: dict[str, list[tuple[int, int]]] = {f"node {n.name}": [] for n in schedule.nodes if n.cut in trained}
+    """Every trained stage averages after the same batches, or its copies would drift away from the others' copies."""
+    averaged: dict[str, list[tuple[int, int]]] = {f"stage {n.name}": [] for n in schedule.stages if n.index in trained}
     for slot in sorted(s for s in periods.keys() | epilogues.keys() if s.op is Op.AVERAGE):
         starts, rest = periods.get(slot, []), sorted(epilogues.get(slot, []))
         # The periods reach up to the offset before the end of the span; the epilogue goes on from there.
@@ -238,6 +242,6 @@ def _check_averages(schedule: Schedule, trained: set[int], periods: _Table, epil
         if found != common:
             text = [", ".join(f"every {n}, up to T{end:+d}" for n, end in kind) or "none" for kind in (common, found)]
             raise ScheduleError(
-                f"{schedule.name}: every node must AVERAGE after the same batches; {next(iter(averaged))} has "
+                f"{schedule.name}: every stage must AVERAGE after the same batches; {next(iter(averaged))} has "
                 f"{text[0]}, {place} has {text[1]}"
             )

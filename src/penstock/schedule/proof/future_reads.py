@@ -1,4 +1,4 @@
-"""Which versions the forwards to come will read: what a node has to keep alive for them."""
+"""Which versions the forwards to come will read: what a stage has to keep alive for them."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from penstock.schedule.ir.schedule import Action, Node, Op, Schedule, passes
+from penstock.schedule.ir.schedule import Action, Op, Schedule, Stage, passes
 
 
 @dataclass(frozen=True)
 class Forwards:
-    """The forwards of a node, in the order of its rank's program.
+    """The forwards of a stage, in the order of its rank's program.
 
     A position counts forwards from the start of the span, through all periods; in an epilogue, from its start.
 
@@ -62,16 +62,16 @@ class Forwards:
         return t + self._oldest_from[place]
 
 
-def forwards_of(schedule: Schedule) -> dict[Node, Forwards]:
-    """The forwards of every node that names versions."""
-    found: dict[Node, tuple[list[tuple[int, int]], list[tuple[int, int]]]] = {n: ([], []) for n in schedule.nodes}
+def forwards_of(schedule: Schedule) -> dict[Stage, Forwards]:
+    """The forwards of every stage that names versions."""
+    found: dict[Stage, tuple[list[tuple[int, int]], list[tuple[int, int]]]] = {n: ([], []) for n in schedule.stages}
     for program in schedule.programs:
         for part, actions in enumerate(program):
             for p in _forwards(actions):
                 assert p.reads is not None
-                found[p.node][part].append((p.unit.first, min(p.reads.versions)))
+                found[p.stage][part].append((p.unit.first, min(p.reads.versions)))
     m = schedule.microbatches
-    return {node: Forwards(m, tuple(period), tuple(epilogue)) for node, (period, epilogue) in found.items()}
+    return {stage: Forwards(m, tuple(period), tuple(epilogue)) for stage, (period, epilogue) in found.items()}
 
 
 def _forwards(actions: Iterable[Action]) -> Iterator[Action]:

@@ -1,4 +1,4 @@
-"""Microbatches between their forward and their backward on one node."""
+"""Microbatches between their forward and their backward on one stage."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ Piece = tuple[int, int]
 
 
 class BooksError(Exception):
-    """Why an action cannot stand where it does; `penstock.schedule.proof.node_state` adds which action it is."""
+    """Why an action cannot stand where it does; `penstock.schedule.proof.stage_state` adds which action it is."""
 
 
-class Flight(NamedTuple):
+class FlightFacts(NamedTuple):
     """What is known of a microbatch (slice) in flight."""
 
     versions: tuple[int, ...]
@@ -28,23 +28,23 @@ class Flight(NamedTuple):
 
 @dataclass
 class Flights:
-    """The microbatches in flight on a node, in the order of their forwards."""
+    """The microbatches in flight on a stage, in the order of their forwards."""
 
-    held: dict[Piece, Flight] = field(default_factory=dict)
+    held: dict[Piece, FlightFacts] = field(default_factory=dict)
     void: set[Piece] = field(default_factory=set)  # their forwards have read a version that was rejected
 
     def __iter__(self) -> Iterator[Piece]:
         return iter(self.held)
 
-    def __getitem__(self, key: Piece) -> Flight:
+    def __getitem__(self, key: Piece) -> FlightFacts:
         flight = self.held.get(key)
         if flight is None:
-            raise BooksError("has no forward in flight on this node")
+            raise BooksError("has no forward in flight on this stage")
         return flight
 
     def begin(self, key: Piece, versions: tuple[int, ...], derive: Copy | None) -> None:
         """A forward that reads these versions."""
-        self.held[key] = Flight(versions, derive)
+        self.held[key] = FlightFacts(versions, derive)
 
     def reject(self, version: int) -> None:
         """A VALIDATE: what has read this version is void."""
@@ -56,7 +56,7 @@ class Flights:
             raise BooksError("repeats a forward that has read no rejected version")
         self.void.discard(key)
 
-    def _usable(self, key: Piece) -> Flight:
+    def _usable(self, key: Piece) -> FlightFacts:
         if key in self.void:
             raise BooksError("needs a forward that has read a rejected version and has not been repeated")
         return self[key]
@@ -68,7 +68,7 @@ class Flights:
             raise BooksError("has been recomputed already, or its input is offloaded")
         self.held[key] = flight._replace(recomputed=version)
 
-    def backward(self, key: Piece, op: Op, recomputes: bool) -> Flight | None:
+    def backward(self, key: Piece, op: Op, recomputes: bool) -> FlightFacts | None:
         """A B, I or W; the flight if it ends here."""
         flight = self._usable(key)
         if flight.away or (recomputes and flight.recomputed is None):

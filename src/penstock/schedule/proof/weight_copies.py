@@ -1,4 +1,4 @@
-"""Derived copies of the weights of one node: born by a PREDICT, gone after their last read."""
+"""Derived copies of the weights of one stage: born by a PREDICT, gone after their last read."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from penstock.schedule.proof.in_flight import BooksError
 
 @dataclass
 class Copies:
-    """The copies of a node.
+    """The derived weight copies of a stage.
 
     Attributes:
         uses: reads of each copy per period, by label and microbatch modulo m.

@@ -7,7 +7,7 @@ from penstock.schedule.ir.gc_pause import no_collection
 from penstock.schedule.ir.ops import PASSES
 from penstock.schedule.ir.order import Order
 from penstock.schedule.ir.rules import Placing, Source, VersionRule
-from penstock.schedule.ir.schedule import Action, Node, Op, Program, Schedule, WeightRef, passes
+from penstock.schedule.ir.schedule import Action, Op, Program, Schedule, Stage, WeightRef, passes
 from penstock.schedule.transforms.batch_ops import after_backwards, batch_unit, is_trained, with_reductions
 from penstock.schedule.transforms.blends import divided, with_blends
 from penstock.schedule.transforms.post_validation import with_validations
@@ -21,7 +21,7 @@ def apply_rule(order: Order, rule: VersionRule, microbatches: int, name: str) ->
     A backward of several microbatches is divided where their forwards read different versions that it has to read.
     """
     with_steps = tuple(
-        _insert_steps(program, [n for n in order.nodes if n.rank == rank], rule, microbatches, name)
+        _insert_steps(program, [n for n in order.stages if n.rank == rank], rule, microbatches, name)
         for rank, program in enumerate(order.programs)
     )
     if rule.copies_forward:
@@ -33,7 +33,7 @@ def apply_rule(order: Order, rule: VersionRule, microbatches: int, name: str) ->
         with_steps = tuple(with_blends(program, forward_reads, microbatches) for program in with_steps)
     programs = tuple(_annotate(program, rule, forward_reads, microbatches) for program in with_steps)
     made = Schedule(
-        name, microbatches, order.nodes, order.edges, programs, rule.name, order.frozen, order.segments, order.window
+        name, microbatches, order.stages, order.edges, programs, rule.name, order.frozen, order.segments, order.window
     )
     return with_reductions(made, everywhere=False)
 
@@ -41,76 +41,76 @@ def apply_rule(order: Order, rule: VersionRule, microbatches: int, name: str) ->
 # --- where the updates stand ----------------------------------------------------------------------------------------
 
 
-def _insert_steps(program: Program, nodes: list[Node], rule: VersionRule, m: int, name: str) -> Program:
-    for node in nodes:
-        if not is_trained(program, node):
+def _insert_steps(program: Program, stages: list[Stage], rule: VersionRule, m: int, name: str) -> Program:
+    for stage in stages:
+        if not is_trained(program, stage):
             continue  # forward-only: nothing to update
         period, epilogue = program
-        steps = [Action(Op.STEP, node, batch_unit(offset)) for offset in (0, -1, -2)]
+        steps = [Action(Op.STEP, stage, batch_unit(offset)) for offset in (0, -1, -2)]
         if rule.step is Placing.END:
             program = Program((*period, steps[0]), epilogue)
         elif rule.step is Placing.LATE:
-            forwards = [i for i, a in enumerate(period) if any(p.op is Op.F and p.node == node for p in passes(a))]
+            forwards = [i for i, a in enumerate(period) if any(p.op is Op.F and p.stage == stage for p in passes(a))]
             if not forwards:
-                raise ScheduleError(f"{name}: node {node.name} on rank {node.rank} has backwards but no forwards")
+                raise ScheduleError(f"{name}: stage {stage.name} on rank {stage.rank} has backwards but no forwards")
             first = forwards[0]
             program = Program((*period[:first], steps[2], *period[first:]), (steps[2], *epilogue, steps[1]))
         else:
-            program = after_backwards(program, node, Op.STEP, m)
-    trained = [node for node in nodes if is_trained(program, node)]
+            program = after_backwards(program, stage, Op.STEP, m)
+    trained = [stage for stage in stages if is_trained(program, stage)]
     return with_validations(program, trained) if rule.provisional and trained else program
 
 
 # --- which version each pass reads ----------------------------------------------------------------------------------
 
 
-def _forward_offsets(programs: tuple[Program, ...], rule: VersionRule, m: int) -> dict[tuple[Node, int], int]:
-    """The version, relative to its batch, that the forward of each (node, microbatch of its batch) reads."""
-    reads: dict[tuple[Node, int], int] = {}
+def _forward_offsets(programs: tuple[Program, ...], rule: VersionRule, m: int) -> dict[tuple[Stage, int], int]:
+    """The version, relative to its batch, that the forward of each (stage, microbatch of its batch) reads."""
+    reads: dict[tuple[Stage, int], int] = {}
     admission: dict[int, int] = {}
-    first = min((a.node.cut for program in programs for a in program.period if a.op is Op.STEP), default=0)
+    first = min((a.stage.index for program in programs for a in program.period if a.op is Op.STEP), default=0)
     for program in programs:
         newest = _newest_before_period(program)
         for action in program.period:
             if action.op is Op.STEP:
-                newest[action.node] = action.unit.first + 1
+                newest[action.stage] = action.unit.first + 1
             for p in passes(action):
                 if p.op is Op.F:
                     for batch, k in (divmod(number, m) for number in p.unit.microbatches):
-                        here = {Source.BATCH: 0, Source.PREVIOUS: -1}.get(rule.forward, newest.get(p.node, 0) - batch)
-                        reads[p.node, k] = here
-                        if p.node.cut == first:
+                        here = {Source.BATCH: 0, Source.PREVIOUS: -1}.get(rule.forward, newest.get(p.stage, 0) - batch)
+                        reads[p.stage, k] = here
+                        if p.stage.index == first:
                             admission[k] = here
     if rule.forward is Source.ADMISSION:
         missing = sorted({k for _, k in reads} - admission.keys())
         if missing:
-            raise ScheduleError(f"cut {first} runs no forward of microbatches {missing}, which other cuts run")
-        return {(node, k): admission[k] for node, k in reads}
+            raise ScheduleError(f"stage {first} runs no forward of microbatches {missing}, which other stages run")
+        return {(stage, k): admission[k] for stage, k in reads}
     return reads
 
 
-def _newest_before_period(program: Program) -> dict[Node, int]:
-    """The newest version of each node, relative to t, when the period of batch t begins."""
-    return {a.node: a.unit.first for a in program.period if a.op is Op.STEP}
+def _newest_before_period(program: Program) -> dict[Stage, int]:
+    """The newest version of each stage, relative to t, when the period of batch t begins."""
+    return {a.stage: a.unit.first for a in program.period if a.op is Op.STEP}
 
 
-def _annotate(program: Program, rule: VersionRule, forward_reads: dict[tuple[Node, int], int], m: int) -> Program:
-    trained = {a.node for a in program.period if a.op is Op.STEP}
+def _annotate(program: Program, rule: VersionRule, forward_reads: dict[tuple[Stage, int], int], m: int) -> Program:
+    trained = {a.stage for a in program.period if a.op is Op.STEP}
 
-    def annotate(action: Action, newest: dict[Node, int]) -> Action:
+    def annotate(action: Action, newest: dict[Stage, int]) -> Action:
         if action.parts:
             return action._replace(parts=tuple(annotate(p, newest) for p in action.parts))
         if action.op is Op.STEP:
-            newest[action.node] = action.unit.first + 1
-        if action.op not in PASSES or action.reads is not None or action.node not in trained:
+            newest[action.stage] = action.unit.first + 1
+        if action.op not in PASSES or action.reads is not None or action.stage not in trained:
             return action
         source = {Op.F: rule.forward, Op.R: rule.recompute}.get(action.op, rule.backward)
         if source is Source.NEWEST:
-            return _reading(action, newest.get(action.node, 0))
+            return _reading(action, newest.get(action.stage, 0))
         batch, k = divmod(action.unit.first, m)
-        if (action.node, k) not in forward_reads:
-            raise ScheduleError(f"{action}: rank {action.node.rank} runs no forward of microbatch {k} of a batch")
-        return _reading(action, forward_reads[action.node, k] + batch)
+        if (action.stage, k) not in forward_reads:
+            raise ScheduleError(f"{action}: rank {action.stage.rank} runs no forward of microbatch {k} of a batch")
+        return _reading(action, forward_reads[action.stage, k] + batch)
 
     def annotate_all(actions: tuple[Action, ...]) -> tuple[Action, ...]:
         newest = _newest_before_period(program)
@@ -120,4 +120,4 @@ def _annotate(program: Program, rule: VersionRule, forward_reads: dict[tuple[Nod
 
 
 def _reading(action: Action, version: int) -> Action:
-    return Action(action.op, action.node, action.unit, WeightRef((version,)))
+    return Action(action.op, action.stage, action.unit, WeightRef((version,)))

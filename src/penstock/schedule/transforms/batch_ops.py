@@ -1,9 +1,9 @@
-"""Actions on whole batches: what stands directly after the last backward of a batch on a node.
+"""Actions on whole batches: what stands directly after the last backward of a batch on a stage.
 
 `with_reductions`, `with_ties` and `with_decisions` add to a schedule what its pipeline needs beside the passes: sums
-over all nodes that hold the same weights, sums over cuts that share some parameters, and what only all stages together
-can decide. They block no rank; each waits for those before it, and the STEP for them all. `with_averages` adds what
-parallel pipelines do now and then instead of adding up gradients.
+over all copies of a stage, sums over stages that share some parameters, and what only all stages
+together can decide. They block no rank; each waits for those before it, and the STEP for them all. `with_averages` adds
+what parallel pipelines do now and then instead of adding up gradients.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from dataclasses import replace
 from itertools import combinations
 
 from penstock.errors import ConfigError
-from penstock.schedule.ir.schedule import Action, Kind, Node, Op, Program, Schedule, Unit, passes
+from penstock.schedule.ir.schedule import Action, Kind, Op, Program, Schedule, Stage, Unit, passes
 
 COLLECTIVES = (Op.REDUCE, Op.TIE, Op.DECIDE)
-"""What a STEP of the same node and batch waits for, in the order in which they follow the last backward."""
+"""What a STEP of the same stage and batch waits for, in the order in which they follow the last backward."""
 
 
 def batch_unit(offset: int) -> Unit:
@@ -24,22 +24,22 @@ def batch_unit(offset: int) -> Unit:
     return Unit(offset, kind=Kind.BATCH)
 
 
-def is_backward(action: Action, node: Node) -> bool:
-    """Whether a pass is (a part of) a backward of a node."""
-    return action.op in (Op.B, Op.I, Op.W) and action.node == node
+def is_backward(action: Action, stage: Stage) -> bool:
+    """Whether a pass is (a part of) a backward of a stage."""
+    return action.op in (Op.B, Op.I, Op.W) and action.stage == stage
 
 
-def is_trained(program: Program, node: Node) -> bool:
-    """Whether a program has backwards of a node, so that there is something to update."""
-    return any(is_backward(p, node) for a in program.period for p in passes(a))
+def is_trained(program: Program, stage: Stage) -> bool:
+    """Whether a program has backwards of a stage, so that there is something to update."""
+    return any(is_backward(p, stage) for a in program.period for p in passes(a))
 
 
-def after_backwards(program: Program, node: Node, op: Op, microbatches: int) -> Program:
+def after_backwards(program: Program, stage: Stage, op: Op, microbatches: int) -> Program:
     """Insert `op` directly after the last backward of each batch, behind the collectives that come before it.
 
     Args:
-        program: of the node's rank, with backwards of the node.
-        node: where.
+        program: of the stage's rank, with backwards of the stage.
+        stage: where.
         op: on batches.
         microbatches: m.
     """
@@ -51,69 +51,69 @@ def after_backwards(program: Program, node: Node, op: Op, microbatches: int) -> 
         last = {}
         for position, action in enumerate(actions):
             for p in passes(action):
-                if is_backward(p, node):
+                if is_backward(p, stage):
                     last[p.unit.first // microbatches] = position
-                elif p.op in earlier and p.node == node:
+                elif p.op in earlier and p.stage == stage:
                     last[p.unit.first] = position
         return last
 
     last = last_of(period)
     offset = min(last)  # the oldest batch that this period works on is finished here
-    period.insert(last[offset] + 1, Action(op, node, batch_unit(offset)))
+    period.insert(last[offset] + 1, Action(op, stage, batch_unit(offset)))
     for batch in range(offset, 0):
         place = last_of(epilogue).get(batch, -1) + 1
-        epilogue.insert(place, Action(op, node, batch_unit(batch)))
+        epilogue.insert(place, Action(op, stage, batch_unit(batch)))
     return Program(tuple(period), tuple(epilogue))
 
 
 def with_reductions(schedule: Schedule, everywhere: bool) -> Schedule:
-    """The schedule with a REDUCE on every trained node whose weights others hold, too.
+    """The schedule with a REDUCE on every trained stage whose weights others hold, too.
 
     Args:
         schedule: without any.
-        everywhere: parallel pipelines hold the same weights, so that every node needs one; else only those do whose cut
-            several nodes of this pipeline hold.
+        everywhere: parallel pipelines hold the same weights, so that every stage needs one; else only those do whose
+            stage has copies in this pipeline.
     """
-    holders = [node.cut for node in schedule.nodes]
-    made = _with(schedule, Op.REDUCE, lambda node: everywhere or holders.count(node.cut) > 1)
+    holders = [stage.index for stage in schedule.stages]
+    made = _with(schedule, Op.REDUCE, lambda stage: everywhere or holders.count(stage.index) > 1)
     return made if _in_one_order(made) else _reduced_at_the_end(made)
 
 
 def _in_one_order(schedule: Schedule) -> bool:
-    """Whether no two ranks reduce two cuts the other way round, for which they would wait for ever."""
+    """Whether no two ranks reduce two stages the other way round, for which they would wait for ever."""
     pairs = set()
     for program in schedule.programs:
-        cuts = [a.node.cut for a in program.period if a.op is Op.REDUCE]
-        pairs |= {pair for pair in combinations(cuts, 2) if pair[0] != pair[1]}
+        stages = [a.stage.index for a in program.period if a.op is Op.REDUCE]
+        pairs |= {pair for pair in combinations(stages, 2) if pair[0] != pair[1]}
     return not any((b, a) in pairs for a, b in pairs)
 
 
 def _reduced_at_the_end(schedule: Schedule) -> Schedule:
-    """Every rank reduces after the last of all its backwards, in the order of the cuts."""
+    """Every rank reduces after the last of all its backwards, in the order of the stages."""
     programs = []
     for period, epilogue in schedule.programs:
-        late = sorted((a for a in period if a.op is Op.REDUCE), key=lambda a: a.node)
+        late = sorted((a for a in period if a.op is Op.REDUCE), key=lambda a: a.stage)
         rest = [a for a in period if a.op is not Op.REDUCE]
-        place = 1 + max((i for i, a in enumerate(rest) if any(is_backward(p, p.node) for p in passes(a))), default=-1)
+        place = 1 + max((i for i, a in enumerate(rest) if any(is_backward(p, p.stage) for p in passes(a))), default=-1)
         programs.append(Program((*rest[:place], *late, *rest[place:]), epilogue))
     return replace(schedule, programs=tuple(programs))
 
 
-def with_ties(schedule: Schedule, cuts: Collection[int]) -> Schedule:
-    """The schedule with a TIE on every trained node of these cuts, which share parameters.
+def with_ties(schedule: Schedule, stages: Collection[int]) -> Schedule:
+    """The schedule with a TIE on each of these stages that is trained, because they share parameters.
 
     Raises:
-        ConfigError: a cut is updated before another one on its rank has its gradient.
+        ConfigError: a stage is updated before another one on its rank has its gradient.
     """
-    check_together(schedule, {}, cuts)
-    return _with(schedule, Op.TIE, lambda node: node.cut in cuts)
+    check_together(schedule, {}, stages)
+    return _with(schedule, Op.TIE, lambda stage: stage.index in stages)
 
 
 def with_decisions(schedule: Schedule) -> Schedule:
-    """The schedule with a DECIDE on every trained node: updates wait for what all stages decide together.
+    """The schedule with a DECIDE on every trained stage: updates wait for what all stages decide together.
 
     Raises:
-        ConfigError: a cut is updated before another one on its rank has its gradient.
+        ConfigError: a stage is updated before another one on its rank has its gradient.
     """
     check_together(schedule, {"decides": "leave decides out"})
     return _with(schedule, Op.DECIDE, lambda _: True)
@@ -139,22 +139,23 @@ def what_decides(clip: bool, loss_scale: bool, fp16: bool, width: int, apart: st
 
 
 def check_together(schedule: Schedule, decides: Mapping[str, str], tied: Collection[int] = ()) -> None:
-    """Make sure that updates can wait for what other cuts know of the same batch.
+    """Make sure that updates can wait for what other stages know of the same batch.
 
     Args:
         schedule: with its STEPs.
         decides: for what they wait for a decision of all stages, and how to be without it (`what_decides`).
-        tied: cuts that share parameters.
+        tied: stages that share parameters.
 
     Raises:
-        ConfigError: a rank updates one of its cuts before it runs the last backward of that batch on another one.
+        ConfigError: a rank updates one of its stages before it runs the last backward of that batch on another one.
     """
     found = _updated_early(schedule) if decides or tied else None
     if found is None:
         return
-    node, late = found
+    stage, late = found
     before = (
-        f"{schedule.name}: rank {node.rank} updates cut {node.cut} before cut {late.cut} has its gradient of the same "
+        f"{schedule.name}: rank {stage.rank} updates stage {stage.index} before stage {late.index} has its gradient "
+        f"of the same "
         "batch, so "
     )
     if decides:
@@ -164,27 +165,27 @@ def check_together(schedule: Schedule, decides: Mapping[str, str], tied: Collect
             "such as 2bw"
         )
     raise ConfigError(
-        before + f"cuts {', '.join(map(str, sorted(tied)))} cannot share parameters, whose gradients are added up "
+        before + f"stages {', '.join(map(str, sorted(tied)))} cannot share parameters, whose gradients are added up "
         "first; untie them, or take a method that can wait, such as 2bw"
     )
 
 
-def _updated_early(schedule: Schedule) -> tuple[Node, Node] | None:
-    """A node, and another one on its rank whose last backward of a batch stands behind the update of the first."""
+def _updated_early(schedule: Schedule) -> tuple[Stage, Stage] | None:
+    """A stage, and another one on its rank whose last backward of a batch stands behind the update of the first."""
     for program in schedule.programs:
-        steps: dict[Node, tuple[int, int]] = {}  # the period, relative to the batch, and the place in it
-        backwards: dict[Node, tuple[int, int]] = {}
+        steps: dict[Stage, tuple[int, int]] = {}  # the period, relative to the batch, and the place in it
+        backwards: dict[Stage, tuple[int, int]] = {}
         for place, action in enumerate(program.period):
             for p in passes(action):
                 if p.op is Op.STEP:
-                    steps[p.node] = -p.unit.first, place
-                elif is_backward(p, p.node):
+                    steps[p.stage] = -p.unit.first, place
+                elif is_backward(p, p.stage):
                     when = -(p.unit.first // schedule.microbatches), place
-                    backwards[p.node] = max(backwards.get(p.node, when), when)
-        for node, step in steps.items():
+                    backwards[p.stage] = max(backwards.get(p.stage, when), when)
+        for stage, step in steps.items():
             late = next((other for other, last in backwards.items() if last > step), None)
-            if late is not None and node in backwards and backwards[node] < step:  # else the proof refuses it
-                return node, late
+            if late is not None and stage in backwards and backwards[stage] < step:  # else the proof refuses it
+                return stage, late
     return None
 
 
@@ -202,7 +203,7 @@ def with_averages(schedule: Schedule, every: int, behind: int = 0) -> Schedule:
             yield action
             if action.op is Op.STEP:
                 unit = action.unit._replace(first=action.unit.first - behind, every=every)
-                yield Action(Op.AVERAGE, action.node, unit)
+                yield Action(Op.AVERAGE, action.stage, unit)
 
     return replace(schedule, programs=tuple(Program(*(tuple(insert(part)) for part in p)) for p in schedule.programs))
 
@@ -213,11 +214,11 @@ def without_averages(schedule: Schedule) -> Schedule:
     return replace(schedule, programs=tuple(programs))
 
 
-def _with(schedule: Schedule, op: Op, wanted: Callable[[Node], bool]) -> Schedule:
+def _with(schedule: Schedule, op: Op, wanted: Callable[[Stage], bool]) -> Schedule:
     programs = []
     for rank, program in enumerate(schedule.programs):
-        for node in schedule.nodes:
-            if node.rank == rank and is_trained(program, node) and wanted(node):
-                program = after_backwards(program, node, op, schedule.microbatches)
+        for stage in schedule.stages:
+            if stage.rank == rank and is_trained(program, stage) and wanted(stage):
+                program = after_backwards(program, stage, op, schedule.microbatches)
         programs.append(program)
     return replace(schedule, programs=tuple(programs))

@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from penstock.errors import ScheduleError
-from penstock.schedule.ir.schedule import Action, Copy, Node, Op, Program, Unit, WeightRef
+from penstock.schedule.ir.schedule import Action, Copy, Op, Program, Stage, Unit, WeightRef
 
 BLEND = "i"
 """The label of the copies."""
 
-Reads = Mapping[tuple[Node, int], int]
-"""The version, relative to its batch, that the forward of each (node, microbatch of its batch) reads."""
+Reads = Mapping[tuple[Stage, int], int]
+"""The version, relative to its batch, that the forward of each (stage, microbatch of its batch) reads."""
 
 
 def divided(program: Program, reads: Reads, microbatches: int) -> Program:
@@ -42,7 +42,7 @@ def _runs(action: Action, reads: Reads, m: int) -> list[tuple[int, int]]:
     runs: list[tuple[int, int]] = []
     before = None
     for number in action.unit.microbatches:
-        version = reads.get((action.node, number % m))
+        version = reads.get((action.stage, number % m))
         if runs and version == before:
             runs[-1] = runs[-1][0], runs[-1][1] + 1
         else:
@@ -62,23 +62,23 @@ def with_blends(program: Program, reads: Reads, microbatches: int) -> Program:
     Raises:
         ScheduleError: a backward comes in two halves, or runs together with another pass.
     """
-    trained = {action.node: action.unit.first for action in program.period if action.op is Op.STEP}
+    trained = {action.stage: action.unit.first for action in program.period if action.op is Op.STEP}
 
     def place(actions: tuple[Action, ...]) -> Iterator[Action]:
         newest = dict(trained)
         for action in actions:
             if action.op is Op.STEP:
-                newest[action.node] = action.unit.first + 1
+                newest[action.stage] = action.unit.first + 1
             if action.op in (Op.I, Op.W) or any(p.op is not Op.F for p in action.parts):
                 raise ScheduleError(
                     f"{action}: backwards on a blend of two versions are whole ones, and run by themselves"
                 )
-            if action.op is not Op.B or action.node not in trained:
+            if action.op is not Op.B or action.stage not in trained:
                 yield action
                 continue
             batch, k = divmod(action.unit.first, microbatches)
-            blend = WeightRef((reads[action.node, k] + batch, newest[action.node]), Copy(BLEND, action.unit.first))
-            yield Action(Op.PREDICT, action.node, Unit(action.unit.first), blend)
+            blend = WeightRef((reads[action.stage, k] + batch, newest[action.stage]), Copy(BLEND, action.unit.first))
+            yield Action(Op.PREDICT, action.stage, Unit(action.unit.first), blend)
             yield action._replace(reads=blend)
 
     return Program(tuple(place(program.period)), tuple(place(program.epilogue)))

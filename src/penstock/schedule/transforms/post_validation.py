@@ -14,26 +14,26 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from penstock.errors import ScheduleError
-from penstock.schedule.ir.schedule import Action, Node, Op, Program, Schedule, passes
+from penstock.schedule.ir.schedule import Action, Op, Program, Schedule, Stage, passes
 from penstock.schedule.transforms.batch_ops import batch_unit
 
-Draft = tuple[Node, int]
-"""A forward by its node and microbatch, counted through its batch."""
+Draft = tuple[Stage, int]
+"""A forward by its stage and microbatch, counted through its batch."""
 
 
-def with_validations(program: Program, nodes: Sequence[Node]) -> Program:
-    """A VALIDATE for each node as late as it may stand: before the first backward, and before the last forward.
+def with_validations(program: Program, stages: Sequence[Stage]) -> Program:
+    """A VALIDATE for each stage as late as it may stand: before the first backward, and before the last forward.
 
     (Before the last forward, because it makes the report of the batch.)
 
     Args:
         program: of a rank, with STEPs at the end of its period.
-        nodes: those of the rank that are trained, at least one.
+        stages: those of the rank that are trained, at least one.
     """
     backwards = [i for i, a in enumerate(program.period) if any(p.op in (Op.B, Op.I, Op.W) for p in passes(a))]
     forwards = [i for i, a in enumerate(program.period) if any(p.op is Op.F for p in passes(a))]
     place = min([*backwards[:1], *forwards[-1:]])
-    found = tuple(Action(Op.VALIDATE, node, batch_unit(-1)) for node in nodes)
+    found = tuple(Action(Op.VALIDATE, stage, batch_unit(-1)) for stage in stages)
     return Program((*program.period[:place], *found, *program.period[place:]), (*found, *program.epilogue))
 
 
@@ -63,7 +63,7 @@ def redone(schedule: Schedule) -> tuple[Schedule, frozenset[Draft]]:
                 f"that can be run again; {what}"
             )
         before = [a for a in early if a.op is Op.F and a.unit.first >= 0]
-        drafts |= {(a.node, k) for a in before for k in a.unit.microbatches}
+        drafts |= {(a.stage, k) for a in before for k in a.unit.microbatches}
         again = tuple(a._replace(op=Op.REDO) for a in before)
         programs.append(Program((*period[: places[-1] + 1], *again, *period[places[-1] + 1 :]), epilogue))
     return replace(schedule, programs=tuple(programs)), frozenset(drafts)

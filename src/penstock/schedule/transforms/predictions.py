@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from penstock.errors import ScheduleError
-from penstock.schedule.ir.schedule import Action, Copy, Node, Op, Program, Unit, WeightRef
+from penstock.schedule.ir.schedule import Action, Copy, Op, Program, Stage, Unit, WeightRef
 
 if TYPE_CHECKING:
     from penstock.schedule.ir.rules import VersionRule
@@ -23,23 +23,23 @@ def with_predictions(program: Program, rule: VersionRule, microbatches: int) -> 
         rule: some of whose passes read copies.
         microbatches: m.
     """
-    return _Placing(program, rule, microbatches).place()
+    return _PredictPlacing(program, rule, microbatches).place()
 
 
-class _Placing:
+class _PredictPlacing:
     def __init__(self, program: Program, rule: VersionRule, m: int) -> None:
         self.program, self.rule, self.m = program, rule, m
-        self.borne = {a.node: a.unit.first for a in program.period if a.op is Op.STEP}
+        self.borne = {a.stage: a.unit.first for a in program.period if a.op is Op.STEP}
         # The version, relative to its batch, of which the copy is made that microbatch k of a batch reads.
-        self.made: dict[tuple[Node, str, int], int] = {}
+        self.made: dict[tuple[Stage, str, int], int] = {}
         newest = dict(self.borne)
         for action in program.period:
             if action.op is Op.STEP:
-                newest[action.node] = action.unit.first + 1
+                newest[action.stage] = action.unit.first + 1
             label = self._label(action)
             if label and (label == BACKWARD or action.op is Op.F):
                 batch, k = divmod(action.unit.first, m)
-                self.made[action.node, label, k] = newest[action.node] - batch
+                self.made[action.stage, label, k] = newest[action.stage] - batch
 
     def place(self) -> Program:
         """The program."""
@@ -48,9 +48,9 @@ class _Placing:
 
     def _label(self, action: Action) -> str:
         """Of the copy that an action reads; empty for none."""
-        if any(p.node in self.borne for p in action.parts):
+        if any(p.stage in self.borne for p in action.parts):
             raise ScheduleError(f"{action}: passes that run together cannot read predictions")
-        if action.node not in self.borne or action.op not in (Op.F, Op.B):
+        if action.stage not in self.borne or action.op not in (Op.F, Op.B):
             return ""
         if action.op is Op.B and self.rule.copies_backward:
             return BACKWARD
@@ -65,7 +65,7 @@ class _Placing:
             batch, k = divmod(action.unit.first, self.m)
             leader = 0 if self.rule.shares else k
             copy = Copy(label, batch * self.m + leader)
-            reads = WeightRef((self.made[action.node, label, leader] + batch,), copy)
+            reads = WeightRef((self.made[action.stage, label, leader] + batch,), copy)
             if leader == k and (label == BACKWARD or action.op is Op.F):
-                yield Action(Op.PREDICT, action.node, Unit(copy.first), reads)
+                yield Action(Op.PREDICT, action.stage, Unit(copy.first), reads)
             yield action._replace(reads=reads)

@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 
 from penstock.errors import ConfigError, ScheduleError
 from penstock.schedule.ir.rules import RULES, Source
-from penstock.schedule.ir.schedule import Action, Copy, Node, Op, Program, Schedule, WeightRef, passes
+from penstock.schedule.ir.schedule import Action, Copy, Op, Program, Schedule, Stage, WeightRef, passes
 
 Segments = int | Literal["auto"]
 """Stages per segment; "auto" is sqrt(stages), rounded."""
@@ -29,7 +29,7 @@ _BACKWARDS = (Op.B, Op.I)
 def with_recompute(schedule: Schedule, segments: Segments = 1) -> Schedule:
     """The schedule with a recompute for each backward, on the weights that the version rule names.
 
-    A cut whose backwards directly follow their forwards keeps nothing for long, and is left as it is. An R stands
+    A stage whose backwards directly follow their forwards keeps nothing for long, and is left as it is. An R stands
     directly before the backward of its microbatch, or before that of an earlier one where other stages of the segment
     wait for it; never before its own forward.
 
@@ -42,14 +42,14 @@ def with_recompute(schedule: Schedule, segments: Segments = 1) -> Schedule:
         ScheduleError: backwards read derived copies, so that it takes more to say what a recompute reads; or units are
             not whole microbatches, which segments are for.
     """
-    length = length_of(segments, schedule.cuts)
+    length = length_of(segments, schedule.num_stages)
     rule = RULES[schedule.rule]
     if Source.COPY in (rule.backward, rule.recompute):
         raise ScheduleError(
             f"{schedule.name}: rule {rule.name!r} needs an order that places its own recomputes; do without recompute"
         )
-    cuts = {action.node.cut for program in schedule.programs for action in _delayed(program)}
-    groups = _groups(schedule, cuts, length)
+    stages = {action.stage.index for program in schedule.programs for action in _delayed(program)}
+    groups = _groups(schedule, stages, length)
     ahead = _leads(schedule, groups)
     units = {p.unit for program in schedule.programs for a in program.period for p in passes(a) if p.op in _BACKWARDS}
     if any(ahead.values()) and any(unit.count > 1 or unit.slice for unit in units):
@@ -60,17 +60,18 @@ def with_recompute(schedule: Schedule, segments: Segments = 1) -> Schedule:
     return replace(schedule, programs=programs, segments=tuple(group for group in groups if len(group) > 1))
 
 
-def length_of(segments: Segments, cuts: int) -> int:
+def length_of(segments: Segments, num_stages: int) -> int:
     """How many stages recompute together.
 
     Raises:
         ConfigError: it is no number of stages from 1 to all of them.
     """
     if segments == "auto":
-        return max(round(math.sqrt(cuts)), 1)
-    if isinstance(segments, bool) or not isinstance(segments, int) or not 1 <= segments <= cuts:
+        return max(round(math.sqrt(num_stages)), 1)
+    if isinstance(segments, bool) or not isinstance(segments, int) or not 1 <= segments <= num_stages:
         raise ConfigError(
-            f"segments must be how many stages recompute together, from 1 to {cuts} here, or 'auto'; got {segments!r}"
+            f"segments must be how many stages recompute together, from 1 to {num_stages} here, or 'auto'; got "
+            f"{segments!r}"
         )
     return segments
 
@@ -85,86 +86,86 @@ def _delayed(program: Program) -> Iterator[Action]:
         before = action
 
 
-def _groups(schedule: Schedule, cuts: set[int], length: int) -> list[tuple[int, ...]]:
-    """Consecutive cuts that recompute, each with all its input from the one before; as many at a time as wanted."""
+def _groups(schedule: Schedule, stages: set[int], length: int) -> list[tuple[int, ...]]:
+    """Consecutive stages that recompute, each with all its input from the one before; as many at a time as wanted."""
     groups: list[tuple[int, ...]] = []
-    for cut in sorted(cuts):
+    for index in sorted(stages):
         last = groups[-1] if groups else ()
-        if last and len(last) < length and [e.source for e in schedule.predecessors[cut]] == [last[-1]]:
-            groups[-1] = (*last, cut)
+        if last and len(last) < length and [e.source for e in schedule.predecessors[index]] == [last[-1]]:
+            groups[-1] = (*last, index)
         else:
-            groups.append((cut,))
+            groups.append((index,))
     return groups
 
 
-def _leads(schedule: Schedule, groups: list[tuple[int, ...]]) -> dict[Node, int]:
-    """By how many backwards each node that recomputes is ahead."""
-    nodes = [node for group in groups for node in schedule.nodes if node.cut in group]
-    last = {cut: group[-1] for group in groups for cut in group}
-    held = {node: _in_flight(schedule, node) for node in nodes}
+def _leads(schedule: Schedule, groups: list[tuple[int, ...]]) -> dict[Stage, int]:
+    """By how many backwards each stage that recomputes is ahead."""
+    stages = [stage for group in groups for stage in schedule.stages if stage.index in group]
+    last = {index: group[-1] for group in groups for index in group}
+    held = {stage: _in_flight(schedule, stage) for stage in stages}
     found = {}
-    for node in nodes:
-        end = schedule.node_at[last[node.cut], node.replica]
-        found[node] = max(end.cut - node.cut, held[node] - held[end]) if end != node else 0
+    for stage in stages:
+        end = schedule.stage_at[last[stage.index], stage.direction]
+        found[stage] = max(end.index - stage.index, held[stage] - held[end]) if end != stage else 0
     return found
 
 
-def _in_flight(schedule: Schedule, node: Node) -> int:
-    """Microbatches of a node between forward and backward at the border of a batch."""
-    backwards = (p for a in schedule.programs[node.rank].period for p in passes(a) if p.op in _BACKWARDS)
-    return sum(len(range(p.unit.first, 0, schedule.microbatches)) for p in backwards if p.node == node)
+def _in_flight(schedule: Schedule, stage: Stage) -> int:
+    """Microbatches of a stage between forward and backward at the border of a batch."""
+    backwards = (p for a in schedule.programs[stage.rank].period for p in passes(a) if p.op in _BACKWARDS)
+    return sum(len(range(p.unit.first, 0, schedule.microbatches)) for p in backwards if p.stage == stage)
 
 
-class _Place(NamedTuple):
-    """An R, by the number of its backward among those of its node, and the action that it stands before."""
+class _RecomputePlace(NamedTuple):
+    """An R, by the number of its backward among those of its stage, and the action that it stands before."""
 
     number: int
     position: int
     action: Action
 
 
-def _inserted(schedule: Schedule, program: Program, ahead: dict[Node, int]) -> Program:
-    """A program with the recomputes of its nodes."""
+def _inserted(schedule: Schedule, program: Program, ahead: dict[Stage, int]) -> Program:
+    """A program with the recomputes of its stages."""
     period: dict[int, list[Action]] = defaultdict(list)
     epilogue: dict[int, list[Action]] = defaultdict(list)
-    for node in sorted({p.node for a in program.period for p in passes(a) if p.node in ahead}):
-        places = _places(program, node, ahead[node], schedule.microbatches)
+    for stage in sorted({p.stage for a in program.period for p in passes(a) if p.stage in ahead}):
+        places = _places(program, stage, ahead[stage], schedule.microbatches)
         for part, found in zip((period, epilogue), places, strict=True):
             for place in sorted(found):
                 part[place.position].append(place.action)
-    newest = {a.node: a.unit.first for a in program.period if a.op is Op.STEP}  # relative, where a period begins
+    newest = {a.stage: a.unit.first for a in program.period if a.op is Op.STEP}  # relative, where a period begins
 
     def merge(actions: tuple[Action, ...], extra: dict[int, list[Action]]) -> Iterator[Action]:
         now = dict(newest)
         for position, action in enumerate(actions):
             for again in extra.get(position, ()):
                 if RULES[schedule.rule].recompute is Source.NEWEST:
-                    yield again._replace(reads=WeightRef((now[again.node],)))
+                    yield again._replace(reads=WeightRef((now[again.stage],)))
                 else:
                     yield again
             if action.op is Op.STEP:
-                now[action.node] = action.unit.first + 1
+                now[action.stage] = action.unit.first + 1
             yield action
 
     return Program(tuple(merge(program.period, period)), tuple(merge(program.epilogue, epilogue)))
 
 
-def _places(program: Program, node: Node, ahead: int, m: int) -> tuple[list[_Place], list[_Place]]:
-    """Where the recomputes of a node stand, in the period and in the epilogue.
+def _places(program: Program, stage: Stage, ahead: int, m: int) -> tuple[list[_RecomputePlace], list[_RecomputePlace]]:
+    """Where the recomputes of a stage stand, in the period and in the epilogue.
 
     Backwards are numbered through all periods: number j + t n is the j-th of the n in the t-th period from here.
     """
     periodic, final = (
-        [(i, p) for i, a in enumerate(part) for p in passes(a) if p.op in _BACKWARDS and p.node == node]
+        [(i, p) for i, a in enumerate(part) for p in passes(a) if p.op in _BACKWARDS and p.stage == stage]
         for part in program
     )
     forwards = {
         (p.unit.first % m, p.unit.slice): (p.unit.first // m, i)
         for i, a in enumerate(program.period)
         for p in passes(a)
-        if p.op is Op.F and p.node == node
+        if p.op is Op.F and p.stage == stage
     }
-    found: list[_Place] = []
+    found: list[_RecomputePlace] = []
     leads: dict[tuple[object, ...], int] = {}  # by how many backwards each microbatch of a batch is ahead
     left: set[tuple[object, ...]] = set()  # what periods leave to the epilogue
     for j, (_, p) in enumerate(periodic):
@@ -176,10 +177,10 @@ def _places(program: Program, node: Node, ahead: int, m: int) -> tuple[list[_Pla
                 break
         leads[k, p.unit.slice] = lead
         again = _again(p, t, m)
-        found.append(_Place(j - t * len(periodic), periodic[number][0], again))
+        found.append(_RecomputePlace(j - t * len(periodic), periodic[number][0], again))
         left |= {(first, p.unit.slice) for first in range(again.unit.first, 0, m)}
     rest = [
-        _Place(j, final[max(j - leads[p.unit.first % m, p.unit.slice], 0)][0], _again(p, 0, m))
+        _RecomputePlace(j, final[max(j - leads[p.unit.first % m, p.unit.slice], 0)][0], _again(p, 0, m))
         for j, (_, p) in enumerate(final)
         if (p.unit.first, p.unit.slice) in left
     ]
@@ -192,4 +193,4 @@ def _again(backward: Action, t: int, m: int) -> Action:
     if reads is not None:
         derive = reads.derive and Copy(reads.derive.label, reads.derive.first - t * m)
         reads = WeightRef(tuple(version - t for version in reads.versions), derive)
-    return Action(Op.R, backward.node, backward.unit._replace(first=backward.unit.first - t * m), reads)
+    return Action(Op.R, backward.stage, backward.unit._replace(first=backward.unit.first - t * m), reads)

@@ -16,7 +16,7 @@ from penstock.stage.autograd.saved_bytes import SavedBytes
 
 
 @dataclass
-class _Place:
+class _StorageSlot:
     """The storage of some tensors that a graph keeps."""
 
     storage: torch.UntypedStorage
@@ -27,7 +27,7 @@ class _Place:
 class _Spot:
     """A tensor that a graph keeps: where it lies, and how."""
 
-    place: _Place
+    place: _StorageSlot
     dtype: torch.dtype
     offset: int
     shape: torch.Size
@@ -48,7 +48,7 @@ class Parking(SavedBytes):
     """
 
     def __init__(self, known: set[int]) -> None:
-        self._places: dict[int, _Place] = {}
+        self._places: dict[int, _StorageSlot] = {}
         self._stay: set[int] = set()
         super().__init__(known, self._spot, _found)
 
@@ -78,7 +78,7 @@ class Parking(SavedBytes):
         for place, tensor in zip(self._movable(), given, strict=True):
             place.storage = tensor.clone().untyped_storage()
 
-    def _movable(self) -> list[_Place]:
+    def _movable(self) -> list[_StorageSlot]:
         return [place for address, place in self._places.items() if address not in self._stay]
 
     def _spot(self, tensor: Tensor) -> Tensor | _Spot:
@@ -86,7 +86,7 @@ class Parking(SavedBytes):
         storage = tensor.untyped_storage()
         if storage.data_ptr() in self._known:
             return tensor.detach()
-        place = self._places.setdefault(storage.data_ptr(), _Place(storage, tensor.device))
+        place = self._places.setdefault(storage.data_ptr(), _StorageSlot(storage, tensor.device))
         return _Spot(place, tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride())
 
 

@@ -48,13 +48,13 @@ class Watched(Tensor):
 
     plain: Tensor
     key: str
-    watch: Watch
+    watch: StandIns
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run an operation on what is stood for, or cut it off from the graph."""
+        """Run an operation on what is stood for, or stage it off from the graph."""
         kwargs = kwargs or {}
         if func in (torch.autograd.grad, torch.autograd.backward):
             raise CapabilityError(
@@ -78,7 +78,7 @@ class Watched(Tensor):
         return pytree.tree_map(watch.stand_in, func(*args, **kwargs))
 
 
-class Watch:
+class StandIns:
     """Stand-ins for some weights.
 
     Attributes:
@@ -108,7 +108,7 @@ class Splitting:
         moves: what graphs save may be moved away, so that nothing else may keep it.
     """
 
-    def __init__(self, watch: Watch, counter: SavedBytes | None = None, moves: bool = False) -> None:
+    def __init__(self, watch: StandIns, counter: SavedBytes | None = None, moves: bool = False) -> None:
         self._watch, self._counter, self._moves = watch, counter, moves
         self.late = Late()
         self.gate = torch.zeros((), requires_grad=True)
@@ -234,8 +234,8 @@ class Splitting:
         if func in _KEEPING and not self._moves:  # leaves: they live as long as the small graph, as their memory does
             opened = inner = [tensor.detach().requires_grad_() for tensor in outer]
         else:
-            cut = [tensor.detach() for tensor in outer]  # or the way back would lead on into the outer graph
-            opened = _Open.apply(self.gate, *cut) if outer else ()  # type: ignore[no-untyped-call]
+            index = [tensor.detach() for tensor in outer]  # or the way back would lead on into the outer graph
+            opened = _Open.apply(self.gate, *index) if outer else ()  # type: ignore[no-untyped-call]
             inner = [get_gradient_edge(tensor) for tensor in opened]
         inside = dict(zip(distinct, opened, strict=True))
         args = [_replaced(value, inside) for value in args]

@@ -1,7 +1,7 @@
 """Which samples a microbatch holds: a pure function of the seed and the global sample number.
 
 The text is cut into windows of `context` tokens (and one more, the last target). Blocks of neighbouring windows are
-held out for validation; the others are visited in a new order in every epoch. The first and the last stage, replicas
+held out for validation; the others are visited in a new order in every epoch. The first and the last stage, pipelines
 and resumed runs all find the same samples without telling each other.
 """
 

@@ -34,7 +34,9 @@ def _save(pipeline: Pipeline, prepared: Prepared, run: Path, folder: Path, avera
     try:
         if rank < stages:  # the other pipelines hold the same, or it speaks for them
             state = pipeline.state_dict(averaged=averaged)
-            blocks = [f"{block}." for node in pipeline.nodes if not node.replica for block in pipeline.parts[node.cut]]
+            blocks = [
+                f"{block}." for stage in pipeline.stages if not stage.direction for block in pipeline.parts[stage.index]
+            ]
             own = {name: tensor for name, tensor in state.items() if name.startswith(tuple(blocks))}  # of one direction
             files = save_stage(folder, pipeline.batches, rank, stages, own)
     except (OSError, SafetensorError) as error:

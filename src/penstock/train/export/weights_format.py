@@ -3,7 +3,7 @@
     weights/index.json                        schema, model, file of each tensor
     weights/batch-1000-stage-0-of-2.safetensors
 
-Names are canonical (block and parameter), so any other cut of the model can read them. Files appear under their names
+Names are canonical (block and parameter), so any other stage of the model can read them. Files appear under their names
 only when they are complete, and the index, which comes last, never names those of two moments.
 """
 

@@ -34,7 +34,7 @@ from penstock.train.data.windows import Windows
 from penstock.train.setup.optimizers import optimizer_factory
 from penstock.train.setup.phase_plan import FALLBACK, SYNC
 from penstock.train.setup.run_folder import saved_batches
-from penstock.weights.corrections.base import Correction, Place
+from penstock.weights.corrections.base import Correction, StagePlace
 from penstock.weights.corrections.registry import make_correction
 from penstock.weights.memory.buffers import Layout
 from penstock.weights.optim.adapters import check_averages
@@ -97,14 +97,14 @@ def prepare(config: TrainConfig) -> Prepared:
         raise ConfigError(f"undo=in-place: method {row.name!r} never takes an update back; leave undo out")
     rule = "provisional-in-place" if in_place else None
     proof = prove(row.name, config.stages, config.microbatches, options=config.options, rule=rule)
-    check_together(proof.schedule, config.deciding, {0, proof.schedule.cuts - 1} if config.model.tied else ())
+    check_together(proof.schedule, config.deciding, {0, proof.schedule.num_stages - 1} if config.model.tied else ())
     others = _other_proofs(config, proof)
     _check_recompute(config, [proof, *others.values()])
     _check_combine(config, proof.schedule, row.correction)
     corpus = load_corpus(config.data, partial(is_of_a_run, Path(config.out)))
     model = model_shape(config, corpus)
     blocks = gpt_blocks(model, config.seed)
-    cut_blocks(blocks, proof.schedule.cuts, config.balance)
+    cut_blocks(blocks, proof.schedule.num_stages, config.balance)
     tied = TIED_EMBEDDINGS if config.model.tied else {}
     resolve_both(config.delays, config.backward_delays, blocks, tied, proof.schedule, config.recompute)
     windows = Windows(corpus, model.context, config.held_out, config.seed)
@@ -120,12 +120,12 @@ def prepare(config: TrainConfig) -> Prepared:
     correction = make_correction(row.correction, options, config.batches, config.rate.warm_up)
     check_correction(proof.schedule, correction, low_precision(config.precision), config.recompute, config.model.tied)
     _check_optimizer(
-        config, correction, Place(0, proof.schedule.cuts, config.microbatches, 1.0, f"method {row.name!r}")
+        config, correction, StagePlace(0, proof.schedule.num_stages, config.microbatches, 1.0, f"method {row.name!r}")
     )
     return Prepared(config, model, proof, windows, correction, others)
 
 
-def _check_optimizer(config: TrainConfig, correction: Correction | None, place: Place) -> None:
+def _check_optimizer(config: TrainConfig, correction: Correction | None, place: StagePlace) -> None:
     """What every stage would find out later.
 
     Raises:
@@ -196,12 +196,12 @@ def _check_combine(config: TrainConfig, schedule: Schedule, correction: str) -> 
         schedule,
         config.width,
         correction,
-        tied=config.model.tied and schedule.cuts > 1,
+        tied=config.model.tied and schedule.num_stages > 1,
         fast=config.reduce == "fast",
         delayed=config.delayed,
     )
     if fault is None:
-        places = (place_of(r, node.name) for r in range(config.width) for node in schedule.nodes)
+        places = (place_of(r, stage.name) for r in range(config.width) for stage in schedule.stages)
         recorded = record_fault(combine.lag, places, every, config.batches)
         fault = None if recorded is None else f"combine.lag: {recorded}"
     own = f"with combine.kind={kind} pipelines meet every {every} batches, and have weights of their own in between"

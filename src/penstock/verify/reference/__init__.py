@@ -72,18 +72,18 @@ operations in one.
 
 from penstock.verify.reference.decisions import Scaling
 from penstock.verify.reference.methods import DOUBLE_BUFFER, FLUSH, METHODS
-from penstock.verify.reference.order import Order
+from penstock.verify.reference.order import ReferenceOrder
 from penstock.verify.reference.run import Reference, train_reference
-from penstock.verify.reference.waves import Waves, Wsp, train_wsp
+from penstock.verify.reference.waves import ReferenceWaves, Wsp, train_wsp
 
 __all__ = [
     "DOUBLE_BUFFER",
     "FLUSH",
     "METHODS",
-    "Order",
+    "ReferenceOrder",
     "Reference",
     "Scaling",
-    "Waves",
+    "ReferenceWaves",
     "Wsp",
     "train_reference",
     "train_wsp",

@@ -12,8 +12,8 @@ from penstock.verify.reference.corrections import (
     Blend,
     Discrepancy,
     Feedback,
-    GapAware,
     Newest,
+    ReferenceGapAware,
     Rescheduling,
     Spike,
     adapt_momentum,
@@ -21,14 +21,14 @@ from penstock.verify.reference.corrections import (
 from penstock.verify.reference.decayed import Decaying
 from penstock.verify.reference.delays import horizons, largest_delay, mean_delay
 from penstock.verify.reference.methods import DECAYED, NEWEST, PREDICTION
-from penstock.verify.reference.predictions import LastChange, Prediction, check_velocity
-from penstock.verify.reference.stage import Reading, Stage, step
+from penstock.verify.reference.predictions import LastChange, ReferencePrediction, check_velocity
+from penstock.verify.reference.stage import ReferenceReading, ReferenceStage, step
 
 UNEQUAL = ("pipemare", "nag-pp-no-stash", "spike", "spike-lwp", "spike-lwp-weights", "gap-aware")
 """Methods whose updates depend on the stage, so that copies of one parameter on two stages would part."""
 
 
-class Place(NamedTuple):
+class ReferencePlace(NamedTuple):
     """Where a stage is: s of d, counted from 0; m, the microbatches of a pipeline to an update; its delays if given."""
 
     stage: int
@@ -37,7 +37,9 @@ class Place(NamedTuple):
     delays: Sequence[int] | None = None
 
 
-def correct(stage: Stage, place: Place, method: str, options: Mapping[str, Any], tied: bool) -> Callable[[int], float]:
+def correct(
+    stage: ReferenceStage, place: ReferencePlace, method: str, options: Mapping[str, Any], tied: bool
+) -> Callable[[int], float]:
     """Give a stage what the method does about staleness.
 
     Args:
@@ -66,7 +68,9 @@ def correct(stage: Stage, place: Place, method: str, options: Mapping[str, Any],
     return lambda _: 1.0
 
 
-def _reading(method: str, options: Mapping[str, Any], place: Place, optimizer: Optimizer | None) -> Reading:
+def _reading(
+    method: str, options: Mapping[str, Any], place: ReferencePlace, optimizer: Optimizer | None
+) -> ReferenceReading:
     if method == "pipemare" and options["decay"] is not None:
         return Discrepancy(mean_delay(*place), options["decay"])
     if method in NEWEST or (method == "spike" and options["backward"] == "newest"):
@@ -76,21 +80,23 @@ def _reading(method: str, options: Mapping[str, Any], place: Place, optimizer: O
     if method in DECAYED:
         return Decaying(largest_delay(*place), options["backward"] == "stash", optimizer)
     if method not in PREDICTION:
-        return Reading()
+        return ReferenceReading()
     forward, backward = horizons(method, *place)
     stash = method == "spectrain-stash" or options.get("backward") == "stash"
     if method in ("lwp-weights", "spike-lwp-weights"):
         return LastChange(forward, stash)
     if optimizer is not None:
         check_velocity(optimizer)
-    return Prediction(forward, backward, stash, options.get("bias", "adam"))
+    return ReferencePrediction(forward, backward, stash, options.get("bias", "adam"))
 
 
-def _step(method: str, options: Mapping[str, Any], place: Place, optimizer: Optimizer) -> Callable[[Stage], None]:
+def _step(
+    method: str, options: Mapping[str, Any], place: ReferencePlace, optimizer: Optimizer
+) -> Callable[[ReferenceStage], None]:
     if method in ("spike", "spike-lwp", "spike-lwp-weights"):
         return Spike(mean_delay(*place), optimizer)
     if method == "gap-aware":
-        return GapAware(options["average"], options["eps"], place.microbatches, optimizer)
+        return ReferenceGapAware(options["average"], options["eps"], place.microbatches, optimizer)
     if method == "error-feedback":
         return Feedback()
     if method == "nag-pp" and not isinstance(optimizer, NAdam):

@@ -7,22 +7,22 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from penstock.errors import CapabilityError
-from penstock.verify.reference.stage import Reading, Stage, Weights, step
+from penstock.verify.reference.stage import ReferenceReading, ReferenceStage, Weights, step
 
 
-class Newest(Reading):
+class Newest(ReferenceReading):
     """Backwards read the newest weights."""
 
-    def read(self, stage: Stage, version: int) -> tuple[Weights, Weights | None]:
+    def read(self, stage: ReferenceStage, version: int) -> tuple[Weights, Weights | None]:
         """The version, the newest."""
         return stage.versions[version], stage.versions[-1]
 
-    def again(self, stage: Stage, _version: int, moment: int) -> Weights | None:
+    def again(self, stage: ReferenceStage, _version: int, moment: int) -> Weights | None:
         """What is newest then."""
         return stage.versions[moment]
 
 
-class Discrepancy(Reading):
+class Discrepancy(ReferenceReading):
     """PipeMare's T2 (arXiv 1910.05124): backwards read an estimate of what their forwards have read.
 
     delta <- gamma * delta + (1 - gamma) * (W(t+1) - W(t)) after each update, from 0 on, gamma = decay^(1/delay); the
@@ -40,7 +40,7 @@ class Discrepancy(Reading):
         self.delta: Weights = {}
         self.past: dict[int, Weights] = {}  # delta by the version that was newest
 
-    def born(self, stage: Stage) -> None:
+    def born(self, stage: ReferenceStage) -> None:
         """Follow the drift."""
         if stage.made and self.gamma is not None:
             before, after = stage.versions[-2:]
@@ -48,11 +48,11 @@ class Discrepancy(Reading):
             self.delta = {n: self.gamma * delta[n] + (1.0 - self.gamma) * (w - before[n]) for n, w in after.items()}
         self.past[len(stage.versions) - 1] = self.delta
 
-    def read(self, stage: Stage, version: int) -> tuple[Weights, Weights | None]:
+    def read(self, stage: ReferenceStage, version: int) -> tuple[Weights, Weights | None]:
         """The version, and an estimate of it from the newest one."""
         return stage.versions[version], self.again(stage, version, len(stage.versions) - 1)
 
-    def again(self, stage: Stage, version: int, moment: int) -> Weights:
+    def again(self, stage: ReferenceStage, version: int, moment: int) -> Weights:
         """An estimate of the version from the one that is newest then."""
         newest, delta, delay = stage.versions[moment], self.past.get(moment), moment - version
         if not delta or not delay:
@@ -60,7 +60,7 @@ class Discrepancy(Reading):
         return {name: w - delay * delta[name] for name, w in newest.items()}
 
 
-class Blend(Reading):
+class Blend(ReferenceReading):
     """I-TiMePReSt (arXiv 2509.23241): backwards read weights between those of their forward and the newest.
 
     lambda W(v) + (1 - lambda) W(t), lambda = beta^(t - v), for a microbatch of batch t whose forward read version v.
@@ -77,7 +77,7 @@ class Blend(Reading):
     def __init__(self, beta: float) -> None:
         self.beta = beta
 
-    def read(self, stage: Stage, version: int) -> tuple[Weights, Weights | None]:
+    def read(self, stage: ReferenceStage, version: int) -> tuple[Weights, Weights | None]:
         """The version, and what lies between it and the newest."""
         old, newest, updates = stage.versions[version], stage.versions[-1], len(stage.versions) - 1 - version
         if not updates:
@@ -119,7 +119,7 @@ class Spike:
         self.delay = delay
         _check_momentum(optimizer, "spike compensation")
 
-    def __call__(self, stage: Stage) -> None:
+    def __call__(self, stage: ReferenceStage) -> None:
         """Make an update."""
         optimizer = stage.optimizer
         assert optimizer is not None
@@ -134,7 +134,7 @@ class Spike:
                 parameter.copy_(parameter - lr * (a * v + b * g))
 
 
-class GapAware:
+class ReferenceGapAware:
     """Gap-aware penalty (Barkai et al., arXiv 1909.10802), as in FTPipe's code for SGD on stashed weights.
 
     The gradient with its decay is divided, element by element, by 1 + |W(t) - W(v)| / C: v was read by its forward, and
@@ -165,7 +165,7 @@ class GapAware:
         if not isinstance(optimizer, SGD):
             raise CapabilityError(f"gap-aware is known for SGD only, not for {type(optimizer).__name__}")
 
-    def __call__(self, stage: Stage) -> None:
+    def __call__(self, stage: ReferenceStage) -> None:
         """Make an update."""
         optimizer = stage.optimizer
         assert optimizer is not None
@@ -200,7 +200,7 @@ class Feedback:
     def __init__(self) -> None:
         self.last: Weights | None = None
 
-    def __call__(self, stage: Stage) -> None:
+    def __call__(self, stage: ReferenceStage) -> None:
         """Make an update."""
         before = stage.copy_newest()
         step(stage)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from penstock.errors import CapabilityError
-from penstock.verify.reference.stage import Reading, Stage, Weights
+from penstock.verify.reference.stage import ReferenceReading, ReferenceStage, Weights
 
 
 class Known(NamedTuple):
@@ -27,7 +27,7 @@ class Known(NamedTuple):
     rates: list[float]
 
 
-class Decaying(Reading):
+class Decaying(ReferenceReading):
     """Forwards predict the weights of their microbatch's own update, as if no gradient came in between ("msnag").
 
     n is the number of updates that the stage will have made between the forward and that update; lr_j is the rate that
@@ -64,7 +64,7 @@ class Decaying(Reading):
         if optimizer is not None:
             _check(optimizer)
 
-    def born(self, stage: Stage) -> None:
+    def born(self, stage: ReferenceStage) -> None:
         """Take down what predictions from this version will need."""
         rates = [stage.rate(j) for j in range(self.updates)]
         known = {}
@@ -76,7 +76,7 @@ class Decaying(Reading):
                     known[names[p]] = Known(state, dict(group), [initial * rate for rate in rates])
         self.known.append(known)
 
-    def read(self, stage: Stage, version: int) -> tuple[Weights, Weights | None]:
+    def read(self, stage: ReferenceStage, version: int) -> tuple[Weights, Weights | None]:
         """What is predicted from the version; the same for the backward, or the newest."""
         n = len(stage.versions) - 1 - version
         weights = dict(stage.versions[version])
@@ -120,7 +120,7 @@ class Partials:
     def __init__(self) -> None:
         self.sums: dict[tuple[int, int, int], list[Weights]] = {}  # of a stage, batch and part, by microbatches
 
-    def note(self, nodes: list[Stage], t: int, part: int, scale: float) -> None:
+    def note(self, nodes: list[ReferenceStage], t: int, part: int, scale: float) -> None:
         """One more microbatch of batch t, whose loss is multiplied by `scale`, has gone through a part."""
         for s, node in enumerate(nodes):
             self.sums.setdefault((s, t, part), []).append(
@@ -129,7 +129,7 @@ class Partials:
 
     def tell(
         self,
-        nodes: list[Stage],
+        nodes: list[ReferenceStage],
         versions: list[int],
         part: int,
         t: int,

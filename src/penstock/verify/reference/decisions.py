@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from penstock.verify.reference.stage import Stage
+from penstock.verify.reference.stage import ReferenceStage
 
 
 class Scaling(NamedTuple):
@@ -47,7 +47,7 @@ class Scale:
 
 
 def factor_and_norm(
-    nodes: list[Stage],
+    nodes: list[ReferenceStage],
     c: float,
     weight: float,
     scale: float,
@@ -69,7 +69,7 @@ def factor_and_norm(
     return mean * (1.0 if clip is None else min(1.0, clip / (norm + 1e-6))), norm
 
 
-def equal_copies(nodes: list[Stage], tied: Mapping[str, str]) -> None:
+def equal_copies(nodes: list[ReferenceStage], tied: Mapping[str, str]) -> None:
     """Begin with one value for what is one parameter."""
     everything = {name: (node, parameter) for node in nodes for name, parameter in node.newest.items()}
     for name, owner in tied.items():
@@ -78,7 +78,7 @@ def equal_copies(nodes: list[Stage], tied: Mapping[str, str]) -> None:
         node.versions[0][name] = copy_.detach().clone()
 
 
-def tie_gradients(nodes: list[Stage], tied: Mapping[str, str]) -> None:
+def tie_gradients(nodes: list[ReferenceStage], tied: Mapping[str, str]) -> None:
     """All copies of a parameter get the sum of their gradients, the first stage's first."""
     holder = {name: node for node in nodes for name in node.gradient}
     for owner in dict.fromkeys(tied.values()):

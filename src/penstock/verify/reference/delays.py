@@ -28,7 +28,7 @@ from fractions import Fraction
 
 from penstock.errors import ConfigError
 from penstock.verify.reference.methods import DOUBLE_BUFFER, FLUSH, NF1B
-from penstock.verify.reference.order import Delays, Order
+from penstock.verify.reference.order import Delays, ReferenceOrder
 
 
 def version_read(method: str, t: int, k: int, m: int, s: int, d: int, first: int, delays: Delays | None = None) -> int:
@@ -55,7 +55,7 @@ def version_read(method: str, t: int, k: int, m: int, s: int, d: int, first: int
     return first + max(0, (t - first) * m + k - (d - 1 - s)) // m
 
 
-def check_early(method: str, order: Order, d: int, m: int) -> None:
+def check_early(method: str, order: ReferenceOrder, d: int, m: int) -> None:
     """Refuse second runs of forwards before the first ones.
 
     Raises:

@@ -12,7 +12,7 @@ Delays = Sequence[Sequence[int]]
 """Per stage and microbatch of a batch, a number of updates that the stage makes between two passes."""
 
 
-class Order(NamedTuple):
+class ReferenceOrder(NamedTuple):
     """How many updates lie between passes.
 
     Attributes:
@@ -78,7 +78,7 @@ class Order(NamedTuple):
         _check("delays", self.delays, d, m)
 
 
-USUAL = Order()
+USUAL = ReferenceOrder()
 """That of the method."""
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from penstock.verify.reference.stage import Stage, Weights, cast
+from penstock.verify.reference.stage import ReferenceStage, Weights, cast
 
 Loss = Callable[[Any, Any], "Tensor | tuple[Tensor, float | Tensor]"]
 
@@ -25,7 +25,7 @@ def draw_for(seed: int | None, t: int, k: int, name: str) -> None:
 
 
 def run_microbatch(
-    nodes: list[Stage],
+    nodes: list[ReferenceStage],
     sample: tuple[Any, Any],
     reads: list[tuple[Weights, Weights | None]],
     draw: Callable[[str], None],

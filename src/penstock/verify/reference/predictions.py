@@ -17,10 +17,10 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from penstock.errors import CapabilityError
 from penstock.verify.reference.muon import muon_direction
-from penstock.verify.reference.stage import Reading, Stage, Weights
+from penstock.verify.reference.stage import ReferenceReading, ReferenceStage, Weights
 
 
-class Prediction(Reading):
+class ReferencePrediction(ReferenceReading):
     """W_hat = W - (horizon * lr) * velocity; W is newest, lr is the rate of the next update.
 
     Args:
@@ -36,19 +36,19 @@ class Prediction(Reading):
         self.ahead: list[Weights] = []  # per version, what forwards predict from it
         self.next: Weights = {}  # what backwards predict from the newest version
 
-    def born(self, stage: Stage) -> None:
+    def born(self, stage: ReferenceStage) -> None:
         """Predict from the newest version."""
         self.ahead.append(self.predict(stage, self.horizon))
         if self.back is not None:
             self.next = self.predict(stage, self.back)
 
-    def read(self, stage: Stage, version: int) -> tuple[Weights, Weights | None]:
+    def read(self, stage: ReferenceStage, version: int) -> tuple[Weights, Weights | None]:
         """What has been predicted from the version; for the backward from the newest one, or that itself."""
         if self.back is not None:
             return self.ahead[version], self.next
         return self.ahead[version], None if self.stash else stage.versions[-1]
 
-    def predict(self, stage: Stage, horizon: float) -> Weights:
+    def predict(self, stage: ReferenceStage, horizon: float) -> Weights:
         """From the newest weights."""
         result, rate = {}, stage.rate()
         groups = [] if stage.optimizer is None else stage.optimizer.param_groups
@@ -61,7 +61,7 @@ class Prediction(Reading):
         return result
 
 
-class LastChange(Reading):
+class LastChange(ReferenceReading):
     """W_hat = W + horizon * (the change that the last update made to W): weight form of linear weight prediction.
 
     Args:
@@ -74,7 +74,7 @@ class LastChange(Reading):
         self.ahead: list[Weights] = []
         self.change: Weights | None = None
 
-    def born(self, stage: Stage) -> None:
+    def born(self, stage: ReferenceStage) -> None:
         """Predict from the newest version."""
         newest = stage.versions[-1]
         if stage.made:
@@ -82,7 +82,7 @@ class LastChange(Reading):
         change = self.change
         self.ahead.append(newest if change is None else {n: w + self.horizon * change[n] for n, w in newest.items()})
 
-    def read(self, stage: Stage, version: int) -> tuple[Weights, Weights | None]:
+    def read(self, stage: ReferenceStage, version: int) -> tuple[Weights, Weights | None]:
         """What has been predicted from the version, and the same or the newest one."""
         return self.ahead[version], None if self.stash else stage.versions[-1]
 

@@ -21,13 +21,13 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from penstock.verify.reference.passes import Loss, leaves_of, replace, unguarded, weighted
-from penstock.verify.reference.stage import Stage, Weights, cast
+from penstock.verify.reference.stage import ReferenceStage, Weights, cast
 
 Piece = list[tuple[int, str]]
 """Blocks in a row of which one input is kept: stage and name of each."""
 
 
-def pieces_of(nodes: Sequence[Stage], how: str, sizes: Sequence[int]) -> list[Piece]:
+def pieces_of(nodes: Sequence[ReferenceStage], how: str, sizes: Sequence[int]) -> list[Piece]:
     """What is run again from one input: each block, or each segment of so many stages."""
     blocks = [[(s, name) for name in node.blocks] for s, node in enumerate(nodes)]
     if how == "block":
@@ -37,7 +37,7 @@ def pieces_of(nodes: Sequence[Stage], how: str, sizes: Sequence[int]) -> list[Pi
 
 
 def run_again(
-    nodes: list[Stage],
+    nodes: list[ReferenceStage],
     sample: tuple[Any, Any],
     reads: list[tuple[Weights, Weights | None]],
     again: list[Weights],
@@ -84,7 +84,11 @@ def run_again(
 
 
 def _first_run(
-    nodes: list[Stage], x: Any, leaves: list[dict[str, Tensor]], pieces: list[Piece], draw: Callable[[str], None]
+    nodes: list[ReferenceStage],
+    x: Any,
+    leaves: list[dict[str, Tensor]],
+    pieces: list[Piece],
+    draw: Callable[[str], None],
 ) -> tuple[list[Any], dict[str, dict[str, Tensor]]]:
     """The input of every piece and the output, cut from what made them; the buffers of each block as it found them."""
     inputs, buffers = [x], dict[str, dict[str, Tensor]]()
@@ -98,7 +102,7 @@ def _first_run(
 
 
 def _second_run(
-    nodes: list[Stage],
+    nodes: list[ReferenceStage],
     inputs: list[Any],
     leaves: list[dict[str, Tensor]],
     pieces: list[Piece],
@@ -140,12 +144,12 @@ def _slopes(ys: list[Tensor], slopes: Sequence[Tensor | None], xs: list[Tensor])
     return [next(found) if x.requires_grad else None for x in xs]
 
 
-def _buffers(node: Stage, name: str) -> dict[str, Tensor]:
+def _buffers(node: ReferenceStage, name: str) -> dict[str, Tensor]:
     return dict(node.modules[name].named_buffers()) if name in node.modules else {}
 
 
 @contextmanager
-def _as_then(node: Stage, name: str, then: Mapping[str, Tensor]) -> Iterator[None]:
+def _as_then(node: ReferenceStage, name: str, then: Mapping[str, Tensor]) -> Iterator[None]:
     """The buffers of a block are copies of these; afterwards they are what they were."""
     now = _buffers(node, name)
     _put(node, name, {own: b.clone() for own, b in then.items()})
@@ -155,7 +159,7 @@ def _as_then(node: Stage, name: str, then: Mapping[str, Tensor]) -> Iterator[Non
         _put(node, name, now)
 
 
-def _put(node: Stage, name: str, buffers: Mapping[str, Tensor]) -> None:
+def _put(node: ReferenceStage, name: str, buffers: Mapping[str, Tensor]) -> None:
     for own, buffer in buffers.items():
         path, _, last = own.rpartition(".")
         node.modules[name].get_submodule(path)._buffers[last] = buffer

@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from penstock.errors import CapabilityError, DataError
-from penstock.verify.reference.choice import Place, correct
+from penstock.verify.reference.choice import ReferencePlace, correct
 from penstock.verify.reference.decayed import Partials
 from penstock.verify.reference.decisions import Scale, Scaling, equal_copies, factor_and_norm, tie_gradients
 from penstock.verify.reference.delays import backwards_of_open_batch, check_early, version_read
 from penstock.verify.reference.methods import DOUBLE_BUFFER, options_of
-from penstock.verify.reference.order import USUAL, Order
+from penstock.verify.reference.order import USUAL, ReferenceOrder
 from penstock.verify.reference.passes import Loss, draw_for, run_microbatch
 from penstock.verify.reference.recompute import pieces_of, run_again
-from penstock.verify.reference.stage import Block, Factory, Stage
+from penstock.verify.reference.stage import Block, Factory, ReferenceStage
 
 
 @dataclass
@@ -66,7 +66,7 @@ def train_reference(
     tied: Mapping[str, str] = MappingProxyType({}),
     precision: torch.dtype | None = None,
     options: Mapping[str, Any] = MappingProxyType({}),
-    order: Order = USUAL,
+    order: ReferenceOrder = USUAL,
 ) -> Reference:
     """Train a copy of a model as the equations of a method say.
 
@@ -100,7 +100,7 @@ def train_reference(
         DataError: batches of different numbers of microbatches.
     """
     chosen = options_of(method, options)
-    nodes = [Stage(blocks, optimizer) for blocks in stages]
+    nodes = [ReferenceStage(blocks, optimizer) for blocks in stages]
     equal_copies(nodes, tied)
     for node in nodes:
         node.cast_frozen(precision)
@@ -115,7 +115,7 @@ def train_reference(
 class Run:
     """A run under way; the attributes are the arguments of `train_reference`."""
 
-    nodes: list[Stage]
+    nodes: list[ReferenceStage]
     loss: Loss
     method: str
     options: Mapping[str, Any]
@@ -128,7 +128,7 @@ class Run:
     parts: Sequence[Sequence[int]] | None
     tied: Mapping[str, str]
     precision: torch.dtype | None
-    order: Order
+    order: ReferenceOrder
     result: Reference = field(default_factory=Reference)
     size: int = 0  # of a batch, in microbatches
     m: int = 0  # those of one pipeline
@@ -166,7 +166,7 @@ class Run:
         self.order.check(self.method, len(self.nodes), self.m)
         check_early(self.method, self.order, len(self.nodes), self.m)
         for s, node in enumerate(self.nodes):
-            place = Place(s, len(self.nodes), self.m, self.order.of_stage(s))
+            place = ReferencePlace(s, len(self.nodes), self.m, self.order.of_stage(s))
             momentary = correct(node, place, self.method, self.options, bool(self.tied))
             node.rate = partial(self.rate_of, momentary)
             node.reading.born(node)
@@ -233,7 +233,7 @@ class Run:
         return given
 
 
-def with_end(result: Reference, nodes: list[Stage]) -> Reference:
+def with_end(result: Reference, nodes: list[ReferenceStage]) -> Reference:
     """Add what is known when the run is over."""
     versions = zip(*(node.versions for node in nodes), strict=True)
     result.versions = [{name: w for stage in parts for name, w in stage.items()} for parts in versions]

@@ -18,7 +18,7 @@ Factory = Callable[[list[tuple[str, nn.Parameter]]], Optimizer]
 Weights = dict[str, Tensor]
 
 
-class Reading:
+class ReferenceReading:
     """What the passes of a stage read: forwards a version, backwards the same. Others say what they do instead.
 
     Attributes:
@@ -27,27 +27,27 @@ class Reading:
 
     repeats = True
 
-    def born(self, stage: Stage) -> None:
+    def born(self, stage: ReferenceStage) -> None:
         """A version is there: the first one, or the next, by an update (`stage.made`) or without one."""
 
-    def read(self, stage: Stage, version: int) -> tuple[Weights, Weights | None]:
+    def read(self, stage: ReferenceStage, version: int) -> tuple[Weights, Weights | None]:
         """The weights of a forward that runs when `version` is the newest, and of its backward (None: the same).
 
         Backwards run when all updates but that of their batch are made.
         """
         return stage.versions[version], None
 
-    def again(self, stage: Stage, version: int, moment: int) -> Weights | None:
+    def again(self, stage: ReferenceStage, version: int, moment: int) -> Weights | None:
         """The weights of that forward when it is run again and `moment` is the newest version; None: the same."""
 
 
-def step(stage: Stage) -> None:
+def step(stage: ReferenceStage) -> None:
     """Make an update, when gradients and rates are set, as the optimizer does. Corrections have others."""
     if stage.optimizer is not None:
         stage.optimizer.step()
 
 
-class Stage:
+class ReferenceStage:
     """One stage.
 
     Args:
@@ -81,8 +81,8 @@ class Stage:
         self.versions = [self.copy_newest()]
         self.made, self.read = False, 0
         self.rate: Callable[..., float] = lambda _=0: 1.0
-        self.reading: Reading = Reading()
-        self.step: Callable[[Stage], None] = step
+        self.reading: ReferenceReading = ReferenceReading()
+        self.step: Callable[[ReferenceStage], None] = step
         self.parts: list[Weights] = []
         self.clear()
 

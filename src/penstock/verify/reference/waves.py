@@ -28,10 +28,10 @@ from torch import Tensor
 from penstock.errors import ConfigError, DataError
 from penstock.verify.reference.decisions import Scale, Scaling, equal_copies
 from penstock.verify.reference.methods import DOUBLE_BUFFER, FLUSH, options_of
-from penstock.verify.reference.order import USUAL, Order
+from penstock.verify.reference.order import USUAL, ReferenceOrder
 from penstock.verify.reference.passes import Loss
 from penstock.verify.reference.run import Reference, Run, with_end
-from penstock.verify.reference.stage import Block, Factory, Stage, Weights
+from penstock.verify.reference.stage import Block, Factory, ReferenceStage, Weights
 
 APART = (*FLUSH, *(m for m in DOUBLE_BUFFER if m != "error-feedback"), "wpipe", "stash", "vertical-sync", "newest")
 """Methods that remember nothing of how weights have moved, which is not the same as what their updates were here."""
@@ -81,7 +81,7 @@ class Wsp(NamedTuple):
 
 
 @dataclass
-class Waves:
+class ReferenceWaves:
     """The numbers of pipelines that meet in waves.
 
     Attributes:
@@ -109,8 +109,8 @@ def train_wsp(
     seed: int | None = None,
     tied: Mapping[str, str] = MappingProxyType({}),
     precision: torch.dtype | None = None,
-    order: Order = USUAL,
-) -> Waves:
+    order: ReferenceOrder = USUAL,
+) -> ReferenceWaves:
     """Train copies of a model in parallel pipelines that tell each other their updates, wave by wave.
 
     Args:
@@ -129,7 +129,7 @@ def train_wsp(
         raise ConfigError(f"{method} does not go with waves; known: {', '.join(APART)}")
     chosen, drains, runs = options_of(method, {}), {*drains, *wsp.settle}, []
     for _ in range(wsp.width):
-        nodes = [Stage(blocks, optimizer) for blocks in stages]
+        nodes = [ReferenceStage(blocks, optimizer) for blocks in stages]
         equal_copies(nodes, tied)
         for node in nodes:
             node.cast_frozen(precision)
@@ -140,7 +140,7 @@ def train_wsp(
     meeting = _Meeting(runs, wsp)
     for t, batch in enumerate(batches):
         meeting.train(t, batch)
-    return Waves([with_end(run.result, run.nodes) for run in runs], meeting.common)
+    return ReferenceWaves([with_end(run.result, run.nodes) for run in runs], meeting.common)
 
 
 class _Meeting:

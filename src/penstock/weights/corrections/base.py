@@ -17,18 +17,18 @@ from penstock.weights.optim.step_info import Step
 from penstock.weights.optim.updater import Updater
 
 
-class Place(NamedTuple):
+class StagePlace(NamedTuple):
     """Where a stage is.
 
     Attributes:
-        cut, cuts: which of how many.
+        stage, num_stages: which of how many.
         microbatches: m.
         delay: updates between the version that its forwards read and the one that is updated, mean over a batch.
         where: for messages.
     """
 
-    cut: int
-    cuts: int
+    stage: int
+    num_stages: int
     microbatches: int
     delay: float
     where: str
@@ -69,7 +69,7 @@ class Corrector:
     watches = False
     predicts = False
 
-    def __init__(self, layout: Layout, place: Place) -> None:
+    def __init__(self, layout: Layout, place: StagePlace) -> None:
         self.layout, self.place = layout, place
         self.motion: Buffer | None = None
         self.began = 0
@@ -183,6 +183,6 @@ class Correction(Protocol):
         """Why it does not go with something, or None where it does."""
         ...
 
-    def on(self, layout: Layout, place: Place, /) -> Corrector:
+    def on(self, layout: Layout, place: StagePlace, /) -> Corrector:
         """For a stage with parameters of this layout."""
         ...

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from penstock.errors import ConfigError
-from penstock.weights.corrections.base import Corrector, Place
+from penstock.weights.corrections.base import Corrector, StagePlace
 from penstock.weights.memory.buffers import Buffer, Layout
 
 
@@ -42,15 +42,15 @@ class Blending:
             )
         return None
 
-    def on(self, layout: Layout, place: Place) -> _OnStage:
+    def on(self, layout: Layout, place: StagePlace) -> _BlendingOnStage:
         """For a stage."""
-        return _OnStage(self, layout, place)
+        return _BlendingOnStage(self, layout, place)
 
 
-class _OnStage(Corrector):
+class _BlendingOnStage(Corrector):
     """What is blended on one stage."""
 
-    def __init__(self, wanted: Blending, layout: Layout, place: Place) -> None:
+    def __init__(self, wanted: Blending, layout: Layout, place: StagePlace) -> None:
         super().__init__(layout, place)
         self._beta = wanted.beta
 

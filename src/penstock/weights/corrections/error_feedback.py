@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from penstock.errors import ConfigError
-from penstock.weights.corrections.base import Corrector, Place
+from penstock.weights.corrections.base import Corrector, StagePlace
 from penstock.weights.memory.buffers import Buffer, Layout
 from penstock.weights.optim.step_info import Step
 
@@ -42,15 +42,15 @@ class ErrorFeedback:
         """It goes with everything."""
         return None
 
-    def on(self, layout: Layout, place: Place) -> _OnStage:
+    def on(self, layout: Layout, place: StagePlace) -> _ErrorFeedbackOnStage:
         """For a stage."""
-        return _OnStage(self, layout, place)
+        return _ErrorFeedbackOnStage(self, layout, place)
 
 
-class _OnStage(Corrector):
+class _ErrorFeedbackOnStage(Corrector):
     watches = True
 
-    def __init__(self, wanted: ErrorFeedback, layout: Layout, place: Place) -> None:
+    def __init__(self, wanted: ErrorFeedback, layout: Layout, place: StagePlace) -> None:
         super().__init__(layout, place)
         self._share = wanted.share
         self._last = Buffer(layout, f"last step of {place.where}")

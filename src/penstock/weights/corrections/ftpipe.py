@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.optim import SGD, Adam, AdamW
 
 from penstock.errors import CapabilityError
-from penstock.weights.corrections.base import Corrector, Place
+from penstock.weights.corrections.base import Corrector, StagePlace
 from penstock.weights.memory.buffers import Buffer, Layout
 from penstock.weights.optim.adapters import name_of
 from penstock.weights.optim.directions import check_predictable
@@ -64,15 +64,15 @@ class FTPipe:
             return "what a forward has read is gone when it would be run again; do without recompute"
         return None
 
-    def on(self, layout: Layout, place: Place) -> _OnStage:
+    def on(self, layout: Layout, place: StagePlace) -> _FTPipeOnStage:
         """For a stage."""
-        return _OnStage(self, layout, place)
+        return _FTPipeOnStage(self, layout, place)
 
 
-class _OnStage(Corrector):
+class _FTPipeOnStage(Corrector):
     predicts = True
 
-    def __init__(self, wanted: FTPipe, layout: Layout, place: Place) -> None:
+    def __init__(self, wanted: FTPipe, layout: Layout, place: StagePlace) -> None:
         super().__init__(layout, place)
         self._wanted = wanted
         self._updates, self._factor = 0, 1.0

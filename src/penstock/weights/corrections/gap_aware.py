@@ -19,7 +19,7 @@ import torch
 from torch.optim import SGD
 
 from penstock.errors import CapabilityError, ConfigError
-from penstock.weights.corrections.base import Corrector, Place
+from penstock.weights.corrections.base import Corrector, StagePlace
 from penstock.weights.memory.buffers import Buffer, Layout
 from penstock.weights.optim.adapters import name_of
 from penstock.weights.optim.step_info import Step
@@ -50,13 +50,13 @@ class GapAware:
             return "gap-aware gradients are offered in fp32 so far; set precision to fp32, or take method stash"
         return None
 
-    def on(self, layout: Layout, place: Place) -> _OnStage:
+    def on(self, layout: Layout, place: StagePlace) -> _GapAwareOnStage:
         """For a stage."""
-        return _OnStage(self, layout, place)
+        return _GapAwareOnStage(self, layout, place)
 
 
-class _OnStage(Corrector):
-    def __init__(self, wanted: GapAware, layout: Layout, place: Place) -> None:
+class _GapAwareOnStage(Corrector):
+    def __init__(self, wanted: GapAware, layout: Layout, place: StagePlace) -> None:
         super().__init__(layout, place)
         if place.microbatches != 1:
             raise CapabilityError(

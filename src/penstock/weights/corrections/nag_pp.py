@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from penstock.errors import CapabilityError
-from penstock.weights.corrections.base import Corrector, Place, check_reschedule, rescheduled
+from penstock.weights.corrections.base import Corrector, StagePlace, check_reschedule, rescheduled
 from penstock.weights.memory.buffers import Layout
 from penstock.weights.optim.adapters import name_of
 
@@ -46,13 +46,13 @@ class NagPP:
         """It goes with everything."""
         return None
 
-    def on(self, layout: Layout, place: Place) -> _OnStage:
+    def on(self, layout: Layout, place: StagePlace) -> _NagOnStage:
         """For a stage."""
-        return _OnStage(self, layout, place)
+        return _NagOnStage(self, layout, place)
 
 
-class _OnStage(Corrector):
-    def __init__(self, wanted: NagPP, layout: Layout, place: Place) -> None:
+class _NagOnStage(Corrector):
+    def __init__(self, wanted: NagPP, layout: Layout, place: StagePlace) -> None:
         super().__init__(layout, place)
         self._wanted = wanted
 
@@ -66,9 +66,9 @@ class _OnStage(Corrector):
         """Set the momentum."""
         super().begin(optimizer)
         if self._wanted.adapts:
-            behind = self.place.cuts - 1 - self.place.cut
+            behind = self.place.num_stages - 1 - self.place.stage
             for group in optimizer.param_groups:
-                group["betas"] = LEAST + SPREAD * behind / self.place.cuts, group["betas"][1]
+                group["betas"] = LEAST + SPREAD * behind / self.place.num_stages, group["betas"][1]
 
     def rate(self, updates: int) -> float:
         """Lower where the delay is long, at first."""

@@ -19,7 +19,7 @@ import torch
 from torch.optim import SGD
 
 from penstock.errors import CapabilityError
-from penstock.weights.corrections.base import Corrector, Place
+from penstock.weights.corrections.base import Corrector, StagePlace
 from penstock.weights.memory.buffers import Buffer, Layout
 from penstock.weights.optim.adapters import name_of
 from penstock.weights.optim.step_info import Step
@@ -48,13 +48,13 @@ class PipelinedBackprop:
             return "what a forward has read is gone when it would be run again; do without recompute"
         return None
 
-    def on(self, layout: Layout, place: Place) -> _OnStage:
+    def on(self, layout: Layout, place: StagePlace) -> _BackpropOnStage:
         """For a stage."""
-        return _OnStage(self, layout, place)
+        return _BackpropOnStage(self, layout, place)
 
 
-class _OnStage(Corrector):
-    def __init__(self, wanted: PipelinedBackprop, layout: Layout, place: Place) -> None:
+class _BackpropOnStage(Corrector):
+    def __init__(self, wanted: PipelinedBackprop, layout: Layout, place: StagePlace) -> None:
         super().__init__(layout, place)
         self._wanted, self._delay = wanted, float(place.delay)
         moving = wanted.prediction == "weights"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from penstock.errors import ConfigError
-from penstock.weights.corrections.base import Corrector, Place, check_reschedule, rescheduled
+from penstock.weights.corrections.base import Corrector, StagePlace, check_reschedule, rescheduled
 from penstock.weights.memory.buffers import Buffer, Layout
 from penstock.weights.optim.step_info import Step
 
@@ -45,15 +45,15 @@ class PipeMare:
         """It goes with everything."""
         return None
 
-    def on(self, layout: Layout, place: Place) -> _OnStage:
+    def on(self, layout: Layout, place: StagePlace) -> _PipeMareOnStage:
         """For a stage."""
-        return _OnStage(self, layout, place)
+        return _PipeMareOnStage(self, layout, place)
 
 
-class _OnStage(Corrector):
+class _PipeMareOnStage(Corrector):
     """What PipeMare does on one stage."""
 
-    def __init__(self, wanted: PipeMare, layout: Layout, place: Place) -> None:
+    def __init__(self, wanted: PipeMare, layout: Layout, place: StagePlace) -> None:
         super().__init__(layout, place)
         self._wanted = wanted
         self._gamma = 0.0

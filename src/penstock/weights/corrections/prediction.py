@@ -12,7 +12,7 @@ from fractions import Fraction
 import torch
 
 from penstock.schedule.transforms.predictions import BACKWARD, FORWARD
-from penstock.weights.corrections.base import Corrector, Place
+from penstock.weights.corrections.base import Corrector, StagePlace
 from penstock.weights.memory.buffers import Buffer, Layout
 from penstock.weights.optim.updater import Updater
 
@@ -45,7 +45,7 @@ class Prediction:
             return "what a forward has read is gone when it would be run again; do without recompute"
         return None
 
-    def on(self, layout: Layout, place: Place) -> _Predicted:
+    def on(self, layout: Layout, place: StagePlace) -> _Predicted:
         """For a stage."""
         return _Predicted(self, layout, place)
 
@@ -65,9 +65,9 @@ class _Predicted(Corrector):
 
     predicts = True
 
-    def __init__(self, wanted: Prediction, layout: Layout, place: Place) -> None:
+    def __init__(self, wanted: Prediction, layout: Layout, place: StagePlace) -> None:
         super().__init__(layout, place)
-        ahead = horizons(wanted.name, place.cut, place.cuts, place.microbatches)
+        ahead = horizons(wanted.name, place.stage, place.num_stages, place.microbatches)
         self._horizons, self._uncorrected = dict(zip((FORWARD, BACKWARD), ahead, strict=True)), wanted.uncorrected
 
     def predict(self, updater: Updater, weights: Buffer, label: str, out: Buffer) -> None:

@@ -211,7 +211,7 @@ class Buffer:
         """The sum of the squares of all elements; not finite if one is not, or if their squares overflow.
 
         The norm of each parameter is taken in its own precision, as torch does when it clips. Their squares are added
-        exactly: the sum, and what its rounding has lost, so that a sum over stages does not show how they were cut.
+        exactly: the sum, and what its rounding has lost, so that a sum over stages does not depend on the partition.
 
         Args:
             without: parameters that do not count.

@@ -11,19 +11,19 @@ import torch
 import torch.distributed as dist
 
 from penstock.comm.collective.clock_sync import common_origin
-from penstock.comm.core.ranks import Team, backends
+from penstock.comm.core.rank_grid import RankGrid, backends
 from penstock.comm.core.recorder import Recorder
 from penstock.comm.p2p.nccl import LaneGroups, lane_groups
 from penstock.comm.p2p.transport import Channel
 from penstock.errors import CapabilityError, ConfigError
 from penstock.partition.blocks import deal
 from penstock.partition.tied import Tie
-from penstock.runtime.rank.rank import Recipe, Worker
+from penstock.runtime.rank.rank_state import RankState, Recipe
 from penstock.runtime.setup.initial_weights import check_equal, equalise
 from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.methods.combine import Combine
 from penstock.schedule.proof.check import Proof
-from penstock.stage.node import NodeRuntime
+from penstock.stage.stage_runtime import StageRuntime
 
 
 def check_combine(
@@ -65,51 +65,51 @@ def make_workers(
     named: Mapping[str, Any],
     parts: Sequence[Sequence[str]],
     proof: Proof,
-    team: Team,
+    grid: RankGrid,
     ties: Sequence[Tie],
     inside: Mapping[str, str],
     recipe: Recipe,
-) -> list[Worker]:
+) -> list[RankState]:
     """The workers of this process; what stages and pipelines share is made equal.
 
     Args:
         named: the blocks of the model; lazy ones are made here where they are needed.
-        parts: their names, by cut.
+        parts: their names, by stage.
         proof: of the schedule.
-        team: all ranks.
+        grid: all ranks.
         ties, inside: what stages share, and what blocks of one stage do.
         recipe: how the model is trained.
     """
-    origin = time.perf_counter() if team.group is None else common_origin(team.control)
-    here = [(seat.replica, node) for seat in team.seats for node in proof.schedule.on_rank(seat.rank)]
+    origin = time.perf_counter() if grid.group is None else common_origin(grid.control)
+    here = [(key.pipeline, stage) for key in grid.local for stage in proof.schedule.on_rank(key.rank)]
     dealt = deal(named, parts, here)
-    workers = [
-        Worker(seat, proof, dealt[seat.replica], ties, inside, recipe, Recorder(row, origin))
-        for seat, row in zip(team.seats, team.workers, strict=True)
+    ranks = [
+        RankState(key, proof, dealt[key.pipeline], ties, inside, recipe, Recorder(row, origin))
+        for key, row in zip(grid.local, grid.global_ranks, strict=True)
     ]
-    equalise(ties, proof.schedule, team, workers)
-    check_equal(proof.schedule, team, workers)
-    return workers
+    equalise(ties, proof.schedule, grid, ranks)
+    check_equal(proof.schedule, grid, ranks)
+    return ranks
 
 
 def make_lane_groups(
-    team: Team, nodes: Iterable[NodeRuntime], proofs: Mapping[Channel, Proof], ties: bool
+    grid: RankGrid, stages: Iterable[StageRuntime], proofs: Mapping[Channel, Proof], ties: bool
 ) -> dict[Channel, list[LaneGroups]]:
     """Communicators for tensors, where they travel over NCCL.
 
     Raises:
         CapabilityError: something is wanted that is not offered there.
     """
-    if team.group is None or team.control is None or not _needs_nccl(team.group, nodes):
+    if grid.group is None or grid.control is None or not _needs_nccl(grid.group, stages):
         return {}
-    if team.width > 1:
+    if grid.width > 1:
         raise CapabilityError("parallel pipelines are offered over gloo so far, not over NCCL")
     if ties:
         raise CapabilityError("parameters that stages share are offered over gloo so far, not over NCCL")
-    return {channel: lane_groups(proof.lowered.lanes, team.control, "nccl") for channel, proof in proofs.items()}
+    return {channel: lane_groups(proof.lowered.lanes, grid.control, "nccl") for channel, proof in proofs.items()}
 
 
-def _needs_nccl(group: dist.ProcessGroup, nodes: Iterable[NodeRuntime]) -> bool:
+def _needs_nccl(group: dist.ProcessGroup, stages: Iterable[StageRuntime]) -> bool:
     """Whether tensors travel over NCCL: it is there, and this rank does not compute on the CPU."""
-    devices = {tensor.device.type for node in nodes for tensor in node.stage.state().values()}
+    devices = {tensor.device.type for stage in stages for tensor in stage.module.state().values()}
     return backends(group).get("cuda") == "nccl" and "cpu" not in devices

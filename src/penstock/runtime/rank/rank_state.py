@@ -11,7 +11,7 @@ from weakref import ref
 
 import torch
 
-from penstock.comm.core.ranks import Seat
+from penstock.comm.core.rank_grid import RankKey
 from penstock.comm.core.recorder import Recorder
 from penstock.comm.p2p.routing import ways_of
 from penstock.errors import ConfigError
@@ -23,26 +23,26 @@ from penstock.runtime.rank.snapshot import Snapshot
 from penstock.runtime.update.decisions import Decisions
 from penstock.runtime.update.divergence import Divergence
 from penstock.schedule.ir.rules import RULES, Source, Update, VersionRule
-from penstock.schedule.ir.schedule import Node, Op, Schedule, passes
+from penstock.schedule.ir.schedule import Op, Schedule, Stage, passes
 from penstock.schedule.methods.combine import REDUCE, Combine
 from penstock.schedule.proof.check import Proof
 from penstock.schedule.proof.in_flight import Piece
 from penstock.stage.autograd.recompute import Recompute, parts_to_recompute
 from penstock.stage.graphs import Graphs
-from penstock.stage.module import LossFunction, Stage
-from penstock.stage.node import NodeRuntime
+from penstock.stage.module import LossFunction, StageModule
+from penstock.stage.stage_runtime import StageRuntime
 from penstock.stage.weight_reads import OfForward, Reading
 from penstock.stage.weight_reads_delayed import Rereading, check_real_delays
 from penstock.stage.weight_reads_newest import Estimating, Rebinding, check_real
 from penstock.weights.averaging import Agreement
-from penstock.weights.corrections.base import Correction, Corrector, Place
+from penstock.weights.corrections.base import Correction, Corrector, StagePlace
 from penstock.weights.decision import Policy
 from penstock.weights.memory.buffers import Buffer, Layout
 from penstock.weights.memory.older_versions import OlderVersions
 from penstock.weights.mixed_store import MixedStore
 from penstock.weights.optim.updater import OptimizerFactory, Updater
 from penstock.weights.store import VersionStore
-from penstock.weights.waves import Waves
+from penstock.weights.waves import WaveWeights
 
 
 @dataclass(frozen=True)
@@ -77,13 +77,13 @@ class Recipe:
             )
 
 
-class Worker:
-    """What one seat of the team has.
+class RankState:
+    """What one rank of the grid has.
 
     Args:
-        seat: which.
+        key: which.
         proof: of the schedule.
-        blocks: those of each of its nodes, by name; lazy ones are made here.
+        blocks: those of each of its stages, by name; lazy ones are made here.
         ties: what stages share.
         inside: what blocks of one stage share (name of a parameter -> name of the one that it is the same as).
         recipe: how it is trained.
@@ -92,121 +92,121 @@ class Worker:
 
     def __init__(
         self,
-        seat: Seat,
+        key: RankKey,
         proof: Proof,
-        blocks: Mapping[Node, Mapping[str, Any]],
+        blocks: Mapping[Stage, Mapping[str, Any]],
         ties: Sequence[Tie],
         inside: Mapping[str, str],
         recipe: Recipe,
         recorder: Recorder,
     ) -> None:
-        self.seat, self.recorder, self.slicing = seat, recorder, recipe.slicing
+        self.key, self.recorder, self.slicing = key, recorder, recipe.slicing
         self.snapshots: list[ref[Snapshot]] = []  # that somebody may still have
         self._proof, self._recipe, self._ties, self._inside = proof, recipe, ties, inside
         delay = RULES[proof.schedule.rule].bases - 1
         self.decisions = Decisions(
-            recipe.policy, recipe.divisor, delay, recipe.divergence, recipe.combine, seat.replica
+            recipe.policy, recipe.divisor, delay, recipe.divergence, recipe.combine, key.pipeline
         )
-        self.nodes = {
-            node: self._make_node(node, {name: _made(block) for name, block in blocks[node].items()})
-            for node in proof.schedule.on_rank(seat.rank)
+        self.stages = {
+            stage: self._make_stage(stage, {name: _made(block) for name, block in blocks[stage].items()})
+            for stage in proof.schedule.on_rank(key.rank)
         }
-        fixed = sum(tensor.nbytes for node in self.nodes.values() for tensor in node.stage.fixed)
+        fixed = sum(tensor.nbytes for stage in self.stages.values() for tensor in stage.module.fixed)
         recorder.hold("frozen parameters and buffers", fixed)
 
-    def _make_node(self, node: Node, blocks: dict[str, Any]) -> NodeRuntime:
+    def _make_stage(self, stage: Stage, blocks: dict[str, Any]) -> StageRuntime:
         recipe, schedule = self._recipe, self._proof.schedule
         share_inside(blocks, self._inside)
-        where = f"stage {node.name} on rank {node.rank}"
-        ways = ways_of(schedule, node)
+        where = f"stage {stage.name} on rank {stage.rank}"
+        ways = ways_of(schedule, stage)
         if schedule.slices > 1:
             check_blocks(blocks, where)
         for delays in (recipe.delays, recipe.backward_delays):
             if delays is not None:
                 delays.check_trained(blocks)
-        loss = self._loss_of(node) if ways.has_loss else None
-        stage = Stage(blocks, loss, where, recipe.seed, recipe.precision, bool(ways.outputs))
-        if stage.trained and node.cut in schedule.frozen:
+        loss = self._loss_of(stage) if ways.has_loss else None
+        module = StageModule(blocks, loss, where, recipe.seed, recipe.precision, bool(ways.outputs))
+        if module.trained and stage.index in schedule.frozen:
             raise ConfigError(
-                f"{where} is frozen in the schedule, but {next(iter(stage.trained))} wants gradients; set "
+                f"{where} is frozen in the schedule, but {next(iter(module.trained))} wants gradients; set "
                 "requires_grad=False on its parameters"
             )
         store: VersionStore | None = None
         corrector: Corrector | None = None
-        updater, facts, low, rule = None, self._proof.nodes[node], recipe.precision, RULES[schedule.rule]
+        updater, facts, low, rule = None, self._proof.stages[stage], recipe.precision, RULES[schedule.rule]
         apart = rule.update is Update.APART
-        if stage.trained:
-            check_real(rule, stage.trained, where)
+        if module.trained:
+            check_real(rule, module.trained, where)
             if low is None:
-                store = VersionStore(stage.trained, facts.buffers, where, facts.copies)
+                store = VersionStore(module.trained, facts.buffers, where, facts.copies)
             else:
-                store = MixedStore(stage.trained, facts.versions, facts.gradients, low, where, apart, facts.copies)
-            corrector = self._make_corrector(node, store, recipe.correction)
-            self._hold_estimate(node, store, corrector)
-            rotates, begin = self._rotates(node, corrector), None if corrector is None else corrector.begin
+                store = MixedStore(module.trained, facts.versions, facts.gradients, low, where, apart, facts.copies)
+            corrector = self._make_corrector(stage, store, recipe.correction)
+            self._hold_estimate(stage, store, corrector)
+            rotates, begin = self._rotates(stage, corrector), None if corrector is None else corrector.begin
             updater = Updater(
                 recipe.optimizer, store.layout, store.master, rotates, _rate(recipe.rate, corrector), begin
             )
             if rule.provisional and not apart:
                 updater.check_undoable()
-        ties = [tie for tie in self._ties if node.cut in tie.cuts]
+        ties = [tie for tie in self._ties if stage.index in tie.stages]
         average = None
         if recipe.average is not None and store is not None:
             average = Buffer(store.layout, f"average of {where}")
             average.load(store.master.views)
         decay = recipe.average or 0.0
-        older = None if store is None else _older_versions(stage, store, recipe.delays, recipe.backward_delays)
+        older = None if store is None else _older_versions(module, store, recipe.delays, recipe.backward_delays)
         reading = Reading()
         if older is not None and recipe.backward_delays is not None:
-            check_real_delays(stage.trained, where)
+            check_real_delays(module.trained, where)
         if store is not None and updater is not None:
             reading = _reading(rule, store, updater, corrector, older, recipe.backward_delays)
-        graphs = self._make_graphs(node, stage, store, reading, older)
-        place = self.seat.replica * schedule.replicas + node.replica
-        runtime = NodeRuntime(node, stage, store, updater, reading, graphs, ties, average, decay, place, apart=apart)
+        graphs = self._make_graphs(stage, module, store, reading, older)
+        place = self.key.pipeline * schedule.directions + stage.direction
+        runtime = StageRuntime(stage, module, store, updater, reading, graphs, ties, average, decay, place, apart=apart)
         runtime.corrector, runtime.older = corrector, older
         if recipe.combine.apart and store is not None and updater is not None:
-            common = recipe.combine, recipe.width, self.seat.replica, store
+            common = recipe.combine, recipe.width, self.key.pipeline, store
             waves = recipe.combine.kind == "wsp"
-            runtime.agreement = Waves(*common, node.name) if waves else Agreement(*common, updater)
+            runtime.agreement = WaveWeights(*common, stage.name) if waves else Agreement(*common, updater)
         runtime.restore()  # from here on the modules' parameters live in the store's memory, not beside it
         return runtime
 
     def _make_graphs(
         self,
-        node: Node,
         stage: Stage,
+        module: StageModule,
         store: VersionStore | None,
         reading: Reading,
         older: OlderVersions | None = None,
     ) -> Graphs:
         recipe, schedule = self._recipe, self._proof.schedule
-        parts = parts_to_recompute(list(stage.blocks), recipe.recompute, node.cut in schedule.recomputed)
+        parts = parts_to_recompute(list(module.blocks), recipe.recompute, stage.index in schedule.recomputed)
         hold = partial(self.recorder.change, "activations")
-        ops = {p.op for a in schedule.programs[node.rank].period for p in passes(a) if p.node == node}
+        ops = {p.op for a in schedule.programs[stage.rank].period for p in passes(a) if p.stage == stage}
         storages = set() if store is None else store.storages | (set() if older is None else older.storages)
-        halved, parks = _halved(schedule, node, any(ways_of(schedule, node).returns)), Op.OFFLOAD in ops
-        keeps = schedule.segment_before(node.cut) is None
-        return Graphs(stage, storages, recipe.divisor, parts, halved, parks, hold, reading, keeps)
+        halved, parks = _halved(schedule, stage, any(ways_of(schedule, stage).returns)), Op.OFFLOAD in ops
+        keeps = schedule.segment_before(stage.index) is None
+        return Graphs(module, storages, recipe.divisor, parts, halved, parks, hold, reading, keeps)
 
-    def _hold_estimate(self, node: Node, store: VersionStore, corrector: Corrector | None) -> None:
+    def _hold_estimate(self, stage: Stage, store: VersionStore, corrector: Corrector | None) -> None:
         """Room for estimates, where they are not made tensor by tensor: of what is read to run forwards, or is cast."""
-        recipe, again = self._recipe, node.cut in self._proof.schedule.recomputed
+        recipe, again = self._recipe, stage.index in self._proof.schedule.recomputed
         whole = recipe.precision is not None or recipe.recompute == "block" or again
         store.hold_estimate(whole and corrector is not None and corrector.motion is not None)
 
-    def _make_corrector(self, node: Node, store: VersionStore, correction: Correction | None) -> Corrector | None:
+    def _make_corrector(self, stage: Stage, store: VersionStore, correction: Correction | None) -> Corrector | None:
         if correction is None:
             return None
-        corrector = correction.on(store.layout, _place(self._proof, node))
+        corrector = correction.on(store.layout, _place(self._proof, stage))
         corrector.name = correction.name
         return corrector
 
-    def _rotates(self, node: Node, corrector: Corrector | None) -> bool:
+    def _rotates(self, stage: Stage, corrector: Corrector | None) -> bool:
         """Whether updates take a scratch: to write the new version beside the old one, or to tell how weights move."""
         apart = RULES[self._proof.schedule.rule].update is Update.APART
         watches = corrector is not None and corrector.watches
-        return apart or watches or (self._recipe.precision is None and self._proof.nodes[node].versions > 1)
+        return apart or watches or (self._recipe.precision is None and self._proof.stages[stage].versions > 1)
 
     def check_switch(self, proof: Proof, correction: Correction | None) -> None:
         """Make sure that `switch` will do.
@@ -216,17 +216,17 @@ class Worker:
                 the correction.
         """
         rule = RULES[proof.schedule.rule]
-        for place, node in self.nodes.items():
-            if node.updater is None or node.updater.optimizer is None:
+        for place, stage in self.stages.items():
+            if stage.updater is None or stage.updater.optimizer is None:
                 continue
             if rule.provisional and rule.update is not Update.APART:
-                node.updater.check_undoable()
+                stage.updater.check_undoable()
             if correction is not None:
-                correction.on(Layout({}), _place(proof, place)).check(node.updater.optimizer)
-            check_real(rule, node.stage.trained, node.stage.where)
+                correction.on(Layout({}), _place(proof, place)).check(stage.updater.optimizer)
+            check_real(rule, stage.module.trained, stage.module.where)
 
     def switch(self, proof: Proof, keeps_older: bool, correction: Correction | None) -> None:
-        """Go on under another schedule with the same nodes, with nothing in flight.
+        """Go on under another schedule with the same stages, with nothing in flight.
 
         Buffers that it does not take are freed, those that it takes besides are made; what optimizers remember stays
         where it is.
@@ -238,40 +238,40 @@ class Worker:
         """
         self._proof, rule = proof, RULES[proof.schedule.rule]
         self.decisions.delay = rule.bases - 1
-        for place, node in self.nodes.items():
-            node.apart = rule.update is Update.APART
-            node.corrector = None
-            if node.store is not None and node.updater is not None:
-                newest = node.store.newest
-                node.updater.follow(node.store.master)
-                node.store.resize(proof.nodes[place], {newest, newest - 1} if keeps_older else {newest})
-                if isinstance(node.store, MixedStore):
-                    node.store.step_apart(node.apart)
-                corrector = node.corrector = self._make_corrector(place, node.store, correction)
-                self._hold_estimate(place, node.store, corrector)
+        for place, stage in self.stages.items():
+            stage.apart = rule.update is Update.APART
+            stage.corrector = None
+            if stage.store is not None and stage.updater is not None:
+                newest = stage.store.newest
+                stage.updater.follow(stage.store.master)
+                stage.store.resize(proof.stages[place], {newest, newest - 1} if keeps_older else {newest})
+                if isinstance(stage.store, MixedStore):
+                    stage.store.step_apart(stage.apart)
+                corrector = stage.corrector = self._make_corrector(place, stage.store, correction)
+                self._hold_estimate(place, stage.store, corrector)
                 if corrector is not None:
-                    corrector.began = node.updater.updates
+                    corrector.began = stage.updater.updates
                 rate = _rate(self._recipe.rate, corrector)
-                node.updater.correct(rate, None if corrector is None else corrector.begin)
-                node.updater.prepare(node.store.layout, self._rotates(place, corrector))
-                node.reading = _reading(rule, node.store, node.updater, corrector)
-            node.graphs = self._make_graphs(place, node.stage, node.store, node.reading)
-            node.restore()
+                stage.updater.correct(rate, None if corrector is None else corrector.begin)
+                stage.updater.prepare(stage.store.layout, self._rotates(place, corrector))
+                stage.reading = _reading(rule, stage.store, stage.updater, corrector)
+            stage.graphs = self._make_graphs(place, stage.module, stage.store, stage.reading)
+            stage.restore()
 
-    def _loss_of(self, node: Node) -> LossFunction:
+    def _loss_of(self, stage: Stage) -> LossFunction:
         given = self._recipe.loss
         if not isinstance(given, Mapping):
             return given
-        if node.cut not in given:
+        if stage.index not in given:
             raise ConfigError(
-                f"loss: stage {node.cut} has a loss of its own, but the dict has one only for {list(given)}"
+                f"loss: stage {stage.index} has a loss of its own, but the dict has one only for {list(given)}"
             )
-        return given[node.cut]
+        return given[stage.index]
 
     @property
     def has_loss(self) -> bool:
         """Whether the last stage is here, whose loss is reported."""
-        return any(node.cut == self._proof.schedule.cuts - 1 for node in self.nodes)
+        return any(stage.index == self._proof.schedule.num_stages - 1 for stage in self.stages)
 
     @contextmanager
     def evaluating(self, averaged: bool = False, version: int | None = None) -> Iterator[None]:
@@ -279,19 +279,19 @@ class Worker:
 
         Where parallel pipelines have a model in common, beside their own weights, they read that.
         """
-        nodes = list(self.nodes.values())
-        for node in nodes:
-            node.averaged, node.evaluated = node.evaluated_leaves(averaged), version
+        stages = list(self.stages.values())
+        for stage in stages:
+            stage.averaged, stage.evaluated = stage.evaluated_leaves(averaged), version
         try:
             yield
         finally:
-            for node in nodes:
-                node.averaged = node.evaluated = None
+            for stage in stages:
+                stage.averaged = stage.evaluated = None
 
 
-def _place(proof: Proof, node: Node) -> Place:
-    schedule, where = proof.schedule, f"stage {node.name} on rank {node.rank}"
-    return Place(node.cut, schedule.cuts, schedule.microbatches, proof.nodes[node].delay.forward, where)
+def _place(proof: Proof, stage: Stage) -> StagePlace:
+    schedule, where = proof.schedule, f"stage {stage.name} on rank {stage.rank}"
+    return StagePlace(stage.index, schedule.num_stages, schedule.microbatches, proof.stages[stage].delay.forward, where)
 
 
 def _reading(
@@ -318,34 +318,34 @@ def _rate(base: Callable[[int], float] | None, corrector: Corrector | None) -> C
     return lambda updates: (1.0 if base is None else base(updates)) * corrector.rate(max(updates - corrector.began, 0))
 
 
-def _halved(schedule: Schedule, node: Node, sends: bool) -> Callable[[Piece], bool]:
-    """Of which microbatches (and slices) a node runs the backward in two halves.
+def _halved(schedule: Schedule, stage: Stage, sends: bool) -> Callable[[Piece], bool]:
+    """Of which microbatches (and slices) a stage runs the backward in two halves.
 
     Not where the second half follows at once, and the first one finds nothing to send (`sends` is false): one walk
     through the activations is shorter than two.
     """
-    m, actions = schedule.microbatches, [p for a in schedule.programs[node.rank].period for p in passes(a)]
+    m, actions = schedule.microbatches, [p for a in schedule.programs[stage.rank].period for p in passes(a)]
     pairs = zip([None, *actions], actions, strict=False)
     units = [
         late.unit
         for early, late in pairs
-        if late.node == node
+        if late.stage == stage
         and late.op is Op.W
-        and (sends or early is None or (early.op, early.node, early.unit) != (Op.I, node, late.unit))
+        and (sends or early is None or (early.op, early.stage, early.unit) != (Op.I, stage, late.unit))
     ]
     halved = {(k % m, unit.slice[0] if unit.slice else 0) for unit in units for k in unit.microbatches}
     return lambda key: (key[0] % m, key[1]) in halved
 
 
 def _older_versions(
-    stage: Stage, store: VersionStore, delays: BlockDelays, backward: BlockDelays | None
+    module: StageModule, store: VersionStore, delays: BlockDelays, backward: BlockDelays | None
 ) -> OlderVersions | None:
     """Room for the versions that passes of a stage read late; None where they read none."""
-    forward, late = (None if d is None else d.by_parameter(stage.trained) for d in (delays, backward))
+    forward, late = (None if d is None else d.by_parameter(module.trained) for d in (delays, backward))
     assert forward is not None
     if not any((*forward.values(), *(late or {}).values())):
         return None
-    return OlderVersions(store.versions[store.newest].views, forward, stage.where, late)
+    return OlderVersions(store.versions[store.newest].views, forward, module.where, late)
 
 
 def _made(block: Any) -> Any:

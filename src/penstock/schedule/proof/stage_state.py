@@ -1,4 +1,4 @@
-"""The weights of one node while a schedule is played: which versions live, who reads them, which buffers they take.
+"""The weights of one stage while a schedule is played: which versions live, who reads them, which buffers they take.
 
 This is the independent half of the proof of versions: it knows the rule only as "forwards read from this source", keeps
 its own books, and refuses an action that reads anything else, or something that is not born yet or already gone.
@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 from penstock.errors import ScheduleError
 from penstock.schedule.ir.rules import Source, Update
-from penstock.schedule.ir.schedule import Action, Copy, Node, Op, Unit, shift
+from penstock.schedule.ir.schedule import Action, Copy, Op, Stage, Unit, shift
 from penstock.schedule.proof.in_flight import BooksError, Flights, Piece
-from penstock.schedule.proof.node_spec import NodeSpec
+from penstock.schedule.proof.stage_spec import StageSpec
 from penstock.schedule.proof.weight_copies import Copies
 from penstock.schedule.transforms.batch_ops import COLLECTIVES
 
@@ -26,7 +26,7 @@ class Gradient:
     forward: int = 0  # sum of the versions read, one per pass
     backward: int = 0
     recompute: int = 0
-    joined: tuple[Op, ...] = ()  # collectives that this node has joined
+    joined: tuple[Op, ...] = ()  # collectives that this stage has joined
 
 
 class Delay(NamedTuple):
@@ -37,8 +37,8 @@ class Delay(NamedTuple):
 
 
 @dataclass
-class NodeState:
-    """One node's books. Versions, microbatches and batches are absolute, counted from the start of the span.
+class StageState:
+    """One stage's books. Versions, microbatches and batches are absolute, counted from the start of the span.
 
     Attributes:
         forwards: the position of the next forward; see `Forwards`.
@@ -48,7 +48,7 @@ class NodeState:
         rejecting: the next VALIDATE rejects its version.
     """
 
-    spec: NodeSpec
+    spec: StageSpec
     newest: int = 0
     versions: set[int] = field(default_factory=set)
     provisional: set[int] = field(default_factory=set)
@@ -56,7 +56,7 @@ class NodeState:
     gradients: dict[int, Gradient] = field(default_factory=dict)
     copies: Copies = field(init=False)
     gathered: int | None = None
-    held: set[tuple[Node | None, Unit]] = field(default_factory=set)  # activations of others
+    held: set[tuple[Stage | None, Unit]] = field(default_factory=set)  # activations of others
     forwards: int = 0
     newest_read: bool = False
     rotated: bool = False
@@ -75,7 +75,7 @@ class NodeState:
             self.forwards = self.spec.forwards.settled(0)
             self._count()
 
-    def copy(self) -> NodeState:
+    def copy(self) -> StageState:
         """An independent twin."""
         twin = replace(
             self,
@@ -114,9 +114,9 @@ class NodeState:
         """Play one action of the period (or epilogue) of batch t.
 
         Args:
-            action: any action of this node, with relative numbers.
+            action: any action of this stage, with relative numbers.
             t: the batch they are relative to.
-            admitted: the version that the first cut read for each microbatch; extended by the first cut's forwards.
+            admitted: the version that the first stage read for each microbatch; extended by the first stage's forwards.
 
         Raises:
             ScheduleError: the action breaks the version rule or the life of a version, activation or gradient.
@@ -133,7 +133,7 @@ class NodeState:
                 self._manage(action, t)
         except BooksError as error:
             absolute = shift(action, t, self.spec.microbatches, self.spec.older) or action
-            where = f"on rank {self.spec.node.rank}, rule {self.spec.rule.name!r}"
+            where = f"on rank {self.spec.stage.rank}, rule {self.spec.rule.name!r}"
             raise ScheduleError(f"{absolute} {where}: {error}") from None
         self._drop_dead()
         self._count()
@@ -205,7 +205,7 @@ class NodeState:
             wanted = self.newest
         else:
             if key[0] not in admitted:
-                raise BooksError("runs before its microbatch was admitted by the first trained cut")
+                raise BooksError("runs before its microbatch was admitted by the first trained stage")
             wanted = admitted[key[0]]
         if versions != (wanted,) or derive is not None:
             raise BooksError(f"must read version {wanted}")
@@ -268,7 +268,7 @@ class NodeState:
         elif op in (Op.OFFLOAD, Op.FETCH):
             piece = action.unit.slice[0] if action.unit.slice else 0
             for k in action.unit.microbatches:
-                place = "the host" if action.peer is None else f"node {action.peer.name}"
+                place = "the host" if action.peer is None else f"stage {action.peer.name}"
                 self.flights.move((k + t * self.spec.microbatches, piece), op is Op.OFFLOAD, place)
         elif op in (Op.HOLD, Op.RETURN):
             held = (action.peer, action.unit._replace(first=action.unit.first + t * self.spec.microbatches))
@@ -280,7 +280,7 @@ class NodeState:
         gradient = self.gradients.get(batch)
         left = self.spec.share if gradient is None else gradient.remaining
         if gradient is None or left:
-            raise BooksError(f"stands before {left} of batch {batch}'s backwards on this node")
+            raise BooksError(f"stands before {left} of batch {batch}'s backwards on this stage")
         return gradient
 
     def _gradient_before(self, op: Op, batch: int) -> Gradient:

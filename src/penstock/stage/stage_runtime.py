@@ -14,13 +14,13 @@ from torch import Tensor
 from penstock.comm.p2p.message import detached
 from penstock.partition.sequence_slices import NOTHING, Carry, with_carry
 from penstock.partition.tied import Tie
-from penstock.schedule.ir.schedule import Copy, Node
+from penstock.schedule.ir.schedule import Copy, Stage
 from penstock.schedule.proof.in_flight import Piece
 from penstock.stage.autograd.recompute import Kept
 from penstock.stage.autograd.saved_bytes import storage_bytes
 from penstock.stage.graphs import Graphs, Loss
 from penstock.stage.in_flight import Flight, Microbatch
-from penstock.stage.module import Stage, run_backward
+from penstock.stage.module import StageModule, run_backward
 from penstock.stage.precision import cast
 from penstock.stage.weight_reads import Reading
 from penstock.weights.averaging import Agreement
@@ -31,13 +31,13 @@ from penstock.weights.memory.older_versions import OlderVersions
 from penstock.weights.optim.updater import Updater
 from penstock.weights.provisional import Provisional
 from penstock.weights.store import VersionStore
-from penstock.weights.waves import Waves
+from penstock.weights.waves import WaveWeights
 
 NO_LEAVES: Mapping[str, Tensor] = MappingProxyType({})
 
 
 @dataclass
-class NodeRuntime:
+class StageRuntime:
     """One stage at work.
 
     Attributes:
@@ -45,7 +45,7 @@ class NodeRuntime:
         reading: how its passes find their weights.
         graphs: of its forwards.
         ties: parameters that other stages share.
-        place: of the nodes that hold the same weights, in this pipeline and in parallel ones, the first (0), the
+        place: of the stages that hold the same weights, in this pipeline and in parallel ones, the first (0), the
             second, and so on.
         average: exponential moving average of the weights; None where none is kept.
         decay: of it: A(t+1) = decay A(t) + (1 - decay) W(t+1) at every update that is made; A(0) = W(0).
@@ -62,8 +62,8 @@ class NodeRuntime:
         agreement: what becomes of the weights when parallel pipelines meet; None where they hold the same.
     """
 
-    node: Node
-    stage: Stage
+    key: Stage
+    module: StageModule
     store: VersionStore | None
     updater: Updater | None
     reading: Reading
@@ -82,12 +82,12 @@ class NodeRuntime:
     older: OlderVersions | None = None
     corrector: Corrector | None = None
     mean: float = 1.0
-    agreement: Agreement | Waves | None = None
+    agreement: Agreement | WaveWeights | None = None
 
     @property
     def has_loss(self) -> bool:
         """Whether it has a loss: the last stage, and others to which no gradient comes back."""
-        return self.stage.has_loss
+        return self.module.has_loss
 
     # --- passes -----------------------------------------------------------------------------------------------------
 
@@ -111,7 +111,7 @@ class NodeRuntime:
         if microbatch.piece:
             carried = self.carry.pop(microbatch.k, NOTHING)
             value, wants = with_carry(value, wants, carried)
-        with self.stage.randomness.apart():
+        with self.module.randomness.apart():
             work, result = self.graphs.make(microbatch, value, wants, handle)
         flight = self.flights[microbatch.key] = Flight(microbatch, version, handle, work, len(carried[1]))
         if not microbatch.piece:
@@ -127,19 +127,19 @@ class NodeRuntime:
     def evaluate(self, microbatch: Microbatch, value: Any) -> tuple[Any, Loss | None]:
         """Run the blocks in evaluation mode on what evaluations read now, and keep nothing."""
         if self.averaged is not None:
-            self.stage.bind(self.averaged)
+            self.module.bind(self.averaged)
         elif self.store is None:
             self._bind(None)
         else:
             self._bind(self.store.read(self.store.newest if self.evaluated is None else self.evaluated))
-        with self.stage.evaluating(), self.stage.randomness.apart():
+        with self.module.evaluating(), self.module.randomness.apart():
             return self.graphs.evaluate(microbatch, value)
 
     @torch.no_grad()
     def pass_on(self, microbatch: Microbatch, value: Any) -> tuple[Any, Loss | None]:
         """Run blocks that are not trained, and keep nothing."""
         self._bind(None)
-        with self.stage.randomness.apart():
+        with self.module.randomness.apart():
             return self.graphs.evaluate(microbatch, value)
 
     def recompute(self, key: Piece, version: int, value: Any = None) -> Any:
@@ -158,7 +158,7 @@ class NodeRuntime:
         assert isinstance(kept, Kept)
         handle = self.reading.recompute(flight, version)
         self._bind(handle)
-        with self.stage.randomness.apart():
+        with self.module.randomness.apart():
             result = self.graphs.remake(kept, flight.microbatch, handle, value)
         flight.handle, flight.work = handle, [result.graph]
         return result.output
@@ -193,7 +193,7 @@ class NodeRuntime:
         while work:
             graph = work.pop()
             if isinstance(graph, Kept):
-                with self.stage.randomness.apart():
+                with self.module.randomness.apart():
                     graph = self.graphs.remake(graph, flight.microbatch, flight.handle).graph
             with self.reading.within(flight):
                 gradients = run_backward(graph, [*([graph.seed] if gradients is None else gradients), *returned])
@@ -257,7 +257,7 @@ class NodeRuntime:
         """The sum of the squares of the same, but for parameters that count with another stage, and its rounding."""
         if self.store is None:
             return 0.0, 0.0
-        elsewhere = {n for tie in self.ties for n in tie.names_at(self.node.cut) if tie.cuts[0] != self.node.cut}
+        elsewhere = {n for tie in self.ties for n in tie.names_at(self.key.index) if tie.stages[0] != self.key.index}
         return self.store.gradient(batch).squares(without=elsewhere)
 
     def all_squares(self, batch: int) -> float:
@@ -310,7 +310,7 @@ class NodeRuntime:
         """What evaluations read: averaged weights, or the model that pipelines have in common; None if the newest."""
         common = None if self.agreement is None else self.agreement.model
         model = self.average if averaged else common
-        return None if model is None else {k: cast(view, self.stage.precision) for k, view in model.views.items()}
+        return None if model is None else {k: cast(view, self.module.precision) for k, view in model.views.items()}
 
     @property
     def in_use(self) -> tuple[int, int]:
@@ -335,7 +335,7 @@ class NodeRuntime:
             self.store.forget_copies()
             if self.agreement is not None:
                 self.agreement.take_over()
-        self.stage.refresh()
+        self.module.refresh()
 
     def is_finite(self) -> bool:
         """Whether the newest weights, and what the optimizer remembers of them, are numbers."""
@@ -346,8 +346,8 @@ class NodeRuntime:
 
     def restore(self) -> None:
         """Give the modules their own parameters back, over the newest weights."""
-        self.stage.restore({} if self.store is None else self.store.newest_tensors())
+        self.module.restore({} if self.store is None else self.store.newest_tensors())
 
     def _bind(self, handle: Handle | None) -> None:
         """Let the modules compute with what was claimed."""
-        self.stage.bind(NO_LEAVES if handle is None else handle.buffer.leaves)
+        self.module.bind(NO_LEAVES if handle is None else handle.buffer.leaves)

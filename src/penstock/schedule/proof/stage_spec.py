@@ -1,4 +1,4 @@
-"""What the books of a node need to know before a schedule is played."""
+"""What the books of a stage need to know before a schedule is played."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from dataclasses import dataclass
 
 from penstock.errors import ScheduleError
 from penstock.schedule.ir.rules import RULES, Source, VersionRule
-from penstock.schedule.ir.schedule import Action, Copy, Node, Op, Schedule, passes
+from penstock.schedule.ir.schedule import Action, Copy, Op, Schedule, Stage, passes
 from penstock.schedule.proof.future_reads import Forwards, forwards_of
 from penstock.schedule.transforms.batch_ops import COLLECTIVES
 
 
 @dataclass(frozen=True)
-class NodeSpec:
-    """What does not change while a node is played.
+class StageSpec:
+    """What does not change while a stage is played.
 
     Attributes:
-        share: backward passes (microbatches times slices) per batch on this node; 0 where nothing is trained.
+        share: backward passes (microbatches times slices) per batch on this stage; 0 where nothing is trained.
         forwards: what its forwards read, in the order of the program.
         copy_uses: reads of each derived copy per period, by label and microbatch modulo m.
         older: the version that stands for everything before the span, 0 or -1.
-        collectives: those of each batch on this node, in the order in which they must come; an update waits for them.
-        admits: this node holds the first trained cut, where microbatches are admitted.
+        collectives: those of each batch on this stage, in the order in which they must come; an update waits for them.
+        admits: this is the first trained stage, where microbatches are admitted.
     """
 
-    node: Node
+    stage: Stage
     rule: VersionRule
     microbatches: int
     share: int
@@ -43,32 +43,32 @@ class NodeSpec:
         return Op.DECIDE in self.collectives
 
 
-def node_specs(schedule: Schedule, older: int) -> list[NodeSpec]:
-    """What the books of each node need to know beforehand."""
-    actions: dict[Node, list[Action]] = {node: [] for node in schedule.nodes}
+def stage_specs(schedule: Schedule, older: int) -> list[StageSpec]:
+    """What the books of each stage need to know beforehand."""
+    actions: dict[Stage, list[Action]] = {stage: [] for stage in schedule.stages}
     for program in schedule.programs:
         for action in program.period:
             for p in passes(action):
-                actions[p.node].append(p)
+                actions[p.stage].append(p)
     forwards = forwards_of(schedule)
     for here in actions.values():
         _check_labels(here, RULES[schedule.rule])
-    first = min((n.cut for n, here in actions.items() if any(a.op is Op.STEP for a in here)), default=0)
+    first = min((n.index for n, here in actions.items() if any(a.op is Op.STEP for a in here)), default=0)
     return [
-        NodeSpec(
-            node,
+        StageSpec(
+            stage,
             RULES[schedule.rule],
             schedule.microbatches,
             share=sum(a.unit.count for a in here if a.op in (Op.B, Op.W)),
-            forwards=forwards[node],
+            forwards=forwards[stage],
             copy_uses=_copy_uses(here, schedule.microbatches),
             older=older,
-            recomputed=node.cut in schedule.recomputed,
+            recomputed=stage.index in schedule.recomputed,
             sharded=any(a.op is Op.GATHER for a in here),
             collectives=tuple(op for op in COLLECTIVES if any(a.op is op for a in here)),
-            admits=node.cut == first,
+            admits=stage.index == first,
         )
-        for node, here in actions.items()
+        for stage, here in actions.items()
     ]
 
 
@@ -85,7 +85,7 @@ def _check_labels(actions: list[Action], rule: VersionRule) -> None:
         for ops in ((Op.F,), (Op.B, Op.I, Op.W))
     )
     if forward & backward:
-        where = f"node {actions[0].node.name} on rank {actions[0].node.rank}"
+        where = f"stage {actions[0].stage.name} on rank {actions[0].stage.rank}"
         raise ScheduleError(
             f"{where}: forwards and backwards read copies of one label, {min(forward & backward)!r}; each pass has a "
             "prediction of its own"

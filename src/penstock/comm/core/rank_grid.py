@@ -9,37 +9,37 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from penstock.errors import ConfigError
-from penstock.schedule.ir.schedule import Node
+from penstock.schedule.ir.schedule import Stage
 
 
-class Seat(NamedTuple):
+class RankKey(NamedTuple):
     """A rank of one of the parallel pipelines."""
 
-    replica: int
+    pipeline: int
     rank: int
 
 
 class Holder(NamedTuple):
-    """A node of one of the parallel pipelines."""
+    """A stage of one of the parallel pipelines."""
 
-    replica: int
-    node: Node
+    pipeline: int
+    stage: Stage
 
 
 Members = tuple[Holder, ...]
 
 
-class Team:
+class RankGrid:
     """All ranks of all parallel pipelines.
 
     Args:
         width: w, the number of pipelines.
         depth: d, the ranks of each.
-        group: one process per seat, the ranks of a pipeline next to each other; None for one process with all seats.
+        group: one process per rank, the ranks of a pipeline next to each other; None for one process with all ranks.
         timeout: seconds that peers may take, for a group that is made here.
 
     Attributes:
-        seats: those of this process.
+        local: those of this process.
         control: a group on the CPU for small messages; None in one process.
 
     Raises:
@@ -51,32 +51,32 @@ class Team:
             raise ConfigError(f"width must be a whole number of at least 1, got {width!r}")
         self.width, self.depth, self.group = width, depth, group
         if group is None:
-            self.seats = [Seat(replica, rank) for replica in range(width) for rank in range(depth)]
+            self.local = [RankKey(pipeline, rank) for pipeline in range(width) for rank in range(depth)]
         else:
             size = dist.get_world_size(group)
             if size != width * depth:
                 pipelines = f" times {width} parallel pipelines" if width > 1 else ""
                 raise ConfigError(f"the schedule has {depth} ranks{pipelines}, the process group {size}")
-            self.seats = [Seat(*divmod(dist.get_rank(group), depth))]
+            self.local = [RankKey(*divmod(dist.get_rank(group), depth))]
         self.control = _control_group(group, timeout)
 
-    def worker(self, seat: Seat) -> int:
-        """The number of a seat among all; between processes the rank of its process in the group."""
-        return seat.replica * self.depth + seat.rank
+    def global_rank(self, key: RankKey) -> int:
+        """The number of a rank among all; between processes the rank of its process in the group."""
+        return key.pipeline * self.depth + key.rank
 
     def process(self, holder: Holder) -> int:
-        """The group rank of the process that holds a node."""
-        return self.worker(Seat(holder.replica, holder.node.rank))
+        """The group rank of the process that holds a stage."""
+        return self.global_rank(RankKey(holder.pipeline, holder.stage.rank))
 
     @property
-    def workers(self) -> Iterator[int]:
-        """The numbers of this process's seats."""
-        return (self.worker(seat) for seat in self.seats)
+    def global_ranks(self) -> Iterator[int]:
+        """The numbers of this process's ranks."""
+        return (self.global_rank(key) for key in self.local)
 
     @property
-    def replicas(self) -> list[int]:
+    def pipelines(self) -> list[int]:
         """The pipelines that this process has a part of."""
-        return sorted({seat.replica for seat in self.seats})
+        return sorted({key.pipeline for key in self.local})
 
 
 def backends(group: dist.ProcessGroup) -> dict[str, str]:
