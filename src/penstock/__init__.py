@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from penstock.idle_time import TimeSplit as TimeSplit, split_time as split_time
     from penstock.models.gpt import GPTConfig as GPTConfig, gpt_blocks as gpt_blocks, language_loss as language_loss
     from penstock.partition.blocks import LazyBlock as LazyBlock
+    from penstock.runtime.execute.evaluation import Evaluating as Evaluating
     from penstock.runtime.malloc import keep_freed_memory as keep_freed_memory
     from penstock.runtime.pipeline import Pipeline as Pipeline
-    from penstock.runtime.rank.evaluation import Evaluating as Evaluating
     from penstock.runtime.rank.reports import Report as Report
     from penstock.runtime.rank.snapshot import Saving as Saving, Snapshot as Snapshot
     from penstock.runtime.update.divergence import Divergence as Divergence

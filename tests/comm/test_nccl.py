@@ -10,8 +10,8 @@ import torch.distributed as dist
 from penstock.comm.p2p.nccl import LaneGroups, lane_groups
 from penstock.comm.p2p.transport import Channel
 from penstock.errors import CapabilityError
+from penstock.runtime.execute.evaluation import Evaluating
 from penstock.runtime.pipeline import Pipeline
-from penstock.runtime.rank.evaluation import Evaluating
 from penstock.schedule.proof.check import Proof
 from support import cases
 from support.cases import METHODS, Case, Outcome, Recording, assert_same, finish, make_batches, make_blocks, together

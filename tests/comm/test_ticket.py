@@ -73,19 +73,18 @@ def test_all_who_wait_go_on_and_a_second_completion_changes_nothing_for_them(
 
 
 class _Observed:
-    """A lock that notes, when it is let go, whether its ticket says that it is done."""
+    """An event that notes, when it is set, whether its ticket says that it is done."""
 
     def __init__(self, ticket: Ticket) -> None:
         self._ticket, self.seen = ticket, list[bool]()
 
-    def release(self) -> None:
+    def set(self) -> None:
         self.seen.append(self._ticket.done)
 
 
-def test_it_is_done_before_anybody_is_let_through() -> None:
-    """Who is let through looks at `done`, and would raise if it were false; once only, however often it completes."""
+def test_it_is_done_before_waiters_are_released() -> None:
+    """A released waiter looks at `done`, and would raise if it were false."""
     ticket = Ticket(LANE)
-    ticket._pending = lock = _Observed(ticket)  # type: ignore[assignment]
+    ticket._pending = event = _Observed(ticket)  # type: ignore[assignment]
     ticket.complete()
-    ticket.complete()
-    assert lock.seen == [True]
+    assert event.seen == [True]

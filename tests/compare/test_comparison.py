@@ -32,8 +32,8 @@ from penstock.compare.trial import TrialResult
 from penstock.errors import CapabilityError, ConfigError, DataError, ScheduleError
 from penstock.models.gpt import language_loss
 from penstock.partition.blocks import cut_blocks
+from penstock.runtime.execute.evaluation import Evaluating
 from penstock.runtime.pipeline import Pipeline
-from penstock.runtime.rank.evaluation import Evaluating
 from penstock.schedule.build import prove
 from penstock.simulate.costs import Costs
 from penstock.train.setup.lr_schedule import rate_schedule

@@ -15,8 +15,8 @@ from torch import nn
 from penstock.checkpoint.manager import Checkpoints
 from penstock.errors import CheckpointError, ConfigError, VersionError
 from penstock.partition.blocks import LazyBlock
+from penstock.runtime.execute.evaluation import Evaluating
 from penstock.runtime.pipeline import Pipeline
-from penstock.runtime.rank.evaluation import Evaluating
 from penstock.schedule.build import make_schedule
 from penstock.schedule.methods.corrections import CORRECTIONS
 from penstock.weights.corrections.pipemare import PipeMare

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import nn
 
 from penstock.errors import ConfigError, DataError
+from penstock.runtime.execute.evaluation import Evaluating
 from penstock.runtime.pipeline import Pipeline
-from penstock.runtime.rank.evaluation import Evaluating
 from penstock.runtime.rank.snapshot import Saving, Snapshot
-from penstock.runtime.update.decisions import Evaluated
+from penstock.runtime.update.events import Evaluated
 from support.cases import VOCABULARY, WIDTH, Case, assert_equal_tensors, expected, make_batches, make_pipeline
 from support.least import least
 from support.pool import Pool

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
 from penstock.errors import ConfigError, ScheduleError
+from penstock.runtime.execute.evaluation import Evaluating
 from penstock.runtime.pipeline import Pipeline
-from penstock.runtime.rank.evaluation import Evaluating
 from penstock.runtime.rank.snapshot import Saving, Snapshot
 from penstock.schedule.build import make_schedule, prove
 from penstock.schedule.ir.schedule import Edge

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from penstock.errors import CapabilityError, ConfigError, PenstockError
+from penstock.runtime.execute.evaluation import Evaluating
 from penstock.runtime.pipeline import Pipeline
-from penstock.runtime.rank.evaluation import Evaluating
-from penstock.runtime.update.decisions import Evaluated
 from penstock.runtime.update.divergence import Divergence, Lookout, Trouble
+from penstock.runtime.update.events import Evaluated
 from penstock.schedule.build import make_schedule
 from penstock.schedule.ir.schedule import Schedule
 from penstock.train.setup.early_stopping import heard_after

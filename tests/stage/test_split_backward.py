@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from penstock.errors import CapabilityError
+from penstock.runtime.execute.executor import Executor
 from penstock.runtime.pipeline import Pipeline
-from penstock.runtime.rank.executor import Executor
 from penstock.runtime.rank.rank_state import _halved
 from penstock.schedule.build import make_schedule
 from penstock.schedule.ir.schedule import Op

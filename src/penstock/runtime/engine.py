@@ -22,16 +22,17 @@ from penstock.comm.p2p.nccl import LaneGroups
 from penstock.comm.p2p.routing import reads_of
 from penstock.comm.p2p.transport import Channel
 from penstock.errors import ConfigError, PenstockError, TransportError
+from penstock.runtime.execute.evaluation import Evaluating, Evaluator
+from penstock.runtime.execute.executor import Executor
+from penstock.runtime.execute.run_loop import Run, drive_all, drive_one
 from penstock.runtime.rank.batch_source import Batches, BatchSource
-from penstock.runtime.rank.evaluation import Evaluating, Evaluator
-from penstock.runtime.rank.executor import Executor
 from penstock.runtime.rank.rank_state import RankState
 from penstock.runtime.rank.reports import Report
-from penstock.runtime.rank.run_loop import Run, drive_all, drive_one
 from penstock.runtime.rank.snapshot import Saving, Snapshot, take
 from penstock.runtime.setup.agreeing import check_written
 from penstock.runtime.setup.initial_weights import follow_first
-from penstock.runtime.update.decisions import Evaluated
+from penstock.runtime.update.events import Evaluated
+from penstock.runtime.update.stop_request import StopRequest
 from penstock.schedule.ir.rules import RULES
 from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.machine.batch_border import border_fault
@@ -79,8 +80,8 @@ class Spans:
         self.batches, self.keeps_older = 0, False
         self._bases = RULES[self.schedule.rule].bases
         self._broken: BaseException | None = None
-        self._running = self._abandoned = self._stops = False
-        self._source: BatchSource | None = None
+        self._running = self._abandoned = False
+        self._stop = ranks[0].stop
         self._last = self.schedule.stage_at[self.schedule.num_stages - 1, 0].rank
         self._entrances = {n.rank for n in self.schedule.stages if not self.schedule.predecessors[n.index]}
         self.reporting = ranks[self._last if grid.group is None else 0]
@@ -92,9 +93,7 @@ class Spans:
         if not torch.is_grad_enabled():
             raise ConfigError("training needs gradients, but run() was called under torch.no_grad()")
         self.check_idle()
-        self._stops = False
-        for state in self._ranks:
-            state.decisions.stopping = False
+        self._stop.reset()
         stays_full = border_fault(self._proof.lowered) is None and not self._combine.spec.drains
         if (save is None and evaluate is None) or stays_full:
             yield from self._train_once(batches, save, evaluate)
@@ -106,7 +105,6 @@ class Spans:
             yield from self._train_once(islice(rest, size), None, None)
             if self.batches - before < size:
                 return
-            self._stops |= self._source is not None and self._source.stopped
             if evaluate is not None and evaluate.wants(self.batches):
                 self._evaluate_now(evaluate, self.batches)
             if save is not None and save.wants(self.batches) and save.make_room(self.batches):
@@ -114,8 +112,7 @@ class Spans:
                     save.sink(snapshot)
 
     def _train_once(self, batches: Batches, save: Saving | None, evaluate: Evaluating | None) -> Iterator[Report]:
-        source = self._open(batches, self.schedule)
-        source.stopped = self._stops
+        source = self._open(batches, self.schedule, self._stop)
         if not self._begin(source):
             return
         executors = self._executors(self._proof)
@@ -125,7 +122,7 @@ class Spans:
             e.run(source, self.batches, older, at_border=evaluators[i].at_border if evaluators else None, saving=save)
             for i, e in enumerate(executors)
         ]
-        yield from self._span(self._drive(runs, 1), source, [*executors, *evaluators], training=True)
+        yield from self._span(self._drive(runs, 1), [*executors, *evaluators], training=True)
 
     def _evaluators(self, evaluate: Evaluating) -> list[Evaluator]:
         schedule = self._forward_only.schedule
@@ -139,7 +136,7 @@ class Spans:
         return found
 
     def _span(
-        self, reports: Iterator[Report], source: BatchSource, parties: Sequence[Executor | Evaluator], training: bool
+        self, reports: Iterator[Report], parties: Sequence[Executor | Evaluator], training: bool
     ) -> Iterator[Report]:
         """Pass reports on until the pipeline is empty again, whatever the caller does."""
         count, self._running = 0, True
@@ -150,10 +147,10 @@ class Spans:
                     yield report
             except GeneratorExit:  # the caller has left the loop: finish what is under way
                 if not self._abandoned:
-                    self.ask_to_stop(source)
+                    self.ask_to_stop()
                     unseen = list(reports)
                     count += len(unseen)
-                    self.reporting.decisions.give_back(
+                    self.reporting.decisions.events.give_back(
                         [d for report in unseen for d in report.decided], [e for r in unseen for e in r.evaluated]
                     )
                 else:
@@ -179,16 +176,12 @@ class Spans:
                         if stage.agreement is not None:
                             stage.agreement.watch.look()
 
-    def ask_to_stop(self, source: BatchSource | None = None) -> None:
+    def ask_to_stop(self) -> None:
         """Let the run under way end."""
-        source = source or self._source
-        for state in self._ranks:
-            state.decisions.stopping = True
+        self._stop.asked = True
         alone = self._grid.width == 1 and len(self._entrances) == 1  # who asks the data is the only one to do so
         if self._grid.group is None or alone:
-            self._stops = True  # also where the run is drained just now, and another source will be opened
-            if source is not None:
-                source.stopped = True
+            self._stop.agreed = True
 
     def break_off(self, error: BaseException) -> None:
         """Nothing can go on any more."""
@@ -237,7 +230,7 @@ class Spans:
         """An evaluation with the pipeline drained, of one of the versions there are."""
         total, weight = self.evaluate(evaluate.data(), averaged=False, version=version)
         for state in self._ranks:
-            state.decisions.tell_all(Evaluated(version, total, weight))
+            state.decisions.events.evaluated_everywhere(Evaluated(version, total, weight))
 
     def evaluate(self, batches: Batches, averaged: bool, version: int | None = None) -> tuple[float, float]:
         """The loss sum on batches with the newest weights (or their average), and its weight, on all ranks."""
@@ -250,7 +243,7 @@ class Spans:
             with ExitStack() as stack:
                 for state in self._ranks:
                     stack.enter_context(state.evaluating(averaged, version))
-                for r in self._span(reports, source, executors, training=False):
+                for r in self._span(reports, executors, training=False):
                     if r.loss is not None and r.weight:
                         found.append([r.loss * r.weight, r.weight])
             if self._grid.group is not None:
@@ -282,10 +275,10 @@ class Spans:
         if self._running:
             raise PenstockError("a run or an evaluation of this pipeline is under way; end it first")
 
-    def _open(self, batches: Batches, schedule: Schedule) -> BatchSource:
+    def _open(self, batches: Batches, schedule: Schedule, stop: StopRequest | None = None) -> BatchSource:
         self.check_idle()
         reads = reads_of(schedule, {key.rank for key in self._grid.local})
-        return BatchSource(batches, schedule.microbatches, self._grid.width, reads, len(self._grid.pipelines))
+        return BatchSource(batches, schedule.microbatches, self._grid.width, reads, len(self._grid.pipelines), stop)
 
     def _begin(self, source: BatchSource) -> bool:
         """Make everything ready for a span; whether there is a first batch, which all ranks agree on."""
@@ -299,7 +292,6 @@ class Spans:
         for stage in (stage for state in self._ranks for stage in state.stages.values()):
             if stage.agreement is not None:
                 stage.agreement.begin_span(self.batches)
-        self._source = source
         if self._grid.group is None:
             return source.begins()
         first = self.schedule.stage_at[0, 0].rank

@@ -28,16 +28,16 @@ from penstock.partition.blocks import Blocks, cut_blocks, named_blocks
 from penstock.partition.sequence_slices import EQUAL_SLICES, Slicing
 from penstock.partition.tied import find_ties
 from penstock.runtime.engine import Spans
+from penstock.runtime.execute.evaluation import Evaluating, check_every
 from penstock.runtime.rank.batch_source import Batches
-from penstock.runtime.rank.evaluation import Evaluating, check_every
 from penstock.runtime.rank.rank_state import Recipe
 from penstock.runtime.rank.reports import Report
 from penstock.runtime.rank.snapshot import Saved, Saving, Snapshot, check_names, check_pipelines, restore
 from penstock.runtime.setup.assemble import check_combine, loss_constant, make_lane_groups, make_workers
 from penstock.runtime.setup.capabilities import check_correction, check_slices
 from penstock.runtime.setup.requirements import Wants, check_heard, check_same_places, extended, schedule_of
-from penstock.runtime.update.decisions import Evaluated
 from penstock.runtime.update.divergence import Divergence, Trouble
+from penstock.runtime.update.events import Evaluated
 from penstock.schedule.build import prove_evaluation
 from penstock.schedule.ir.rules import RULES
 from penstock.schedule.ir.schedule import Schedule, Stage
@@ -416,11 +416,11 @@ class Pipeline:
 
     def decided(self) -> tuple[Decision, ...]:
         """The updates made or skipped since the last report: after a run, those that it made when it drained."""
-        return self._spans.reporting.decisions.news()
+        return self._spans.reporting.decisions.events.take_decided()
 
     def evaluated(self) -> tuple[Evaluated, ...]:
         """The evaluations that have become known since the last report."""
-        return self._spans.reporting.decisions.evaluated()
+        return self._spans.reporting.decisions.events.take_evaluated()
 
     @property
     def evaluations(self) -> tuple[Evaluated, ...]:
@@ -428,7 +428,7 @@ class Pipeline:
 
         They are part of a snapshot: those that were known when the update before it was made.
         """
-        return tuple(self._spans.reporting.decisions.told)
+        return tuple(self._spans.reporting.decisions.events.evaluations)
 
     def optimizers(self) -> dict[Stage, torch.optim.Optimizer]:
         """The optimizers of the stages in this process; of the first pipeline, where it holds several."""

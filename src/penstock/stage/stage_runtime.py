@@ -178,8 +178,10 @@ class StageRuntime:
         Returns:
             The gradients of the input's leaves, None where none is wanted.
         """
-        found = self.backward_for_inputs(key, batch, version, gradients, copy)
-        self.backward_for_weights(key, batch, version, copy)
+        flight = self.flights[key]
+        self._bind(self.reading.backward(flight, batch, version, copy))
+        found = self._inputs_backward(flight, key, gradients)
+        self._weights_backward(flight, key)
         return found
 
     def backward_for_inputs(
@@ -188,6 +190,17 @@ class StageRuntime:
         """The first half of `backward`; where graphs are not made for two, all of it."""
         flight = self.flights[key]
         self._bind(self.reading.backward(flight, batch, version, copy))
+        return self._inputs_backward(flight, key, gradients)
+
+    def backward_for_weights(self, key: Piece, batch: int, version: int, copy: Copy | None = None) -> None:
+        """The second half, which needs nothing of others."""
+        flight = self.flights[key]
+        self._bind(self.reading.backward(flight, batch, version, copy))
+        self._weights_backward(flight, key)
+
+    def _inputs_backward(
+        self, flight: Flight, key: Piece, gradients: list[Tensor | None] | None
+    ) -> list[Tensor | None]:
         returned = self.carry_gradients.pop(key[0], [None] * flight.carries)
         work, flight.work = list(flight.work), ()
         while work:
@@ -210,10 +223,7 @@ class StageRuntime:
             self.carry_gradients[key[0]] = gradients[len(gradients) - flight.carried :]
         return gradients[: len(gradients) - flight.carried]
 
-    def backward_for_weights(self, key: Piece, batch: int, version: int, copy: Copy | None = None) -> None:
-        """The second half, which needs nothing of others."""
-        flight = self.flights[key]
-        self._bind(self.reading.backward(flight, batch, version, copy))
+    def _weights_backward(self, flight: Flight, key: Piece) -> None:
         for late in flight.late:
             late.run(flight.weights.buffer.leaves, flight.weights.buffer.accumulate)
         self.graphs.hold(-flight.late_nbytes)

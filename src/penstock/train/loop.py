@@ -17,11 +17,11 @@ from penstock.checkpoint.manager import Checkpoints
 from penstock.comm.collective.gather import gather_json
 from penstock.errors import CheckpointError, DataError, EndedError, PenstockError
 from penstock.idle_time import split_time
+from penstock.runtime.execute.evaluation import Evaluating
 from penstock.runtime.malloc import keep_freed_memory
 from penstock.runtime.rank.batch_source import Batches
-from penstock.runtime.rank.evaluation import Evaluating
 from penstock.runtime.rank.reports import Report
-from penstock.runtime.update.decisions import Evaluated
+from penstock.runtime.update.events import Evaluated
 from penstock.schedule.ir.rules import RULES
 from penstock.schedule.methods.wave_lags import RECORD
 from penstock.timeline import Timeline

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from penstock.runtime.update.decisions import Evaluated
+from penstock.runtime.update.events import Evaluated
 from penstock.weights.decision import Decision
 
 METRICS = "metrics.jsonl"

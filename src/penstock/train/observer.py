@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from penstock.idle_time import TimeSplit
-from penstock.runtime.update.decisions import Evaluated
+from penstock.runtime.update.events import Evaluated
 from penstock.timeline import Timeline
 from penstock.train.setup.prepare import Prepared
 

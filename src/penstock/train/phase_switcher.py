@@ -8,8 +8,8 @@ from typing import Any
 
 from penstock.checkpoint.manager import Checkpoints
 from penstock.errors import CheckpointError
+from penstock.runtime.execute.evaluation import Evaluating
 from penstock.runtime.pipeline import Pipeline
-from penstock.runtime.rank.evaluation import Evaluating
 from penstock.runtime.update.divergence import Trouble
 from penstock.train.observer import Switched
 from penstock.train.setup.phase_plan import MAIN, Course

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, Progress as Bar, TextColumn
 from rich.table import Table
 
 from penstock.idle_time import split_time
-from penstock.runtime.update.decisions import Evaluated
+from penstock.runtime.update.events import Evaluated
 from penstock.timeline import Timeline
 from penstock.train.observer import Progress, RunSummary, Switched
 from penstock.train.setup.prepare import Prepared

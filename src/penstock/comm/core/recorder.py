@@ -35,7 +35,7 @@ class Recorder:
         self.samples: dict[str, deque[tuple[float, float]]] = {}
         self.live: dict[str, int] = {}
         self.peak: dict[str, int] = {}
-        self.peak_total = 0
+        self._total = self.peak_total = 0
         self.busy = 0.0
         self.span = self._spans = -1
         self.doing = ""
@@ -68,12 +68,17 @@ class Recorder:
 
     def hold(self, kind: str, nbytes: int) -> None:
         """Set the live bytes of one kind."""
-        if self.live.get(kind) == nbytes:
+        before = self.live.get(kind)
+        if before == nbytes:
             return
+        if before is None:
+            before, self.peak[kind], self.samples[kind] = 0, 0, deque(maxlen=self._keep)
         self.live[kind] = nbytes
-        self.peak[kind] = max(self.peak.get(kind, 0), nbytes)
-        self.peak_total = max(self.peak_total, sum(self.live.values()))
-        self.samples.setdefault(kind, deque(maxlen=self._keep)).append((self.now(), nbytes))
+        self._total += nbytes - before
+        if nbytes > before:
+            self.peak[kind] = max(self.peak[kind], nbytes)
+            self.peak_total = max(self.peak_total, self._total)
+        self.samples[kind].append((self.now(), nbytes))
 
     def change(self, kind: str, nbytes: int) -> None:
         """Add to the live bytes of one kind."""

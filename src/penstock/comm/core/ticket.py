@@ -6,7 +6,6 @@ import re
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.errors import TransportError
@@ -15,44 +14,39 @@ _NAP = 50e-6  # seconds between two looks: too short for a core to fall asleep, 
 _POLLED = 1.0  # seconds of a wait that are spent looking; pipelines at work wait for less
 
 
-def _taken() -> threading.Lock:
-    """A lock that somebody has."""
-    lock = threading.Lock()
-    lock.acquire()
-    return lock
-
-
-@dataclass
 class Ticket:
-    """A posted SEND or RECV, or another thing that others have to do their part of.
+    """The completion of a posted SEND or RECV, or of anything else that others have to do their part of.
+
+    Args:
+        where: the lane, for messages.
+        nbytes: memory that a posted RECV holds ready.
 
     Attributes:
-        where: the lane, for messages.
-        result: what came of it; for a RECV the parcel, until it is used.
-        nbytes: memory that a posted RECV holds ready.
+        result: of what was posted; for a RECV the parcel, until it is used.
         made_at, done_at: when it was posted and completed, on the clock of `time.perf_counter`.
         error: why it never will.
         done: whether it has completed or failed.
     """
 
-    where: object
-    result: Any = None
-    nbytes: int = 0
-    made_at: float = field(default_factory=time.perf_counter)
-    done_at: float = 0.0
-    error: BaseException | None = None
-    done: bool = False
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-    _pending: threading.Lock = field(default_factory=_taken)  # free once it is done
-    _followers: list[Callable[[], None]] = field(default_factory=list)
+    __slots__ = ("_followers", "_lock", "_pending", "done", "done_at", "error", "made_at", "nbytes", "result", "where")
+
+    def __init__(self, where: object, nbytes: int = 0) -> None:
+        self.where, self.nbytes = where, nbytes
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self.made_at, self.done_at, self.done = time.perf_counter(), 0.0, False
+        self._lock = threading.Lock()
+        self._pending: threading.Event | None = None  # for waiters that have stopped polling
+        self._followers: list[Callable[[], None]] = []
 
     def complete(self, result: Any = None, error: BaseException | None = None) -> None:
         """Mark as completed or failed."""
         self.result, self.error, self.done_at = result, error, time.perf_counter()
         with self._lock:
-            first, self.done = not self.done, True
-        if first:
-            self._pending.release()  # last: who gets it looks at `done`
+            self.done = True
+            pending = self._pending
+        if pending is not None:
+            pending.set()
         for follow in self._followers:
             follow()
 
@@ -65,17 +59,20 @@ class Ticket:
         follow()
 
     def settles(self, timeout: float) -> bool:
-        """Block until done, or for so many seconds; whether it is done.
+        """Block until done, or for `timeout` seconds; return whether it is done.
 
-        At first it looks again and again: a core that has fallen asleep comes back slower, on virtual machines by up to
-        a tenth of the work that follows (docs/benchmarks.md).
+        At first it polls: a core that has fallen asleep comes back slower, on virtual machines by up to a tenth of the
+        work that follows (docs/benchmarks.md).
         """
         deadline = time.perf_counter() + timeout
         polled = min(deadline, time.perf_counter() + _POLLED)
         while not self.done and time.perf_counter() < polled:
             time.sleep(_NAP)
-        if self._pending.acquire(timeout=max(0.0, deadline - time.perf_counter())):
-            self._pending.release()  # others may wait, too
+        with self._lock:
+            if self.done:
+                return True
+            self._pending = self._pending or threading.Event()
+        self._pending.wait(max(0.0, deadline - time.perf_counter()))
         return self.done
 
     def wait(self, timeout: float, what: str) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from penstock.comm.core.ticket import Ticket
-from penstock.comm.p2p.message import Parcel, Structure, copied, dump_structure, structure_of
+from penstock.comm.p2p.message import Parcel, Structure, copied, dump_structure, form_of, structure_of
 from penstock.schedule.machine.instructions import LaneKey
 
 
@@ -23,6 +23,7 @@ class LocalTransport:
         self._sends: defaultdict[LaneKey, deque[tuple[Ticket, Parcel]]] = defaultdict(deque)
         self._receives: defaultdict[LaneKey, deque[Ticket]] = defaultdict(deque)
         self._structures: dict[LaneKey, Structure] = {}
+        self._forms: dict[LaneKey, tuple[object, ...] | None] = {}
 
     def receive(self, lane: LaneKey) -> Ticket:
         """Post a RECV; it completes at once if the message is there."""
@@ -33,13 +34,20 @@ class LocalTransport:
 
     def send(self, lane: LaneKey, parcel: Parcel) -> Ticket:
         """Post a SEND; it completes when the RECV has been posted."""
-        ticket, structure = Ticket(lane), structure_of(parcel, str(lane))
-        if structure != self._structures.get(lane):
-            dump_structure(structure, str(lane))  # what could not travel between processes is refused here, too
-            self._structures[lane] = structure
+        ticket, form = Ticket(lane), form_of(parcel)
+        if form is None or form != self._forms.get(lane):
+            self._check(lane, parcel)
+            self._forms[lane] = form
         self._sends[lane].append((ticket, Parcel(parcel.header, _copied(parcel.tree), parcel.wants_gradient)))
         self._match(lane)
         return ticket
+
+    def _check(self, lane: LaneKey, parcel: Parcel) -> None:
+        """Refuse a parcel that could not travel between processes."""
+        structure = structure_of(parcel, str(lane))
+        if structure != self._structures.get(lane):
+            dump_structure(structure, str(lane))
+            self._structures[lane] = structure
 
     def close(self) -> None:
         """Forget what is under way."""
@@ -55,4 +63,8 @@ class LocalTransport:
 
 
 def _copied(tree: object) -> object:
+    if isinstance(tree, Tensor):
+        return copied(tree)
+    if type(tree) is list and all(leaf is None or isinstance(leaf, Tensor) for leaf in tree):
+        return [None if leaf is None else copied(leaf) for leaf in tree]
     return pytree.tree_map(lambda x: copied(x) if isinstance(x, Tensor) else x, tree)

@@ -1,4 +1,8 @@
-"""The messages of one rank: what is posted, what is on its way out, what waits to be sent or used."""
+"""The messages of one rank: posted, on their way out, and lying ready to be sent or used.
+
+Everything that does not depend on the microbatch is bound once: a `Desk` for each pair of stages and payload, an
+`Inbox` or `Outbox` for each route of the schedule.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +17,104 @@ from penstock.comm.p2p.message import Parcel
 from penstock.comm.p2p.transport import Transport
 from penstock.errors import TransportError
 from penstock.schedule.ir.schedule import Payload, Stage
-from penstock.schedule.machine.instructions import LaneKey, Lowered, Message
+from penstock.schedule.machine.instructions import LaneKey, Lowered, Route
 from penstock.schedule.proof.in_flight import Piece
 from penstock.timeline import Interval, Waiting
+
+
+class Desk:
+    """Parcels of one payload from one stage to another that have arrived, or wait to be sent.
+
+    Args:
+        recorder: of the bytes that stages of one rank hand to each other; None where the stages lie on two ranks,
+            whose bytes are counted with the message.
+    """
+
+    def __init__(self, recorder: Recorder | None) -> None:
+        self._parcels: dict[Piece, Parcel] = {}
+        self._recorder = recorder
+
+    def put(self, parcel: Parcel) -> None:
+        """Lay a parcel ready."""
+        header = parcel.header
+        self._parcels[header.first, header.piece] = parcel
+        if self._recorder is not None:
+            self._recorder.change("messages", parcel.nbytes)
+
+    def take(self, key: Piece) -> Parcel:
+        """Take the parcel of a microbatch (slice)."""
+        parcel = self._parcels.pop(key)
+        if self._recorder is not None:
+            self._recorder.change("messages", -parcel.nbytes)
+        return parcel
+
+    def __contains__(self, key: Piece) -> bool:
+        return key in self._parcels
+
+
+class Inbox:
+    """The messages of one route to this rank.
+
+    Args:
+        route: between which stages.
+        desk: where they are laid ready.
+        transport: receives them.
+        recorder: of their bytes, and of waits.
+        peer: the global rank of the sender.
+    """
+
+    def __init__(self, route: Route, desk: Desk, transport: Transport, recorder: Recorder, peer: int) -> None:
+        self._route, self._desk, self._transport, self._recorder = route, desk, transport, recorder
+        self._lane, self._peer = route.lane, peer
+        self._piece = route.slice[0] if route.slice else 0
+        self._posted: dict[int, Ticket] = {}
+
+    def post(self, first: int) -> None:
+        """Post the RECV of the message that begins with microbatch `first` of the span."""
+        ticket = self._posted[first] = self._transport.receive(self._lane)
+        self._recorder.change("messages", ticket.nbytes)
+
+    def arrived(self, first: int) -> bool:
+        """Return whether a posted message is there (or has failed)."""
+        return self._posted[first].done
+
+    def wait(self, first: int, what: str) -> Iterator[Wait]:
+        """Wait until a posted message is there.
+
+        Raises:
+            TransportError: the lane broke.
+        """
+        cause = f"rank {self._peer}: {self._route.payload} {first}"
+        yield from wait_for(self._recorder, self._posted[first], what, cause, Waiting.MESSAGE, self._peer)
+
+    def collect(self, first: int, batch: int, what: str) -> None:
+        """Lay a message that has arrived ready.
+
+        Args:
+            first: its first microbatch, counted through the span.
+            batch: to which it must belong, counted from the start of training.
+            what: the action that needs it, for messages.
+
+        Raises:
+            TransportError: the lane broke, or another message came.
+        """
+        ticket, route = self._posted.pop(first), self._route
+        if ticket.error is not None:
+            ticket.check(what)
+        parcel, ticket.result = ticket.result, None  # the ticket may be kept longer than the parcel lives
+        assert isinstance(parcel, Parcel)
+        self._recorder.change("messages", -ticket.nbytes)
+        if parcel.on_use is not None:
+            parcel.on_use()
+        header = parcel.header
+        if header.batch != batch or header.first != first or header.piece != self._piece:
+            raise TransportError(
+                f"{what}: expected the {route.payload} of microbatch {_named(first, self._piece)} (batch {batch}) "
+                f"from rank {route.source.rank}, got that of microbatch {_named(header.first, header.piece)} (batch "
+                f"{header.batch})"
+            )
+        for each in [parcel] if route.count == 1 else _opened(parcel, route.count):
+            self._desk.put(each)
 
 
 class _Sending(NamedTuple):
@@ -28,126 +127,168 @@ class _Sending(NamedTuple):
     first: int
 
 
+class OutLane:
+    """The posted SENDs of one lane from this rank.
+
+    Args:
+        lane: first in, first out.
+        window: how many may be outstanding.
+        recorder: of how long they take, and their bytes.
+        peer: the global rank of the receiver.
+    """
+
+    def __init__(self, lane: LaneKey, window: int, recorder: Recorder, peer: int) -> None:
+        self.lane, self._window, self._recorder, self._peer = lane, window, recorder, peer
+        self._queue: deque[_Sending] = deque()
+        self._name = f"{lane.payload} {recorder.rank}>{peer}"
+
+    def add(self, sending: _Sending) -> None:
+        """Note a SEND that has been posted."""
+        self._queue.append(sending)
+
+    def make_room(self) -> Iterator[Wait] | None:
+        """Forget SENDs that have completed; an iterator of waits if there is no room for another one."""
+        queue = self._queue
+        while queue and queue[0].ticket.done:
+            self._complete()
+        return self._wait_for_room() if len(queue) >= self._window else None
+
+    def _wait_for_room(self) -> Iterator[Wait]:
+        while len(self._queue) >= self._window:
+            yield from self._wait()
+
+    def flush(self) -> Iterator[Wait]:
+        """Wait until everything posted has been taken."""
+        while self._queue:
+            yield from self._wait()
+
+    def _wait(self) -> Iterator[Wait]:
+        ticket, _, stage, label, _ = self._queue[0]
+        what, cause = (
+            f"rank {self._recorder.rank}, stage {stage}, sending {label}",
+            f"rank {self._peer}: to take {label}",
+        )
+        yield from wait_for(self._recorder, ticket, what, cause, Waiting.ROOM, self._peer)
+        self._complete()
+
+    def _complete(self) -> None:
+        ticket, nbytes, stage, label, first = self._queue.popleft()
+        recorder = self._recorder
+        if ticket.error is not None:
+            ticket.check(f"rank {recorder.rank}, stage {stage}, sending {label}")
+        recorder.change("messages", -nbytes)
+        start, end = recorder.at(ticket.made_at), recorder.at(ticket.done_at)
+        recorder.add(
+            Interval(
+                recorder.rank,
+                self._name,
+                start,
+                end,
+                "SEND",
+                label,
+                microbatch=first,
+                span=recorder.span,
+                peer=self._peer,
+            )
+        )
+
+
+class Outbox:
+    """The messages of one route from this rank.
+
+    Args:
+        route: between which stages.
+        desk: where their parcels lie ready.
+        transport: sends them.
+        lane: on which they travel.
+        recorder: of their bytes.
+    """
+
+    def __init__(self, route: Route, desk: Desk, transport: Transport, lane: OutLane, recorder: Recorder) -> None:
+        self._route, self._desk, self._transport, self._lane, self._recorder = route, desk, transport, lane, recorder
+        self._piece = route.slice[0] if route.slice else 0
+
+    def send(self, first: int) -> Iterator[Wait] | None:
+        """Post the SEND of the message that begins with microbatch `first`; waits first where its lane is full."""
+        waits = self._lane.make_room()
+        if waits is not None:
+            return self._send_after(waits, first)
+        self._send(first)
+        return None
+
+    def _send_after(self, waits: Iterator[Wait], first: int) -> Iterator[Wait]:
+        yield from waits
+        self._send(first)
+
+    def _send(self, first: int) -> None:
+        route, recorder = self._route, self._recorder
+        parcels = [self._desk.take((k, self._piece)) for k in range(first, first + route.count)]
+        parcel = parcels[0] if len(parcels) == 1 else _closed(parcels)
+        nbytes, label, start = parcel.nbytes, f"{route.payload} {first}", recorder.now()
+        recorder.change("messages", nbytes)
+        ticket = self._transport.send(self._lane.lane, parcel)
+        self._lane.add(_Sending(ticket, nbytes, route.source.name, label, first))
+        recorder.add(Interval(recorder.rank, "compute", start, recorder.now(), Waiting.POST, f"send {label}"))
+
+
 class Mailbox:
-    """Of one rank, for one span.
+    """The desks, inboxes and outboxes of one rank, for one span.
 
     Args:
         rank: in its pipeline.
         lowered: the schedule with its messages.
         transport: moves them.
-        recorder: takes down how long they take, and their bytes.
+        recorder: of how long they take, and their bytes.
     """
 
     def __init__(self, rank: int, lowered: Lowered, transport: Transport, recorder: Recorder) -> None:
         self._rank, self._lowered, self._transport, self._recorder = rank, lowered, transport, recorder
-        self._lanes = [route.lane for route in lowered.routes]
-        self._posted: dict[Message, Ticket] = {}
-        self._sending: dict[LaneKey, deque[_Sending]] = {}
-        self._desk: dict[tuple[Payload, Stage, Stage, Piece], Parcel] = {}
+        self._desks: dict[tuple[Payload, Stage, Stage], Desk] = {}
+        self._inboxes: dict[int, Inbox] = {}
+        self._lanes: dict[LaneKey, OutLane] = {}
 
-    def receive(self, message: Message) -> None:
-        """Post a RECV."""
-        ticket = self._posted[message] = self._transport.receive(self._lanes[message.route])
-        self._recorder.change("messages", ticket.nbytes)
+    def desk(self, payload: Payload, source: Stage, target: Stage) -> Desk:
+        """The desk for what one stage hands to another."""
+        key = payload, source, target
+        if key not in self._desks:
+            self._desks[key] = Desk(self._recorder if source.rank == target.rank else None)
+        return self._desks[key]
 
-    def collect(self, message: Message, batch: int, what: str) -> Iterator[Wait]:
-        """Wait for a message and lay it ready.
+    def inbox(self, number: int) -> Inbox:
+        """The inbox of a route of the schedule."""
+        if number not in self._inboxes:
+            route = self._lowered.routes[number]
+            desk, peer = self.desk(route.payload, route.source, route.target), self._peer(route.source.rank)
+            self._inboxes[number] = Inbox(route, desk, self._transport, self._recorder, peer)
+        return self._inboxes[number]
 
-        Args:
-            message: posted before.
-            batch: to which it must belong, counted from the start of training.
-            what: who needs it, for messages.
-
-        Raises:
-            TransportError: the lane broke, or another message came.
-        """
-        route, ticket = self._lowered.routes[message.route], self._posted.pop(message)
-        peer = self._peer(route.source.rank)
-        cause = f"rank {peer}: {route.payload} {message.first}"
-        yield from wait_for(self._recorder, ticket, what, cause, Waiting.MESSAGE, peer)
-        assert isinstance(ticket.result, Parcel)
-        parcel, ticket.result = ticket.result, None  # who waits for the ticket keeps it longer than the parcel lives
-        self._recorder.change("messages", -ticket.nbytes)
-        if parcel.on_use is not None:
-            parcel.on_use()
-        header, piece = parcel.header, route.slice[0] if route.slice else 0
-        if (header.batch, header.first, header.piece) != (batch, message.first, piece):
-            raise TransportError(
-                f"{what}: expected the {route.payload} of microbatch {_named(message.first, piece)} (batch {batch}) "
-                f"from rank {route.source.rank}, got that of microbatch {_named(header.first, header.piece)} (batch "
-                f"{header.batch})"
-            )
-        for k, each in enumerate(_opened(parcel, route.count), message.first):
-            self._desk[route.payload, route.source, route.target, (k, piece)] = each
-
-    def put(self, payload: Payload, source: Stage, target: Stage, parcel: Parcel) -> None:
-        """Lay ready what a SEND will take, or another stage of this rank."""
-        self._desk[payload, source, target, (parcel.header.first, parcel.header.piece)] = parcel
-        if source.rank == target.rank:
-            self._recorder.change("messages", parcel.nbytes)
-
-    def has(self, payload: Payload, source: Stage, target: Stage, key: Piece) -> bool:
-        """Whether there is something to take."""
-        return (payload, source, target, key) in self._desk
-
-    def take(self, payload: Payload, source: Stage, target: Stage, key: Piece) -> Parcel:
-        """Take what has been collected, or put by another stage of this rank."""
-        parcel = self._desk.pop((payload, source, target, key))
-        if source.rank == target.rank:
-            self._recorder.change("messages", -parcel.nbytes)
-        return parcel
-
-    def send(self, message: Message) -> Iterator[Wait]:
-        """Post a SEND; waits while too many are outstanding on its lane."""
-        route = self._lowered.routes[message.route]
-        queue = self._sending.setdefault(route.lane, deque())
-        while queue and (queue[0].ticket.done or len(queue) >= self._lowered.window):
-            yield from self._complete(route.lane, queue)
-        piece, numbers = route.slice[0] if route.slice else 0, range(message.first, message.first + route.count)
-        parcel = _closed([self._desk.pop((route.payload, route.source, route.target, (k, piece))) for k in numbers])
-        nbytes = parcel.nbytes
-        recorder, label, start = self._recorder, f"{route.payload} {message.first}", self._recorder.now()
-        recorder.change("messages", nbytes)
-        ticket = self._transport.send(route.lane, parcel)
-        queue.append(_Sending(ticket, nbytes, route.source.name, label, message.first))
-        recorder.add(Interval(recorder.rank, "compute", start, recorder.now(), Waiting.POST, f"send {label}"))
+    def outbox(self, number: int) -> Outbox:
+        """An outbox for a route of the schedule."""
+        route = self._lowered.routes[number]
+        lane = route.lane
+        if lane not in self._lanes:
+            self._lanes[lane] = OutLane(lane, self._lowered.window, self._recorder, self._peer(lane.target))
+        desk = self.desk(route.payload, route.source, route.target)
+        return Outbox(route, desk, self._transport, self._lanes[lane], self._recorder)
 
     def flush(self) -> Iterator[Wait]:
         """Wait until everything sent is on its way."""
-        for lane, queue in self._sending.items():
-            while queue:
-                yield from self._complete(lane, queue)
-
-    def _complete(self, lane: LaneKey, queue: deque[_Sending]) -> Iterator[Wait]:
-        ticket, nbytes, stage, label, first = queue[0]
-        recorder, peer = self._recorder, self._peer(lane.target)
-        what, cause = f"rank {recorder.rank}, stage {stage}, sending {label}", f"rank {peer}: to take {label}"
-        yield from wait_for(recorder, ticket, what, cause, Waiting.ROOM, peer)
-        queue.popleft()
-        recorder.change("messages", -nbytes)
-        start, end = recorder.at(ticket.made_at), recorder.at(ticket.done_at)
-        name = f"{lane.payload} {recorder.rank}>{peer}"
-        recorder.add(
-            Interval(recorder.rank, name, start, end, "SEND", label, microbatch=first, span=recorder.span, peer=peer)
-        )
+        for lane in self._lanes.values():
+            yield from lane.flush()
 
     def _peer(self, rank: int) -> int:
-        """The number of a rank of this pipeline among those of all pipelines, as the recorder counts them."""
+        """The global rank of a rank of this pipeline, as the recorder counts them."""
         return self._recorder.rank - self._rank + rank
 
 
 def _closed(parcels: list[Parcel]) -> Parcel:
-    """One parcel of those of the microbatches of a unit; that of its last one knows most of the batch."""
-    if len(parcels) == 1:
-        return parcels[0]
+    """One parcel for all microbatches of a unit; the header is the last one's, which knows most of the batch."""
     wants = tuple(want for parcel in parcels for want in parcel.wants_gradient)
     return Parcel(parcels[-1].header._replace(first=parcels[0].header.first), [p.tree for p in parcels], wants)
 
 
 def _opened(parcel: Parcel, count: int) -> list[Parcel]:
     """The parcels of the microbatches of a unit."""
-    if count == 1:
-        return [parcel]
     share = len(parcel.wants_gradient) // count
     return [
         Parcel(parcel.header._replace(first=parcel.header.first + i), tree, parcel.wants_gradient[i * share :][:share])

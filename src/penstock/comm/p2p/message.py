@@ -67,7 +67,9 @@ class Parcel:
     @property
     def nbytes(self) -> int:
         """Bytes of its tensors."""
-        return sum(leaf.nbytes for leaf in pytree.tree_leaves(self.tree) if isinstance(leaf, Tensor))
+        if isinstance(self.tree, Tensor):
+            return self.tree.nbytes
+        return sum(leaf.nbytes for leaf in leaves_of(self.tree) if isinstance(leaf, Tensor))
 
 
 class Codec:
@@ -81,15 +83,14 @@ class Codec:
     def __init__(self, where: str, inline: bool = True) -> None:
         self.where, self._inline = where, inline
         self._sent: Structure | None = None
+        self._form: tuple[Any, ...] | None = None
         self._received: Structure | None = None
 
     def encode(self, parcel: Parcel) -> Tensor:
         """The parcel as one block (uint8, one dimension, at least `HEADER_BYTES` long)."""
-        structure = structure_of(parcel, self.where)
-        leaves = pytree.tree_leaves(parcel.tree) if self._inline else []
+        leaves = leaves_of(parcel.tree) if self._inline else []
         tensors = [as_it_lies(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
-        changed = b"" if structure == self._sent else dump_structure(structure, self.where)
-        self._sent = structure
+        changed = self._change(parcel)
         offsets, size = _place(tensors, HEADER_BYTES + len(changed))
         block = torch.empty(size, dtype=torch.uint8)
         raw = bytes_of(block)  # written into at a fraction of what operations on tensors take
@@ -102,6 +103,16 @@ class Codec:
                 target = block[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
                 target.copy_(tensor)
         return block
+
+    def _change(self, parcel: Parcel) -> bytes:
+        """The description of a parcel's structure, or nothing where it is that of the parcel before."""
+        form = form_of(parcel)
+        if form is not None and form == self._form:
+            return b""
+        self._form, structure = form, structure_of(parcel, self.where)
+        changed = b"" if structure == self._sent else dump_structure(structure, self.where)
+        self._sent = structure
+        return changed
 
     def decode(self, block: Tensor, fetch: Callable[[torch.dtype, list[int]], Tensor] | None = None) -> Parcel:
         """The parcel in a block.
@@ -178,6 +189,20 @@ def structure_of(parcel: Parcel, where: str) -> Structure:
     return spec, kinds, parcel.wants_gradient
 
 
+def form_of(parcel: Parcel) -> tuple[Any, ...] | None:
+    """A key that equals only for parcels of the same structure, found without a walk; None where there is none.
+
+    There is one for a tensor, and for a list of tensors and None.
+    """
+    tree = parcel.tree
+    if isinstance(tree, Tensor):
+        return tree.dtype, tree.shape, tree.stride(), parcel.wants_gradient
+    if type(tree) is list and all(leaf is None or isinstance(leaf, Tensor) for leaf in tree):
+        forms = [None if leaf is None else (leaf.dtype, leaf.shape, leaf.stride()) for leaf in tree]
+        return (*forms, parcel.wants_gradient, len(tree))
+    return None
+
+
 def dump_structure(structure: Structure, where: str) -> bytes:
     """A structure as JSON.
 
@@ -249,9 +274,20 @@ def _aligned(offset: int) -> int:
     return -(-offset // ALIGNMENT) * ALIGNMENT
 
 
+def leaves_of(tree: Any) -> list[Any]:
+    """The leaves of a pytree; without a walk where it is a tensor, or a list of tensors and None."""
+    if isinstance(tree, Tensor):
+        return [tree]
+    if type(tree) is list and all(leaf is None or isinstance(leaf, Tensor) for leaf in tree):
+        return tree
+    return pytree.tree_leaves(tree)
+
+
 def detached(tree: Any) -> tuple[Any, tuple[bool, ...]]:
-    """A pytree cut off from its graph, and which of its leaves want a gradient."""
+    """Detach the tensors of a pytree from their graph; also return which of its leaves want a gradient."""
+    if isinstance(tree, Tensor):
+        return tree.detach(), (tree.requires_grad,)
     leaves, spec = pytree.tree_flatten(tree)
     wants = tuple(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
-    index = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    return pytree.tree_unflatten(index, spec), wants
+    plain = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    return pytree.tree_unflatten(plain, spec), wants

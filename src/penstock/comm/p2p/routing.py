@@ -1,8 +1,7 @@
-"""Where stages meet: whom a stage has its inputs from, and who takes what it makes.
+"""Routing between stages: which stages feed a stage, and which take its output.
 
-A stage has one input, or a tuple of those of several stages, in the order of their stages. Its output goes to every
-stage that takes it; the gradients that come back are added in the order of the stages. Stages of one rank hand things
-over in its memory.
+A stage has one input, or a tuple of those of several stages, by index. Its output goes to every stage that takes it;
+the gradients that come back are added by index. Stages of one rank hand things over in its memory.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ Gradients = list[Tensor | None]
 
 
 class Ways(NamedTuple):
-    """Of one stage; all stages are of its pipeline.
+    """The neighbours of one stage, all in its direction.
 
     Attributes:
-        inputs: whose outputs are its input, in the order of their stages; none where data enters.
+        inputs: the stages whose outputs are its input, by index; none where data enters.
         returns: per input, whether a gradient goes back there.
-        outputs: who takes its output.
-        gradients: of those, who sends a gradient back.
-        has_loss: nobody sends one back, so it has a loss of its own.
+        outputs: the stages that take its output.
+        gradients: those of them that send a gradient back.
+        has_loss: none does, so it has a loss of its own.
     """
 
     inputs: tuple[Stage, ...]
@@ -41,27 +40,27 @@ class Ways(NamedTuple):
 
 
 def ways_of(schedule: Schedule, stage: Stage) -> Ways:
-    """Those of a stage."""
+    """The neighbours of a stage."""
     incoming = sorted(schedule.predecessors[stage.index], key=lambda edge: edge.source)
     outgoing = sorted(schedule.successors[stage.index], key=lambda edge: edge.target)
-    at, pipeline, frozen = schedule.stage_at, stage.direction, schedule.frozen
-    gradients = tuple(at[e.target, pipeline] for e in outgoing if e.backward) if stage.index not in frozen else ()
+    at, direction, frozen = schedule.stage_at, stage.direction, schedule.frozen
+    gradients = tuple(at[e.target, direction] for e in outgoing if e.backward) if stage.index not in frozen else ()
     return Ways(
-        tuple(at[e.source, pipeline] for e in incoming),
+        tuple(at[e.source, direction] for e in incoming),
         tuple(e.backward and e.source not in frozen and stage.index not in frozen for e in incoming),
-        tuple(at[e.target, pipeline] for e in outgoing),
+        tuple(at[e.target, direction] for e in outgoing),
         gradients,
         not gradients and (stage.index not in frozen or not outgoing),
     )
 
 
 def entrances(schedule: Schedule) -> list[int]:
-    """The stages where data enters."""
+    """The indices of the stages where data enters."""
     return [index for index in range(schedule.num_stages) if not schedule.predecessors[index]]
 
 
 def needs_decisions(schedule: Schedule) -> bool:
-    """Whether the loss weight of a batch, or the wish to stop, does not reach every stage along the pipeline."""
+    """Return whether the loss weight of a batch, or a stop request, does not reach every stage along the pipeline."""
     reached, border = {schedule.num_stages - 1}, [schedule.num_stages - 1]
     while border:
         index = border.pop()
@@ -74,7 +73,7 @@ def needs_decisions(schedule: Schedule) -> bool:
 
 
 def reads_of(schedule: Schedule, ranks: Collection[int]) -> list[int]:
-    """How often the stages of some ranks take each microbatch of a batch: where data enters, and where a loss is."""
+    """Count how often the stages of some ranks read each microbatch of a batch: where data enters, and at losses."""
     reads = [0] * schedule.microbatches
     taking = {stage for stage in schedule.stages if not (ways := ways_of(schedule, stage)).inputs or ways.has_loss}
     for rank in ranks:
@@ -86,33 +85,42 @@ def reads_of(schedule: Schedule, ranks: Collection[int]) -> list[int]:
     return reads
 
 
-class Joints:
-    """Of one rank, for one span.
+class StageRoutes:
+    """The desks of one stage: where its inputs and gradients lie, and where it lays its outputs.
 
     Args:
-        schedule: says who is joined to whom.
+        schedule: says which stages feed which.
+        stage: of the rank.
         mailbox: of the rank.
+
+    Attributes:
+        enters: data enters at this stage.
     """
 
-    def __init__(self, schedule: Schedule, mailbox: Mailbox) -> None:
-        self._mailbox, self._entrances = mailbox, entrances(schedule)
-        self._trains = any(
-            p.op in (Op.B, Op.I) for program in schedule.programs for a in program.period for p in passes(a)
-        )
-        self._ways = {stage: ways_of(schedule, stage) for stage in schedule.stages}
-        before = {stage: schedule.segment_before(stage.index) for stage in schedule.stages}
-        self._again = {  # from whom a stage has its input again, where it does not keep it
-            stage: schedule.stage_at[index, stage.direction] for stage, index in before.items() if index is not None
-        }
-        self._again_to = {source: stage for stage, source in self._again.items()}
-        self._sizes: dict[tuple[Stage, Piece], list[int]] = {}  # leaves of each of several inputs, for the gradients
+    def __init__(self, schedule: Schedule, stage: Stage, mailbox: Mailbox) -> None:
+        ways = self._ways = ways_of(schedule, stage)
+        self._stage, self._entrances = stage, entrances(schedule)
+        self.enters = not ways.inputs
+        self._inputs = [mailbox.desk(Payload.ACTIVATION, source, stage) for source in ways.inputs]
+        self._repairs = [mailbox.desk(Payload.REPAIR, source, stage) for source in ways.inputs]
+        self._outputs = [mailbox.desk(Payload.ACTIVATION, stage, target) for target in ways.outputs]
+        self._repaired = [mailbox.desk(Payload.REPAIR, stage, target) for target in ways.outputs]
+        self._gradients = [mailbox.desk(Payload.GRADIENT, source, stage) for source in ways.gradients]
+        self._returned = [
+            mailbox.desk(Payload.GRADIENT, stage, source) if returns else None
+            for source, returns in zip(ways.inputs, ways.returns, strict=True)
+        ]
+        before = schedule.segment_before(stage.index)
+        after = {schedule.segment_before(index): index for index in range(schedule.num_stages)}.get(stage.index)
+        at, direction = schedule.stage_at, stage.direction
+        self._again = None if before is None else mailbox.desk(Payload.RECOMPUTE, at[before, direction], stage)
+        self._again_to = None if after is None else mailbox.desk(Payload.RECOMPUTE, stage, at[after, direction])
+        trains = any(p.op in (Op.B, Op.I) for program in schedule.programs for a in program.period for p in passes(a))
+        self._counts = trains and any(ways.returns) and len(ways.inputs) > 1
+        self._sizes: dict[Piece, list[int]] = {}  # leaves of each of several inputs, for the gradients
 
-    def enters(self, stage: Stage) -> bool:
-        """Whether data enters at a stage."""
-        return not self._ways[stage].inputs
-
-    def own_input(self, stage: Stage, given: Any) -> Any:
-        """What of a sample's input enters at a stage: all of it, or its part where data enters at several stages.
+    def own_input(self, given: Any) -> Any:
+        """Return what of a sample's input enters here: all of it, or its part where data enters at several stages.
 
         Raises:
             DataError: there are not as many parts as entrances.
@@ -125,102 +133,95 @@ class Joints:
                 f"data enters at stages {', '.join(map(str, self._entrances))}, so the input of a microbatch must be a "
                 f"tuple with a part for each of them, got {what}"
             )
-        return given[self._entrances.index(stage.index)]
+        return given[self._entrances.index(self._stage.index)]
 
-    def inputs(self, stage: Stage, key: Piece) -> tuple[Header, Any, tuple[bool, ...]]:
-        """What a forward works on, which of its leaves want a gradient, and what came with it."""
-        ways = self._ways[stage]
-        parcels = [self._newest(source, stage, key) for source in ways.inputs]
+    def inputs(self, key: Piece) -> tuple[Header, Any, tuple[bool, ...]]:
+        """Take the input of a forward: its header, its tree, and which of its leaves want a gradient."""
+        parcels = [self._newest(place, key) for place in range(len(self._inputs))]
         wants = [
-            parcel.wants_gradient if returns else (False,) * len(parcel.wants_gradient)
-            for parcel, returns in zip(parcels, ways.returns, strict=True)
+            parcel.wants_gradient if returned is not None else (False,) * len(parcel.wants_gradient)
+            for parcel, returned in zip(parcels, self._returned, strict=True)
         ]
         if len(parcels) == 1:
             return parcels[0].header, parcels[0].tree, wants[0]
-        self._compare(stage, [parcel.header for parcel in parcels])
-        if self._trains and any(ways.returns):
-            self._sizes[stage, key] = [len(here) for here in wants]
+        self._compare([parcel.header for parcel in parcels])
+        if self._counts:
+            self._sizes[key] = [len(here) for here in wants]
         return parcels[0].header, tuple(parcel.tree for parcel in parcels), tuple(w for here in wants for w in here)
 
-    def _newest(self, source: Stage, stage: Stage, key: Piece) -> Parcel:
-        """What a stage has made; where it has done so twice, because a version was rejected, the second."""
-        parcel = self._mailbox.take(Payload.ACTIVATION, source, stage, key)
-        return self._repair(source, stage, key) or parcel
+    def _newest(self, place: int, key: Piece) -> Parcel:
+        """Take an input; where its stage has made it twice, because a version was rejected, the second one."""
+        parcel = self._inputs[place].take(key)
+        return self._repair(place, key) or parcel
 
-    def _repair(self, source: Stage, stage: Stage, key: Piece) -> Parcel | None:
-        if not self._mailbox.has(Payload.REPAIR, source, stage, key):
-            return None
-        return self._mailbox.take(Payload.REPAIR, source, stage, key)
+    def _repair(self, place: int, key: Piece) -> Parcel | None:
+        return self._repairs[place].take(key) if key in self._repairs[place] else None
 
-    def repaired(self, stage: Stage, key: Piece, value: Any) -> Any:
-        """What a forward has worked on, with what has been made again since."""
-        sources = self._ways[stage].inputs
-        repairs = [self._repair(source, stage, key) for source in sources]
-        if len(sources) == 1:
+    def repaired(self, key: Piece, value: Any) -> Any:
+        """Replace in an input what its stages have made again since."""
+        repairs = [self._repair(place, key) for place in range(len(self._inputs))]
+        if len(repairs) == 1:
             return value if repairs[0] is None else repairs[0].tree
-        return (
-            tuple(old if new is None else new.tree for old, new in zip(value, repairs, strict=True))
-            if sources
-            else value
-        )
+        if not repairs:
+            return value
+        return tuple(old if new is None else new.tree for old, new in zip(value, repairs, strict=True))
 
-    def _compare(self, stage: Stage, headers: Sequence[Header]) -> None:
-        """What comes from several entrances must come of the same sample.
+    def _compare(self, headers: Sequence[Header]) -> None:
+        """Check that the inputs from several entrances belong to the same sample.
 
         Raises:
-            DataError: it does not.
+            DataError: they do not.
         """
         first = headers[0]
-        for header, source in zip(headers, self._ways[stage].inputs, strict=True):
+        for header, source in zip(headers, self._ways.inputs, strict=True):
             if (header.checksum, header.more) != (first.checksum, first.more):
                 what = (
                     "is not the same sample" if header.checksum != first.checksum else "is the last on one of them only"
                 )
                 raise DataError(
-                    f"microbatch {first.first} (batch {first.batch}), as it comes to stage {stage.name} from stages "
-                    f"{self._ways[stage].inputs[0].name} and {source.name}, {what}; every rank must see the same "
+                    f"microbatch {first.first} (batch {first.batch}), as it comes to stage {self._stage.name} from "
+                    f"stages {self._ways.inputs[0].name} and {source.name}, {what}; every rank must see the same "
                     "samples in the same order, and equally many"
                 )
 
-    def hand_on(self, stage: Stage, header: Header, output: Any, payload: Payload) -> None:
-        """Lay ready what a forward has made, for the first time or (REPAIR) again."""
-        tree, asks = detached(output)
-        for target in self._ways[stage].outputs:
-            self._mailbox.put(payload, stage, target, Parcel(header, tree, asks))
+    def hand_on(self, header: Header, output: Any, *, repair: bool = False) -> None:
+        """Lay the output of a forward ready for the stages that take it, or (`repair`) of a forward run again."""
+        tree, wants = detached(output)
+        for desk in self._repaired if repair else self._outputs:
+            desk.put(Parcel(header, tree, wants))
 
-    def input_again(self, stage: Stage, key: Piece) -> Any:
-        """What a forward is run again on, where the stage has not kept it."""
-        source = self._again.get(stage)
-        return None if source is None else self._mailbox.take(Payload.RECOMPUTE, source, stage, key).tree
+    def input_again(self, key: Piece) -> Any:
+        """Take the input of a recompute, where the stage has not kept it; else None."""
+        return None if self._again is None else self._again.take(key).tree
 
-    def hand_on_again(self, stage: Stage, header: Header, output: Any) -> None:
-        """Lay ready what a forward has made again, for the next stage of its segment."""
-        target = self._again_to.get(stage)
-        if target is not None:
-            self._mailbox.put(Payload.RECOMPUTE, stage, target, Parcel(header, *detached(output)))
+    def hand_on_again(self, header: Header, output: Any) -> None:
+        """Lay the output of a recompute ready for the next stage of the segment."""
+        if self._again_to is not None:
+            self._again_to.put(Parcel(header, *detached(output)))
 
-    def gradients(self, stage: Stage, key: Piece) -> tuple[float, Gradients | None]:
-        """The loss weight of the batch, as far as it came along, and the gradients of a forward's output.
+    def gradients(self, key: Piece) -> tuple[float, Gradients | None]:
+        """Take the loss weight of the batch, as far as it came along, and the gradients of a forward's output.
 
         None where the loss is.
         """
-        ways = self._ways[stage]
-        if not ways.gradients:
+        if not self._gradients:
             return math.nan, None
-        parcels = [self._mailbox.take(Payload.GRADIENT, source, stage, key) for source in ways.gradients]
+        if len(self._gradients) == 1:
+            parcel = self._gradients[0].take(key)
+            return parcel.header.weight, parcel.tree
+        parcels = [desk.take(key) for desk in self._gradients]
         total: Gradients = parcels[0].tree
         for parcel in parcels[1:]:
             total = [_sum(mine, other) for mine, other in zip(total, parcel.tree, strict=True)]
         return next((p.header.weight for p in parcels if not math.isnan(p.header.weight)), math.nan), total
 
-    def hand_back(self, stage: Stage, header: Header, gradients: Gradients) -> None:
-        """Lay ready the gradients of a forward's input."""
-        ways, place = self._ways[stage], 0
-        sizes = self._sizes.pop((stage, (header.first, header.piece)), [len(gradients)])
-        for source, returns, size in zip(ways.inputs, ways.returns, sizes, strict=False):
-            if returns:
-                parcel = Parcel(header, gradients[place : place + size])
-                self._mailbox.put(Payload.GRADIENT, stage, source, parcel)
+    def hand_back(self, header: Header, gradients: Gradients) -> None:
+        """Lay the gradients of a forward's input ready for the stages that it came from."""
+        place = 0
+        sizes = self._sizes.pop((header.first, header.piece), None) or [len(gradients)]
+        for desk, size in zip(self._returned, sizes, strict=False):
+            if desk is not None:
+                desk.put(Parcel(header, gradients[place : place + size]))
             place += size
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from penstock.errors import DataError
+from penstock.runtime.update.stop_request import StopRequest
 
 Batches = Iterable[Sequence[tuple[Any, Any]]]
 _CHECKED_BYTES = 1 << 16
@@ -41,6 +42,7 @@ class BatchSource:
         width: w, the number of parallel pipelines.
         reads: how many times this process reads each microbatch of a pipeline's batch; each once if None.
         pipelines: how many of the pipelines read here.
+        stop: the request to end the run; none can come if None.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class BatchSource:
         width: int = 1,
         reads: Sequence[int] | None = None,
         pipelines: int = 1,
+        stop: StopRequest | None = None,
     ) -> None:
         self._batches: Iterator[Sequence[tuple[Any, Any]]] = iter(batches)
         self._m, self._width = microbatches, width
@@ -60,12 +63,12 @@ class BatchSource:
         self._samples: dict[tuple[int, int], tuple[Sample, int]] = {}
         self._fetched = 0
         self._exhausted = False
-        self.stopped = False
+        self._stop = StopRequest() if stop is None else stop
         self._asked, self._end = 0, math.inf
 
     def begins(self) -> bool:
         """Whether there is a first batch, and nobody has asked to stop before it."""
-        return not self.stopped and self.has(0)
+        return not self._stop.agreed and self.has(0)
 
     def has(self, batch: int) -> bool:
         """Whether batch number `batch` of the span exists; fetches it if need be."""
@@ -99,7 +102,7 @@ class BatchSource:
         """
         if batch > self._asked:
             self._asked = batch
-            if self.stopped or not self.has(batch):
+            if self._stop.agreed or not self.has(batch):
                 self._end = min(self._end, batch)
         return batch < self._end
 

@@ -22,6 +22,7 @@ from penstock.partition.tied import Tie, share_inside
 from penstock.runtime.rank.snapshot import Snapshot
 from penstock.runtime.update.decisions import Decisions
 from penstock.runtime.update.divergence import Divergence
+from penstock.runtime.update.stop_request import StopRequest
 from penstock.schedule.ir.rules import RULES, Source, Update, VersionRule
 from penstock.schedule.ir.schedule import Op, Schedule, Stage, passes
 from penstock.schedule.methods.combine import REDUCE, Combine
@@ -88,6 +89,7 @@ class RankState:
         inside: what blocks of one stage share (name of a parameter -> name of the one that it is the same as).
         recipe: how it is trained.
         recorder: takes down what happens.
+        stop: the request to end a run, shared by all ranks of this process.
     """
 
     def __init__(
@@ -99,13 +101,14 @@ class RankState:
         inside: Mapping[str, str],
         recipe: Recipe,
         recorder: Recorder,
+        stop: StopRequest,
     ) -> None:
-        self.key, self.recorder, self.slicing = key, recorder, recipe.slicing
+        self.key, self.recorder, self.slicing, self.stop = key, recorder, recipe.slicing, stop
         self.snapshots: list[ref[Snapshot]] = []  # that somebody may still have
         self._proof, self._recipe, self._ties, self._inside = proof, recipe, ties, inside
         delay = RULES[proof.schedule.rule].bases - 1
         self.decisions = Decisions(
-            recipe.policy, recipe.divisor, delay, recipe.divergence, recipe.combine, key.pipeline
+            recipe.policy, recipe.divisor, delay, recipe.divergence, recipe.combine, key.pipeline, stop
         )
         self.stages = {
             stage: self._make_stage(stage, {name: _made(block) for name, block in blocks[stage].items()})

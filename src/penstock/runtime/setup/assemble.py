@@ -20,6 +20,7 @@ from penstock.partition.blocks import deal
 from penstock.partition.tied import Tie
 from penstock.runtime.rank.rank_state import RankState, Recipe
 from penstock.runtime.setup.initial_weights import check_equal, equalise
+from penstock.runtime.update.stop_request import StopRequest
 from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.methods.combine import Combine
 from penstock.schedule.proof.check import Proof
@@ -83,8 +84,9 @@ def make_workers(
     origin = time.perf_counter() if grid.group is None else common_origin(grid.control)
     here = [(key.pipeline, stage) for key in grid.local for stage in proof.schedule.on_rank(key.rank)]
     dealt = deal(named, parts, here)
+    stop = StopRequest()
     ranks = [
-        RankState(key, proof, dealt[key.pipeline], ties, inside, recipe, Recorder(row, origin))
+        RankState(key, proof, dealt[key.pipeline], ties, inside, recipe, Recorder(row, origin), stop)
         for key, row in zip(grid.local, grid.global_ranks, strict=True)
     ]
     equalise(ties, proof.schedule, grid, ranks)

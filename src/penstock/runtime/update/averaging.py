@@ -18,7 +18,7 @@ from penstock.comm.core.recorder import Recorder
 from penstock.comm.core.ticket import Ticket
 from penstock.comm.core.wait import Wait, wait_for
 from penstock.runtime.update.decisions import Decisions
-from penstock.schedule.ir.schedule import Action, Op, Stage, existing
+from penstock.schedule.ir.schedule import Action, Op, Stage
 from penstock.schedule.methods.combine import Combine
 from penstock.stage.stage_runtime import StageRuntime
 from penstock.timeline import Interval, Waiting
@@ -51,7 +51,86 @@ class Party(NamedTuple):
 
 
 class Meetings(ABC):
-    """Of one rank, for one span. Batches are counted from the start of training.
+    """How one rank meets the other pipelines. Batches are counted from the start of training."""
+
+    def placed(self, average: Action) -> Action:
+        """Place an AVERAGE of a schedule, which then stands in every period; `meets` says in which it exists.
+
+        Meetings are counted from the start of training, not from the start of the span as `every` of the schedule.
+        """
+        return average._replace(unit=average.unit._replace(every=1))
+
+    @abstractmethod
+    def meets(self, batch: int) -> bool:
+        """Return whether pipelines meet after the update of a batch."""
+
+    @abstractmethod
+    def hand_in(self, stage: Stage, batch: int, last: bool) -> None:
+        """Contribute what concerns all pipelines, if they meet after the update of this batch.
+
+        Args:
+            stage: whose.
+            batch: which.
+            last: it has the loss that is reported.
+        """
+
+    @abstractmethod
+    def meet(self, stage: StageRuntime, batch: int, label: str, hold: Callable[[], None]) -> Iterator[Wait]:
+        """Wait until what is needed of the other pipelines is there.
+
+        Args:
+            stage: whose.
+            batch: which.
+            label: of the action, for messages.
+            hold: records the bytes that are held now.
+        """
+
+    @abstractmethod
+    def end(self, stage: StageRuntime, batch: int) -> bool:
+        """Go on with what pipelines have agreed on, once `meet` is over; returns whether the run is to end."""
+
+    @abstractmethod
+    def drain(
+        self, stages: Sequence[StageRuntime], batch: int, hold: Callable[[], None]
+    ) -> Generator[Wait, None, bool]:
+        """Wait at the end of a span for whatever is outstanding.
+
+        Args:
+            stages: that are trained on this rank, with nothing in flight.
+            batch: the next one.
+            hold: records the bytes that are held now.
+
+        Returns:
+            Whether somebody wants the run to end.
+        """
+
+
+class NoMeetings(Meetings):
+    """Parallel pipelines that hold the same weights, or a single one: they never meet."""
+
+    def meets(self, batch: int) -> bool:  # noqa: ARG002
+        """Never."""
+        return False
+
+    def hand_in(self, *_: object) -> None:
+        """Nothing concerns other pipelines."""
+
+    def meet(self, *_: object) -> Iterator[Wait]:
+        """There is nobody to wait for."""
+        raise AssertionError("pipelines that hold the same weights do not meet")
+
+    def end(self, *_: object) -> bool:
+        """Nothing is agreed on."""
+        raise AssertionError("pipelines that hold the same weights do not meet")
+
+    def drain(self, *_: object) -> Generator[Wait, None, bool]:
+        """Nothing is outstanding."""
+        yield from ()
+        return False
+
+
+class PartyMeetings(Meetings):
+    """Meetings of pipelines that vote on what concerns all of them.
 
     Args:
         party: who meets.
@@ -62,55 +141,14 @@ class Meetings(ABC):
         self._decisions, self._recorder = party.decisions, party.recorder
         self._votes: dict[tuple[Stage, int], Ticket] = {}
 
-    def existing(self, average: Action, t: int, microbatches: int, start: int) -> Action | None:
-        """An AVERAGE of the period of batch t of a span, if pipelines meet then.
-
-        Every so many batches since the start of training they do, not since that of the span, which began with batch
-        `start`.
-        """
-        always = average._replace(unit=average.unit._replace(every=1))
-        return existing(always, t, microbatches) if self.combine.meets(start + average.unit.first + t) else None
+    def meets(self, batch: int) -> bool:
+        """Every so many batches."""
+        return self.combine.meets(batch)
 
     def hand_in(self, stage: Stage, batch: int, last: bool) -> None:
-        """Hand in what concerns all pipelines, if they meet after the update of this batch.
-
-        Args:
-            stage: whose.
-            batch: which.
-            last: it has the loss that is reported.
-        """
+        """Vote, if pipelines meet after the update of this batch."""
         if self.combine.meets(batch):
             self._vote(stage, batch, last)
-
-    @abstractmethod
-    def meet(self, stage: StageRuntime, batch: int, label: str, hold: Callable[[], None]) -> Iterator[Wait]:
-        """Wait until what is needed of the other pipelines is there.
-
-        Args:
-            stage: whose.
-            batch: which.
-            label: of the action, for messages.
-            hold: takes down the bytes that are held now.
-        """
-
-    @abstractmethod
-    def end(self, stage: StageRuntime, batch: int) -> bool:
-        """Go on with what pipelines have agreed on, once `meet` is over; whether the run is to end."""
-
-    @abstractmethod
-    def drain(
-        self, stages: Sequence[StageRuntime], batch: int, hold: Callable[[], None]
-    ) -> Generator[Wait, None, bool]:
-        """The span is over; wait for whatever is outstanding.
-
-        Args:
-            stages: that are trained on this rank, with nothing in flight.
-            batch: the next one.
-            hold: takes down the bytes that are held now.
-
-        Returns:
-            Whether somebody wants the run to end.
-        """
 
     def _vote(self, stage: Stage, batch: int, last: bool) -> None:
         vote = self._votes[stage, batch] = Ticket(f"{CONTROL_LANE} of all pipelines (batch {batch})")
@@ -132,7 +170,7 @@ class Meetings(ABC):
         self._recorder.add(Interval(self._recorder.rank, "collective", start, end, op.value, f"{op}{batch}", *place))
 
 
-class Combining(Meetings):
+class Combining(PartyMeetings):
     """Where pipelines wait for sums over all of them.
 
     Args:

@@ -4,31 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from penstock.runtime.update.divergence import Divergence, Lookout
+from penstock.runtime.update.events import Evaluated, RunEvents
+from penstock.runtime.update.stop_request import StopRequest
 from penstock.schedule.methods.combine import REDUCE, Combine
 from penstock.stage.graphs import Loss
 from penstock.weights.decision import Decision, Policy, Scaler, Share, decide
-
-
-class Evaluated(NamedTuple):
-    """What an evaluation found.
-
-    Attributes:
-        version: of the weights: how many batches they have learnt from.
-        total: the loss sum.
-        weight: what it is divided by.
-    """
-
-    version: int
-    total: float
-    weight: float
-
-    @property
-    def loss(self) -> float | None:
-        """The mean; None where the weight is zero."""
-        return self.total / self.weight if self.weight else None
 
 
 class Decisions:
@@ -45,10 +28,10 @@ class Decisions:
         pipeline: which of them this rank is of.
 
     Attributes:
-        stopping: this rank wants the run to end.
+        stop: the request to end the run.
         lookout: looks for a divergence.
         weight: N of the last batch that had a loss weight; None before the first.
-        told: all evaluations that decisions have told, since the start of training.
+        events: for the caller.
     """
 
     def __init__(
@@ -59,21 +42,20 @@ class Decisions:
         divergence: Divergence | None = None,
         combine: Combine = REDUCE,
         pipeline: int = 0,
+        stop: StopRequest | None = None,
     ) -> None:
         self._clip, self._divisor, self.delay = policy.clip, divisor, delay
         self._combine, self._pipeline, self._agreed = combine, pipeline, -1
         self.scaler = Scaler(policy.loss_scale)
         self.lookout = Lookout(divergence, self.scaler.scales)
-        self.stopping = False
+        self.stop = StopRequest() if stop is None else stop
         self.weight: float | None = None
         self._scales: dict[int, float] = {}  # of the batches that the last stage has begun
         self._last: Decision | None = None
         self._decided = -1  # the last batch
-        self._news: list[Decision] = []
+        self.events = RunEvents()
         self._guessed: dict[int, float] = {}  # factors
         self._noted: dict[int, Evaluated] = {}  # of this pipeline, until the decision on the batch tells the others
-        self._evaluated: list[Evaluated] = []
-        self.told: list[Evaluated] = []
 
     @property
     def mean(self) -> float:
@@ -98,15 +80,14 @@ class Decisions:
         """What concerns all pipelines; `last` on a last stage, which knows of evaluations up to this batch."""
         noted = [self._noted.pop(b) for b in sorted(self._noted) if b <= batch] if last else []
         found, count = (math.fsum(part) for part in zip(*((n.total, n.weight) for n in noted), (0.0, 0.0), strict=True))
-        return Share(stop=float(self.stopping), evaluated=found, evaluated_weight=count)
+        return Share(stop=float(self.stop.asked), evaluated=found, evaluated_weight=count)
 
     def agree(self, batch: int, total: Share) -> bool:
         """All pipelines have met after a batch; whether the run is to end."""
         if total.evaluated_weight and batch != self._agreed:  # a rank that holds several stages asks more than once
             every = self._combine.every
             version = (batch - self.delay) // every * every  # evaluations are of versions made by meetings
-            self.told.append(Evaluated(version, total.evaluated, total.evaluated_weight))
-            self.tell(self.told[-1])
+            self.events.evaluated_everywhere(Evaluated(version, total.evaluated, total.evaluated_weight))
         self._agreed = batch
         return bool(total.stop)
 
@@ -128,12 +109,12 @@ class Decisions:
             self._decided = batch
             self.weight = float(self._last.weight) if self._last.weight else self.weight
             if total is not None and total.evaluated_weight:
-                self.tell_all(Evaluated(batch - self.delay, total.evaluated, total.evaluated_weight))
+                self.events.evaluated_everywhere(Evaluated(batch - self.delay, total.evaluated, total.evaluated_weight))
             elif total is None and batch in self._noted:
-                self.tell(self._noted.pop(batch))
+                self.events.evaluated(self._noted.pop(batch))
             self.scaler.learn(self._last)
             self.lookout.hear(self._last)
-            self._news.append(self._last)
+            self.events.decided(self._last)
         return self._last
 
     def guess(self, batch: int, weight: float) -> float:
@@ -163,7 +144,8 @@ class Decisions:
             wrong = decision.factor != self._guessed.pop(batch)
             if wrong or self.scaler.scale != self.scaler.before:
                 self._scales.pop(batch + 1, None)  # forwards that have begun run again, under the scale of now
-                decision = self._last = self._news[-1] = decision._replace(again=True)
+                decision = self._last = decision._replace(again=True)
+                self.events.correct(decision)
         return decision
 
     @property
@@ -173,7 +155,7 @@ class Decisions:
 
     def state(self) -> dict[str, Any]:
         """What the decisions made so far have left behind, the same on all ranks."""
-        state: dict[str, Any] = {"told": [list(found) for found in self.told]} if self.told else {}
+        state: dict[str, Any] = {"told": [list(found) for found in told]} if (told := self.events.evaluations) else {}
         state |= {} if self.weight is None else {"weight": self.weight}
         scaler = self.scaler
         if scaler.scales:
@@ -183,7 +165,7 @@ class Decisions:
 
     def load(self, batch: int, state: Mapping[str, Any]) -> None:
         """Go on where `state` was taken, with the next batch."""
-        self.told = [Evaluated(*found) for found in state.get("told", ())]
+        self.events.restart(state.get("told", ()))
         self.weight = state.get("weight")
         if "scale" in state and self.scaler.scales:
             self.scaler.scale, self.scaler.before = state["scale"], state["before"]
@@ -192,35 +174,8 @@ class Decisions:
         self._decided, self._last, self._agreed = batch - 1, None, -1
         self._scales.clear()
         self._guessed.clear()
-        self._news.clear()
         self._noted.clear()
-        self._evaluated.clear()
 
     def note(self, batch: int, found: Evaluated) -> None:
         """This pipeline's part of an evaluation before `batch`; it is told with the decision on that batch."""
         self._noted[batch] = found
-
-    def tell(self, found: Evaluated) -> None:
-        """What an evaluation found is known."""
-        self._evaluated.append(found)
-
-    def tell_all(self, found: Evaluated) -> None:
-        """The same where all ranks know of it; once of each version, which two methods may evaluate at a border."""
-        if all(found.version != other.version for other in self.told):
-            self.told.append(found)
-            self.tell(found)
-
-    def evaluated(self) -> tuple[Evaluated, ...]:
-        """The evaluations that have become known since the last call."""
-        found, self._evaluated = tuple(self._evaluated), []
-        return found
-
-    def give_back(self, unseen: list[Decision], evaluated: list[Evaluated]) -> None:
-        """Nobody has seen these, which calls of `news` and `evaluated` returned."""
-        self._news = unseen + self._news
-        self._evaluated = evaluated + self._evaluated
-
-    def news(self) -> tuple[Decision, ...]:
-        """What has been decided since the last call."""
-        news, self._news = tuple(self._news), []
-        return news

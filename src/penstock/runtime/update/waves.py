@@ -12,14 +12,14 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 
 from penstock.comm.collective.wave_exchange import Exchange, Posted
 from penstock.comm.core.wait import Wait
-from penstock.runtime.update.averaging import Meetings, Party
+from penstock.runtime.update.averaging import Party, PartyMeetings
 from penstock.schedule.ir.schedule import Action, Stage
 from penstock.schedule.methods.wave_lags import RECORD
 from penstock.stage.stage_runtime import StageRuntime
 from penstock.weights.waves import WaveWeights
 
 
-class WaveCombining(Meetings):
+class WaveCombining(PartyMeetings):
     """Of one rank, for one span, in which waves are counted from 0.
 
     Args:
@@ -34,10 +34,10 @@ class WaveCombining(Meetings):
         self._counts: dict[Stage, list[int]] = {}  # waves of each pipeline that have been waited for
         self._unread: dict[Stage, deque[int]] = {}  # batches whose votes are to be read
 
-    def existing(self, average: Action, t: int, microbatches: int, start: int) -> Action | None:
-        """An AVERAGE of the period of batch t of a span, if a wave ends then; it names the first wave that is added."""
-        unit = average.unit._replace(first=average.unit.first + self.combine.behind)
-        return super().existing(average._replace(unit=unit), t, microbatches, start)
+    def placed(self, average: Action) -> Action:
+        """Place an AVERAGE at the end of a wave; it is named after the last batch that it adds."""
+        placed = super().placed(average)
+        return placed._replace(unit=placed.unit._replace(first=placed.unit.first + self.combine.behind))
 
     def meet(self, stage: StageRuntime, batch: int, label: str, hold: Callable[[], None]) -> Iterator[Wait]:
         """End a wave, and wait for what is due of the others."""

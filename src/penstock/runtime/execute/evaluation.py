@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 from penstock.comm.core.wait import Wait
 from penstock.errors import ConfigError, DataError
+from penstock.runtime.execute.executor import Executor
 from penstock.runtime.rank.batch_source import Batches, BatchSource
-from penstock.runtime.rank.executor import Executor
 from penstock.runtime.rank.rank_state import RankState
-from penstock.runtime.update.decisions import Evaluated
+from penstock.runtime.update.events import Evaluated
 
 
 class Evaluating(NamedTuple):

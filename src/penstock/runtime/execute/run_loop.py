@@ -1,7 +1,7 @@
 """Who waits, and how: a process that has one rank blocks; a process that has them all lets another rank run.
 
 Executors are generators that yield a `Wait` where they need a message that is not there
-(`penstock.runtime.rank.executor`).
+(`penstock.runtime.execute.executor`).
 """
 
 from __future__ import annotations

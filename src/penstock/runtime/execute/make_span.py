@@ -1,0 +1,74 @@
+"""Build the state of one rank for its spans: mailbox, routes, ledgers, updates and meetings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from penstock.comm.communicators import Links
+from penstock.comm.core.rank_grid import Holder
+from penstock.comm.p2p.mailbox import Mailbox
+from penstock.comm.p2p.routing import StageRoutes
+from penstock.runtime.rank.loss_ledger import LossLedger
+from penstock.runtime.rank.memory_ledger import Account
+from penstock.runtime.rank.rank_state import RankState
+from penstock.runtime.rank.reports import Reports
+from penstock.runtime.rank.span import RankSpan, StageSpan
+from penstock.runtime.update.averaging import Combining, Meetings, NoMeetings, Party
+from penstock.runtime.update.tied_gradients import Tying
+from penstock.runtime.update.update_step import Updates
+from penstock.runtime.update.waves import WaveCombining
+from penstock.schedule.ir.rules import RULES
+from penstock.schedule.ir.schedule import Op, Stage
+from penstock.schedule.machine.instructions import Lowered
+from penstock.schedule.methods.combine import Combine
+from penstock.schedule.proof.stage_spec import StageSpec
+
+Holders = Mapping[int, tuple[Holder, ...]]
+
+
+def make_span(
+    state: RankState,
+    lowered: Lowered,
+    specs: Mapping[Stage, StageSpec],
+    holders: Holders,
+    links: Links,
+    combine: Combine,
+) -> RankSpan:
+    """Build the state of a rank for spans of one schedule; see `penstock.runtime.execute.executor.Executor`."""
+    schedule, recorder, decisions = lowered.schedule, state.recorder, state.decisions
+    pipeline, rank = state.key
+    mailbox = Mailbox(rank, lowered, links.transport, recorder)
+    stages = {
+        key: StageSpan(
+            runtime,
+            specs[key],
+            StageRoutes(schedule, key, mailbox),
+            is_last=key.index == schedule.num_stages - 1,
+            name=f"rank {recorder.rank}, stage {key.name}",
+        )
+        for key, runtime in state.stages.items()
+    }
+    meetings, holders = _meetings(state, holders, links, combine)
+    provisional = RULES[schedule.rule].provisional
+    tying = Tying(pipeline, holders, links.ties, sum(bool(runtime.ties) for runtime in state.stages.values()))
+    updates = Updates(pipeline, holders, links.reducer, tying, links.council, decisions, recorder, provisional)
+    forwards = sum(instruction.action.op is Op.F for instruction in lowered.programs[rank].period)
+    decides = any(spec.decides for spec in specs.values())
+    losses = LossLedger(sum(stage.trained for stage in stages.values()), decides and not provisional)
+    reports = Reports(forwards, decides, losses, decisions, recorder)
+    memory = Account(recorder, state.stages.values())
+    return RankSpan(
+        schedule, pipeline, stages, mailbox, recorder, decisions, updates, meetings, losses, reports, memory,
+        state.slicing, provisional, state.stop,
+    )  # fmt: skip
+
+
+def _meetings(state: RankState, holders: Holders, links: Links, combine: Combine) -> tuple[Meetings, Holders]:
+    """How the rank meets other pipelines, and the stages that hold the weights that it updates."""
+    if links.common is None:
+        return NoMeetings(), holders
+    party = Party(combine, state.key.pipeline, holders, links.common, state.decisions, state.recorder)
+    own = {index: tuple(h for h in all_ if h.pipeline == state.key.pipeline) for index, all_ in holders.items()}
+    if links.averages is not None:
+        return Combining(party, links.averages), own
+    return (NoMeetings() if links.waves is None else WaveCombining(party, links.waves)), own

@@ -1,0 +1,91 @@
+"""Actions on whole batches: REDUCE, TIE, DECIDE, STEP and AVERAGE."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from penstock.comm.core.wait import Wait
+from penstock.runtime.ops.bound import BoundAction, Task
+from penstock.runtime.rank.span import RankSpan
+from penstock.schedule.machine.instructions import Instruction
+
+
+class Reduce(BoundAction):
+    """Begins to add the gradient of a batch over all that hold the same weights."""
+
+    def work(self, task: Task) -> None:
+        """Begin."""
+        self._span.updates.reduce(self._runtime, task.batch)
+
+
+class Tie(BoundAction):
+    """Begins to add the gradients of parameters that several stages share."""
+
+    def work(self, task: Task) -> None:
+        """Begin."""
+        self._span.updates.tie(self._runtime, task.batch)
+
+
+class Decide(BoundAction):
+    """Contributes what a stage knows of a batch to the decision of all stages."""
+
+    def work(self, task: Task) -> None:
+        """Contribute."""
+        span = self._span
+        loss = span.losses.share(task.batch) if self.stage.is_last else None
+        span.updates.hand_in(self._runtime, task.batch, loss)
+        span.meetings.hand_in(self.action.stage, task.batch, loss is not None)
+
+
+class Step(BoundAction):
+    """The optimizer update, once everything that it needs of others is there."""
+
+    def run(self, t: int) -> Iterator[Wait]:
+        """Wait for sums and decisions, then update."""
+        task = self.task(t)
+        yield from self._span.updates.wait(self.action.stage, task.batch, self.op, f"{self.op}{task.first}")
+        self.act(task)
+
+    def work(self, task: Task) -> None:
+        """Update, and take a snapshot if it is time."""
+        span, batch = self._span, task.batch
+        weight = span.losses.weight_for_update(batch)
+        decision = span.updates.step(self._runtime, batch, weight, self.stage.books.rotated)
+        span.stop.agreed |= decision.stop
+        meets = span.meetings.meets(batch)
+        (span.capture.before_meeting if meets else span.capture.after_step)(self._runtime, batch + 1)
+
+
+class ProvisionalStep(Step):
+    """The optimizer update before the decision of all stages; VALIDATE settles it."""
+
+    def work(self, task: Task) -> None:
+        """Update by the factor that the decision would give if nothing were clipped and everything were finite."""
+        self._span.updates.try_step(self._runtime, task.batch, self._span.losses.weight_for_update(task.batch))
+
+
+class Average(BoundAction):
+    """The meeting of parallel pipelines that have weights of their own."""
+
+    def __init__(self, instruction: Instruction, span: RankSpan) -> None:
+        super().__init__(instruction._replace(action=span.meetings.placed(instruction.action)), span)
+
+    def exists(self, t: int) -> bool:
+        """Return whether pipelines meet in this period."""
+        return super().exists(t) and self._span.meetings.meets(self._span.start + t + self._offset)
+
+    def run(self, t: int) -> Iterator[Wait]:
+        """Wait for the other pipelines, then go on with what they have agreed on."""
+        task = self.task(t)
+        yield from self._span.meetings.meet(self._runtime, task.batch, f"{self.op}{task.first}", self._span.hold_bytes)
+        self.act(task)
+
+    def work(self, task: Task) -> None:
+        """Change the newest version, and take a snapshot if it is time."""
+        self._span.stop.agreed |= self._span.meetings.end(self._runtime, task.batch)
+        self._span.capture.after_step(self._runtime, task.batch + 1)
+
+
+def bind_step(instruction: Instruction, span: RankSpan) -> Step:
+    """The update that an instruction stands for."""
+    return (ProvisionalStep if span.provisional else Step)(instruction, span)

@@ -1,0 +1,155 @@
+"""Instructions of a rank, bound once to everything about them that is the same in every batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from penstock.comm.core.wait import Wait
+from penstock.runtime.rank.span import RankSpan
+from penstock.schedule.ir.schedule import Copy, Kind, Op, format_unit, since
+from penstock.schedule.machine.instructions import Instruction
+from penstock.timeline import Interval
+
+
+class Task(NamedTuple):
+    """An action of one batch, with all its numbers.
+
+    Attributes:
+        t: the period (or epilogue) that it belongs to, counted from the start of the span.
+        first: its first microbatch, or its batch, counted from the start of the span.
+        batch: its batch, counted from the start of training.
+        label: its name, such as F3 or STEP[2], with numbers counted from the start of the span.
+    """
+
+    t: int
+    first: int
+    batch: int
+    label: str
+
+
+class Bound:
+    """An instruction of one rank, bound to its handler, its stage and its relative numbers.
+
+    Args:
+        instruction: of the lowered program.
+        span: the state of the rank.
+
+    Attributes:
+        op: its operation.
+        ahead: a RECV for the next batch; it is left out where no batch follows.
+        reports_first: a report that is ready is handed out before it.
+    """
+
+    reports_first = True
+
+    def __init__(self, instruction: Instruction, span: RankSpan) -> None:
+        action = instruction.action
+        self.action, self.op, self.ahead, self._span = action, action.op, instruction.ahead, span
+        unit, m = action.unit, span.schedule.microbatches
+        self._whole, self._m = unit.kind is Kind.BATCH, m
+        self._first, self._stride = unit.first, 1 if self._whole else m
+        self._offset = unit.first if self._whole else unit.first // m
+        self._since, self._every = since(unit, m), unit.every
+
+    def exists(self, t: int) -> bool:
+        """Return whether the period (or epilogue) of batch t has this instruction; what lies before a span has not."""
+        if t < self._since:
+            return False
+        return self._every == 1 or not (self._first + t + 1) % self._every
+
+    def run(self, t: int) -> Iterator[Wait] | None:
+        """Run it in the period (or epilogue) of batch t; an iterator of waits where it has to wait first."""
+        raise NotImplementedError
+
+
+class BoundAction(Bound):
+    """An action of a stage: it is played in the schedule's books, run, recorded and accounted for."""
+
+    def __init__(self, instruction: Instruction, span: RankSpan) -> None:
+        super().__init__(instruction, span)
+        action = self.action
+        self.stage = span.stages[action.stage]
+        runtime = self.stage.runtime
+        self._runtime, self._recorder = runtime, span.recorder
+        self._versions = () if action.reads is None else action.reads.versions
+        self._derive = None if action.reads is None else action.reads.derive
+        self._evaluates = action.unit.kind is Kind.EVAL
+        plain = self._whole or (action.unit.count == 1 and not action.unit.slice and not self._evaluates)
+        self._unit = None if plain else action.unit
+        self._bears = self.op in (Op.STEP, Op.VALIDATE, Op.AVERAGE)
+        self._retains = runtime.store is not None and self.stage.trained
+        self._copies = bool(self.stage.spec.copy_uses)
+        self._place = action.stage.index, action.stage.direction
+        piece = action.unit.slice[0] if action.unit.slice else 0
+        self._keys = [(k, piece) for k in action.unit.microbatches]
+
+    # --- numbers ----------------------------------------------------------------------------------------------------
+
+    def task(self, t: int) -> Task:
+        """Its numbers in the period (or epilogue) of batch t."""
+        first = self._first + t * self._stride
+        unit = first if self._unit is None else format_unit(self._unit._replace(first=first))
+        return Task(t, first, self._span.start + t + self._offset, f"{self.op}{unit}")
+
+    def version(self, task: Task) -> int:
+        """The (first) version that it reads, counted from the start of training; -1 where it reads none."""
+        if not self._versions:
+            return -1
+        version = self._versions[0] + task.t
+        return self._span.start + (version if version > self._span.older else self._span.older)
+
+    def versions(self, task: Task) -> tuple[int, ...]:
+        """All versions that it reads, counted from the start of training."""
+        return tuple(self._span.start + max(v + task.t, self._span.older) for v in self._versions)
+
+    def copy(self, task: Task) -> Copy | None:
+        """The derived weight copy that it reads or creates."""
+        return None if self._derive is None else Copy(self._derive.label, self._derive.first + task.t * self._m)
+
+    # --- running ----------------------------------------------------------------------------------------------------
+
+    def run(self, t: int) -> Iterator[Wait] | None:
+        """Run it at once: it needs nothing of others."""
+        self.act(self.task(t))
+        return None
+
+    def work(self, task: Task) -> float | None:
+        """Do it; may return a later start of the work than the call, for the trace."""
+        raise NotImplementedError
+
+    def before_books(self, task: Task) -> None:
+        """Tell the books what the schedule leaves open."""
+
+    def act(self, task: Task) -> None:
+        """Run it in the books and in fact, and take account of what it changed."""
+        stage, recorder = self.stage, self._recorder
+        start = recorder.now()
+        recorder.doing = f"{stage.name}, {task.label}"
+        try:
+            self.before_books(task)
+            # What the first stage has read, which is on another rank: the schedule says it, and has been proven.
+            admitted = {task.first: max(self._versions[0] + task.t, self._span.older)} if self._versions else {}
+            stage.books.apply(self.action, task.t, admitted)
+            start = self.work(task) or start
+        except Exception as error:
+            error.add_note(f"raised by {task.label} of {self._runtime.module.where}")
+            raise
+        self._account(task, start)
+
+    def _account(self, task: Task, start: float) -> None:
+        stage, runtime, span, recorder = self.stage, self._runtime, self._span, self._recorder
+        store, books = runtime.store, stage.books
+        if store is not None and self._retains:
+            if self._bears or len(store.versions) != len(books.versions):
+                store.retain(v + span.start for v in books.versions)
+            if self._copies:
+                store.retain_copies(books.copies)
+        span.capture.record()
+        span.memory.after(runtime, self.op)
+        batch = -1 if self._evaluates else task.batch  # evaluation is no batch of the training
+        version = batch + 1 if self._bears else self.version(task)
+        first, index, direction = -1 if self._whole else task.first, *self._place
+        end, rank = recorder.now(), recorder.rank
+        place = index, direction, batch, version, "", first, recorder.span
+        recorder.add(Interval(rank, "compute", start, end, self.op.value, task.label, *place))

@@ -1,0 +1,45 @@
+"""The table of operations that the runtime offers, each with what binds its instructions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+
+from penstock.runtime.ops.batch_ops import Average, Decide, Reduce, Tie, bind_step
+from penstock.runtime.ops.bound import Bound
+from penstock.runtime.ops.messages import Receive, Send
+from penstock.runtime.ops.moves import bind_move
+from penstock.runtime.ops.passes import Backward, Predict, Recompute, WeightBackward, bind_forward
+from penstock.runtime.ops.post_validation import Redo, Validate
+from penstock.runtime.rank.span import RankSpan
+from penstock.schedule.ir.schedule import Op
+from penstock.schedule.machine.instructions import Instruction
+
+HANDLERS: Mapping[Op, Callable[[Instruction, RankSpan], Bound]] = MappingProxyType(
+    {
+        Op.SEND: Send,
+        Op.RECV: Receive,
+        Op.F: bind_forward,
+        Op.B: Backward,
+        Op.I: Backward,
+        Op.W: WeightBackward,
+        Op.R: Recompute,
+        Op.REDO: Redo,
+        Op.PREDICT: Predict,
+        Op.REDUCE: Reduce,
+        Op.TIE: Tie,
+        Op.DECIDE: Decide,
+        Op.STEP: bind_step,
+        Op.VALIDATE: Validate,
+        Op.AVERAGE: Average,
+        Op.OFFLOAD: bind_move,
+        Op.FETCH: bind_move,
+        Op.HOLD: bind_move,
+        Op.RETURN: bind_move,
+    }
+)
+
+
+def bind(instructions: Sequence[Instruction], span: RankSpan) -> list[Bound]:
+    """Bind the instructions of a rank, in their order."""
+    return [HANDLERS[instruction.action.op](instruction, span) for instruction in instructions]

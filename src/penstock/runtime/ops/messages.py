@@ -1,0 +1,94 @@
+"""SEND and RECV, and the messages that passes need."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from penstock.comm.core.wait import Wait
+from penstock.runtime.ops.bound import Bound, BoundAction, Task
+from penstock.runtime.rank.span import RankSpan
+from penstock.schedule.machine.instructions import Instruction, Message
+
+
+class Send(Bound):
+    """Posts a SEND; waits first while too many are outstanding on its lane."""
+
+    reports_first = False  # what a forward has made leaves before the caller gets a report
+
+    def __init__(self, instruction: Instruction, span: RankSpan) -> None:
+        super().__init__(instruction, span)
+        self._outbox = span.mailbox.outbox(instruction.route)
+
+    def run(self, t: int) -> Iterator[Wait] | None:
+        """Post it."""
+        return self._outbox.send(self._first + t * self._stride)
+
+
+class Receive(Bound):
+    """Posts a RECV."""
+
+    def __init__(self, instruction: Instruction, span: RankSpan) -> None:
+        super().__init__(instruction, span)
+        self._inbox = span.mailbox.inbox(instruction.route)
+
+    def run(self, t: int) -> None:
+        """Post it."""
+        self._inbox.post(self._first + t * self._stride)
+
+
+class _Need:
+    """A message that an action consumes, bound to its inbox."""
+
+    def __init__(self, message: Message, span: RankSpan) -> None:
+        self._inbox = span.mailbox.inbox(message.route)
+        self._first, self._m = message.first, span.schedule.microbatches
+        self._offset = message.first // self._m
+
+    def arrived(self, t: int) -> bool:
+        return self._inbox.arrived(self._first + t * self._m)
+
+    def wait(self, t: int, what: str) -> Iterator[Wait]:
+        yield from self._inbox.wait(self._first + t * self._m, what)
+
+    def collect(self, t: int, start: int, what: str) -> None:
+        self._inbox.collect(self._first + t * self._m, start + t + self._offset, what)
+
+
+class Consumer(BoundAction):
+    """An action that consumes messages: it waits until they are there and lays them ready."""
+
+    def __init__(self, instruction: Instruction, span: RankSpan) -> None:
+        super().__init__(instruction, span)
+        self._needs = [_Need(message, span) for message in instruction.needs]
+
+    def run(self, t: int) -> Iterator[Wait] | None:
+        """Run it at once where everything is there."""
+        task = self.task(t)
+        if self._must_wait(task) or not all(need.arrived(t) for need in self._needs):
+            return self._run_later(task)
+        self._collect(task)
+        self.act(task)
+        return None
+
+    def _must_wait(self, task: Task) -> bool:  # noqa: ARG002
+        """Return whether something else may have to be waited for; `before` does."""
+        return False
+
+    def before(self, task: Task) -> Iterator[Wait]:  # noqa: ARG002
+        """Do what comes before the messages are waited for."""
+        return iter(())
+
+    def _run_later(self, task: Task) -> Iterator[Wait]:
+        if self._must_wait(task):
+            yield from self.before(task)
+        what = f"{self.stage.name}, {self.op}{task.first}"
+        for need in self._needs:
+            yield from need.wait(task.t, what)
+        self._collect(task)
+        self.act(task)
+
+    def _collect(self, task: Task) -> None:
+        if self._needs:
+            what = f"{self.stage.name}, {self.op}{task.first}"
+            for need in self._needs:
+                need.collect(task.t, self._span.start, what)

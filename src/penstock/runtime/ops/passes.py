@@ -1,0 +1,180 @@
+"""Passes on microbatches: F, B, I, W and R, and PREDICT, which makes the weight copies that they read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from penstock.comm.core.wait import Wait
+from penstock.comm.p2p.message import Header
+from penstock.errors import DataError
+from penstock.runtime.ops.bound import BoundAction, Task
+from penstock.runtime.ops.messages import Consumer
+from penstock.runtime.ops.post_validation import Draft
+from penstock.runtime.rank.batch_source import Sample
+from penstock.runtime.rank.span import RankSpan
+from penstock.schedule.ir.schedule import Kind, Op
+from penstock.schedule.machine.instructions import Instruction
+from penstock.stage.graphs import Loss
+from penstock.stage.in_flight import Microbatch
+from penstock.stage.precision import cast
+from penstock.stage.rng import Draw
+from penstock.timeline import Interval, Waiting
+
+_NO_GRADIENTS: tuple[bool, ...] = ()
+_NO_SAMPLE = Sample(None, None, 0)
+
+
+class Forward(Consumer):
+    """A forward of a stage; subclasses say whether a backward follows."""
+
+    def __init__(self, instruction: Instruction, span: RankSpan) -> None:
+        super().__init__(instruction, span)
+        self._slice, runtime = self.action.unit.slice, self._runtime
+        self._number = self._slice[0] if self._slice else 0
+        self._routes = self.stage.routes
+        self._reads = self._routes.enters or runtime.has_loss
+
+    def _must_wait(self, task: Task) -> bool:
+        return self.stage.begun < task.batch
+
+    def before(self, task: Task) -> Iterator[Wait]:
+        """Begin the batch, if this is its first forward on the stage."""
+        return self._span.begin_batch(self.stage, task.batch)
+
+    def work(self, task: Task) -> float | None:
+        """Run the blocks and lay their output ready."""
+        span, stage, routes, k, start = self._span, self.stage, self._routes, task.first, None
+        sample, more = _NO_SAMPLE, False
+        if self._reads:
+            sample, more = self._read(k)
+            start = self._recorder.now()
+        if routes.enters:
+            value = cast(routes.own_input(sample.input), self._runtime.module.precision)
+            wants, header = _NO_GRADIENTS, Header(task.batch, k, more, sample.checksum, piece=self._number)
+        else:
+            header, value, wants = routes.inputs((k, self._number))
+            if self._runtime.has_loss and header.checksum != sample.checksum:
+                raise DataError(
+                    f"microbatch {k} (batch {task.batch}) is not the same on the first and the last stage; every rank "
+                    "must see the same samples in the same order"
+                )
+        if task.batch >= span.begun:  # an earlier batch may still go through later chunks
+            span.more = header.more
+        if stage.books.provisional:
+            self._runtime.graphs.draft()
+            stage.drafts[k, self._number] = Draft(header, value, wants, sample.target)
+        output, loss = self.compute(task, value, wants, sample.target)
+        if loss is not None and stage.is_last:
+            span.losses.add(task.batch, (k, self._number), loss)
+        if self._runtime.module.hands_on:
+            routes.hand_on(header, output)
+        span.reports.forward_done(task.batch, evaluation=self._evaluates)
+        return start
+
+    def compute(self, task: Task, value: Any, wants: tuple[bool, ...], target: Any) -> tuple[Any, Loss | None]:
+        """Run the blocks; returns their output, and the loss where there is one."""
+        raise NotImplementedError
+
+    def draw(self, task: Task) -> Draw:
+        """What the random numbers of the microbatch depend on."""
+        return Draw(task.batch, self._span.pipeline * self._m + task.first % self._m, self._number)
+
+    def _read(self, k: int) -> tuple[Sample, bool]:
+        """Read a microbatch, and whether another batch follows; for the trace that is no work of the stage."""
+        recorder, source, enters = self._recorder, self._span.source, self._routes.enters
+        start = recorder.now()
+        sample = source.sample(self._span.pipeline, k)
+        more = enters and source.follows(k // self._m + 1)
+        end, label, index = recorder.now(), f"read sample {k}", self.action.stage.index
+        recorder.add(Interval(recorder.rank, "compute", start, end, Waiting.DATA, label, index, cause="the data"))
+        if self._slice is None:
+            return sample, more
+        own, target = (self._span.slicing.part(tree, self._slice) for tree in (sample.input, sample.target))
+        return Sample(own, target, sample.checksum), more
+
+
+class TrainingForward(Forward):
+    """A forward that a backward follows."""
+
+    def compute(self, task: Task, value: Any, wants: tuple[bool, ...], target: Any) -> tuple[Any, Loss | None]:
+        """Run the blocks and keep what the backward needs."""
+        scale = self._span.decisions.scale(task.batch) if self._runtime.has_loss else 1.0
+        microbatch = Microbatch(task.first, self.draw(task), target, scale, self._slice)
+        return self._runtime.forward(microbatch, value, wants, self.version(task), self.copy(task))
+
+
+class UntrainedForward(Forward):
+    """A forward of a stage that is not trained."""
+
+    def compute(self, task: Task, value: Any, wants: tuple[bool, ...], target: Any) -> tuple[Any, Loss | None]:  # noqa: ARG002
+        """Run the blocks and keep nothing."""
+        return self._runtime.pass_on(Microbatch(task.first, self.draw(task), target), value)
+
+
+class EvaluationForward(Forward):
+    """A forward of an evaluation."""
+
+    def compute(self, task: Task, value: Any, wants: tuple[bool, ...], target: Any) -> tuple[Any, Loss | None]:  # noqa: ARG002
+        """Run the blocks in evaluation mode and keep nothing."""
+        return self._runtime.evaluate(Microbatch(task.first, Draw(-1, task.first), target), value)
+
+
+def bind_forward(instruction: Instruction, span: RankSpan) -> Forward:
+    """The forward that an instruction stands for."""
+    if instruction.action.unit.kind is Kind.EVAL:
+        return EvaluationForward(instruction, span)
+    trained = span.stages[instruction.action.stage].trained
+    return (TrainingForward if trained else UntrainedForward)(instruction, span)
+
+
+class Backward(Consumer):
+    """A backward for inputs and weights (B), or for the inputs only (I), of one or several microbatches."""
+
+    def __init__(self, instruction: Instruction, span: RankSpan) -> None:
+        super().__init__(instruction, span)
+        self._run = self._runtime.backward if self.op is Op.B else self._runtime.backward_for_inputs
+
+    def work(self, task: Task) -> None:
+        """Run them one after the other, so that gradients are added in the order of the microbatches."""
+        span, routes, version, copy = self._span, self.stage.routes, self.version(task), self.copy(task)
+        for k, piece in self._keys:
+            k += task.t * self._m
+            batch = span.start + k // self._m
+            weight, gradients = routes.gradients((k, piece))
+            span.losses.learn(batch, weight)
+            found = self._run((k, piece), batch, version, gradients, copy)
+            # The weight of a batch is known to the last stage before its last backward, so it rides on gradients.
+            routes.hand_back(Header(batch, k, span.more, weight=span.losses.weight(batch), piece=piece), found)
+
+
+class WeightBackward(Consumer):
+    """The second half of a backward, for the weights only (W)."""
+
+    def work(self, task: Task) -> None:
+        """Run it."""
+        key = task.first, self._keys[0][1]
+        self._runtime.backward_for_weights(key, task.batch, self.version(task), self.copy(task))
+
+
+class Recompute(Consumer):
+    """A forward again, because only its input was kept (R)."""
+
+    def work(self, task: Task) -> None:
+        """Make the graphs again, and lay the output ready for the next stage of the segment."""
+        span, routes, version = self._span, self.stage.routes, self.version(task)
+        for k, piece in self._keys:
+            k += task.t * self._m
+            again = self._runtime.recompute((k, piece), version, routes.input_again((k, piece)))
+            routes.hand_on_again(Header(task.batch, k, span.more, piece=piece), again)
+
+
+class Predict(BoundAction):
+    """Makes a derived copy of the weights for a microbatch (PREDICT)."""
+
+    def work(self, task: Task) -> None:
+        """Make it."""
+        copy, span = self.copy(task), self._span
+        assert copy is not None
+        batch = span.start + copy.first // self._m
+        self._runtime.predict(copy, self.versions(task), batch, span.decisions.scaler.scale)

@@ -1,0 +1,63 @@
+"""Forwards on versions that are not decided on yet, and what follows a rejection: REDO and VALIDATE."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from penstock.comm.core.wait import Wait
+from penstock.comm.p2p.message import Header
+from penstock.runtime.ops.bound import BoundAction, Task
+from penstock.runtime.ops.messages import Consumer
+from penstock.stage.in_flight import Microbatch
+from penstock.stage.rng import Draw
+
+
+class Draft(NamedTuple):
+    """The input of a forward that reads a version not decided on yet."""
+
+    header: Header
+    value: Any
+    wants: tuple[bool, ...]
+    target: Any
+
+
+class Redo(Consumer):
+    """A forward again, on the version that is decided on now (REDO)."""
+
+    def work(self, task: Task) -> None:
+        """Run it on what forwards before have made again, and lay the output ready."""
+        span, runtime, key = self._span, self._runtime, (task.first, 0)
+        header, value, wants, target = self.stage.drafts.pop(key)
+        value = self.stage.routes.repaired(key, value)
+        scale = span.decisions.scale(task.batch) if runtime.has_loss else 1.0
+        draw = Draw(task.batch, span.pipeline * self._m + task.first % self._m)
+        microbatch = Microbatch(task.first, draw, target, scale)
+        output, loss = runtime.forward(microbatch, value, wants, self.version(task), self.copy(task))
+        if loss is not None and self.stage.is_last:
+            span.losses.add(header.batch, key, loss)
+        if runtime.module.hands_on:
+            self.stage.routes.hand_on(header, output, repair=True)
+
+
+class Validate(BoundAction):
+    """The decision of all stages on a provisional version (VALIDATE)."""
+
+    def run(self, t: int) -> Iterator[Wait]:
+        """Wait for the decision, then make the update again if it was another one."""
+        task = self.task(t)
+        yield from self._span.updates.wait(self.action.stage, task.batch, self.op, task.label)
+        self.act(task)
+
+    def before_books(self, task: Task) -> None:
+        """Tell the books whether the version is rejected."""
+        rejected = self._span.updates.rejects(self.action.stage, task.batch)
+        self._span.rejected = self.stage.books.rejecting = rejected
+
+    def work(self, task: Task) -> None:
+        """Settle the update."""
+        decision = self._span.updates.validate(self._runtime, task.batch)
+        self._span.stop.agreed |= decision.stop
+        if not self._span.rejected:
+            for stage in self._span.stages.values():
+                stage.drafts.clear()

@@ -1,0 +1,148 @@
+"""The state of one rank during a span: what its bound actions share.
+
+A span lies between two drains. Microbatches and batches are counted from its start here, as in the schedule; what
+leaves the rank (reports, headers, versions of the store) is counted from the start of training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from penstock.comm.core.recorder import Recorder
+from penstock.comm.core.wait import Wait
+from penstock.comm.p2p.mailbox import Mailbox
+from penstock.comm.p2p.message import Parcel
+from penstock.comm.p2p.routing import StageRoutes
+from penstock.partition.sequence_slices import Slicing
+from penstock.runtime.rank.batch_source import BatchSource
+from penstock.runtime.rank.loss_ledger import LossLedger
+from penstock.runtime.rank.memory_ledger import Account
+from penstock.runtime.rank.reports import Reports
+from penstock.runtime.rank.snapshot_capture import Keeping
+from penstock.runtime.update.averaging import Meetings
+from penstock.runtime.update.decisions import Decisions
+from penstock.runtime.update.stop_request import StopRequest
+from penstock.runtime.update.update_step import Updates
+from penstock.schedule.ir.schedule import Schedule, Stage
+from penstock.schedule.proof.in_flight import Piece
+from penstock.schedule.proof.stage_spec import StageSpec
+from penstock.schedule.proof.stage_state import StageState
+from penstock.stage.stage_runtime import StageRuntime
+
+AtBorder = Callable[[int], Iterator[Wait]]
+
+
+class StageSpan:
+    """One stage of the rank during a span.
+
+    Args:
+        runtime: its tensors.
+        spec: what the schedule's books of it need to know.
+        routes: where its inputs and outputs lie.
+        is_last: reports are of its loss.
+        name: rank (counted through all pipelines) and stage, for messages.
+
+    Attributes:
+        books: the schedule's books, played along with the actions.
+        begun: the last batch that it has begun, counted from the start of training.
+        drafts: forwards that have read a version not decided on yet.
+    """
+
+    def __init__(
+        self, runtime: StageRuntime, spec: StageSpec, routes: StageRoutes, *, is_last: bool, name: str
+    ) -> None:
+        self.runtime, self.spec, self.routes, self.is_last, self.name = runtime, spec, routes, is_last, name
+        self.books = StageState(spec)
+        self.begun = -1
+        self.drafts: dict[Piece, Any] = {}
+
+    @property
+    def trained(self) -> bool:
+        """Whether the schedule trains it."""
+        return self.spec.share > 0
+
+    def begin_span(self, older: int) -> None:
+        """Open the books for a new span, whose first batch may read version `older`."""
+        self.books = StageState(replace(self.spec, older=older))
+        self.begun = -1
+        self.drafts.clear()
+
+
+@dataclass
+class RankSpan:
+    """One rank during a span, for the actions that are bound to it.
+
+    Attributes:
+        schedule: of the span.
+        pipeline: which of the parallel pipelines.
+        stages: of the rank.
+        mailbox: its messages.
+        recorder: its trace and live bytes.
+        decisions: its part in the decisions of all stages.
+        updates: its part in gradient sums, decisions and steps.
+        meetings: how it meets the other pipelines.
+        losses: of its batches.
+        reports: on its batches.
+        memory: bytes of parameter-sized memory by role.
+        slicing: how sequences are cut.
+        provisional: updates do not wait for decisions.
+        stop: the request to end the run.
+        capture: takes the snapshots of this span.
+        source: the data of this span.
+        held: activations kept for other stages.
+        at_border: what comes before the first forward of a batch, given its number since the start of training.
+        start: the first batch of the span, counted from the start of training.
+        older: what a version before the span's first one means: 0, or -1 where there is one.
+        more: whether another batch follows the one under way.
+        begun: the last batch that any stage of the rank has begun.
+        rejected: whether the last VALIDATE has rejected its version.
+    """
+
+    schedule: Schedule
+    pipeline: int
+    stages: Mapping[Stage, StageSpan]
+    mailbox: Mailbox
+    recorder: Recorder
+    decisions: Decisions
+    updates: Updates
+    meetings: Meetings
+    losses: LossLedger
+    reports: Reports
+    memory: Account
+    slicing: Slicing
+    provisional: bool
+    stop: StopRequest
+    capture: Keeping = field(init=False)
+    source: BatchSource = field(init=False)
+    held: dict[Stage, dict[Piece, Parcel]] = field(default_factory=dict)
+    at_border: AtBorder | None = None
+    start: int = 0
+    older: int = 0
+    more: bool = True
+    begun: int = -1
+    rejected: bool = False
+
+    def begin(self, source: BatchSource, start: int, older: int, at_border: AtBorder | None, capture: Keeping) -> None:
+        """Begin a span; see the attributes."""
+        self.source, self.start, self.older, self.at_border, self.capture = source, start, older, at_border, capture
+        self.more, self.begun, self.rejected = True, -1, False
+        for stage in self.stages.values():
+            stage.begin_span(older)
+
+    def begin_batch(self, stage: StageSpan, batch: int) -> Iterator[Wait]:
+        """Do what comes before the first forward of a batch on a stage, and on the rank."""
+        first, stage.begun = batch > self.begun, batch
+        self.begun = max(self.begun, batch)
+        if stage.trained:
+            self.capture.before_forward(stage.runtime, batch)
+        else:
+            self.capture.untrained(stage.runtime, batch)
+        if first and self.at_border is not None:
+            yield from self.at_border(batch)
+
+    def hold_bytes(self) -> None:
+        """Record what the parameter-sized memory of the rank is used for, while pipelines meet."""
+        self.capture.record()
+        self.memory.take_down(optimizers=True)

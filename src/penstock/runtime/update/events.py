@@ -1,0 +1,79 @@
+"""What a run reports to its caller beside losses: decisions on updates, and evaluations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from penstock.weights.decision import Decision
+
+
+class Evaluated(NamedTuple):
+    """The result of an evaluation.
+
+    Attributes:
+        version: of the weights: how many batches they have learnt from.
+        total: the loss sum.
+        weight: what it is divided by.
+    """
+
+    version: int
+    total: float
+    weight: float
+
+    @property
+    def loss(self) -> float | None:
+        """The mean; None where the weight is zero."""
+        return self.total / self.weight if self.weight else None
+
+
+class RunEvents:
+    """The decisions and evaluations of one rank that its caller has not received yet, in the order of their coming.
+
+    Attributes:
+        evaluations: all evaluations that every rank knows of, since the start of training; part of every snapshot.
+    """
+
+    def __init__(self) -> None:
+        self.evaluations: list[Evaluated] = []
+        self._decided: list[Decision] = []
+        self._evaluated: list[Evaluated] = []
+
+    def decided(self, decision: Decision) -> None:
+        """Report a decision."""
+        self._decided.append(decision)
+
+    def correct(self, decision: Decision) -> None:
+        """Replace the last decision."""
+        self._decided[-1] = decision
+
+    def evaluated(self, found: Evaluated) -> None:
+        """Report an evaluation that this rank knows of, and maybe others."""
+        self._evaluated.append(found)
+
+    def evaluated_everywhere(self, found: Evaluated) -> None:
+        """Report an evaluation that all ranks know of; once per version, which two methods may evaluate at a border."""
+        if all(found.version != other.version for other in self.evaluations):
+            self.evaluations.append(found)
+            self._evaluated.append(found)
+
+    def take_decided(self) -> tuple[Decision, ...]:
+        """Take the decisions since the last call."""
+        taken, self._decided = tuple(self._decided), []
+        return taken
+
+    def take_evaluated(self) -> tuple[Evaluated, ...]:
+        """Take the evaluations since the last call."""
+        taken, self._evaluated = tuple(self._evaluated), []
+        return taken
+
+    def give_back(self, decided: Sequence[Decision], evaluated: Sequence[Evaluated]) -> None:
+        """Return to the queue what was taken but has not reached the caller."""
+        self._decided[:0] = decided
+        self._evaluated[:0] = evaluated
+
+    def restart(self, evaluations: Sequence[Sequence[float]]) -> None:
+        """Go on from a snapshot that has these evaluations; nothing is waiting to be received."""
+        self.evaluations = [Evaluated(int(version), total, weight) for version, total, weight in evaluations]
+        self._decided.clear()
+        self._evaluated.clear()
