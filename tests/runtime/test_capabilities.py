@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from penstock.errors import CapabilityError, ConfigError, ScheduleError
-from penstock.runtime.setup.capabilities import check_offered
+from penstock.runtime.plan.capabilities import check_offered
 from penstock.schedule.build import make_schedule
 from penstock.schedule.text import parse_schedule
 from support.cases import Case, assert_same, expected, make_pipeline, train

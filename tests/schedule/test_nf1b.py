@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 
 from penstock.errors import CapabilityError, ConfigError, ScheduleError
-from penstock.runtime.setup.capabilities import check_offered
+from penstock.runtime.plan.capabilities import check_offered
 from penstock.schedule.build import make_schedule, prove, smallest_microbatches
 from penstock.schedule.ir.schedule import Op, Schedule
 from penstock.schedule.machine.lower import lower

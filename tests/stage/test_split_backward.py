@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from penstock.errors import CapabilityError
 from penstock.runtime.execute.executor import Executor
 from penstock.runtime.pipeline import Pipeline
-from penstock.runtime.rank.rank_state import _halved
+from penstock.runtime.setup.stage_builder import _halved
 from penstock.schedule.build import make_schedule
 from penstock.schedule.ir.schedule import Op
 from penstock.schedule.text import parse_schedule

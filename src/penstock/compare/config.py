@@ -112,7 +112,7 @@ def comparison_config(changes: Sequence[str], given: dict[str, Any]) -> Comparis
     """
     values: dict[str, Any] = {}
     for change in changes:
-        apply_change(values, change)
+        apply_change(ComparisonConfig, values, change)
     values |= {key: value for key, value in given.items() if value is not None}
     for key, kind in (("methods", str), ("lr", float)):
         if isinstance(values.get(key), str | float | int):

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from penstock.compare.config import ComparisonConfig, Contender
 from penstock.compare.tasks import Task
 from penstock.errors import ConfigError, PenstockError
-from penstock.runtime.pipeline import Pipeline
-from penstock.runtime.setup.requirements import check_same_places
-from penstock.schedule.build import prove
+from penstock.runtime.pipeline import Pipeline, pipeline_of
+from penstock.runtime.plan.options import PipelineOptions
+from penstock.runtime.plan.plan import PipelinePlan, UnprovenPlan
+from penstock.schedule.build import ScheduleRequest
 from penstock.schedule.proof.check import Proof
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import simulate_schedule
 from penstock.timeline import Timeline
 from penstock.train.setup.lr_schedule import rate_schedule
 from penstock.train.setup.optimizers import check_hidden, optimizer_factory
-from penstock.weights.corrections.base import Correction
 from penstock.weights.corrections.registry import make_correction
 from penstock.weights.optim.updater import OptimizerFactory
 
@@ -34,28 +34,31 @@ class Entrant:
 
     Attributes:
         contender: which.
-        proof: of the schedule that its pipeline runs.
-        correction: what is done about staleness.
+        plan: of its pipeline.
         delays_forward, delays_backward: of every stage, updates between the weights that it reads and those
             that it updates, mean over a batch.
         times: of every number of updates from 0 on, when the last stage has made them, in the simulation.
         begin: the simulated timeline of its first batches.
-        opening: the proof of the schedule of the first `contender.sync` batches; None where there are none.
+        opening: the plan for the first `contender.sync` batches; None where there are none.
     """
 
     contender: Contender
-    proof: Proof
-    correction: Correction | None
+    plan: PipelinePlan
     delays_forward: tuple[float, ...]
     delays_backward: tuple[float, ...]
     times: tuple[float, ...]
     begin: Timeline
-    opening: Proof | None = None
+    opening: PipelinePlan | None = None
 
     @property
     def label(self) -> str:
         """What it is called."""
         return self.contender.label
+
+    @property
+    def proof(self) -> Proof:
+        """The proof of the schedule that its pipeline runs."""
+        return self.plan.proof
 
     @property
     def synchronous(self) -> bool:
@@ -70,80 +73,63 @@ def enter(config: ComparisonConfig, task: Task, contender: Contender) -> Entrant
         PenstockError: it cannot; the message says why, and of which method.
     """
     try:
-        row = contender.method
-        correction = make_correction(row.correction, contender.for_correction, config.batches, config.rate.warm_up)
-        plain = prove(row.name, config.stages, config.microbatches, options=contender.for_order)
-        pipeline = make_pipeline(config, task, plain, correction, 0, config.rates[0], delays=contender.delays)
+        plan, opening = _plans(config, task, contender)
+        pipeline = make_pipeline(task, plan, 0, make_optimizers(config, config.rates[0]))
         check_hidden(config.optimizer, pipeline.optimizers().values(), f"task {config.task}")
-        proof = pipeline.proof
-        opening = _opening(config, task, contender, proof)
     except PenstockError as error:
         raise type(error)(f"{contender.label}: {error}") from None
+    proof = plan.proof
     costs = Costs.uniform(proof.schedule, FORWARD, BACKWARD / 2, BACKWARD / 2)
     begin = simulate_schedule(proof, costs, min(config.batches, 3)).timeline
     forward, backward = (
         ((float(contender.delays),) * proof.schedule.num_stages,) * 2 if contender.delays else _delays(proof)
     )
-    before = (0.0,) if opening is None else update_times(opening, costs, contender.sync)
+    before = (0.0,) if opening is None else update_times(opening.proof, costs, contender.sync)
     after = update_times(proof, costs, config.batches - contender.sync)
     times = (*before, *(before[-1] + time for time in after[1:]))
-    return Entrant(contender, proof, correction, forward, backward, times, begin, opening)
+    return Entrant(contender, plan, forward, backward, times, begin, opening)
 
 
-def _opening(config: ComparisonConfig, task: Task, contender: Contender, proof: Proof) -> Proof | None:
-    """What trains the first batches.
+def _plans(config: ComparisonConfig, task: Task, contender: Contender) -> tuple[PipelinePlan, PipelinePlan | None]:
+    """The plan of a method, and that of the batches before it, if there are any.
 
     Raises:
-        PenstockError: the method cannot go on after it.
+        PenstockError: the method cannot be trained, or cannot go on after these batches.
     """
-    if not contender.sync:
-        return None
-    if contender.sync >= config.batches:
+    row, blocks = contender.method, task.blocks(0)
+    if contender.sync and contender.sync >= config.batches:
         raise ConfigError(
             f"sync: all of the {config.batches} batches would be trained by {OPENING}, which is to train the first "
             f"{contender.sync}; take fewer of these, or more batches"
         )
-    if not any((*_delays(proof)[0], *_delays(proof)[1])):
-        raise ConfigError("sync: the method has no delay, so it is synchronous from the start; leave sync out")
-    plain = prove(OPENING, config.stages, config.microbatches)
-    check_same_places(plain.schedule, proof.schedule)
-    return make_pipeline(config, task, plain, None, 0, config.rates[0]).proof
-
-
-def make_pipeline(
-    config: ComparisonConfig,
-    task: Task,
-    proof: Proof,
-    correction: Correction | None,
-    seed: int,
-    lr: float,
-    optimizer: OptimizerFactory | None = None,
-    delays: int = 0,
-) -> Pipeline:
-    """The pipeline of one run, all ranks in this process.
-
-    Args:
-        config: of the comparison.
-        task: model and data.
-        proof: of the method's schedule.
-        correction: of the method.
-        seed: of the initial weights, and of what blocks draw.
-        lr: peak learning rate.
-        optimizer: what makes the optimizer of a stage; as configured, with this rate, if None.
-        delays: by how many updates all weights are late, beyond what the schedule says.
-    """
-    return Pipeline(
-        task.blocks(seed),
-        proof,
-        loss=task.loss,
-        optimizer=optimizer or make_optimizers(config, lr),
+    correction = make_correction(row.correction, contender.for_correction, config.batches, config.rate.warm_up)
+    request = ScheduleRequest(row.name, config.stages, config.microbatches, options=contender.for_order)
+    options = PipelineOptions().changed(
         rate=rate_schedule(config.rate, config.batches),
         divisor=config.microbatches * config.microbatch_size * task.units,
         clip=config.clip,
-        seed=seed,
-        correction=correction,
-        delays=delays or None,
+        delays=contender.delays or None,
     )
+    if not contender.sync:
+        return PipelinePlan.make(blocks, request, options.changed(correction=correction)), None
+    first = UnprovenPlan.of(blocks, ScheduleRequest(OPENING, config.stages, config.microbatches), options)
+    plan = first.followed_by(request, correction).prove()
+    if not any((*_delays(plan.proof)[0], *_delays(plan.proof)[1])):
+        raise ConfigError("sync: the method has no delay, so it is synchronous from the start; leave sync out")
+    return plan, first.prove()
+
+
+def make_pipeline(task: Task, plan: PipelinePlan, seed: int, optimizer: OptimizerFactory) -> Pipeline:
+    """The pipeline of one run, all ranks in this process.
+
+    Args:
+        task: model and data.
+        plan: of the method, or of the batches before it.
+        seed: of the initial weights, and of what blocks draw.
+        optimizer: makes the optimizer of a stage.
+    """
+    seeded = replace(plan, options=plan.options.changed(seed=seed))
+    return pipeline_of(seeded, task.blocks(seed), task.loss, optimizer)
 
 
 def make_optimizers(config: ComparisonConfig, lr: float) -> OptimizerFactory:

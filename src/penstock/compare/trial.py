@@ -14,6 +14,7 @@ from penstock.compare.config import ComparisonConfig, Key
 from penstock.compare.contenders import Entrant, make_optimizers, make_pipeline
 from penstock.compare.held_out import Gatherer, Score, Scorer
 from penstock.compare.tasks import Sample, Task, training_batches
+from penstock.runtime.pipeline import continue_under
 from penstock.runtime.rank.reports import Report
 from penstock.weights.decision import Decision
 
@@ -73,10 +74,7 @@ class _Trial:
         every = config.evaluate.every
         wanted = range(every, config.batches, every)
         self._gatherer = Gatherer(make_optimizers(config, key.lr), self._scorer.parameters, wanted)
-        first, correction = (entrant.proof, entrant.correction) if entrant.opening is None else (entrant.opening, None)
-        self._pipeline = make_pipeline(
-            config, task, first, correction, key.seed, key.lr, self._gatherer, delays=entrant.contender.delays
-        )
+        self._pipeline = make_pipeline(task, entrant.opening or entrant.plan, key.seed, self._gatherer)
         self._entrant = entrant
         self._whole = entrant.proof.schedule.directions == 1  # else reports are of a part of the batch
         self._decided: dict[int, float] = {}  # norms
@@ -91,7 +89,7 @@ class _Trial:
         data = training_batches(self._task, self._key.seed, config.batches, config.microbatches, config.microbatch_size)
         if self._entrant.opening is not None:
             self._run(islice(data, self._entrant.contender.sync), tell)
-            self._pipeline.switch(self._entrant.proof, correction=self._entrant.correction)
+            continue_under(self._pipeline, self._entrant.plan)
         if self.diverged is None:
             self._run(data, tell)
         if self.diverged is None:

@@ -78,22 +78,31 @@ def cost_of(block: Any) -> float:
     return float(cost or 0.0)
 
 
+def check_enough(blocks: Mapping[str, Any], num_stages: int) -> None:
+    """Make sure that no stage has to be empty.
+
+    Raises:
+        ConfigError: there are fewer blocks than stages.
+    """
+    if len(blocks) < num_stages:
+        raise ConfigError(
+            f"the model has {len(blocks)} blocks, which cannot be cut into {num_stages} stages; use fewer stages"
+        )
+
+
 def cut_blocks(blocks: Mapping[str, Any], num_stages: int, balance: Sequence[int] | None = None) -> list[list[str]]:
     """The names of the blocks of each stage, consecutive and none empty.
 
     Args:
         blocks: the model.
-        stages: how many stages.
+        num_stages: how many stages.
         balance: blocks per stage; chosen so that the costliest stage costs least if None.
 
     Raises:
         ConfigError: there are fewer blocks than stages, or `balance` does not fit.
     """
+    check_enough(blocks, num_stages)
     names = list(blocks)
-    if len(names) < num_stages:
-        raise ConfigError(
-            f"the model has {len(names)} blocks, which cannot be cut into {num_stages} stages; use fewer stages"
-        )
     if balance is None:
         balance = _best_balance([cost_of(block) for block in blocks.values()], num_stages)
     elif len(balance) != num_stages or min(balance) < 1 or sum(balance) != len(names):

@@ -26,11 +26,10 @@ from penstock.runtime.execute.evaluation import Evaluating, Evaluator
 from penstock.runtime.execute.executor import Executor
 from penstock.runtime.execute.run_loop import Run, drive_all, drive_one
 from penstock.runtime.rank.batch_source import Batches, BatchSource
-from penstock.runtime.rank.rank_state import RankState
 from penstock.runtime.rank.reports import Report
 from penstock.runtime.rank.snapshot import Saving, Snapshot, take
-from penstock.runtime.setup.agreeing import check_written
-from penstock.runtime.setup.initial_weights import follow_first
+from penstock.runtime.setup.agreeing import check_written, follow_first
+from penstock.runtime.setup.rank_state import RankState
 from penstock.runtime.update.events import Evaluated
 from penstock.runtime.update.stop_request import StopRequest
 from penstock.schedule.ir.rules import RULES

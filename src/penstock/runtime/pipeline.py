@@ -7,14 +7,14 @@ numbers, bit for bit.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from penstock.comm.collective.all_reduce import Reduce, is_fast
+from penstock.comm.collective.all_reduce import Reduce
 from penstock.comm.collective.gather import gather_json
 from penstock.comm.communicators import holders_of
 from penstock.comm.core.rank_grid import RankGrid
@@ -23,19 +23,27 @@ from penstock.comm.mesh import from_mesh, groups_of_holders
 from penstock.comm.p2p.nccl import LaneGroups
 from penstock.comm.p2p.transport import Channel
 from penstock.errors import ConfigError
-from penstock.partition.block_delays import Delays, resolve_both
-from penstock.partition.blocks import Blocks, cut_blocks, named_blocks
+from penstock.partition.block_delays import Delays
+from penstock.partition.blocks import Blocks, named_blocks
 from penstock.partition.sequence_slices import EQUAL_SLICES, Slicing
-from penstock.partition.tied import find_ties
 from penstock.runtime.engine import Spans
 from penstock.runtime.execute.evaluation import Evaluating, check_every
+from penstock.runtime.plan.options import (
+    DataOptions,
+    DataParallelOptions,
+    MemoryOptions,
+    NumericsOptions,
+    PipelineOptions,
+    PlacementOptions,
+    StalenessOptions,
+    UpdateOptions,
+)
+from penstock.runtime.plan.plan import PipelinePlan
+from penstock.runtime.plan.requirements import schedule_of
 from penstock.runtime.rank.batch_source import Batches
-from penstock.runtime.rank.rank_state import Recipe
 from penstock.runtime.rank.reports import Report
 from penstock.runtime.rank.snapshot import Saved, Saving, Snapshot, check_names, check_pipelines, restore
-from penstock.runtime.setup.assemble import check_combine, loss_constant, make_lane_groups, make_workers
-from penstock.runtime.setup.capabilities import check_correction, check_slices
-from penstock.runtime.setup.requirements import Wants, check_heard, check_same_places, extended, schedule_of
+from penstock.runtime.setup.assemble import make_lane_groups, make_workers
 from penstock.runtime.update.divergence import Divergence, Trouble
 from penstock.runtime.update.events import Evaluated
 from penstock.schedule.build import prove_evaluation
@@ -46,11 +54,11 @@ from penstock.schedule.proof.check import Proof
 from penstock.schedule.transforms.recompute import Segments
 from penstock.stage.autograd.recompute import Recompute
 from penstock.stage.module import LossFunction
-from penstock.stage.precision import Precision, low_precision
+from penstock.stage.precision import Precision
 from penstock.stage.stage_runtime import StageRuntime
 from penstock.timeline import Timeline
 from penstock.weights.corrections.base import Correction
-from penstock.weights.decision import Decision, LossScale, Policy
+from penstock.weights.decision import Decision, LossScale
 from penstock.weights.optim.updater import OptimizerFactory
 from penstock.weights.waves import WaveWeights
 
@@ -67,60 +75,16 @@ class Pipeline:
             the number of its stage. Reports are of the last stage's.
         optimizer: named parameters -> optimizer, called once per stage. A parameter that a batch does not use counts as
             one with a gradient of zero (plain torch would skip it), so momentum and weight decay act on it.
-        rate: update ordinal -> factor on the optimizer's learning rates.
-        divisor: c, about the loss weight of a batch (a count of tokens, say); gradients are accumulated over c and
-            corrected by c / N at the update, so that every partition, m and method takes the mean over the batch. The
-            number of microbatches of a batch if None; in low precision the nearest power of two is taken.
-        clip: the largest global norm of the gradient of a batch's mean loss; larger ones are scaled down to it, as
-            `torch.nn.utils.clip_grad_norm_` does, whatever the order and the version rule. With it, or with
-            `loss_scale`, `width` or post-validation, a gradient that is not finite skips the update, and the next
-            version is a copy.
-        loss_scale: how the loss is scaled for backward.
-        recompute: which forwards are run again instead of keeping what their backward needs: "none"; "block", each
-            block just before its backward; or "stage", whole stages, in actions of their own (R), which run while the
-            gradient is still on its way. The same numbers, random ones and buffers included; only the gradient of a
-            parameter that several blocks of one stage share is added up in another order with "block". (Where the rule
-            is "newest", a forward that is run again reads what is newest then, or PipeMare's estimate.)
-        segments: with recompute="stage", how many stages run forwards again together
-            (`penstock.schedule.transforms.recompute`): only the first of each segment keeps its input, the others have
-            it again from the stage before, in a message of its own. "auto" is the square root of the number of stages,
-            rounded.
-        seed: of the random numbers that blocks draw (`penstock.stage.rng`).
-        width: w, parallel pipelines that hold the same weights (or, with `combine`, meet now and then); each takes its
-            m of the w * m microbatches of a batch, and gradients are added while the passes go on. Reports are of one
-            pipeline's part, decisions (`Report.decided`) of the whole batch. 1, or that of the mesh, if None.
-        combine: how parallel pipelines agree: they add their gradients in every batch, or, as in
-            ``Combine("average", every=8)``, make updates of their own and meet now and then
-            (`penstock.schedule.methods.combine` has the equations). Then each decides for itself, by its own norm, loss
-            weight and loss scale; reports and decisions are of one pipeline; `stop` ends the run where pipelines meet
-            next; sums are always in the order of the pipelines. With "wsp" they read what others have changed some
-            waves later, and `stop` as many waves later; the end of a run is the end of a wave. Evaluations and
-            `state_dict` are of the model that pipelines have in common; with "average" of their newest weights,
-            `state_dict` of those of the first pipeline here.
-        reduce: how the gradients of parallel pipelines are added: "ordered", in the order of the pipelines, the same
-            bits as in one process; or "fast", between processes by torch's all_reduce, on the groups of the mesh along
-            its width or on one made for each stage. All pipelines still get the same bits. Two get those of "ordered";
-            with more a sum may differ from the ordered one by (w - 1) eps times the sum of the magnitudes.
-        precision: what passes compute in: "fp32", as the parameters are, or "bf16" or "fp16". Parameters in float32 are
-            then cast once per version, and floating-point inputs of the first stage; there is one master copy in
-            float32, and gradients accumulate in float32. fp16 comes with a dynamic loss scale unless one is given.
-        average: decay of an exponential moving average of the weights, A(t+1) = average A(t) + (1 - average) W(t+1),
-            which `evaluate` and `state_dict` give on demand; none is kept if None.
-        tied: name of a parameter -> that of the one it is the same as, such as {"head.weight": "embedding.weight"},
-            where blocks are made lazily; modules that hold one parameter are seen to do so. Stages that share one hold
-            a copy each, which stay equal, and it counts once in the norm; its optimizer must treat all copies alike.
-        slicing: how sequences are cut where a method takes slices of them (`penstock.partition.sequence_slices`).
-        correction: what is done about staleness, such as `PipeMare(reschedule=500)`
-            (`penstock.weights.corrections.base`).
-        delays: how many updates a block's weights are behind, to study staleness on a schedule that flushes
-            (`penstock.partition.block_delays`): batch t reads W(max(t - delay, 0)) in forward and backward, and its
-            gradient updates W(t). A number for all blocks with trained parameters, a dict by name (the others have
-            none), a list, a function of the name, or the profile that a pipeline without flushes would have, such as
-            "1f1b:8".
-        backward_delays: the same of backwards, where they are not those of forwards: wherever the formulas of a
-            backward contain weights, these are W(max(t - delay, 0)); activations stay as the forward made them.
-        divergence: what `trouble` is to tell of, where stages decide together.
-        balance: blocks per stage; balanced by cost if None.
+        width, reduce, combine: parallel pipelines (`penstock.runtime.plan.options.DataParallelOptions`); the width is
+            1, or that of the mesh, if None.
+        precision, loss_scale: number formats (`penstock.runtime.plan.options.NumericsOptions`).
+        recompute, segments: forwards that are run again (`penstock.runtime.plan.options.MemoryOptions`).
+        correction, delays, backward_delays: weights that are read late
+            (`penstock.runtime.plan.options.StalenessOptions`).
+        clip, divisor, rate, average, divergence: from the gradient of a batch to an update
+            (`penstock.runtime.plan.options.UpdateOptions`).
+        slicing, tied, seed: model and data (`penstock.runtime.plan.options.DataOptions`).
+        balance, timeout: where blocks go, and how long ranks wait (`penstock.runtime.plan.options.PlacementOptions`).
         group: a process group with one process per rank, the ranks of a pipeline next to each other; None to run all
             ranks in this process. Pipelines whose runs overlap in time need a group each, or they take each other's
             messages. Over gloo models are on the CPU. Over NCCL (tested over gloo only so far) the group is the whole
@@ -129,8 +93,6 @@ class Pipeline:
             so far. Its ranks are those of the group (of the whole job, if there is no group) in the same order, as
             `init_device_mesh` lays them out. With reduce="fast" its groups along the width belong to a run while that
             is under way.
-        timeout: seconds after which a missing message is an error; between runs, where all ranks meet, the group's own
-            time-out counts.
 
     Raises:
         ConfigError: model, schedule and group do not fit.
@@ -167,36 +129,42 @@ class Pipeline:
         mesh: DeviceMesh | None = None,
         timeout: float = 300.0,
     ) -> None:
-        policy = Policy(clip, loss_scale or (LossScale() if precision == "fp16" else None))
-        low, fast = low_precision(precision), is_fast(reduce)
-        named, plain = named_blocks(blocks), schedule_of(schedule)
-        width, group = from_mesh(mesh, width, plain.ranks, group)
-        self.timeout, self.combine = timeout, combine
-        self.parts = cut_blocks(named, plain.num_stages, balance)
-        ties, inside = find_ties(named, self.parts, tied or {})
-        name, delayed = "none" if correction is None else correction.name, (delays, backward_delays) != (None, None)
-        check_combine(combine, plain, width, ties, fast=fast, correction=name, delayed=delayed)
-        check_slices(plain, recompute, slicing)
-        behind, late = resolve_both(delays, backward_delays, named, tied or {}, plain, recompute)
-        self.delays, self.backward_delays = behind.by_block, (late or behind).by_block
-        wants = Wants.of(policy, width, combine, recompute, segments, ties, fp16=loss_scale is None)
-        self._extended = partial(extended, wants)
-        self.proof = self._extended(schedule)
-        self.schedule = self.proof.schedule
-        check_heard(divergence, bool(wants.deciding), combine)
-        self._check_correction = partial(check_correction, precision=low, recompute=recompute, tied=bool(ties))
-        self._check_correction(self.schedule, correction)
-        self.grid = RankGrid(width, self.schedule.ranks, group, timeout)
-        alike = groups_of_holders(self.grid, holders_of(self.schedule, width).values(), mesh, timeout) if fast else {}
-        c = loss_constant((1 if combine.apart else width) * plain.microbatches if divisor is None else divisor, low)
-        recipe = Recipe(
-            loss, optimizer, rate, c, policy, recompute, seed, low, average, slicing, correction, behind, divergence,
-            combine, width, late,
-        )  # fmt: skip
-        self._ranks = make_workers(named, self.parts, self.proof, self.grid, ties, inside, recipe)
+        named = named_blocks(blocks)
+        width, group = from_mesh(mesh, width, schedule_of(schedule).ranks, group)
+        options = PipelineOptions(
+            DataParallelOptions(width, reduce, combine),
+            NumericsOptions(precision, loss_scale),
+            MemoryOptions(recompute, segments),
+            StalenessOptions(correction, delays, backward_delays),
+            UpdateOptions(clip, divisor, rate, average, divergence),
+            DataOptions(slicing, tied, seed),
+            PlacementOptions(balance, timeout),
+        )
+        self._build(PipelinePlan.make(named, schedule, options), named, loss, optimizer, group, mesh)
+
+    def _build(
+        self,
+        plan: PipelinePlan,
+        named: Mapping[str, Any],
+        loss: LossFunction | Mapping[int, LossFunction],
+        optimizer: OptimizerFactory,
+        group: dist.ProcessGroup | None,
+        mesh: DeviceMesh | None = None,
+    ) -> None:
+        """Everything from the plan on."""
+        parallel, timeout = plan.options.data_parallel, plan.options.placement.timeout
+        self._plan, self.proof, self.schedule, self.parts = plan, plan.proof, plan.schedule, plan.parts
+        self.timeout, self.combine = timeout, parallel.combine
+        self.delays, self.backward_delays = plan.delays.by_block, (plan.backward_delays or plan.delays).by_block
+        self.grid = RankGrid(parallel.width, self.schedule.ranks, group, timeout)
+        holders = holders_of(self.schedule, parallel.width).values()
+        alike = groups_of_holders(self.grid, holders, mesh, timeout) if parallel.fast else {}
+        self._ranks = make_workers(named, plan, self.grid, loss, optimizer)
         evaluation, proofs = prove_evaluation(self.schedule), {Channel.TRAINING: self.proof}
-        self._groups = self._make_lane_groups(proofs | {Channel.EVALUATION: evaluation}, bool(ties))
-        self._spans = Spans(self.grid, self._ranks, self.proof, evaluation, self._groups, alike, timeout, combine)
+        self._groups = self._make_lane_groups(proofs | {Channel.EVALUATION: evaluation}, bool(plan.ties))
+        self._spans = Spans(
+            self.grid, self._ranks, self.proof, evaluation, self._groups, alike, timeout, parallel.combine
+        )
 
     def _make_lane_groups(self, proofs: Mapping[Channel, Proof], ties: bool) -> dict[Channel, list[LaneGroups]]:
         return make_lane_groups(self.grid, self.stages.values(), proofs, ties)
@@ -333,18 +301,12 @@ class Pipeline:
             CapabilityError: the runtime does not offer it, or the optimizer cannot step in it.
         """
         self._spans.check_idle()
-        if self.combine.apart:
-            raise ConfigError(
-                f"parallel pipelines with combine={self.combine.kind} cannot go on under another method: they have "
-                "weights of their own; leave combine out"
-            )
-        if any((*self.delays.values(), *self.backward_delays.values())):
-            raise ConfigError(
-                "a pipeline with delays of its own choice cannot go on under another method; leave delays out"
-            )
-        proof = self._extended(schedule)
-        check_same_places(self.schedule, proof.schedule)
-        self._check_correction(proof.schedule, correction)
+        self._continue(self._plan.followed_by(schedule, correction).prove(), evaluate)
+
+    def _continue(self, plan: PipelinePlan, evaluate: Evaluating | None) -> None:
+        """Go on under a plan that may follow the present one."""
+        self._spans.check_idle()
+        proof, correction = plan.proof, plan.options.staleness.correction
         for state in self._ranks:
             state.check_switch(proof, correction)
         if self.grid.group is not None:
@@ -354,7 +316,7 @@ class Pipeline:
                 raise ConfigError(f"ranks were given different schedules to go on with: {', '.join(told)}")
         if self._groups and proof.lowered.lanes != self.proof.lowered.lanes:
             self._groups = self._groups | self._make_lane_groups({Channel.TRAINING: proof}, ties=False)
-        self.proof, self.schedule = proof, proof.schedule
+        self._plan, self.proof, self.schedule = plan, proof, proof.schedule
         self._spans.switch(proof, self._groups, correction, evaluate)
 
     def look_out(self, first: float = 0) -> None:
@@ -463,3 +425,40 @@ class Pipeline:
             gathered = gather_json(parts, "gathering the timeline", self.grid.control)
             parts = [part for others in gathered for part in others]
         return merge_recordings(parts, self.grid.width * self.grid.depth)
+
+
+def pipeline_of(
+    plan: PipelinePlan,
+    blocks: Blocks,
+    loss: LossFunction | Mapping[int, LossFunction],
+    optimizer: OptimizerFactory,
+    group: dist.ProcessGroup | None = None,
+) -> Pipeline:
+    """The pipeline of a plan, of which nothing is checked again.
+
+    Args:
+        plan: made of the same blocks.
+        blocks, loss, optimizer, group: as of `Pipeline`.
+
+    Raises:
+        ConfigError: the group has another size, or blocks are not what the plan takes them for.
+        CapabilityError: the optimizer cannot step a stage.
+    """
+    pipeline = Pipeline.__new__(Pipeline)
+    pipeline._build(plan, named_blocks(blocks), loss, optimizer, group)
+    return pipeline
+
+
+def continue_under(pipeline: Pipeline, plan: PipelinePlan, evaluate: Evaluating | None = None) -> None:
+    """Let a pipeline go on under another plan of it, as `Pipeline.switch` does, without checking the plan again.
+
+    Args:
+        pipeline: whose run is over.
+        plan: of the same blocks, proven; its present one follows it, or is followed by it.
+        evaluate: as of `Pipeline.switch`.
+
+    Raises:
+        ConfigError: ranks were given different plans.
+        CapabilityError: the optimizer cannot step under it.
+    """
+    pipeline._continue(plan, evaluate)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from penstock.errors import ConfigError, ScheduleError
 from penstock.schedule.ir.order import (
@@ -79,21 +80,121 @@ def prove(
     decides: bool = False,
 ) -> Proof:
     """As `make_schedule`, but returns the proof with everything that was derived on the way."""
-    schedule = _build(method, stages, microbatches, rule, order, options, decides)
-    try:
-        return _check(schedule)
-    except ScheduleError as error:
-        legal = smallest_microbatches(
-            method, stages, rule=rule, order=order, options=options, decides=decides, beyond=microbatches
+    return ScheduleRequest(method, stages, microbatches, rule, order, options, decides).prove()
+
+
+@dataclass(frozen=True)
+class ScheduleRequest:
+    """The schedule that a user asks for: built when it is first looked at, and proven when that is asked for.
+
+    A schedule is built in a moment. Its proof takes longer, and the search for the smallest legal number of
+    microbatches, if it fails, as long as many proofs; so whatever else may be wrong is best looked for before.
+
+    Attributes:
+        method, stages, microbatches, rule, order, options, decides: as of `make_schedule`.
+    """
+
+    method: str | OrderFunction
+    stages: int
+    microbatches: int
+    rule: str | None = None
+    order: str | OrderFunction | None = None
+    options: Options = field(default_factory=lambda: NO_OPTIONS)
+    decides: bool = False
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """The schedule, not proven yet.
+
+        Raises:
+            ConfigError: unknown method, order or rule, or choices that cannot go together.
+            ScheduleError: the order cannot be made with these numbers.
+        """
+        return _build(self.method, self.stages, self.microbatches, self.rule, self.order, self.options, self.decides)
+
+    def prove(self) -> Proof:
+        """The proof of the schedule.
+
+        Raises:
+            ConfigError: as `schedule`.
+            ScheduleError: the schedule is wrong; where only m is too small, the message names the smallest legal m.
+        """
+        schedule = self.schedule
+        try:
+            return _check(schedule)
+        except ScheduleError as error:
+            legal = smallest_microbatches(
+                self.method,
+                self.stages,
+                rule=self.rule,
+                order=self.order,
+                options=self.options,
+                decides=self.decides,
+                beyond=self.microbatches,
+            )
+            if legal is None:
+                raise
+            ours = not callable(self.method) and not callable(self.order)
+            need = f"needs at least {legal}" if ours else f"cannot run with the given microbatches, but with {legal}"
+            raise ScheduleError(
+                f"{schedule.name} with {self.stages} stages {need} microbatches per batch, got {self.microbatches}; "
+                f"raise microbatches to {legal}. ({error})"
+            ) from None
+
+
+def extended(
+    schedule: Schedule,
+    *,
+    decides: bool = False,
+    reduces: bool = False,
+    recomputes: bool = False,
+    segments: Segments = 1,
+    tied: Collection[int] = (),
+    averages: int | None = None,
+    behind: int = 0,
+) -> Schedule:
+    """A schedule with what is asked for and not yet in it; the schedule itself if that is nothing. Nothing is proven.
+
+    Args:
+        schedule: which.
+        decides: updates wait for what all stages decide together.
+        reduces: parallel pipelines add their gradients.
+        recomputes: forwards are run again, in actions of their own.
+        segments: how many stages do so together (`penstock.schedule.transforms.recompute`), where the schedule does not
+            say.
+        tied: stages that share parameters.
+        averages: parallel pipelines average their weights, or the like, after every so many batches.
+        behind: they add there what they have made so many batches before.
+
+    Raises:
+        ConfigError: it has AVERAGEs in other places than directly after each STEP, or after other batches; or it has
+            recomputes of its own, and segments are asked for.
+        ScheduleError: its rule, or its order, is not one for recomputes.
+    """
+    whole, operations = schedule, {a.op for program in schedule.programs for a in program.period}
+    if recomputes and Op.R not in operations:
+        whole = with_recompute(whole, segments)
+    elif recomputes and segments != 1:
+        raise ConfigError(
+            f"{schedule.name}: the schedule has recomputes of its own, so leave segments={segments!r} out"
         )
-        if legal is None:
-            raise
-        ours = not callable(method) and not callable(order)
-        need = f"needs at least {legal}" if ours else f"cannot run with the given microbatches, but with {legal}"
-        raise ScheduleError(
-            f"{schedule.name} with {stages} stages {need} microbatches per batch, got {microbatches}; raise "
-            f"microbatches to {legal}. ({error})"
-        ) from None
+    if reduces and Op.REDUCE not in operations:
+        whole = with_reductions(whole, everywhere=True)
+    if tied and Op.TIE not in operations:
+        whole = with_ties(whole, tied)
+    if decides and Op.DECIDE not in operations:
+        whole = with_decisions(whole)
+    if averages is not None:
+        averaged = with_averages(without_averages(whole), averages, behind)
+        if Op.AVERAGE in operations and averaged != whole:
+            raise ConfigError(
+                f"{schedule.name}: the schedule has AVERAGEs of its own, but pipelines that meet every {averages} "
+                "batches have them directly after the STEPs of these batches"
+                + (f", of {behind} batches before" if behind else "")
+                + "; leave them out of the schedule"
+            )
+        whole = averaged
+    return whole
 
 
 def extend(
@@ -111,61 +212,44 @@ def extend(
 
     Args:
         given: a schedule, or its proof.
-        decides: updates wait for what all stages decide together.
-        reduces: parallel pipelines add their gradients.
-        recomputes: forwards are run again, in actions of their own.
-        segments: how many stages do so together (`penstock.schedule.transforms.recompute`), where the schedule does not
-            say.
-        tied: stages that share parameters.
-        averages: parallel pipelines average their weights, or the like, after every so many batches.
-        behind: they add there what they have made so many batches before.
+        decides, reduces, recomputes, segments, tied, averages, behind: as of `extended`.
 
     Raises:
-        ConfigError: it has AVERAGEs in other places than directly after each STEP, or after other batches; or it has
-            recomputes of its own, and segments are asked for.
+        ConfigError: as `extended`.
         ScheduleError: the schedule is wrong, or its order is not one for segments of several stages.
     """
-    plain = whole = given.schedule if isinstance(given, Proof) else given
-    operations = {a.op for program in plain.programs for a in program.period}
-    if recomputes and Op.R not in operations:
-        whole = _in_segments(whole, segments)
-    elif recomputes and segments != 1:
-        raise ConfigError(f"{plain.name}: the schedule has recomputes of its own, so leave segments={segments!r} out")
-    if reduces and Op.REDUCE not in operations:
-        whole = with_reductions(whole, everywhere=True)
-    if tied and Op.TIE not in operations:
-        whole = with_ties(whole, tied)
-    if decides and Op.DECIDE not in operations:
-        whole = with_decisions(whole)
-    if averages is not None:
-        averaged = with_averages(without_averages(whole), averages, behind)
-        if Op.AVERAGE in operations and averaged != whole:
-            raise ConfigError(
-                f"{plain.name}: the schedule has AVERAGEs of its own, but pipelines that meet every {averages} batches "
-                "have them directly after the STEPs of these batches"
-                + (f", of {behind} batches before" if behind else "")
-                + "; leave them out of the schedule"
-            )
-        whole = averaged
-    return given if whole is plain and isinstance(given, Proof) else _check(whole)
+    plain = given.schedule if isinstance(given, Proof) else given
+    whole = extended(
+        plain,
+        decides=decides,
+        reduces=reduces,
+        recomputes=recomputes,
+        segments=segments,
+        tied=tied,
+        averages=averages,
+        behind=behind,
+    )
+    if whole is plain and isinstance(given, Proof):
+        return given
+    if whole.segments and not plain.segments:
+        whole = replace(whole, window=_window_of_segments(plain, segments))
+    return _check(whole)
 
 
-def _in_segments(schedule: Schedule, segments: Segments) -> Schedule:
-    """The schedule with recomputes in segments of stages.
+def _window_of_segments(schedule: Schedule, segments: Segments) -> int:
+    """The window that a schedule needs with recomputes in segments of several stages.
 
     Raises:
         ScheduleError: some ranks would wait for ever for the recomputes of others, or the like.
     """
     made = with_recompute(schedule, segments)
-    if made.segments:
-        try:
-            return _check(made).schedule
-        except ScheduleError as error:
-            raise ScheduleError(
-                f"{schedule.name}: segments of {len(made.segments[0])} stages that recompute together do not go with "
-                f"this order; set segments to 1, or take one with a stage per rank, such as 1f1b. ({error})"
-            ) from None
-    return made
+    try:
+        return _check(made).schedule.window
+    except ScheduleError as error:
+        raise ScheduleError(
+            f"{schedule.name}: segments of {len(made.segments[0])} stages that recompute together do not go with "
+            f"this order; set segments to 1, or take one with a stage per rank, such as 1f1b. ({error})"
+        ) from None
 
 
 def prove_evaluation(schedule: Schedule) -> Proof:

@@ -80,7 +80,7 @@ class _Loop:
         config = self.config = prepared.config
         self.prepared, self.folder, self.observer, self.request = prepared, folder, observer, request
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
-        schedule = prepared.proof.schedule
+        schedule = prepared.plan.schedule
         self.reports = self.rank == schedule.stage_at[schedule.num_stages - 1, 0].rank  # in the first pipeline
         self.microbatches = prepared.microbatches
         self.board = Board(store, self.rank, self.ranks)
@@ -345,8 +345,8 @@ class _Loop:
 
     def _takes_back(self) -> bool:
         """Whether a method of the run may take updates back."""
-        proofs = (self.prepared.proof, *self.prepared.others.values())
-        return any(RULES[proof.schedule.rule].provisional for proof in proofs)
+        plans = (self.prepared.plan, *self.prepared.others.values())
+        return any(RULES[plan.schedule.rule].provisional for plan in plans)
 
     def _sample(self) -> str:
         """A sample, which is worth little enough that nothing may fail because of it."""

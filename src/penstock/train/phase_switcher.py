@@ -9,7 +9,7 @@ from typing import Any
 from penstock.checkpoint.manager import Checkpoints
 from penstock.errors import CheckpointError
 from penstock.runtime.execute.evaluation import Evaluating
-from penstock.runtime.pipeline import Pipeline
+from penstock.runtime.pipeline import Pipeline, continue_under
 from penstock.runtime.update.divergence import Trouble
 from penstock.train.observer import Switched
 from penstock.train.setup.phase_plan import MAIN, Course
@@ -105,8 +105,7 @@ class Phases:
 
     def _take(self, phase: str, evaluate: Evaluating | None) -> None:
         if phase != self._present:
-            prepared = self._prepared
-            self._pipeline.switch(prepared.proof_of(phase), correction=prepared.correction_of(phase), evaluate=evaluate)
+            continue_under(self._pipeline, self._prepared.plan_of(phase), evaluate)
             self._present = phase
 
     def _is_finite(self) -> bool:

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 
 from penstock.errors import ConfigError
 from penstock.models.gpt import TIED_EMBEDDINGS, gpt_blocks, language_loss
-from penstock.partition.blocks import cut_blocks
 from penstock.schedule.ir.rules import RULES, Source
 from penstock.schedule.ir.schedule import Op, Schedule, passes
 from penstock.schedule.methods.table import find_method
@@ -80,14 +79,13 @@ def verify(config: TrainConfig, count: int) -> Verification:
     if config.delayed:
         raise ConfigError("delays: there is no reference of chosen delays to verify against; leave delays out")
     prepared, left_out = prepare(config), _no_plain(config)
-    if isinstance(prepared.correction, ErrorFeedback) or (
-        isinstance(prepared.correction, PipelinedBackprop) and prepared.correction.spike
-    ):
+    correction = prepared.plan.options.staleness.correction
+    if isinstance(correction, ErrorFeedback) or (isinstance(correction, PipelinedBackprop) and correction.spike):
         raise ConfigError(
             f"method {config.method!r} finishes an update after the optimizer's step, which is what a verification "
             "sees; Penstock's tests compare it with its reference. Verify what it builds on: 2bw, newest or lwp"
         )
-    if prepared.proof.schedule.slices > 1 and config.precision != "fp32":
+    if prepared.plan.schedule.slices > 1 and config.precision != "fp32":
         raise ConfigError(
             f"method {config.method!r} adds up slices of sequences, which rounds otherwise than its reference, in "
             f"{config.precision} by percents, so nothing could be told; verify it with precision=fp32"
@@ -95,7 +93,7 @@ def verify(config: TrainConfig, count: int) -> Verification:
     with _threads(config), torch.random.fork_rng(devices=[]):
         reference, watch = _run_reference(prepared, count)
         updated = [t for t, gradients in enumerate(reference.gradients) if gradients]
-        others = [(_record(reference, updated, watch, config.decides), _allowed(prepared))]
+        others = [(_record(reference, updated, watch, _decides(prepared)), _allowed(prepared))]
         if left_out is None:
             others.append((_run_plain(prepared, count, reference.versions), TOLERANCE))
         comparisons = Comparisons(others, config.width)
@@ -105,11 +103,16 @@ def verify(config: TrainConfig, count: int) -> Verification:
     return Verification(config, count, rows, left_out, error)
 
 
+def _decides(prepared: Prepared) -> bool:
+    """Whether an update waits for what all stages decide about it together."""
+    return bool(prepared.plan.options.deciding)
+
+
 def _allowed(prepared: Prepared) -> float:
     """How far a run may be from its reference, relatively, where it rounds otherwise."""
     if prepared.config.method == "gap-aware":  # a gap is the difference of weights that are nearly the same
         return 10 * TOLERANCE
-    sliced = prepared.proof.schedule.slices > 1  # sums over slices
+    sliced = prepared.plan.schedule.slices > 1  # sums over slices
     return TOLERANCE if sliced or prepared.config.undo == "in-place" else 0.0
 
 
@@ -134,11 +137,12 @@ class _ComparedRun:
     def __init__(self, prepared: Prepared, count: int, updated: list[int], comparisons: Comparisons) -> None:
         self._prepared, self._config, self._count = prepared, prepared.config, count
         self._updated, self._see = updated, comparisons.see
-        self._whole = self._config.width * prepared.proof.schedule.directions == 1  # else reports are of a part
+        self._decides = _decides(prepared)
+        self._whole = self._config.width * prepared.plan.schedule.directions == 1  # else reports are of a part
 
     def run(self) -> Exception | None:
         """Train; returns what was raised on the way."""
-        provisional = RULES[self._prepared.proof.schedule.rule].provisional
+        provisional = RULES[self._prepared.plan.schedule.rule].provisional
         watch = WatchedFactory(optimizer_factory(self._config.optimizer), self._update, waits=provisional)
         pipeline = make_pipeline(self._prepared, optimizer=watch)
         try:
@@ -169,7 +173,7 @@ class _ComparedRun:
         for d in decided:
             if not self._whole:
                 self._loss(d.batch, d.loss, d.weight)
-            if self._config.decides:
+            if self._decides:
                 for name, value in (("norm", d.norm), ("loss scale", d.scale), ("skipped", float(d.skipped))):
                     self._see("decisions", d.batch, name, value)
 
@@ -183,11 +187,11 @@ def _run_reference(prepared: Prepared, count: int) -> tuple[Reference, WatchedFa
     watch, divisor = WatchedFactory(optimizer_factory(config.optimizer)), float(prepared.tokens_per_batch)
     if config.precision != "fp32":
         divisor = 2.0 ** round(math.log2(divisor))
-    num_stages = prepared.proof.schedule.num_stages
-    parts = cut_blocks(gpt_blocks(prepared.model, config.seed), num_stages, config.balance)
+    plan = prepared.plan
+    num_stages = plan.schedule.num_stages
     blocks = _blocks(prepared, one_object=num_stages == 1)
     result = train_reference(
-        [{name: blocks[name] for name in part} for part in parts],
+        [{name: blocks[name] for name in part} for part in plan.parts],
         language_loss,
         _data(prepared, count),
         method=find_method(config.method).name,
@@ -197,11 +201,11 @@ def _run_reference(prepared: Prepared, count: int) -> tuple[Reference, WatchedFa
         clip=config.clip,
         scaling=Scaling(*astuple(LossScale())) if config.precision == "fp16" else None,
         seed=config.seed,
-        parts=_parts(prepared.proof.schedule, config.width),
+        parts=_parts(plan.schedule, config.width),
         tied=TIED_EMBEDDINGS if config.model.tied and num_stages > 1 else {},
         precision=low_precision(config.precision),
-        options=_options(prepared.correction),
-        order=order_of(find_method(config.method).order, prepared.proof.schedule, config.recompute, config.segments),
+        options=_options(plan.options.staleness.correction),
+        order=order_of(find_method(config.method).order, plan.plain, config.recompute, config.segments),
     )
     return result, watch
 
@@ -270,7 +274,7 @@ def _run_plain(prepared: Prepared, count: int, begin: Sequence[Mapping[str, Tens
         config.clip,
         begin,
     )
-    return record if config.decides else {**record, "decisions": {}}
+    return record if _decides(prepared) else {**record, "decisions": {}}
 
 
 def _blocks(prepared: Prepared, one_object: bool) -> dict[str, nn.Module]:

@@ -41,7 +41,7 @@ class TerminalObserver:
         config, model = prepared.config, prepared.model
         windows = prepared.windows
         self.console.print(
-            f"[bold]{prepared.proof.schedule.name}[/bold] on {counted(config.stages, 'stage')}, "
+            f"[bold]{prepared.plan.schedule.name}[/bold] on {counted(config.stages, 'stage')}, "
             f"{counted(config.batches, 'batch')} of {counted(config.microbatches, 'microbatch')} of "
             f"{config.microbatch_size} x {model.context} tokens"
         )

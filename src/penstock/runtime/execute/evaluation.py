@@ -15,7 +15,7 @@ from penstock.comm.core.wait import Wait
 from penstock.errors import ConfigError, DataError
 from penstock.runtime.execute.executor import Executor
 from penstock.runtime.rank.batch_source import Batches, BatchSource
-from penstock.runtime.rank.rank_state import RankState
+from penstock.runtime.setup.rank_state import RankState
 from penstock.runtime.update.events import Evaluated
 
 

@@ -17,11 +17,11 @@ from penstock.runtime.execute.make_span import make_span
 from penstock.runtime.ops.bound import Bound
 from penstock.runtime.ops.handlers import bind
 from penstock.runtime.rank.batch_source import BatchSource
-from penstock.runtime.rank.rank_state import RankState
 from penstock.runtime.rank.reports import Report
 from penstock.runtime.rank.snapshot import Saving
 from penstock.runtime.rank.snapshot_capture import Keeping
 from penstock.runtime.rank.span import AtBorder
+from penstock.runtime.setup.rank_state import RankState
 from penstock.schedule.ir.schedule import Stage
 from penstock.schedule.machine.instructions import Lowered
 from penstock.schedule.methods.combine import REDUCE, Combine

@@ -10,9 +10,9 @@ from penstock.comm.p2p.mailbox import Mailbox
 from penstock.comm.p2p.routing import StageRoutes
 from penstock.runtime.rank.loss_ledger import LossLedger
 from penstock.runtime.rank.memory_ledger import Account
-from penstock.runtime.rank.rank_state import RankState
 from penstock.runtime.rank.reports import Reports
 from penstock.runtime.rank.span import RankSpan, StageSpan
+from penstock.runtime.setup.rank_state import RankState
 from penstock.runtime.update.averaging import Combining, Meetings, NoMeetings, Party
 from penstock.runtime.update.tied_gradients import Tying
 from penstock.runtime.update.update_step import Updates

@@ -5,50 +5,50 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from penstock.comm.core.wait import Wait
-from penstock.runtime.ops.bound import BoundAction, Task
+from penstock.runtime.ops.bound import BoundAction, Turn
 from penstock.runtime.rank.span import RankSpan
 from penstock.schedule.machine.instructions import Instruction
 
 
-class Reduce(BoundAction):
+class ReduceAction(BoundAction):
     """Begins to add the gradient of a batch over all that hold the same weights."""
 
-    def work(self, task: Task) -> None:
+    def work(self, turn: Turn) -> None:
         """Begin."""
-        self._span.updates.reduce(self._runtime, task.batch)
+        self._span.updates.reduce(self._runtime, turn.batch)
 
 
-class Tie(BoundAction):
+class TieAction(BoundAction):
     """Begins to add the gradients of parameters that several stages share."""
 
-    def work(self, task: Task) -> None:
+    def work(self, turn: Turn) -> None:
         """Begin."""
-        self._span.updates.tie(self._runtime, task.batch)
+        self._span.updates.tie(self._runtime, turn.batch)
 
 
-class Decide(BoundAction):
+class DecideAction(BoundAction):
     """Contributes what a stage knows of a batch to the decision of all stages."""
 
-    def work(self, task: Task) -> None:
+    def work(self, turn: Turn) -> None:
         """Contribute."""
         span = self._span
-        loss = span.losses.share(task.batch) if self.stage.is_last else None
-        span.updates.hand_in(self._runtime, task.batch, loss)
-        span.meetings.hand_in(self.action.stage, task.batch, loss is not None)
+        loss = span.losses.share(turn.batch) if self.stage.is_last else None
+        span.updates.hand_in(self._runtime, turn.batch, loss)
+        span.meetings.hand_in(self.action.stage, turn.batch, loss is not None)
 
 
-class Step(BoundAction):
+class StepAction(BoundAction):
     """The optimizer update, once everything that it needs of others is there."""
 
     def run(self, t: int) -> Iterator[Wait]:
         """Wait for sums and decisions, then update."""
-        task = self.task(t)
-        yield from self._span.updates.wait(self.action.stage, task.batch, self.op, f"{self.op}{task.first}")
-        self.act(task)
+        turn = self.turn(t)
+        yield from self._span.updates.wait(self.action.stage, turn.batch, self.op, f"{self.op}{turn.first}")
+        self.act(turn)
 
-    def work(self, task: Task) -> None:
+    def work(self, turn: Turn) -> None:
         """Update, and take a snapshot if it is time."""
-        span, batch = self._span, task.batch
+        span, batch = self._span, turn.batch
         weight = span.losses.weight_for_update(batch)
         decision = span.updates.step(self._runtime, batch, weight, self.stage.books.rotated)
         span.stop.agreed |= decision.stop
@@ -56,15 +56,15 @@ class Step(BoundAction):
         (span.capture.before_meeting if meets else span.capture.after_step)(self._runtime, batch + 1)
 
 
-class ProvisionalStep(Step):
+class ProvisionalStep(StepAction):
     """The optimizer update before the decision of all stages; VALIDATE settles it."""
 
-    def work(self, task: Task) -> None:
+    def work(self, turn: Turn) -> None:
         """Update by the factor that the decision would give if nothing were clipped and everything were finite."""
-        self._span.updates.try_step(self._runtime, task.batch, self._span.losses.weight_for_update(task.batch))
+        self._span.updates.try_step(self._runtime, turn.batch, self._span.losses.weight_for_update(turn.batch))
 
 
-class Average(BoundAction):
+class AverageAction(BoundAction):
     """The meeting of parallel pipelines that have weights of their own."""
 
     def __init__(self, instruction: Instruction, span: RankSpan) -> None:
@@ -76,16 +76,16 @@ class Average(BoundAction):
 
     def run(self, t: int) -> Iterator[Wait]:
         """Wait for the other pipelines, then go on with what they have agreed on."""
-        task = self.task(t)
-        yield from self._span.meetings.meet(self._runtime, task.batch, f"{self.op}{task.first}", self._span.hold_bytes)
-        self.act(task)
+        turn = self.turn(t)
+        yield from self._span.meetings.meet(self._runtime, turn.batch, f"{self.op}{turn.first}", self._span.hold_bytes)
+        self.act(turn)
 
-    def work(self, task: Task) -> None:
+    def work(self, turn: Turn) -> None:
         """Change the newest version, and take a snapshot if it is time."""
-        self._span.stop.agreed |= self._span.meetings.end(self._runtime, task.batch)
-        self._span.capture.after_step(self._runtime, task.batch + 1)
+        self._span.stop.agreed |= self._span.meetings.end(self._runtime, turn.batch)
+        self._span.capture.after_step(self._runtime, turn.batch + 1)
 
 
-def bind_step(instruction: Instruction, span: RankSpan) -> Step:
+def bind_step(instruction: Instruction, span: RankSpan) -> StepAction:
     """The update that an instruction stands for."""
-    return (ProvisionalStep if span.provisional else Step)(instruction, span)
+    return (ProvisionalStep if span.provisional else StepAction)(instruction, span)

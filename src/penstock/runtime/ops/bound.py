@@ -12,7 +12,7 @@ from penstock.schedule.machine.instructions import Instruction
 from penstock.timeline import Interval
 
 
-class Task(NamedTuple):
+class Turn(NamedTuple):
     """An action of one batch, with all its numbers.
 
     Attributes:
@@ -86,58 +86,58 @@ class BoundAction(Bound):
 
     # --- numbers ----------------------------------------------------------------------------------------------------
 
-    def task(self, t: int) -> Task:
+    def turn(self, t: int) -> Turn:
         """Its numbers in the period (or epilogue) of batch t."""
         first = self._first + t * self._stride
         unit = first if self._unit is None else format_unit(self._unit._replace(first=first))
-        return Task(t, first, self._span.start + t + self._offset, f"{self.op}{unit}")
+        return Turn(t, first, self._span.start + t + self._offset, f"{self.op}{unit}")
 
-    def version(self, task: Task) -> int:
+    def version(self, turn: Turn) -> int:
         """The (first) version that it reads, counted from the start of training; -1 where it reads none."""
         if not self._versions:
             return -1
-        version = self._versions[0] + task.t
+        version = self._versions[0] + turn.t
         return self._span.start + (version if version > self._span.older else self._span.older)
 
-    def versions(self, task: Task) -> tuple[int, ...]:
+    def versions(self, turn: Turn) -> tuple[int, ...]:
         """All versions that it reads, counted from the start of training."""
-        return tuple(self._span.start + max(v + task.t, self._span.older) for v in self._versions)
+        return tuple(self._span.start + max(v + turn.t, self._span.older) for v in self._versions)
 
-    def copy(self, task: Task) -> Copy | None:
+    def copy(self, turn: Turn) -> Copy | None:
         """The derived weight copy that it reads or creates."""
-        return None if self._derive is None else Copy(self._derive.label, self._derive.first + task.t * self._m)
+        return None if self._derive is None else Copy(self._derive.label, self._derive.first + turn.t * self._m)
 
     # --- running ----------------------------------------------------------------------------------------------------
 
     def run(self, t: int) -> Iterator[Wait] | None:
         """Run it at once: it needs nothing of others."""
-        self.act(self.task(t))
+        self.act(self.turn(t))
         return None
 
-    def work(self, task: Task) -> float | None:
+    def work(self, turn: Turn) -> float | None:
         """Do it; may return a later start of the work than the call, for the trace."""
         raise NotImplementedError
 
-    def before_books(self, task: Task) -> None:
+    def before_books(self, turn: Turn) -> None:
         """Tell the books what the schedule leaves open."""
 
-    def act(self, task: Task) -> None:
+    def act(self, turn: Turn) -> None:
         """Run it in the books and in fact, and take account of what it changed."""
         stage, recorder = self.stage, self._recorder
         start = recorder.now()
-        recorder.doing = f"{stage.name}, {task.label}"
+        recorder.doing = f"{stage.name}, {turn.label}"
         try:
-            self.before_books(task)
+            self.before_books(turn)
             # What the first stage has read, which is on another rank: the schedule says it, and has been proven.
-            admitted = {task.first: max(self._versions[0] + task.t, self._span.older)} if self._versions else {}
-            stage.books.apply(self.action, task.t, admitted)
-            start = self.work(task) or start
+            admitted = {turn.first: max(self._versions[0] + turn.t, self._span.older)} if self._versions else {}
+            stage.books.apply(self.action, turn.t, admitted)
+            start = self.work(turn) or start
         except Exception as error:
-            error.add_note(f"raised by {task.label} of {self._runtime.module.where}")
+            error.add_note(f"raised by {turn.label} of {self._runtime.module.where}")
             raise
-        self._account(task, start)
+        self._account(turn, start)
 
-    def _account(self, task: Task, start: float) -> None:
+    def _account(self, turn: Turn, start: float) -> None:
         stage, runtime, span, recorder = self.stage, self._runtime, self._span, self._recorder
         store, books = runtime.store, stage.books
         if store is not None and self._retains:
@@ -147,9 +147,9 @@ class BoundAction(Bound):
                 store.retain_copies(books.copies)
         span.capture.record()
         span.memory.after(runtime, self.op)
-        batch = -1 if self._evaluates else task.batch  # evaluation is no batch of the training
-        version = batch + 1 if self._bears else self.version(task)
-        first, index, direction = -1 if self._whole else task.first, *self._place
+        batch = -1 if self._evaluates else turn.batch  # evaluation is no batch of the training
+        version = batch + 1 if self._bears else self.version(turn)
+        first, index, direction = -1 if self._whole else turn.first, *self._place
         end, rank = recorder.now(), recorder.rank
         place = index, direction, batch, version, "", first, recorder.span
-        recorder.add(Interval(rank, "compute", start, end, self.op.value, task.label, *place))
+        recorder.add(Interval(rank, "compute", start, end, self.op.value, turn.label, *place))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
-from penstock.runtime.ops.batch_ops import Average, Decide, Reduce, Tie, bind_step
+from penstock.runtime.ops.batch_ops import AverageAction, DecideAction, ReduceAction, TieAction, bind_step
 from penstock.runtime.ops.bound import Bound
 from penstock.runtime.ops.messages import Receive, Send
 from penstock.runtime.ops.moves import bind_move
@@ -26,12 +26,12 @@ HANDLERS: Mapping[Op, Callable[[Instruction, RankSpan], Bound]] = MappingProxyTy
         Op.R: Recompute,
         Op.REDO: Redo,
         Op.PREDICT: Predict,
-        Op.REDUCE: Reduce,
-        Op.TIE: Tie,
-        Op.DECIDE: Decide,
+        Op.REDUCE: ReduceAction,
+        Op.TIE: TieAction,
+        Op.DECIDE: DecideAction,
         Op.STEP: bind_step,
         Op.VALIDATE: Validate,
-        Op.AVERAGE: Average,
+        Op.AVERAGE: AverageAction,
         Op.OFFLOAD: bind_move,
         Op.FETCH: bind_move,
         Op.HOLD: bind_move,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from penstock.comm.core.wait import Wait
-from penstock.runtime.ops.bound import Bound, BoundAction, Task
+from penstock.runtime.ops.bound import Bound, BoundAction, Turn
 from penstock.runtime.rank.span import RankSpan
 from penstock.schedule.machine.instructions import Instruction, Message
 
@@ -63,32 +63,32 @@ class Consumer(BoundAction):
 
     def run(self, t: int) -> Iterator[Wait] | None:
         """Run it at once where everything is there."""
-        task = self.task(t)
-        if self._must_wait(task) or not all(need.arrived(t) for need in self._needs):
-            return self._run_later(task)
-        self._collect(task)
-        self.act(task)
+        turn = self.turn(t)
+        if self._must_wait(turn) or not all(need.arrived(t) for need in self._needs):
+            return self._run_later(turn)
+        self._collect(turn)
+        self.act(turn)
         return None
 
-    def _must_wait(self, task: Task) -> bool:  # noqa: ARG002
+    def _must_wait(self, turn: Turn) -> bool:  # noqa: ARG002
         """Return whether something else may have to be waited for; `before` does."""
         return False
 
-    def before(self, task: Task) -> Iterator[Wait]:  # noqa: ARG002
+    def before(self, turn: Turn) -> Iterator[Wait]:  # noqa: ARG002
         """Do what comes before the messages are waited for."""
         return iter(())
 
-    def _run_later(self, task: Task) -> Iterator[Wait]:
-        if self._must_wait(task):
-            yield from self.before(task)
-        what = f"{self.stage.name}, {self.op}{task.first}"
+    def _run_later(self, turn: Turn) -> Iterator[Wait]:
+        if self._must_wait(turn):
+            yield from self.before(turn)
+        what = f"{self.stage.name}, {self.op}{turn.first}"
         for need in self._needs:
-            yield from need.wait(task.t, what)
-        self._collect(task)
-        self.act(task)
+            yield from need.wait(turn.t, what)
+        self._collect(turn)
+        self.act(turn)
 
-    def _collect(self, task: Task) -> None:
+    def _collect(self, turn: Turn) -> None:
         if self._needs:
-            what = f"{self.stage.name}, {self.op}{task.first}"
+            what = f"{self.stage.name}, {self.op}{turn.first}"
             for need in self._needs:
-                need.collect(task.t, self._span.start, what)
+                need.collect(turn.t, self._span.start, what)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from penstock.comm.p2p.mailbox import Desk
 from penstock.comm.p2p.message import Header, Parcel
-from penstock.runtime.ops.bound import BoundAction, Task
+from penstock.runtime.ops.bound import BoundAction, Turn
 from penstock.runtime.ops.messages import Consumer
 from penstock.runtime.rank.span import RankSpan
 from penstock.schedule.ir.schedule import Op, Payload
@@ -17,9 +17,9 @@ _ROLE = "parked activations"
 class HostMove(BoundAction):
     """Moves the activations of a microbatch to the host's memory (OFFLOAD), or back (FETCH)."""
 
-    def work(self, task: Task) -> None:
+    def work(self, turn: Turn) -> None:
         """Move them."""
-        away, flight = self.op is Op.OFFLOAD, self._runtime.flights[task.first, self._keys[0][1]]
+        away, flight = self.op is Op.OFFLOAD, self._runtime.flights[turn.first, self._keys[0][1]]
         nbytes = self._runtime.graphs.park(flight.work, away=away)
         self._recorder.change(_ROLE, nbytes if away else -nbytes)
 
@@ -35,10 +35,10 @@ class PeerMove(Consumer):
         self._in: Desk = span.mailbox.desk(Payload.PARKED, peer, own)
         self._held = span.held.setdefault(peer, {})
 
-    def work(self, task: Task) -> None:
+    def work(self, turn: Turn) -> None:
         """Give activations away and take them back, or keep those of the peer and return them."""
-        key: Piece = task.first, self._keys[0][1]
-        header, runtime = Header(task.batch, task.first, self._span.more, piece=key[1]), self._runtime
+        key: Piece = turn.first, self._keys[0][1]
+        header, runtime = Header(turn.batch, turn.first, self._span.more, piece=key[1]), self._runtime
         match self.op:
             case Op.OFFLOAD:
                 self._out.put(Parcel(header, runtime.graphs.give(runtime.flights[key].work)))

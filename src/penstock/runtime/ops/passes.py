@@ -8,7 +8,7 @@ from typing import Any
 from penstock.comm.core.wait import Wait
 from penstock.comm.p2p.message import Header
 from penstock.errors import DataError
-from penstock.runtime.ops.bound import BoundAction, Task
+from penstock.runtime.ops.bound import BoundAction, Turn
 from penstock.runtime.ops.messages import Consumer
 from penstock.runtime.ops.post_validation import Draft
 from penstock.runtime.rank.batch_source import Sample
@@ -35,50 +35,50 @@ class Forward(Consumer):
         self._routes = self.stage.routes
         self._reads = self._routes.enters or runtime.has_loss
 
-    def _must_wait(self, task: Task) -> bool:
-        return self.stage.begun < task.batch
+    def _must_wait(self, turn: Turn) -> bool:
+        return self.stage.begun < turn.batch
 
-    def before(self, task: Task) -> Iterator[Wait]:
+    def before(self, turn: Turn) -> Iterator[Wait]:
         """Begin the batch, if this is its first forward on the stage."""
-        return self._span.begin_batch(self.stage, task.batch)
+        return self._span.begin_batch(self.stage, turn.batch)
 
-    def work(self, task: Task) -> float | None:
+    def work(self, turn: Turn) -> float | None:
         """Run the blocks and lay their output ready."""
-        span, stage, routes, k, start = self._span, self.stage, self._routes, task.first, None
+        span, stage, routes, k, start = self._span, self.stage, self._routes, turn.first, None
         sample, more = _NO_SAMPLE, False
         if self._reads:
             sample, more = self._read(k)
             start = self._recorder.now()
         if routes.enters:
             value = cast(routes.own_input(sample.input), self._runtime.module.precision)
-            wants, header = _NO_GRADIENTS, Header(task.batch, k, more, sample.checksum, piece=self._number)
+            wants, header = _NO_GRADIENTS, Header(turn.batch, k, more, sample.checksum, piece=self._number)
         else:
             header, value, wants = routes.inputs((k, self._number))
             if self._runtime.has_loss and header.checksum != sample.checksum:
                 raise DataError(
-                    f"microbatch {k} (batch {task.batch}) is not the same on the first and the last stage; every rank "
+                    f"microbatch {k} (batch {turn.batch}) is not the same on the first and the last stage; every rank "
                     "must see the same samples in the same order"
                 )
-        if task.batch >= span.begun:  # an earlier batch may still go through later chunks
+        if turn.batch >= span.begun:  # an earlier batch may still go through later chunks
             span.more = header.more
         if stage.books.provisional:
             self._runtime.graphs.draft()
             stage.drafts[k, self._number] = Draft(header, value, wants, sample.target)
-        output, loss = self.compute(task, value, wants, sample.target)
+        output, loss = self.compute(turn, value, wants, sample.target)
         if loss is not None and stage.is_last:
-            span.losses.add(task.batch, (k, self._number), loss)
+            span.losses.add(turn.batch, (k, self._number), loss)
         if self._runtime.module.hands_on:
             routes.hand_on(header, output)
-        span.reports.forward_done(task.batch, evaluation=self._evaluates)
+        span.reports.forward_done(turn.batch, evaluation=self._evaluates)
         return start
 
-    def compute(self, task: Task, value: Any, wants: tuple[bool, ...], target: Any) -> tuple[Any, Loss | None]:
+    def compute(self, turn: Turn, value: Any, wants: tuple[bool, ...], target: Any) -> tuple[Any, Loss | None]:
         """Run the blocks; returns their output, and the loss where there is one."""
         raise NotImplementedError
 
-    def draw(self, task: Task) -> Draw:
+    def draw(self, turn: Turn) -> Draw:
         """What the random numbers of the microbatch depend on."""
-        return Draw(task.batch, self._span.pipeline * self._m + task.first % self._m, self._number)
+        return Draw(turn.batch, self._span.pipeline * self._m + turn.first % self._m, self._number)
 
     def _read(self, k: int) -> tuple[Sample, bool]:
         """Read a microbatch, and whether another batch follows; for the trace that is no work of the stage."""
@@ -97,27 +97,27 @@ class Forward(Consumer):
 class TrainingForward(Forward):
     """A forward that a backward follows."""
 
-    def compute(self, task: Task, value: Any, wants: tuple[bool, ...], target: Any) -> tuple[Any, Loss | None]:
+    def compute(self, turn: Turn, value: Any, wants: tuple[bool, ...], target: Any) -> tuple[Any, Loss | None]:
         """Run the blocks and keep what the backward needs."""
-        scale = self._span.decisions.scale(task.batch) if self._runtime.has_loss else 1.0
-        microbatch = Microbatch(task.first, self.draw(task), target, scale, self._slice)
-        return self._runtime.forward(microbatch, value, wants, self.version(task), self.copy(task))
+        scale = self._span.decisions.scale(turn.batch) if self._runtime.has_loss else 1.0
+        microbatch = Microbatch(turn.first, self.draw(turn), target, scale, self._slice)
+        return self._runtime.forward(microbatch, value, wants, self.version(turn), self.copy(turn))
 
 
 class UntrainedForward(Forward):
     """A forward of a stage that is not trained."""
 
-    def compute(self, task: Task, value: Any, wants: tuple[bool, ...], target: Any) -> tuple[Any, Loss | None]:  # noqa: ARG002
+    def compute(self, turn: Turn, value: Any, wants: tuple[bool, ...], target: Any) -> tuple[Any, Loss | None]:  # noqa: ARG002
         """Run the blocks and keep nothing."""
-        return self._runtime.pass_on(Microbatch(task.first, self.draw(task), target), value)
+        return self._runtime.pass_on(Microbatch(turn.first, self.draw(turn), target), value)
 
 
 class EvaluationForward(Forward):
     """A forward of an evaluation."""
 
-    def compute(self, task: Task, value: Any, wants: tuple[bool, ...], target: Any) -> tuple[Any, Loss | None]:  # noqa: ARG002
+    def compute(self, turn: Turn, value: Any, wants: tuple[bool, ...], target: Any) -> tuple[Any, Loss | None]:  # noqa: ARG002
         """Run the blocks in evaluation mode and keep nothing."""
-        return self._runtime.evaluate(Microbatch(task.first, Draw(-1, task.first), target), value)
+        return self._runtime.evaluate(Microbatch(turn.first, Draw(-1, turn.first), target), value)
 
 
 def bind_forward(instruction: Instruction, span: RankSpan) -> Forward:
@@ -135,11 +135,11 @@ class Backward(Consumer):
         super().__init__(instruction, span)
         self._run = self._runtime.backward if self.op is Op.B else self._runtime.backward_for_inputs
 
-    def work(self, task: Task) -> None:
+    def work(self, turn: Turn) -> None:
         """Run them one after the other, so that gradients are added in the order of the microbatches."""
-        span, routes, version, copy = self._span, self.stage.routes, self.version(task), self.copy(task)
+        span, routes, version, copy = self._span, self.stage.routes, self.version(turn), self.copy(turn)
         for k, piece in self._keys:
-            k += task.t * self._m
+            k += turn.t * self._m
             batch = span.start + k // self._m
             weight, gradients = routes.gradients((k, piece))
             span.losses.learn(batch, weight)
@@ -151,30 +151,30 @@ class Backward(Consumer):
 class WeightBackward(Consumer):
     """The second half of a backward, for the weights only (W)."""
 
-    def work(self, task: Task) -> None:
+    def work(self, turn: Turn) -> None:
         """Run it."""
-        key = task.first, self._keys[0][1]
-        self._runtime.backward_for_weights(key, task.batch, self.version(task), self.copy(task))
+        key = turn.first, self._keys[0][1]
+        self._runtime.backward_for_weights(key, turn.batch, self.version(turn), self.copy(turn))
 
 
 class Recompute(Consumer):
     """A forward again, because only its input was kept (R)."""
 
-    def work(self, task: Task) -> None:
+    def work(self, turn: Turn) -> None:
         """Make the graphs again, and lay the output ready for the next stage of the segment."""
-        span, routes, version = self._span, self.stage.routes, self.version(task)
+        span, routes, version = self._span, self.stage.routes, self.version(turn)
         for k, piece in self._keys:
-            k += task.t * self._m
+            k += turn.t * self._m
             again = self._runtime.recompute((k, piece), version, routes.input_again((k, piece)))
-            routes.hand_on_again(Header(task.batch, k, span.more, piece=piece), again)
+            routes.hand_on_again(Header(turn.batch, k, span.more, piece=piece), again)
 
 
 class Predict(BoundAction):
     """Makes a derived copy of the weights for a microbatch (PREDICT)."""
 
-    def work(self, task: Task) -> None:
+    def work(self, turn: Turn) -> None:
         """Make it."""
-        copy, span = self.copy(task), self._span
+        copy, span = self.copy(turn), self._span
         assert copy is not None
         batch = span.start + copy.first // self._m
-        self._runtime.predict(copy, self.versions(task), batch, span.decisions.scaler.scale)
+        self._runtime.predict(copy, self.versions(turn), batch, span.decisions.scaler.scale)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from penstock.comm.core.wait import Wait
 from penstock.comm.p2p.message import Header
-from penstock.runtime.ops.bound import BoundAction, Task
+from penstock.runtime.ops.bound import BoundAction, Turn
 from penstock.runtime.ops.messages import Consumer
 from penstock.stage.in_flight import Microbatch
 from penstock.stage.rng import Draw
@@ -25,15 +25,15 @@ class Draft(NamedTuple):
 class Redo(Consumer):
     """A forward again, on the version that is decided on now (REDO)."""
 
-    def work(self, task: Task) -> None:
+    def work(self, turn: Turn) -> None:
         """Run it on what forwards before have made again, and lay the output ready."""
-        span, runtime, key = self._span, self._runtime, (task.first, 0)
+        span, runtime, key = self._span, self._runtime, (turn.first, 0)
         header, value, wants, target = self.stage.drafts.pop(key)
         value = self.stage.routes.repaired(key, value)
-        scale = span.decisions.scale(task.batch) if runtime.has_loss else 1.0
-        draw = Draw(task.batch, span.pipeline * self._m + task.first % self._m)
-        microbatch = Microbatch(task.first, draw, target, scale)
-        output, loss = runtime.forward(microbatch, value, wants, self.version(task), self.copy(task))
+        scale = span.decisions.scale(turn.batch) if runtime.has_loss else 1.0
+        draw = Draw(turn.batch, span.pipeline * self._m + turn.first % self._m)
+        microbatch = Microbatch(turn.first, draw, target, scale)
+        output, loss = runtime.forward(microbatch, value, wants, self.version(turn), self.copy(turn))
         if loss is not None and self.stage.is_last:
             span.losses.add(header.batch, key, loss)
         if runtime.module.hands_on:
@@ -45,18 +45,18 @@ class Validate(BoundAction):
 
     def run(self, t: int) -> Iterator[Wait]:
         """Wait for the decision, then make the update again if it was another one."""
-        task = self.task(t)
-        yield from self._span.updates.wait(self.action.stage, task.batch, self.op, task.label)
-        self.act(task)
+        turn = self.turn(t)
+        yield from self._span.updates.wait(self.action.stage, turn.batch, self.op, turn.label)
+        self.act(turn)
 
-    def before_books(self, task: Task) -> None:
+    def before_books(self, turn: Turn) -> None:
         """Tell the books whether the version is rejected."""
-        rejected = self._span.updates.rejects(self.action.stage, task.batch)
+        rejected = self._span.updates.rejects(self.action.stage, turn.batch)
         self._span.rejected = self.stage.books.rejecting = rejected
 
-    def work(self, task: Task) -> None:
+    def work(self, turn: Turn) -> None:
         """Settle the update."""
-        decision = self._span.updates.validate(self._runtime, task.batch)
+        decision = self._span.updates.validate(self._runtime, turn.batch)
         self._span.stop.agreed |= decision.stop
         if not self._span.rejected:
             for stage in self._span.stages.values():

@@ -1,1 +1,1 @@
-"""What is checked and built before a run begins."""
+"""What is built before a run begins."""

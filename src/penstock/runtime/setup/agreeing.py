@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from penstock.comm.collective.gather import gather_json
 from penstock.comm.core.rank_grid import RankGrid
 from penstock.errors import ConfigError
-from penstock.runtime.rank.rank_state import RankState
+from penstock.runtime.setup.rank_state import RankState
 from penstock.schedule.methods.combine import Combine
 
 

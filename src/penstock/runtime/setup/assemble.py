@@ -1,13 +1,11 @@
-"""How a pipeline is put together: what does not go with what, the stages of this process, communicators."""
+"""Puts a pipeline together: the ranks of this process, and communicators."""
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from penstock.comm.collective.clock_sync import common_origin
@@ -15,82 +13,48 @@ from penstock.comm.core.rank_grid import RankGrid, backends
 from penstock.comm.core.recorder import Recorder
 from penstock.comm.p2p.nccl import LaneGroups, lane_groups
 from penstock.comm.p2p.transport import Channel
-from penstock.errors import CapabilityError, ConfigError
+from penstock.errors import CapabilityError
 from penstock.partition.blocks import deal
-from penstock.partition.tied import Tie
-from penstock.runtime.rank.rank_state import RankState, Recipe
+from penstock.runtime.plan.plan import PipelinePlan
 from penstock.runtime.setup.initial_weights import check_equal, equalise
+from penstock.runtime.setup.rank_state import RankState
 from penstock.runtime.update.stop_request import StopRequest
-from penstock.schedule.ir.schedule import Schedule
-from penstock.schedule.methods.combine import Combine
 from penstock.schedule.proof.check import Proof
+from penstock.stage.module import LossFunction
 from penstock.stage.stage_runtime import StageRuntime
-
-
-def check_combine(
-    combine: Combine, schedule: Schedule, width: int, ties: Sequence[Tie], *, fast: bool, correction: str, delayed: bool
-) -> None:
-    """Make sure that parallel pipelines can agree in a way.
-
-    Args:
-        combine: the way.
-        schedule: of each of them.
-        width: how many they are.
-        ties: what stages share.
-        fast: sums are to be made by torch's all_reduce.
-        correction: name of what is done about staleness.
-        delayed: delays are chosen.
-
-    Raises:
-        ConfigError: they cannot.
-    """
-    if not isinstance(combine, Combine):
-        raise ConfigError(f"combine must be a Combine, such as Combine('average', every=4); got {combine!r:.80}")
-    fault = combine.fault(schedule, width, correction, tied=bool(ties), fast=fast, delayed=delayed)
-    if fault is not None:
-        raise ConfigError(fault)
-
-
-def loss_constant(divisor: float, precision: torch.dtype | None) -> float:
-    """c, which losses are divided by: in low precision a power of two, so that the gradient S / c is not rounded.
-
-    Raises:
-        ConfigError: it is not positive.
-    """
-    if not divisor > 0:
-        raise ConfigError(f"divisor must be positive, got {divisor}")
-    return float(divisor) if precision is None else 2.0 ** round(math.log2(divisor))
+from penstock.weights.optim.updater import OptimizerFactory
 
 
 def make_workers(
     named: Mapping[str, Any],
-    parts: Sequence[Sequence[str]],
-    proof: Proof,
+    plan: PipelinePlan,
     grid: RankGrid,
-    ties: Sequence[Tie],
-    inside: Mapping[str, str],
-    recipe: Recipe,
+    loss: LossFunction | Mapping[int, LossFunction],
+    optimizer: OptimizerFactory,
 ) -> list[RankState]:
-    """The workers of this process; what stages and pipelines share is made equal.
+    """The ranks of this process; what stages and pipelines share is made equal.
 
     Args:
         named: the blocks of the model; lazy ones are made here where they are needed.
-        parts: their names, by stage.
-        proof: of the schedule.
+        plan: of the pipeline.
         grid: all ranks.
-        ties, inside: what stages share, and what blocks of one stage do.
-        recipe: how the model is trained.
+        loss, optimizer: as of `penstock.runtime.pipeline.Pipeline`.
+
+    Raises:
+        ConfigError: blocks are not what the plan takes them for, or do not begin alike everywhere.
+        CapabilityError: an optimizer cannot step a stage.
+        TransportError: a peer is dead.
     """
     origin = time.perf_counter() if grid.group is None else common_origin(grid.control)
-    here = [(key.pipeline, stage) for key in grid.local for stage in proof.schedule.on_rank(key.rank)]
-    dealt = deal(named, parts, here)
+    here = [(key.pipeline, stage) for key in grid.local for stage in plan.schedule.on_rank(key.rank)]
+    dealt = deal(named, plan.parts, here)
     stop = StopRequest()
     ranks = [
-        RankState(key, proof, dealt[key.pipeline], ties, inside, recipe, Recorder(row, origin), stop)
+        RankState(key, plan, dealt[key.pipeline], loss, optimizer, Recorder(row, origin), stop)
         for key, row in zip(grid.local, grid.global_ranks, strict=True)
     ]
-    equalise(ties, proof.schedule, grid, ranks)
-    check_equal(proof.schedule, grid, ranks)
+    equalise(plan.ties, plan.schedule, grid, ranks)
+    check_equal(plan.schedule, grid, ranks)
     return ranks
 
 

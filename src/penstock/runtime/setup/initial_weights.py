@@ -15,7 +15,7 @@ from penstock.comm.core.rank_grid import Holder, RankGrid
 from penstock.errors import ConfigError
 from penstock.partition.tied import Tie
 from penstock.runtime.rank.batch_source import checksum
-from penstock.runtime.rank.rank_state import RankState
+from penstock.runtime.setup.rank_state import RankState
 from penstock.schedule.ir.schedule import Schedule
 from penstock.stage.stage_runtime import StageRuntime
 

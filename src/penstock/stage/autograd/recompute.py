@@ -147,31 +147,25 @@ def parts_to_recompute(names: Sequence[str], recompute: Recompute, in_schedule: 
         names: all blocks of the stage.
         recompute: what the user asks for.
         in_schedule: the schedule recomputes this stage in actions of its own.
-
-    Raises:
-        ConfigError: the user asks for something unknown, or for something else than the schedule says.
     """
-    if recompute not in get_args(Recompute):
-        raise ConfigError(f"recompute must be one of {', '.join(get_args(Recompute))}; got {recompute!r}")
     if in_schedule:
-        if recompute == "block":
-            raise ConfigError("the schedule recomputes whole stages, so recompute cannot be 'block'")
         return [names]
     return [[name] for name in names] if recompute == "block" else []
 
 
-def check_segments(recompute: str, segments: Segments) -> Segments:
-    """Segments of stages, which only recompute="stage" has.
+def check_recompute(recompute: str, segments: Segments) -> None:
+    """Make sure that the user asks for recomputes of a known kind, and for segments of stages only where there are any.
 
     Raises:
-        ConfigError: nothing is recomputed in such segments.
+        ConfigError: the kind is unknown, or nothing is recomputed in such segments.
     """
+    if recompute not in get_args(Recompute):
+        raise ConfigError(f"recompute must be one of {', '.join(get_args(Recompute))}; got {recompute!r}")
     if recompute != "stage" and segments != 1:
         raise ConfigError(
             f"segments={segments!r} is for recompute='stage', where stages run forwards again together; recompute is "
             f"{recompute!r}"
         )
-    return segments
 
 
 def _state(tensor: Tensor) -> _State:

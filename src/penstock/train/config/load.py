@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -41,7 +42,7 @@ def load_config(path: Path | None, changes: list[str]) -> TrainConfig:
             raise ConfigError(f"{str(path)!r} must hold keys and values, not a {type(loaded).__name__}")
         values = loaded or {}
     for change in changes:
-        apply_change(values, change)
+        apply_change(TrainConfig, values, change)
     return validate_config(with_settings(values))
 
 
@@ -91,8 +92,13 @@ def validate(schema: type[Section], values: dict[str, Any]) -> Section:
         raise ConfigError("\n".join(problems)) from None
 
 
-def apply_change(values: dict[str, Any], change: str) -> None:
+def apply_change(schema: type[BaseModel], values: dict[str, Any], change: str) -> None:
     """Put `key=value` into nested values.
+
+    Args:
+        schema: what the values are of; where it wants text, the value is taken as it is written, else read as YAML.
+        values: are changed.
+        change: `key=value`, of sections `section.key=value`.
 
     Raises:
         ConfigError: it is not of that form.
@@ -101,7 +107,9 @@ def apply_change(values: dict[str, Any], change: str) -> None:
     if not separator or not key:
         raise ConfigError(f"--set takes key=value, such as method=1f1b or optimizer.lr=0.001; got {change!r}")
     try:
-        value = text if key in _TEXT_KEYS and text not in ("null", "~") else yaml.safe_load(text)
+        value = (
+            text if _is_text(_type_of(schema, key.split("."))) and text not in ("null", "~") else yaml.safe_load(text)
+        )
     except yaml.YAMLError:
         value = text
     *path, last = key.split(".")
@@ -133,25 +141,30 @@ def _explain(schema: type[BaseModel], path: tuple[str, ...], kind: str, message:
     return f"{key}: {message[0].lower()}{message[1:]}{otherwise}, got {value!r}"
 
 
-def _takes_null(schema: type[BaseModel], path: tuple[str, ...]) -> bool:
+def _takes_null(schema: type[BaseModel], path: Sequence[str]) -> bool:
     """Whether the value at a path, as a whole, may be None."""
+    return NoneType in get_args(_type_of(schema, path))
+
+
+def _type_of(schema: type[BaseModel], path: Sequence[str]) -> Any:
+    """The type of the value at a path; None where the schema has no such key."""
     inner: Any = schema
     for part in path:
-        if not (isinstance(inner, type) and issubclass(inner, BaseModel)):
-            return False
+        if not (isinstance(inner, type) and issubclass(inner, BaseModel) and part in inner.model_fields):
+            return None
         inner = inner.model_fields[part].annotation
-    return type(None) in get_args(inner)
+    return inner
+
+
+def _is_text(kind: Any) -> bool:
+    """Whether values of a type are text, one of some words, or null."""
+    if get_origin(kind) is Literal:
+        return all(isinstance(choice, str) for choice in get_args(kind))
+    if get_origin(kind) in (Union, UnionType):
+        return all(_is_text(inner) for inner in get_args(kind) if inner is not NoneType)
+    return kind is str
 
 
 def _section_keys(schema: type[BaseModel], section: str) -> str:
     keys = [*known_keys(schema), *(key for key, _, _ in (*order_keys(), *correction_keys()))]
     return next((key.split(".")[1] for key in keys if key.startswith(f"{section}.")), "...")
-
-
-_TEXT_KEYS = frozenset(
-    {
-        "method", "data", "prompt", "out", "reduce", "precision", "recompute", "undo", "model.preset", "optimizer.name",
-        "optimizer.sides", "rate.decay", "sync.method", "fallback.method", "fallback.restore", "combine.kind",
-        "combine.optimizer_state",
-    }
-)  # fmt: skip

@@ -10,7 +10,6 @@ from pydantic import AllowInfNan, BaseModel, BeforeValidator, ConfigDict, Field,
 from pydantic_core import PydanticCustomError
 
 from penstock.schedule.methods.combine import Combine
-from penstock.schedule.transforms.batch_ops import what_decides
 from penstock.train.config.lags_file import lag_of
 
 
@@ -256,17 +255,6 @@ class TrainConfig(Strict):
         default=FallbackSection(), description="a synchronous method from a batch on, or where `method` diverges"
     )
     combine: CombineSection = Field(default=CombineSection(), description="how parallel pipelines agree")
-
-    @property
-    def decides(self) -> bool:
-        """Whether an update waits for what all stages decide about it together."""
-        return bool(self.deciding)
-
-    @property
-    def deciding(self) -> dict[str, str]:
-        """For what, and how to be without it."""
-        kind, fp16 = self.combine.kind, self.precision == "fp16"
-        return what_decides(self.clip is not None, fp16, fp16, self.width, None if kind == "reduce" else kind)
 
     @property
     def delayed(self) -> bool:

@@ -7,7 +7,7 @@ import torch
 from penstock.comm.p2p.routing import needs_decisions
 from penstock.errors import CapabilityError, ConfigError
 from penstock.partition.sequence_slices import EQUAL_SLICES, Slicing
-from penstock.schedule.ir.ops import MOVES
+from penstock.runtime.ops.handlers import HANDLERS
 from penstock.schedule.ir.rules import RULES
 from penstock.schedule.ir.schedule import Kind, Op, Schedule, passes
 from penstock.schedule.methods.combine import REDUCE, Combine
@@ -15,10 +15,7 @@ from penstock.schedule.methods.corrections import CORRECTIONS
 from penstock.schedule.methods.table import METHODS
 from penstock.weights.corrections.base import Correction
 
-_OPS = (
-    frozenset({Op.F, Op.R, Op.B, Op.I, Op.W, Op.FUSED, Op.REDUCE, Op.TIE, Op.DECIDE, Op.STEP, Op.VALIDATE, Op.PREDICT})
-    | MOVES
-)
+_OPS = frozenset(HANDLERS) | {Op.FUSED}  # fused passes are taken apart before they run
 _RULES = frozenset(RULES) - {"frozen"}
 _WIDE = frozenset({Op.B, Op.R})
 """What may handle several microbatches at once."""
@@ -37,9 +34,7 @@ def check_offered(schedule: Schedule, combine: Combine = REDUCE) -> None:
     whole = [action for program in schedule.programs for part in program for action in part]
     actions = [p for action in whole for p in passes(action)]
     missing = sorted(op.value for op in {a.op for a in (*whole, *actions)} - _OPS)
-    if missing == [Op.AVERAGE.value] and combine.apart:
-        missing = []
-    if missing == [Op.AVERAGE.value]:
+    if not combine.apart and any(a.op is Op.AVERAGE for a in actions):
         raise CapabilityError(
             f"{schedule.name}: the runtime averages parallel pipelines where it is told how, as in "
             "combine=Combine('average', every=4)"
@@ -84,7 +79,7 @@ def _check_provisional(schedule: Schedule) -> None:
             "trained and no activations are moved away"
         )
     for rank, (period, _) in enumerate(schedule.programs):
-        last = max(i for i, a in enumerate(period) if a.op is Op.VALIDATE)
+        last = max((i for i, a in enumerate(period) if a.op is Op.VALIDATE), default=0)  # none: the proof says so
         if not any(p.op is Op.F for a in period[last:] for p in passes(a)):
             raise CapabilityError(
                 f"{schedule.name}: rank {rank} runs all forwards before VALIDATE; the last one must come after it"
@@ -106,6 +101,16 @@ def check_slices(schedule: Schedule, recompute: str, slicing: Slicing = EQUAL_SL
         raise ConfigError(
             f"{schedule.name}: recompute='block' does not go with slices of sequences; take 'stage' or 'none'"
         )
+
+
+def check_recomputed_blocks(schedule: Schedule, recompute: str) -> None:
+    """Make sure that blocks are not to be run again where the schedule runs whole stages again.
+
+    Raises:
+        ConfigError: they are.
+    """
+    if recompute == "block" and schedule.recomputed:
+        raise ConfigError(f"{schedule.name}: the schedule recomputes whole stages, so recompute cannot be 'block'")
 
 
 def _check_uncorrected(schedule: Schedule, wanted: str) -> None:

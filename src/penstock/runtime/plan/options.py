@@ -1,0 +1,306 @@
+"""The options of a pipeline, in groups.
+
+Each option is described here, and here alone; what can be said of it without a model and a schedule is checked here,
+too. `penstock.runtime.plan.plan` checks the rest. A key of `penstock train` that has the name of an option is that
+option (`penstock.train.setup.pipeline_options`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import torch
+
+from penstock.comm.collective.all_reduce import Reduce, is_fast
+from penstock.errors import ConfigError
+from penstock.partition.block_delays import Delays
+from penstock.partition.sequence_slices import EQUAL_SLICES, Slicing
+from penstock.runtime.update.divergence import Divergence
+from penstock.schedule.methods.combine import REDUCE, Combine
+from penstock.schedule.transforms.batch_ops import what_decides
+from penstock.schedule.transforms.recompute import Segments
+from penstock.stage.autograd.recompute import Recompute, check_recompute
+from penstock.stage.precision import Precision, low_precision
+from penstock.weights.corrections.base import Correction
+from penstock.weights.decision import LossScale, Policy
+
+
+@dataclass(frozen=True)
+class DataParallelOptions:
+    """How many pipelines train side by side, and how they agree.
+
+    Attributes:
+        width: w, parallel pipelines that hold the same weights (or, with `combine`, meet now and then). Each takes its
+            m of the w * m microbatches of a batch, and gradients are added while the passes go on. Reports are of one
+            pipeline's part, decisions (`Report.decided`) of the whole batch.
+        reduce: how the gradients of parallel pipelines are added: "ordered", in the order of the pipelines, the same
+            bits as in one process; or "fast", between processes by torch's all_reduce, on the groups of the mesh along
+            its width or on one made for each stage. All pipelines still get the same bits. Two get those of "ordered";
+            with more a sum may differ from the ordered one by (w - 1) eps times the sum of the magnitudes.
+        combine: how parallel pipelines agree: they add their gradients in every batch, or, as in
+            ``Combine("average", every=8)``, make updates of their own and meet now and then
+            (`penstock.schedule.methods.combine` has the equations). Then each decides for itself, by its own norm, loss
+            weight and loss scale; reports and decisions are of one pipeline; `Pipeline.stop` ends the run where
+            pipelines meet next; sums are always in the order of the pipelines. With "wsp" they read what others have
+            changed some waves later, and `stop` as many waves later; the end of a run is the end of a wave. Evaluations
+            and `Pipeline.state_dict` are of the model that pipelines have in common; with "average" of their newest
+            weights, `state_dict` of those of the first pipeline here.
+
+    Raises:
+        ConfigError: a width below 1, or an unknown way to add gradients or to agree.
+    """
+
+    width: int = 1
+    reduce: Reduce = "ordered"
+    combine: Combine = REDUCE
+
+    def __post_init__(self) -> None:
+        """Check each by itself."""
+        if isinstance(self.width, bool) or not isinstance(self.width, int) or self.width < 1:
+            raise ConfigError(f"width must be a whole number of at least 1, got {self.width!r}")
+        is_fast(self.reduce)
+        if not isinstance(self.combine, Combine):
+            raise ConfigError(
+                f"combine must be a Combine, such as Combine('average', every=4); got {self.combine!r:.80}"
+            )
+
+    @property
+    def fast(self) -> bool:
+        """Whether torch adds gradients, in an order of its own."""
+        return is_fast(self.reduce)
+
+
+@dataclass(frozen=True)
+class NumericsOptions:
+    """The number formats of passes, and how small gradients survive in them.
+
+    Attributes:
+        precision: what passes compute in: "fp32", as the parameters are, or "bf16" or "fp16". Parameters in float32 are
+            then cast once per version, and floating-point inputs of the first stage; there is one master copy in
+            float32, and gradients accumulate in float32. fp16 comes with a dynamic loss scale unless one is given.
+        loss_scale: how the loss is scaled for backward.
+
+    Raises:
+        ConfigError: an unknown precision.
+    """
+
+    precision: Precision = "fp32"
+    loss_scale: LossScale | None = None
+
+    def __post_init__(self) -> None:
+        """Check the precision."""
+        low_precision(self.precision)
+
+    @property
+    def low(self) -> torch.dtype | None:
+        """The type that parameters are cast to; None where they stay as they are."""
+        return low_precision(self.precision)
+
+    @property
+    def scaling(self) -> LossScale | None:
+        """The loss scale as given, or the one that comes with fp16."""
+        return self.loss_scale or (LossScale() if self.precision == "fp16" else None)
+
+
+@dataclass(frozen=True)
+class MemoryOptions:
+    """What is computed twice to save memory.
+
+    Attributes:
+        recompute: which forwards are run again instead of keeping what their backward needs: "none"; "block", each
+            block just before its backward; or "stage", whole stages, in actions of their own (R), which run while the
+            gradient is still on its way. The same numbers, random ones and buffers included; only the gradient of a
+            parameter that several blocks of one stage share is added up in another order with "block". (Where the rule
+            is "newest", a forward that is run again reads what is newest then, or PipeMare's estimate.)
+        segments: with recompute="stage", how many stages run forwards again together
+            (`penstock.schedule.transforms.recompute`): only the first of each segment keeps its input, the others have
+            it again from the stage before, in a message of its own. "auto" is the square root of the number of stages,
+            rounded.
+
+    Raises:
+        ConfigError: an unknown value of `recompute`, or segments where nothing is recomputed in such.
+    """
+
+    recompute: Recompute = "none"
+    segments: Segments = 1
+
+    def __post_init__(self) -> None:
+        """Check both together."""
+        check_recompute(self.recompute, self.segments)
+
+
+@dataclass(frozen=True)
+class StalenessOptions:
+    """Weights that are read late: what is done about it, and delays that are chosen to study it.
+
+    Attributes:
+        correction: what is done about staleness, such as `PipeMare(reschedule=500)`
+            (`penstock.weights.corrections.base`).
+        delays: how many updates a block's weights are behind, to study staleness on a schedule that flushes
+            (`penstock.partition.block_delays`): batch t reads W(max(t - delay, 0)) in forward and backward, and its
+            gradient updates W(t). A number for all blocks with trained parameters, a dict by name (the others have
+            none), a list, a function of the name, or the profile that a pipeline without flushes would have, such as
+            "1f1b:8".
+        backward_delays: the same for backwards, where they are not those of forwards: wherever the formulas of a
+            backward contain weights, these are W(max(t - delay, 0)); activations stay as the forward made them.
+    """
+
+    correction: Correction | None = None
+    delays: Delays | None = None
+    backward_delays: Delays | None = None
+
+    @property
+    def correction_name(self) -> str:
+        """The name of the correction; "none" without one."""
+        return "none" if self.correction is None else self.correction.name
+
+    @property
+    def chosen(self) -> bool:
+        """Whether delays are given, be they zero."""
+        return self.delays is not None or self.backward_delays is not None
+
+
+@dataclass(frozen=True)
+class UpdateOptions:
+    """How the gradient of a batch becomes an update.
+
+    Attributes:
+        clip: the largest global norm of the gradient of a batch's mean loss; larger ones are scaled down to it, as
+            `torch.nn.utils.clip_grad_norm_` does, whatever the order and the version rule. With it, or with
+            `loss_scale`, `width` or post-validation, a gradient that is not finite skips the update, and the next
+            version is a copy.
+        divisor: c, about the loss weight of a batch (a count of tokens, say); gradients are accumulated over c and
+            corrected by c / N at the update, so that every partition, m and method takes the mean over the batch. The
+            number of microbatches of a batch if None; in low precision the nearest power of two is taken.
+        rate: update ordinal -> factor on the optimizer's learning rates.
+        average: decay of an exponential moving average of the weights, A(t+1) = average A(t) + (1 - average) W(t+1),
+            which `Pipeline.evaluate` and `Pipeline.state_dict` give on demand; none is kept if None.
+        divergence: what `Pipeline.trouble` is to report, where stages decide together.
+
+    Raises:
+        ConfigError: a number is out of its range.
+    """
+
+    clip: float | None = None
+    divisor: float | None = None
+    rate: Callable[[int], float] | None = None
+    average: float | None = None
+    divergence: Divergence | None = None
+
+    def __post_init__(self) -> None:
+        """Check each by itself."""
+        Policy(self.clip)
+        if self.divisor is not None and not self.divisor > 0:
+            raise ConfigError(f"divisor must be positive, got {self.divisor}")
+        if self.average is not None and not 0 < self.average < 1:
+            raise ConfigError(f"average must be a decay between 0 and 1, such as 0.999; got {self.average}")
+        if self.divergence is not None:
+            self.divergence.check()
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """What belongs to model and data.
+
+    Attributes:
+        slicing: how sequences are cut where a method takes slices of them (`penstock.partition.sequence_slices`).
+        tied: name of a parameter -> that of the one it is the same as, such as {"head.weight": "embedding.weight"},
+            where blocks are made lazily; modules that hold one parameter are seen to do so. Stages that share one hold
+            a copy each, which stay equal, and it counts once in the norm; its optimizer must treat all copies alike.
+        seed: of the random numbers that blocks draw (`penstock.stage.rng`).
+    """
+
+    slicing: Slicing = EQUAL_SLICES
+    tied: Mapping[str, str] | None = None
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class PlacementOptions:
+    """Where blocks go, and how long ranks wait for each other.
+
+    Attributes:
+        balance: blocks per stage; balanced by cost if None.
+        timeout: seconds after which a missing message is an error; between runs, where all ranks meet, the group's own
+            time-out counts.
+    """
+
+    balance: Sequence[int] | None = None
+    timeout: float = 300.0
+
+
+@dataclass(frozen=True)
+class PipelineOptions:
+    """All options of a pipeline; no two groups have an option of one name.
+
+    Raises:
+        ConfigError: two options do not go together, whatever the model and the schedule.
+    """
+
+    data_parallel: DataParallelOptions = field(default_factory=DataParallelOptions)
+    numerics: NumericsOptions = field(default_factory=NumericsOptions)
+    memory: MemoryOptions = field(default_factory=MemoryOptions)
+    staleness: StalenessOptions = field(default_factory=StalenessOptions)
+    update: UpdateOptions = field(default_factory=UpdateOptions)
+    data: DataOptions = field(default_factory=DataOptions)
+    placement: PlacementOptions = field(default_factory=PlacementOptions)
+
+    def __post_init__(self) -> None:
+        """Check options of different groups together."""
+        combine, average = self.data_parallel.combine, self.update.average
+        if average is not None and combine.apart:
+            raise ConfigError(
+                f"average={average} and combine={combine.kind} do not go together: each pipeline would average weights "
+                "of its own; leave one of them out"
+            )
+        if self.update.divergence is not None and combine.apart:
+            raise ConfigError(
+                f"with combine={combine.kind} parallel pipelines see losses of their own, so they would not agree on a "
+                "divergence; leave one of them out"
+            )
+        if self.update.divergence is not None and not self.deciding:
+            raise ConfigError("divergence is seen where all stages decide together; set clip, loss_scale or width")
+
+    @classmethod
+    def names(cls) -> frozenset[str]:
+        """The name of every option, whatever its group."""
+        default = cls()
+        return frozenset(option.name for group in fields(cls) for option in fields(getattr(default, group.name)))
+
+    def changed(self, **values: Any) -> PipelineOptions:
+        """These options with other values for some.
+
+        Args:
+            values: by the name of the option, whatever its group.
+
+        Raises:
+            ConfigError: as the groups.
+        """
+        unknown = values.keys() - self.names()
+        if unknown:
+            raise TypeError(f"a pipeline has no option {sorted(unknown)[0]!r}")
+        groups = {}
+        for group in fields(self):
+            present = getattr(self, group.name)
+            own = {option.name: values[option.name] for option in fields(present) if option.name in values}
+            groups[group.name] = replace(present, **own)
+        return PipelineOptions(**groups)
+
+    @property
+    def policy(self) -> Policy:
+        """What stages decide by."""
+        return Policy(self.update.clip, self.numerics.scaling)
+
+    @property
+    def deciding(self) -> Mapping[str, str]:
+        """For what all stages decide together before an update, each with how to be without it."""
+        parallel, numerics = self.data_parallel, self.numerics
+        return what_decides(
+            self.update.clip is not None,
+            numerics.scaling is not None,
+            numerics.loss_scale is None,
+            parallel.width,
+            parallel.combine.kind if parallel.combine.apart else None,
+        )

@@ -1,0 +1,188 @@
+"""The plan of a pipeline: what follows from its blocks, its schedule and its options, checked before anything is made.
+
+A plan needs neither modules nor processes, so `penstock train` makes it before it starts its workers, and `Pipeline`,
+`penstock compare` and `penstock verify` make the same one: each check stands here once. They run in one order, cheap
+ones first. Options by themselves have been checked when they were made; then come the number of blocks, the schedule as
+it is built, and what goes with what. An `UnprovenPlan` has passed all of these; proofs come last, and with them the
+search for the smallest legal number of microbatches where one fails.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from penstock.errors import ConfigError
+from penstock.partition.block_delays import BlockDelays, resolve_both
+from penstock.partition.blocks import check_enough, cut_blocks
+from penstock.partition.tied import Tie, find_ties
+from penstock.runtime.plan.capabilities import check_correction, check_recomputed_blocks, check_slices
+from penstock.runtime.plan.options import PipelineOptions
+from penstock.runtime.plan.requirements import (
+    GivenSchedule,
+    check_same_places,
+    prove_with_all_actions,
+    schedule_of,
+    with_all_actions,
+)
+from penstock.schedule.build import ScheduleRequest
+from penstock.schedule.ir.schedule import Schedule
+from penstock.schedule.proof.check import Proof
+from penstock.weights.corrections.base import Correction
+
+
+@dataclass(frozen=True)
+class UnprovenPlan:
+    """A plan that has passed every check but the proof of its schedule.
+
+    Attributes:
+        options: of the pipeline.
+        given: the schedule as it was asked for.
+        schedule: what ranks run: `given` with every action that the options need, its fused passes taken apart.
+        parts: names of the blocks of each stage.
+        ties: parameters that stages share.
+        inside: parameters that blocks of one stage share: name -> name of the one that it is the same as.
+        delays: of every block, in updates.
+        backward_delays: the same in backwards; None where they are those of forwards.
+    """
+
+    options: PipelineOptions
+    given: GivenSchedule
+    schedule: Schedule
+    parts: list[list[str]]
+    ties: Sequence[Tie]
+    inside: Mapping[str, str]
+    delays: BlockDelays
+    backward_delays: BlockDelays | None
+
+    @classmethod
+    def of(cls, blocks: Mapping[str, Any], given: GivenSchedule, options: PipelineOptions) -> UnprovenPlan:
+        """Check everything but the proof.
+
+        Args:
+            blocks: the model, by name; lazy blocks are not made.
+            given: the schedule.
+            options: of the pipeline.
+
+        Raises:
+            ConfigError: model, schedule and options do not fit.
+            CapabilityError: the runtime does not offer it.
+            ScheduleError: the schedule cannot be built, or cannot have the recomputes that are wanted.
+        """
+        if isinstance(given, ScheduleRequest):
+            check_enough(blocks, given.stages)  # every rank holds a stage, so this much is known before it is built
+        plain, staleness, tied = schedule_of(given), options.staleness, options.data.tied or {}
+        parallel, memory = options.data_parallel, options.memory
+        parts = cut_blocks(blocks, plain.num_stages, options.placement.balance)
+        ties, inside = find_ties(blocks, parts, tied)
+        fault = parallel.combine.fault(
+            plain,
+            parallel.width,
+            staleness.correction_name,
+            tied=bool(ties),
+            fast=parallel.fast,
+            delayed=staleness.chosen,
+        )
+        if fault is not None:
+            raise ConfigError(fault)
+        check_slices(plain, memory.recompute, options.data.slicing)
+        delays, backward = resolve_both(
+            staleness.delays, staleness.backward_delays, blocks, tied, plain, memory.recompute
+        )
+        schedule = with_all_actions(given, options, _stages_of(ties))
+        check_recomputed_blocks(schedule, memory.recompute)
+        check_correction(schedule, staleness.correction, options.numerics.low, memory.recompute, tied=bool(ties))
+        return UnprovenPlan(options, given, schedule, parts, ties, inside, delays, backward)
+
+    def prove(self) -> PipelinePlan:
+        """The plan with the proof of its schedule.
+
+        Raises:
+            ScheduleError: the schedule is wrong; where only m is too small, the message names the smallest legal m.
+        """
+        given = self.given.prove() if isinstance(self.given, ScheduleRequest) else self.given
+        proof = prove_with_all_actions(given, self.options, _stages_of(self.ties))
+        return PipelinePlan(**self._values() | {"given": given, "schedule": proof.schedule}, proof=proof)
+
+    def followed_by(self, given: GivenSchedule, correction: Correction | None) -> UnprovenPlan:
+        """The plan under which the same stages go on with another schedule.
+
+        Args:
+            given: the schedule.
+            correction: of its method.
+
+        Raises:
+            ConfigError: stages cannot go on under another schedule, or not under this one.
+            CapabilityError: the runtime does not offer it.
+        """
+        combine = self.options.data_parallel.combine
+        if combine.apart:
+            raise ConfigError(
+                f"parallel pipelines with combine={combine.kind} cannot go on under another method: they have "
+                "weights of their own; leave combine out"
+            )
+        backward = self.delays if self.backward_delays is None else self.backward_delays
+        if any((*self.delays.by_block.values(), *backward.by_block.values())):
+            raise ConfigError(
+                "a pipeline with delays of its own choice cannot go on under another method; leave delays out"
+            )
+        options = self.options.changed(correction=correction)
+        schedule = with_all_actions(given, options, _stages_of(self.ties))
+        check_same_places(self.schedule, schedule)
+        recompute = options.memory.recompute
+        check_recomputed_blocks(schedule, recompute)
+        check_correction(schedule, correction, options.numerics.low, recompute, tied=bool(self.ties))
+        return UnprovenPlan(**self._values() | {"options": options, "given": given, "schedule": schedule})
+
+    @property
+    def plain(self) -> Schedule:
+        """The schedule as it was asked for, without what the options add."""
+        return schedule_of(self.given)
+
+    @property
+    def divisor(self) -> float:
+        """c, which losses are divided by: in low precision a power of two, so that the gradient S / c is not rounded.
+
+        S is the loss scale.
+        """
+        parallel, given = self.options.data_parallel, self.options.update.divisor
+        pipelines = 1 if parallel.combine.apart else parallel.width
+        divisor = float(pipelines * self.schedule.microbatches if given is None else given)
+        return divisor if self.options.numerics.low is None else 2.0 ** round(math.log2(divisor))
+
+    def _values(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in fields(UnprovenPlan)}
+
+
+@dataclass(frozen=True)
+class PipelinePlan(UnprovenPlan):
+    """A plan that has passed every check.
+
+    Attributes:
+        proof: of `schedule`.
+    """
+
+    proof: Proof
+
+    @classmethod
+    def make(cls, blocks: Mapping[str, Any], given: GivenSchedule, options: PipelineOptions) -> PipelinePlan:
+        """Check everything, the proof included.
+
+        Args:
+            blocks: the model, by name; lazy blocks are not made.
+            given: the schedule.
+            options: of the pipeline.
+
+        Raises:
+            ConfigError: model, schedule and options do not fit.
+            CapabilityError: the runtime does not offer it.
+            ScheduleError: the schedule is wrong.
+        """
+        return UnprovenPlan.of(blocks, given, options).prove()
+
+
+def _stages_of(ties: Sequence[Tie]) -> set[int]:
+    """The stages that share parameters."""
+    return {index for tie in ties for index in tie.stages}

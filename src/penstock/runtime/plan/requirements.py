@@ -1,0 +1,103 @@
+"""What a schedule must have to be run with some options, or after another schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from penstock.comm.p2p.routing import needs_decisions
+from penstock.errors import ConfigError
+from penstock.runtime.plan.capabilities import check_offered
+from penstock.runtime.plan.options import PipelineOptions
+from penstock.schedule.build import ScheduleRequest, extend, extended
+from penstock.schedule.ir.rules import RULES
+from penstock.schedule.ir.schedule import Schedule
+from penstock.schedule.proof.check import Proof
+from penstock.schedule.transforms.batch_ops import check_together
+from penstock.schedule.transforms.unfuse import taken_apart
+
+GivenSchedule = Schedule | Proof | ScheduleRequest
+"""A schedule as a user may give it: proven or not, or by name."""
+
+
+def schedule_of(given: GivenSchedule) -> Schedule:
+    """The schedule itself.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    if not isinstance(given, GivenSchedule):
+        raise ConfigError(f"schedule must come from make_schedule, prove or check, not {given!r:.80}")
+    return given if isinstance(given, Schedule) else given.schedule
+
+
+def with_all_actions(given: GivenSchedule, options: PipelineOptions, tied: Collection[int]) -> Schedule:
+    """A schedule with every action that the options need, not proven yet.
+
+    Args:
+        given: the schedule.
+        options: of the pipeline that runs it.
+        tied: stages that share parameters.
+
+    Raises:
+        CapabilityError: the runtime does not offer it.
+        ConfigError: its updates cannot wait for what all stages decide together, or the like.
+        ScheduleError: it cannot have the recomputes that are wanted.
+    """
+    plain = taken_apart(schedule_of(given))  # executors run one pass at a time
+    check_together(plain, options.deciding, tied)
+    whole = extended(plain, **_additions(plain, options, tied))
+    check_offered(whole, options.data_parallel.combine)
+    return whole
+
+
+def prove_with_all_actions(given: Schedule | Proof, options: PipelineOptions, tied: Collection[int]) -> Proof:
+    """The proof of what `with_all_actions` returns; the given one if that adds nothing.
+
+    Raises:
+        ScheduleError: the schedule is wrong.
+    """
+    whole = schedule_of(given)
+    plain = taken_apart(whole)
+    return extend(given if plain is whole else plain, **_additions(plain, options, tied))
+
+
+def _additions(plain: Schedule, options: PipelineOptions, tied: Collection[int]) -> dict[str, Any]:
+    """The arguments of `penstock.schedule.build.extended`."""
+    parallel, memory = options.data_parallel, options.memory
+    combine = parallel.combine
+    return {
+        "decides": bool(options.deciding) or needs_decisions(plain) or RULES[plain.rule].provisional,
+        "reduces": parallel.width != 1 and not combine.apart,
+        "recomputes": memory.recompute == "stage",
+        "segments": memory.segments,
+        "tied": tied,
+        "averages": combine.every if combine.apart else None,
+        "behind": combine.behind,
+    }
+
+
+def check_same_places(present: Schedule, other: Schedule) -> None:
+    """Make sure that stages need not move, and that a batch is divided in the same way.
+
+    Raises:
+        ConfigError: a schedule has other stages, other ranks for them, other edges between them or other microbatches.
+    """
+    differences = {
+        "microbatches per batch": (present.microbatches, other.microbatches),
+        "stages": (present.num_stages, other.num_stages),
+        "ranks": (present.ranks, other.ranks),
+        "directions": (present.directions, other.directions),
+        "the place of stages": (sorted(present.stages), sorted(other.stages)),
+        "what stages hand on to which": (sorted(present.edges), sorted(other.edges)),
+        "frozen stages": (sorted(present.frozen), sorted(other.frozen)),
+        "slices of a sequence": (present.slices, other.slices),
+    }
+    for what, (here, there) in differences.items():
+        if here != there:
+            numbers = f" ({here} and {there})" if isinstance(here, int) else ""
+            raise ConfigError(
+                f"{present.name} cannot be followed by {other.name}: they differ in {what}{numbers}; a run changes "
+                "between methods that hold the same stages on the same ranks and take the same batches, such as 2bw, "
+                "stash, 1f1b and gpipe"
+            )

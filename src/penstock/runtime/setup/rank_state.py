@@ -1,0 +1,113 @@
+"""One rank of one pipeline: its stages, its record, its part in decisions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+from weakref import ref
+
+from penstock.comm.core.rank_grid import RankKey
+from penstock.comm.core.recorder import Recorder
+from penstock.partition.blocks import LazyBlock
+from penstock.runtime.plan.plan import PipelinePlan
+from penstock.runtime.rank.snapshot import Snapshot
+from penstock.runtime.setup.stage_builder import StageBuilder
+from penstock.runtime.update.decisions import Decisions
+from penstock.runtime.update.stop_request import StopRequest
+from penstock.schedule.ir.rules import RULES
+from penstock.schedule.ir.schedule import Stage
+from penstock.schedule.proof.check import Proof
+from penstock.stage.module import LossFunction
+from penstock.weights.corrections.base import Correction
+from penstock.weights.optim.updater import OptimizerFactory
+
+
+class RankState:
+    """The stages of one rank of the grid, and everything that they share there.
+
+    Args:
+        key: the rank.
+        plan: of the pipeline, the same on every rank.
+        blocks: those of each of its stages, by name; lazy ones are made here.
+        loss, optimizer: as of `penstock.runtime.pipeline.Pipeline`.
+        recorder: takes down what happens.
+        stop: the request to end a run, shared by all ranks of this process.
+    """
+
+    def __init__(
+        self,
+        key: RankKey,
+        plan: PipelinePlan,
+        blocks: Mapping[Stage, Mapping[str, Any]],
+        loss: LossFunction | Mapping[int, LossFunction],
+        optimizer: OptimizerFactory,
+        recorder: Recorder,
+        stop: StopRequest,
+    ) -> None:
+        options = plan.options
+        self.key, self.recorder, self.slicing, self.stop = key, recorder, options.data.slicing, stop
+        self.snapshots: list[ref[Snapshot]] = []  # that somebody may still have
+        self._last = plan.schedule.num_stages - 1
+        self.decisions = Decisions(
+            options.policy,
+            plan.divisor,
+            RULES[plan.schedule.rule].bases - 1,
+            options.update.divergence,
+            options.data_parallel.combine,
+            key.pipeline,
+            stop,
+        )
+        self._builder = StageBuilder(key, plan, loss, optimizer, recorder)
+        self.stages = {
+            stage: self._builder.build(stage, {name: _made(block) for name, block in blocks[stage].items()})
+            for stage in plan.schedule.on_rank(key.rank)
+        }
+        fixed = sum(tensor.nbytes for stage in self.stages.values() for tensor in stage.module.fixed)
+        recorder.hold("frozen parameters and buffers", fixed)
+
+    def check_switch(self, proof: Proof, correction: Correction | None) -> None:
+        """Make sure that `switch` will do.
+
+        Raises:
+            CapabilityError: an optimizer cannot take back what the schedule may have it take back, or does not go with
+                the correction.
+        """
+        for stage in self.stages.values():
+            self._builder.check_refit(stage, proof, correction)
+
+    def switch(self, proof: Proof, keeps_older: bool, correction: Correction | None) -> None:
+        """Go on under another schedule with the same stages, with nothing in flight (`StageBuilder.refit`).
+
+        Args:
+            proof: of the schedule.
+            keeps_older: the version before the newest stays as well, where there is one.
+            correction: of the method.
+        """
+        self.decisions.delay = RULES[proof.schedule.rule].bases - 1
+        for stage in self.stages.values():
+            self._builder.refit(stage, proof, correction, keeps_older=keeps_older)
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether the last stage is here, whose loss is reported."""
+        return any(stage.index == self._last for stage in self.stages)
+
+    @contextmanager
+    def evaluating(self, averaged: bool = False, version: int | None = None) -> Iterator[None]:
+        """Meanwhile evaluations read a version of the weights, the newest if None, or with `averaged` their average.
+
+        Where parallel pipelines have a model in common, beside their own weights, they read that.
+        """
+        stages = list(self.stages.values())
+        for stage in stages:
+            stage.averaged, stage.evaluated = stage.evaluated_leaves(averaged), version
+        try:
+            yield
+        finally:
+            for stage in stages:
+                stage.averaged = stage.evaluated = None
+
+
+def _made(block: Any) -> Any:
+    return block.make() if isinstance(block, LazyBlock) else block

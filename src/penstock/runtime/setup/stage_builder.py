@@ -1,0 +1,337 @@
+"""Builds the stages of a rank, and fits them to another schedule between two runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+from penstock.comm.core.rank_grid import RankKey
+from penstock.comm.core.recorder import Recorder
+from penstock.comm.p2p.routing import ways_of
+from penstock.errors import ConfigError
+from penstock.partition.block_delays import BlockDelays
+from penstock.partition.sequence_slices import check_blocks
+from penstock.partition.tied import share_inside
+from penstock.runtime.plan.plan import PipelinePlan
+from penstock.schedule.ir.rules import RULES, Source, Update, VersionRule
+from penstock.schedule.ir.schedule import Op, Schedule, Stage, passes
+from penstock.schedule.proof.check import Proof
+from penstock.schedule.proof.in_flight import Piece
+from penstock.stage.autograd.recompute import parts_to_recompute
+from penstock.stage.graphs import Graphs
+from penstock.stage.module import LossFunction, StageModule
+from penstock.stage.stage_runtime import StageRuntime
+from penstock.stage.weight_reads import OfForward, Reading
+from penstock.stage.weight_reads_delayed import Rereading, check_real_delays
+from penstock.stage.weight_reads_newest import Estimating, Rebinding, check_real
+from penstock.weights.averaging import Agreement
+from penstock.weights.corrections.base import Correction, Corrector, StagePlace
+from penstock.weights.memory.buffers import Buffer, Layout
+from penstock.weights.memory.older_versions import OlderVersions
+from penstock.weights.mixed_store import MixedStore
+from penstock.weights.optim.updater import OptimizerFactory, Updater
+from penstock.weights.store import VersionStore
+from penstock.weights.waves import WaveWeights
+
+
+class Fitting(NamedTuple):
+    """What a stage has because of its schedule and its correction.
+
+    Attributes:
+        corrector: what is done about staleness; None for nothing.
+        reading: how its passes find their weights.
+        graphs: of its forwards.
+        apart: where updates are provisional, copies are kept to undo them.
+    """
+
+    corrector: Corrector | None
+    reading: Reading
+    graphs: Graphs
+    apart: bool
+
+
+class StageBuilder:
+    """Builds the stages of one rank.
+
+    Args:
+        key: the rank.
+        plan: of its pipeline; its options hold for every schedule, its proof and its correction until `refit`.
+        loss: on the last stage, and on others to which no gradient comes back; a dict by the number of the stage.
+        optimizer: makes the optimizer of a stage.
+        recorder: is told of activations as they come and go.
+    """
+
+    def __init__(
+        self,
+        key: RankKey,
+        plan: PipelinePlan,
+        loss: LossFunction | Mapping[int, LossFunction],
+        optimizer: OptimizerFactory,
+        recorder: Recorder,
+    ) -> None:
+        self._key, self._plan, self._loss, self._optimizer = key, plan, loss, optimizer
+        self._options, self._low = plan.options, plan.options.numerics.low
+        self._hold = partial(recorder.change, "activations")
+
+    def build(self, stage: Stage, blocks: dict[str, Any]) -> StageRuntime:
+        """A stage, ready to run under the schedule of the plan.
+
+        Args:
+            stage: which.
+            blocks: its blocks, by name; made, if they were lazy.
+
+        Raises:
+            ConfigError: its blocks are not what the plan takes them for.
+            CapabilityError: its optimizer cannot step it.
+        """
+        plan, proof, options = self._plan, self._plan.proof, self._options
+        module = self._make_module(stage, blocks)
+        store: VersionStore | None = None
+        updater: Updater | None = None
+        older: OlderVersions | None = None
+        average: Buffer | None = None
+        agreement: Agreement | WaveWeights | None = None
+        if module.trained:
+            store = self._make_store(stage, module)
+            older = _older_versions(module, store, plan.delays, plan.backward_delays)
+            if older is not None and plan.backward_delays is not None:
+                check_real_delays(module.trained, module.where)
+            updater = Updater(self._optimizer, store.layout, store.master, rotates=False)  # `_fit` says whether it does
+            agreement = self._make_agreement(stage, store, updater)
+            if options.update.average is not None:
+                average = Buffer(store.layout, f"average of {module.where}")
+                average.load(store.master.views)
+        correction = options.staleness.correction
+        self._check(stage, module, updater, proof, correction)
+        fitting = self._fit(stage, module, store, updater, older, proof, correction)
+        runtime = StageRuntime(
+            stage,
+            module,
+            store,
+            updater,
+            fitting.reading,
+            fitting.graphs,
+            [tie for tie in plan.ties if stage.index in tie.stages],
+            average,
+            options.update.average or 0.0,
+            self._key.pipeline * plan.schedule.directions + stage.direction,
+            apart=fitting.apart,
+            corrector=fitting.corrector,
+            older=older,
+            agreement=agreement,
+        )
+        runtime.restore()  # from here on the modules' parameters live in the store's memory, not beside it
+        return runtime
+
+    def check_refit(self, runtime: StageRuntime, proof: Proof, correction: Correction | None) -> None:
+        """Make sure that `refit` will do.
+
+        Raises:
+            CapabilityError: an optimizer cannot take back what the schedule may have it take back, or does not go with
+                the correction.
+        """
+        self._check(runtime.key, runtime.module, runtime.updater, proof, correction)
+
+    def refit(self, runtime: StageRuntime, proof: Proof, correction: Correction | None, *, keeps_older: bool) -> None:
+        """Fit a stage to another schedule, with nothing in flight.
+
+        Buffers that the schedule does not take are freed, those that it takes besides are made; what the optimizer
+        remembers stays where it is.
+
+        Args:
+            runtime: the stage.
+            proof: of the schedule.
+            correction: of its method; it begins without knowing how weights move.
+            keeps_older: the version before the newest stays as well, where there is one.
+        """
+        store, updater = runtime.store, runtime.updater
+        runtime.corrector = None
+        if store is not None and updater is not None:
+            newest = store.newest
+            updater.follow(store.master)
+            store.resize(proof.stages[runtime.key], {newest, newest - 1} if keeps_older else {newest})
+            if isinstance(store, MixedStore):
+                store.step_apart(_steps_apart(proof))
+        fitting = self._fit(runtime.key, runtime.module, store, updater, runtime.older, proof, correction)
+        runtime.corrector, runtime.reading, runtime.graphs, runtime.apart = fitting
+        runtime.restore()
+
+    # --- what a stage has whatever its schedule -----------------------------------------------------------------------
+
+    def _make_module(self, stage: Stage, blocks: dict[str, Any]) -> StageModule:
+        plan, schedule = self._plan, self._plan.schedule
+        share_inside(blocks, plan.inside)
+        where = f"stage {stage.name} on rank {stage.rank}"
+        ways = ways_of(schedule, stage)
+        if schedule.slices > 1:
+            check_blocks(blocks, where)
+        for delays in (plan.delays, plan.backward_delays):
+            if delays is not None:
+                delays.check_trained(blocks)
+        loss = self._loss_of(stage) if ways.has_loss else None
+        module = StageModule(blocks, loss, where, self._options.data.seed, self._low, bool(ways.outputs))
+        if module.trained and stage.index in schedule.frozen:
+            raise ConfigError(
+                f"{where} is frozen in the schedule, but {next(iter(module.trained))} wants gradients; set "
+                "requires_grad=False on its parameters"
+            )
+        return module
+
+    def _loss_of(self, stage: Stage) -> LossFunction:
+        given = self._loss
+        if not isinstance(given, Mapping):
+            return given
+        if stage.index not in given:
+            raise ConfigError(
+                f"loss: stage {stage.index} has a loss of its own, but the dict has one only for {list(given)}"
+            )
+        return given[stage.index]
+
+    def _make_store(self, stage: Stage, module: StageModule) -> VersionStore:
+        proof, low = self._plan.proof, self._low
+        facts, apart = proof.stages[stage], _steps_apart(proof)
+        if low is None:
+            return VersionStore(module.trained, facts.buffers, module.where, facts.copies)
+        return MixedStore(module.trained, facts.versions, facts.gradients, low, module.where, apart, facts.copies)
+
+    def _make_agreement(self, stage: Stage, store: VersionStore, updater: Updater) -> Agreement | WaveWeights | None:
+        parallel = self._options.data_parallel
+        if not parallel.combine.apart:
+            return None
+        common = parallel.combine, parallel.width, self._key.pipeline, store
+        waves = parallel.combine.kind == "wsp"
+        return WaveWeights(*common, stage.name) if waves else Agreement(*common, updater)
+
+    # --- what it has because of its schedule --------------------------------------------------------------------------
+
+    def _check(
+        self, stage: Stage, module: StageModule, updater: Updater | None, proof: Proof, correction: Correction | None
+    ) -> None:
+        """Make sure that `_fit` will do."""
+        rule = RULES[proof.schedule.rule]
+        if updater is None or updater.optimizer is None:
+            return
+        check_real(rule, module.trained, module.where)
+        if rule.provisional and not _steps_apart(proof):
+            updater.check_undoable()
+        if correction is not None:
+            correction.on(Layout({}), _place(proof, stage)).check(updater.optimizer)
+
+    def _fit(
+        self,
+        stage: Stage,
+        module: StageModule,
+        store: VersionStore | None,
+        updater: Updater | None,
+        older: OlderVersions | None,
+        proof: Proof,
+        correction: Correction | None,
+    ) -> Fitting:
+        """What a stage has because of its schedule; store and updater are prepared for it."""
+        rule, corrector, reading = RULES[proof.schedule.rule], None, Reading()
+        if store is not None and updater is not None:
+            if correction is not None:
+                corrector = correction.on(store.layout, _place(proof, stage))
+                corrector.name, corrector.began = correction.name, updater.updates
+            store.hold_estimate(self._estimates_whole(stage, proof, corrector))
+            rate = _rate(self._options.update.rate, corrector)
+            updater.correct(rate, None if corrector is None else corrector.begin)
+            updater.prepare(store.layout, self._rotates(stage, proof, corrector))
+            reading = _reading(rule, store, updater, corrector, older, self._plan.backward_delays)
+        graphs = self._make_graphs(stage, module, store, reading, older, proof.schedule)
+        return Fitting(corrector, reading, graphs, _steps_apart(proof))
+
+    def _make_graphs(
+        self,
+        stage: Stage,
+        module: StageModule,
+        store: VersionStore | None,
+        reading: Reading,
+        older: OlderVersions | None,
+        schedule: Schedule,
+    ) -> Graphs:
+        parts = parts_to_recompute(
+            list(module.blocks), self._options.memory.recompute, stage.index in schedule.recomputed
+        )
+        ops = {p.op for a in schedule.programs[stage.rank].period for p in passes(a) if p.stage == stage}
+        storages = set() if store is None else store.storages | (set() if older is None else older.storages)
+        halved, parks = _halved(schedule, stage, any(ways_of(schedule, stage).returns)), Op.OFFLOAD in ops
+        keeps = schedule.segment_before(stage.index) is None
+        return Graphs(module, storages, self._plan.divisor, parts, halved, parks, self._hold, reading, keeps)
+
+    def _estimates_whole(self, stage: Stage, proof: Proof, corrector: Corrector | None) -> bool:
+        """Whether estimates are written to a buffer, not made tensor by tensor: of what forwards read, or is cast."""
+        again = self._options.memory.recompute == "block" or stage.index in proof.schedule.recomputed
+        return (self._low is not None or again) and corrector is not None and corrector.motion is not None
+
+    def _rotates(self, stage: Stage, proof: Proof, corrector: Corrector | None) -> bool:
+        """Whether updates take a scratch: to write the new version beside the old one, or to tell how weights move."""
+        watches = corrector is not None and corrector.watches
+        return _steps_apart(proof) or watches or (self._low is None and proof.stages[stage].versions > 1)
+
+
+def _steps_apart(proof: Proof) -> bool:
+    """Whether an update leaves the weights before it as they are, so that it can be taken back."""
+    return RULES[proof.schedule.rule].update is Update.APART
+
+
+def _place(proof: Proof, stage: Stage) -> StagePlace:
+    schedule, where = proof.schedule, f"stage {stage.name} on rank {stage.rank}"
+    return StagePlace(stage.index, schedule.num_stages, schedule.microbatches, proof.stages[stage].delay.forward, where)
+
+
+def _reading(
+    rule: VersionRule,
+    store: VersionStore,
+    updater: Updater,
+    corrector: Corrector | None,
+    older: OlderVersions | None,
+    backward_delays: BlockDelays | None,
+) -> Reading:
+    """How the passes of a stage find their weights."""
+    if rule.rebinds:
+        kind = Estimating if store.estimates else Rebinding
+        return kind(store, corrector, rule.recompute is Source.NEWEST)
+    if older is not None and backward_delays is not None:
+        return Rereading(store, updater, older)
+    return OfForward(store, updater, corrector, older)
+
+
+def _rate(base: Callable[[int], float] | None, corrector: Corrector | None) -> Callable[[int], float] | None:
+    """Rates as the user wants them, times those of a correction."""
+    if corrector is None:
+        return base
+    return lambda updates: (1.0 if base is None else base(updates)) * corrector.rate(max(updates - corrector.began, 0))
+
+
+def _halved(schedule: Schedule, stage: Stage, sends: bool) -> Callable[[Piece], bool]:
+    """Of which microbatches (and slices) a stage runs the backward in two halves.
+
+    Not where the second half follows at once, and the first one finds nothing to send (`sends` is false): one walk
+    through the activations is shorter than two.
+    """
+    m, actions = schedule.microbatches, [p for a in schedule.programs[stage.rank].period for p in passes(a)]
+    pairs = zip([None, *actions], actions, strict=False)
+    units = [
+        late.unit
+        for early, late in pairs
+        if late.stage == stage
+        and late.op is Op.W
+        and (sends or early is None or (early.op, early.stage, early.unit) != (Op.I, stage, late.unit))
+    ]
+    halved = {(k % m, unit.slice[0] if unit.slice else 0) for unit in units for k in unit.microbatches}
+    return lambda key: (key[0] % m, key[1]) in halved
+
+
+def _older_versions(
+    module: StageModule, store: VersionStore, delays: BlockDelays, backward: BlockDelays | None
+) -> OlderVersions | None:
+    """Room for the versions that passes of a stage read late; None where they read none."""
+    forward, late = (
+        delays.by_parameter(module.trained),
+        None if backward is None else backward.by_parameter(module.trained),
+    )
+    if not any((*forward.values(), *(late or {}).values())):
+        return None
+    return OlderVersions(store.versions[store.newest].views, forward, module.where, late)

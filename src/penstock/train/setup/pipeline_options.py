@@ -1,0 +1,53 @@
+"""From a configuration to the options of its pipeline."""
+
+from __future__ import annotations
+
+from penstock.models.gpt import TIED_EMBEDDINGS, GPTConfig
+from penstock.runtime.plan.options import PipelineOptions
+from penstock.runtime.update.divergence import Divergence
+from penstock.schedule.methods.table import correction_options, find_method
+from penstock.train.config.schema import FallbackSection, TrainConfig
+from penstock.train.setup.lr_schedule import rate_schedule
+from penstock.weights.corrections.base import Correction
+from penstock.weights.corrections.registry import make_correction
+
+
+def pipeline_options(config: TrainConfig, model: GPTConfig) -> PipelineOptions:
+    """The options of the pipeline under the method of a configuration.
+
+    A key that has the name of an option is that option; only those whose values are of another kind are named here.
+
+    Args:
+        config: of the run.
+        model: the shape of its model.
+
+    Raises:
+        ConfigError: two keys do not go together, whatever the schedule.
+    """
+    alike = {key: getattr(config, key) for key in PipelineOptions.names() & TrainConfig.model_fields.keys()}
+    others = {
+        "combine": config.combine.chosen,
+        "correction": _correction(config),
+        "divergence": _divergence(config.fallback),
+        "divisor": tokens_per_batch(config, model),
+        "rate": rate_schedule(config.rate, config.batches),
+        "tied": TIED_EMBEDDINGS if config.model.tied else None,
+    }
+    return PipelineOptions().changed(**alike | others)
+
+
+def tokens_per_batch(config: TrainConfig, model: GPTConfig) -> int:
+    """Of all parallel pipelines together."""
+    return config.width * config.microbatches * config.microbatch_size * model.context
+
+
+def _correction(config: TrainConfig) -> Correction | None:
+    row = find_method(config.method)
+    options = correction_options(row, config.correction)
+    return make_correction(row.correction, options, config.batches, config.rate.warm_up)
+
+
+def _divergence(section: FallbackSection) -> Divergence | None:
+    if not section.when:
+        return None
+    return Divergence(section.spike if "spike" in section.when else None, section.window, "nonfinite" in section.when)
