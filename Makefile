@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ARGS ?=
 
-.PHONY: train test faults lint bench bench-short quality clean
+.PHONY: train test faults lint bench bench-short bench-overhead quality clean
 
 train: $(STAMP)
 	$(BIN)/penstock train $(ARGS)
@@ -26,6 +26,9 @@ bench: $(STAMP)
 
 bench-short: $(STAMP)
 	$(BIN)/python -m benchmarks.throughput --short $(ARGS)
+
+bench-overhead: $(STAMP)
+	$(BIN)/python -m benchmarks.overhead $(ARGS)
 
 quality: $(STAMP)
 	$(BIN)/python -m benchmarks.quality $(ARGS)

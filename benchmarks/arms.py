@@ -6,8 +6,8 @@ Two ranks, one thread each. An arm's `run(batches)` trains that many batches of 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -23,9 +23,10 @@ from torch.distributed.pipelining import (
 )
 from torch.nn import functional as F
 
-from penstock import GPTConfig, Pipeline, gpt_blocks, prove
-from penstock.train.data.corpus import load_corpus
-from penstock.train.data.windows import Windows
+from penstock import GPTConfig, Pipeline, gpt_blocks, make_schedule
+
+Pair = tuple[Tensor, Tensor]
+"""The input and the target of a microbatch."""
 
 SHAPE = GPTConfig(layers=8, width=256, heads=8, context=128)
 MICROBATCH = 4
@@ -54,19 +55,32 @@ def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
+def read_text(count: int = 64) -> list[Pair]:
+    """Microbatches of real text."""
+    # Imported here, so that arms on other data run on any version of Penstock with the same public API.
+    from penstock.train.data.corpus import load_corpus
+    from penstock.train.data.windows import Windows
+
+    windows = Windows(load_corpus(), SHAPE.context, held_out=0.05, seed=0)
+    return [windows.samples(k * MICROBATCH, MICROBATCH) for k in range(count)]
+
+
 class Data:
-    """An endless supply of microbatches of real text, made before the clock starts."""
+    """An endless supply of microbatches, made before the clock starts.
 
-    def __init__(self, count: int = 64) -> None:
-        windows = Windows(load_corpus(), SHAPE.context, held_out=0.05, seed=0)
-        self.pairs = [windows.samples(k * MICROBATCH, MICROBATCH) for k in range(count)]
+    Args:
+        pairs: that it repeats; real text if None.
+    """
 
-    def batches(self, count: int, microbatches: int) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    def __init__(self, pairs: Sequence[Pair] | None = None) -> None:
+        self.pairs = read_text() if pairs is None else pairs
+
+    def batches(self, count: int, microbatches: int) -> Iterator[list[Pair]]:
         """`count` batches of m microbatches."""
         for t in range(count):
             yield [self.pairs[(t * microbatches + k) % len(self.pairs)] for k in range(microbatches)]
 
-    def joined(self, count: int, microbatches: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def joined(self, count: int, microbatches: int) -> Iterator[Pair]:
         """The same as whole batches."""
         for batch in self.batches(count, microbatches):
             yield torch.cat([x for x, _ in batch]), torch.cat([y for _, y in batch])
@@ -82,19 +96,36 @@ def stage_modules(stages: int) -> list[nn.Sequential]:
     return [nn.Sequential(*blocks[a:b]) for a, b in zip(starts, ends, strict=True)]
 
 
+class Task(NamedTuple):
+    """What arms train.
+
+    Attributes:
+        stages: number of stages -> the model in so many parts.
+        loss: (output, target) -> mean over a microbatch.
+        optimizer: of parameters, named or not.
+    """
+
+    stages: Callable[[int], list[nn.Sequential]]
+    loss: Callable[[Tensor, Tensor], Tensor]
+    optimizer: Callable[[Any], torch.optim.Optimizer]
+
+
+GPT = Task(stage_modules, mean_loss, make_optimizer)
+
+
 class PenstockArm:
     """A method of Penstock; each run is a span, filled once and drained once."""
 
-    def __init__(self, method: str, microbatches: int, data: Data, clip: float | None = None) -> None:
+    def __init__(self, method: str, microbatches: int, data: Data, clip: float | None = None, task: Task = GPT) -> None:
         self.microbatches, self.data = microbatches, data
-        proof = prove(method, STAGES, microbatches)
+        schedule = make_schedule(method, STAGES, microbatches)
         self.pipeline = Pipeline(
-            stage_modules(proof.schedule.num_stages),
-            proof,
-            loss=mean_loss,
-            optimizer=make_optimizer,
+            task.stages(schedule.num_stages),
+            schedule,
+            loss=task.loss,
+            optimizer=task.optimizer,
             clip=clip,
-            balance=[1] * proof.schedule.num_stages,
+            balance=[1] * schedule.num_stages,
             group=dist.new_group(),  # of its own: a stream that is halted may have messages under way
         )
 
@@ -152,19 +183,19 @@ TORCH: dict[str, tuple[Any, Callable[[int], list[int]]]] = {
 class TorchArm:
     """A schedule of `torch.distributed.pipelining`."""
 
-    def __init__(self, name: str, microbatches: int, data: Data) -> None:
+    def __init__(self, name: str, microbatches: int, data: Data, task: Task = GPT) -> None:
         self.microbatches, self.data, self.rank = microbatches, data, dist.get_rank()
         kind, place = TORCH[name]
         held = place(self.rank)
         count = STAGES * len(held)
-        modules = stage_modules(count)
+        modules = task.stages(count)
         self.modules = [modules[index] for index in held]
         stages = [PipelineStage(modules[index], index, count, torch.device("cpu")) for index in held]
-        arguments: dict[str, Any] = {"n_microbatches": microbatches, "loss_fn": mean_loss}
+        arguments: dict[str, Any] = {"n_microbatches": microbatches, "loss_fn": task.loss}
         single = kind in (ScheduleGPipe, Schedule1F1B)
         self.schedule: Any = kind(stages[0] if single else stages, **arguments)
         self.takes_target = count - 1 in held
-        self.optimizer = make_optimizer([p for module in self.modules for p in module.parameters()])
+        self.optimizer = task.optimizer([p for module in self.modules for p in module.parameters()])
 
     def run(self, batches: int) -> None:
         """A step of the schedule and of the optimizer per batch."""

@@ -13,11 +13,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from penstock.runtime.malloc import keep_freed_memory
+import penstock
 
 
 def describe_machine() -> dict[str, object]:
-    """Processor, cores, memory, versions and commit."""
+    """Processor, cores, memory, versions, and the commit of the Penstock that is measured."""
     return {
         "processor": _processor(),
         "cores": os.cpu_count(),
@@ -47,7 +47,7 @@ def free_port() -> int:
 def join(rank: int, port: int, ranks: int) -> None:
     """Become a rank of one thread."""
     torch.set_num_threads(1)
-    keep_freed_memory()
+    penstock.keep_freed_memory()
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
 
 
@@ -67,7 +67,7 @@ def _processor() -> str:
 
 
 def _commit() -> str:
-    folder = Path(__file__).parent
+    folder = Path(penstock.__file__).parent  # not of the benchmarks, which may measure another checkout
     try:
         name = subprocess.run(["git", "rev-parse", "HEAD"], cwd=folder, capture_output=True, text=True, check=True)
         status = ["git", "status", "--porcelain", "--untracked-files=no"]

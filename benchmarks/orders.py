@@ -15,9 +15,7 @@ from typing import Any
 
 from benchmarks.arms import STAGES, CeilingArm, Data, Maker, PenstockArm, TorchArm
 from benchmarks.throughput import RESULTS, collect, interval, measure, summarise
-from penstock import prove
-from penstock.simulate.costs import Costs
-from penstock.simulate.simulate import simulate_schedule
+from penstock import Costs, prove, simulate_schedule
 
 PAIRS = {
     "interleaved": "interleaved",

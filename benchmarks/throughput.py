@@ -33,10 +33,30 @@ RESULTS = Path(__file__).parent / "results"
 MICROBATCH_COUNTS = (2, 4, 8, 16)
 
 
-def measure(rank: int, port: int, arguments: argparse.Namespace, out: str, makers: Mapping[str, Maker] = ARMS) -> None:
-    """One rank: every m, round and arm in turn; rank 0 writes the times."""
-    join(rank, port, STAGES)
-    data = Data()
+def measure(
+    rank: int,
+    port: int,
+    arguments: argparse.Namespace,
+    out: str,
+    makers: Mapping[str, Maker] = ARMS,
+    make_data: Callable[[], Data] = Data,
+    ranks: int = STAGES,
+    part: str = "",
+) -> None:
+    """One rank: every m, round and arm in turn; rank 0 writes the times.
+
+    Args:
+        rank: this process.
+        port: where all meet.
+        arguments: of the command.
+        out: file of the raw data.
+        makers: of the arms.
+        make_data: what they train on.
+        ranks: processes.
+        part: of the benchmark, for its raw data; none if empty.
+    """
+    join(rank, port, ranks)
+    data, tag = make_data(), {"part": part} if part else {}
     for m in arguments.microbatches:
         batches = max(arguments.count // m, 1)
         arms = {name: makers[name](m, data) for name in arguments.arms}
@@ -46,7 +66,7 @@ def measure(rank: int, port: int, arguments: argparse.Namespace, out: str, maker
             seconds = _round(arms, round_, batches, max(arguments.slice // m, 1))
             if rank == 0:
                 with open(out, "a") as file:
-                    row = {"m": m, "round": round_, "microbatches": batches * m, "seconds": seconds}
+                    row = tag | {"m": m, "round": round_, "microbatches": batches * m, "seconds": seconds}
                     file.write(json.dumps(row) + "\n")
                 print(f"m={m} round {round_}: " + ", ".join(f"{n} {s:.2f} s" for n, s in seconds.items()), flush=True)
         for arm in arms.values():
@@ -124,11 +144,21 @@ def collect(name: str, work: Callable[..., None], arguments: argparse.Namespace)
         work: (rank, port, arguments, out), such as `measure`.
         arguments: of the command.
     """
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    out = arguments.out / f"{name}-{time.strftime('%Y-%m-%d-%H%M%S')}.jsonl"
-    header = {"machine": describe_machine(), "command": command_line(name)}
-    out.write_text(json.dumps(header) + "\n")
+    out = open_raw(name, arguments.out)
     multiprocessing.spawn(work, (free_port(), arguments, str(out)), nprocs=STAGES)
+    return read_raw(out)
+
+
+def open_raw(name: str, folder: Path) -> Path:
+    """A file for raw data that has its first line: the machine and the command."""
+    folder.mkdir(parents=True, exist_ok=True)
+    out = folder / f"{name}-{time.strftime('%Y-%m-%d-%H%M%S')}.jsonl"
+    out.write_text(json.dumps({"machine": describe_machine(), "command": command_line(name)}) + "\n")
+    return out
+
+
+def read_raw(out: Path) -> list[dict[str, Any]]:
+    """Its rows, and say where it lies."""
     print(f"\nraw data: {out}")
     return [json.loads(line) for line in out.read_text().splitlines()[1:]]
 

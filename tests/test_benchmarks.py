@@ -10,8 +10,11 @@ import pytest
 from benchmarks.clipping import ARMS
 from benchmarks.limits import factors, replay
 from benchmarks.machine import command_line
+from benchmarks.overhead import PARTS
+from benchmarks.profile_engine import print_profile
 from benchmarks.quality import CAMPAIGNS, table
 from benchmarks.throughput import interval
+from benchmarks.tiny import InProcessArm, PlainArm, tiny_data
 
 from penstock.compare.config import contenders
 from penstock.compare.contenders import enter
@@ -86,6 +89,41 @@ def test_schedules_of_every_size(tmp_path):
 def test_limits():
     printed = run("limits", "--microbatches", 2, "--count", 4, "--slice", 2)
     assert all(word in printed for word in ("order", "work", "messages", "in all"))
+
+
+@pytest.mark.slow
+def test_overhead_of_two_parts(tmp_path):
+    options = "--part", "a", "b", "--rounds", 1, "--microbatches", 4, "--count", 8, "--slice", 4
+    printed = run("overhead", *options, "--out", tmp_path)
+    (raw,) = tmp_path.iterdir()
+    header, alone, joined = map(json.loads, raw.read_text().splitlines())
+    assert {"machine", "command"} <= header.keys()
+    for row, methods, other in (alone, PARTS["a"].pairs, "plain"), (joined, PARTS["b"].pairs, "torch"):
+        assert (row["m"], row["microbatches"]) == (4, 8)
+        assert {name.split()[0] for name in row["seconds"]} == {"penstock", other}
+        assert len(row["seconds"]) == 2 * len(methods)
+        assert all(seconds > 0 for seconds in row["seconds"].values())
+        assert all(f"| {method} | " in printed for method in methods)
+    ratio = alone["seconds"]["penstock zb-h1"] / alone["seconds"]["plain zb-h1"]
+    assert f"| zb-h1 | {ratio:.3f} (" in printed
+
+
+@pytest.mark.parametrize("method", PARTS["a"].pairs)
+def test_the_plain_loop_trains_the_same(method):
+    """In two spans, as between two turns."""
+    ours, plain = InProcessArm(method, 8, tiny_data()), PlainArm(method, 8, tiny_data())
+    for batches in 3, 2:
+        ours.run(batches)
+        plain.run(batches)
+        assert ours.losses == pytest.approx(plain.losses, rel=1e-6)
+        assert len(set(ours.losses)) == batches
+
+
+def test_the_profile_of_the_engine(capsys):
+    print_profile("1f1b", 4, batches=2, spans=3, top=1000)
+    printed = capsys.readouterr().out
+    (linear,) = (line.split() for line in printed.splitlines() if "_nn.linear" in line)
+    assert linear[3] == "0.50"  # calls per pass: every other pass is a forward
 
 
 def test_replay_of_two_ranks():

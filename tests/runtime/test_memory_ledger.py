@@ -1,4 +1,4 @@
-"""What is taken down of parameter-sized memory is true after every action, though most passes are not looked at."""
+"""The recorded account of parameter-sized memory is true after every action, though most passes are not looked at."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.runtime.rank.memory_ledger import Account
+from penstock.runtime.rank.memory_ledger import MemoryLedger
 from penstock.schedule.ir.schedule import Op
 from penstock.schedule.methods.combine import Combine
 from penstock.stage.stage_runtime import StageRuntime
@@ -33,9 +33,9 @@ CASES = {
 
 def watched(monkeypatch: pytest.MonkeyPatch) -> Counter[bool]:
     """Compare the record with the truth after every action; counts those after which something had changed."""
-    after, seen = Account.after, Counter[bool]()
+    after, seen = MemoryLedger.after_action, Counter[bool]()
 
-    def compare(self: Account, stage: StageRuntime, op: Op) -> None:
+    def compare(self: MemoryLedger, stage: StageRuntime, op: Op) -> None:
         before = dict(self._recorder.live)
         after(self, stage, op)
         truth: Counter[str] = Counter()
@@ -46,7 +46,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Counter[bool]:
         assert self._recorder.roles == truth.keys()
         seen[live != before] += 1
 
-    monkeypatch.setattr(Account, "after", compare)
+    monkeypatch.setattr(MemoryLedger, "after_action", compare)
     return seen
 
 

@@ -180,7 +180,7 @@ def test_a_frozen_last_stage_and_frozen_joins() -> None:
     towers._spans._executors = lambda *a, **k: executors.append(make(*a, **k)) or executors[-1]  # type: ignore[method-assign, func-returns-value]
     for _ in towers.run(pairs):
         pass
-    assert all(not executor.joints._sizes for executor in executors[0])
+    assert all(not s.routes._sizes for executor in executors[0] for s in executor._span.stages.values())
 
 
 def other_data(group: dist.ProcessGroup, rank: int, batches: int) -> str:

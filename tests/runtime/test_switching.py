@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from penstock.errors import CapabilityError, ConfigError, PenstockError
 from penstock.runtime.execute.evaluation import Evaluating
 from penstock.runtime.pipeline import Pipeline
-from penstock.runtime.update.divergence import Divergence, Lookout, Trouble
+from penstock.runtime.update.divergence import Divergence, DivergenceDetector, Trouble
 from penstock.runtime.update.events import Evaluated
 from penstock.schedule.build import make_schedule
 from penstock.schedule.ir.schedule import Schedule
@@ -461,35 +461,35 @@ def decision(batch: int, loss: float, finite: bool = True, weight: float = 1.0) 
     ],
 )
 def test_what_is_a_divergence(losses: list[float], trouble: int | None) -> None:
-    lookout = Lookout(LOOKING, scaled=False)
-    lookout.look(0)
+    detector = DivergenceDetector(LOOKING, scaled=False)
+    detector.watch_from(0)
     for t, loss in enumerate(losses):
-        lookout.hear(decision(t, loss))
-    assert (lookout.trouble and lookout.trouble.batch) == trouble
+        detector.observe(decision(t, loss))
+    assert (detector.trouble and detector.trouble.batch) == trouble
 
 
 def test_an_overflow_under_a_loss_scale_is_none() -> None:
     for scaled in (False, True):
-        lookout = Lookout(LOOKING, scaled)
-        lookout.look(0)
-        lookout.hear(decision(0, 1.0, finite=False))
-        lookout.hear(decision(1, math.nan, weight=0.0))  # a batch of nothing
-        assert (lookout.trouble is None) == scaled
+        detector = DivergenceDetector(LOOKING, scaled)
+        detector.watch_from(0)
+        detector.observe(decision(0, 1.0, finite=False))
+        detector.observe(decision(1, math.nan, weight=0.0))  # a batch of nothing
+        assert (detector.trouble is None) == scaled
 
 
 def test_a_lookout_remembers_what_a_snapshot_holds() -> None:
     losses = [1, 1, 2, 1, 3, 1, 9, 1]
-    whole = Lookout(LOOKING, scaled=False)
-    whole.look(4)
+    whole = DivergenceDetector(LOOKING, scaled=False)
+    whole.watch_from(4)
     for t, loss in enumerate(losses):
-        other = Lookout(LOOKING, scaled=False)
+        other = DivergenceDetector(LOOKING, scaled=False)
         other.load(whole.state())
-        other.look(4)
+        other.watch_from(4)
         for later in range(t, len(losses)):
-            other.hear(decision(later, losses[later]))
-        whole.hear(decision(t, loss))
+            other.observe(decision(later, losses[later]))
+        whole.observe(decision(t, loss))
         assert other.trouble == Trouble(4, "the loss was 3, 3 times the median of the 3 batches before")
-    whole.look(5)
+    whole.watch_from(5)
     assert whole.trouble is None
 
 
@@ -531,7 +531,7 @@ def test_whoever_reads_data_hears_of_trouble_in_time(method: str, depth: int, m:
 
     def data() -> Iterator[Any]:
         for number, batch in enumerate(make_batches(case)):
-            troubles = [pipeline._ranks[rank].decisions.lookout.trouble for rank in (0, depth - 1)]
+            troubles = [pipeline._ranks[rank].decisions.detector.trouble for rank in (0, depth - 1)]
             if all(trouble is not None and trouble.batch == 3 for trouble in troubles):
                 heard.append(number)
             yield batch

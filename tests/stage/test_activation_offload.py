@@ -41,9 +41,9 @@ def test_the_backward_reads_what_was_moved(monkeypatch: Any) -> None:
 def test_the_backward_reads_what_came_back(monkeypatch: Any) -> None:
     """What was sent becomes rubbish."""
     sent = 0
-    whole = activation_offload.Parking.give
+    whole = activation_offload.ActivationOffload.take_bytes
 
-    def given(self: activation_offload.Parking) -> list[torch.Tensor]:
+    def given(self: activation_offload.ActivationOffload) -> list[torch.Tensor]:
         nonlocal sent
         tensors = whole(self)
         sent += len(tensors)
@@ -52,7 +52,7 @@ def test_the_backward_reads_what_came_back(monkeypatch: Any) -> None:
             tensor.fill_(255)
         return copies
 
-    monkeypatch.setattr(activation_offload.Parking, "give", given)
+    monkeypatch.setattr(activation_offload.ActivationOffload, "take_bytes", given)
     case = Case("bpipe", 6, 9, spans=(3,))
     assert_same(train(None, case), expected(case))
     assert sent > 10

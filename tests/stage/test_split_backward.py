@@ -15,13 +15,13 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from penstock.errors import CapabilityError
-from penstock.runtime.execute.executor import Executor
+from penstock.runtime.ops.bound import BoundAction
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.setup.stage_builder import _halved
 from penstock.schedule.build import make_schedule
 from penstock.schedule.ir.schedule import Op
 from penstock.schedule.text import parse_schedule
-from penstock.stage.autograd.split_backward import Splitting, StandIns
+from penstock.stage.autograd.split_backward import BackwardSplitter, ProxyWeights
 from support.cases import OPTIMIZERS, Residual
 from support.live_storage import LiveStorage
 
@@ -150,16 +150,16 @@ AT_ONCE: dict[str, tuple[Callable[[], nn.Module], set[str]]] = {
 
 
 @contextmanager
-def split(module: nn.Module) -> Iterator[Splitting]:
+def split(module: nn.Module) -> Iterator[BackwardSplitter]:
     """As in a stage: stand-ins are in the places of the weights."""
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    watch = StandIns(trained)
+    watch = ProxyWeights(trained)
     stands = {id(p): watch.tensors[name] for name, p in trained.items()}
     places = [(inner, key, p) for inner in module.modules() for key, p in inner._parameters.items() if id(p) in stands]
     for inner, key, p in places:
         inner._parameters[key] = stands[id(p)]
     try:
-        with Splitting(watch) as splitting:
+        with BackwardSplitter(watch) as splitting:
             yield splitting
     finally:
         for inner, key, p in places:
@@ -190,7 +190,7 @@ def gradients_of(module: nn.Module, x: Tensor, halves: bool, at_once: set[str]) 
     torch.autograd.backward(y, torch.randn(y.shape, generator=torch.Generator().manual_seed(4)))
     if halves:
         assert {name for name, p in trained.items() if p.grad is not None} == at_once
-        splitting.late.run(*adding(module))
+        splitting.deferred.run(*adding(module))
     assert x.grad is not None
     found = {"x": x.grad, "y": y.detach()} | {name: p.grad for name, p in trained.items() if p.grad is not None}
     assert found.keys() | {name for name in trained if name.startswith("other.")} == {"x", "y", *trained}
@@ -247,7 +247,7 @@ def test_a_weight_that_is_read_in_several_ways() -> None:
                 y = module(x)
             y.square().sum().backward()
             if splitting is not None:
-                splitting.late.run(*adding(module))
+                splitting.deferred.run(*adding(module))
         found.append([p.grad for p in module.parameters() if p.grad is not None])
     for a, b in zip(*found, strict=True):
         assert torch.equal(a, b)
@@ -263,7 +263,7 @@ def test_what_weights_have_read_must_not_be_written_into(halves: bool) -> None:
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):  # noqa: PT012
         y.sum().backward()
         if splitting is not None:
-            splitting.late.run(*adding(module))
+            splitting.deferred.run(*adding(module))
 
 
 def test_a_table_of_tokens_puts_everything_off() -> None:
@@ -279,7 +279,7 @@ def test_a_table_of_tokens_puts_everything_off() -> None:
         y = module(tokens)
     y.sum().backward()
     assert all(p.grad is None for p in trained)
-    splitting.late.run(*adding(module))
+    splitting.deferred.run(*adding(module))
     for p, gradient in zip(trained, wanted, strict=True):
         assert p.grad is not None
         assert gradient is not None
@@ -308,7 +308,7 @@ def test_what_lives_between_the_halves() -> None:
             late = (64 + 256) * row + (256 + 64) * row  # inputs, and the gradients of outputs
             assert x.grad is not None
             assert tracker.live - late - x.grad.nbytes <= 8
-            splitting.late.run(*adding(module))
+            splitting.deferred.run(*adding(module))
             weights = sum(p.grad.nbytes for p in trained if p.grad is not None)
             assert tracker.live - x.nbytes - x.grad.nbytes - weights <= 8
     finally:
@@ -357,15 +357,15 @@ def test_the_account_of_activations_is_what_lives(
     gc.disable()
     try:
         with LiveStorage() as tracker:
-            real = Executor._act
+            real = BoundAction.act
 
-            def act(self: Executor, *arguments: Any) -> None:
+            def act(self: BoundAction, *arguments: Any) -> None:
                 real(self, *arguments)
                 kinds = ("activations", "messages", "parked activations")
                 said = sum(live.get(kind, 0) for live in pipeline.live_bytes().values() for kind in kinds)
                 gaps.append(tracker.live - said)
 
-            monkeypatch.setattr(Executor, "_act", act)
+            monkeypatch.setattr(BoundAction, "act", act)
             for _ in pipeline.run(data[2:]):
                 pass
     finally:

@@ -21,7 +21,7 @@ from support.pool import Pool
 
 
 def losses_of(shape: Shape) -> dict[int, Any]:
-    return {shape.stages - 1: squares, **shape.losses}
+    return {shape.num_stages - 1: squares, **shape.losses}
 
 
 def plain(shape: Shape) -> tuple[dict[str, Tensor], list[float]]:
@@ -33,7 +33,7 @@ def plain(shape: Shape) -> tuple[dict[str, Tensor], list[float]]:
         last, weight = 0.0, 0.0
         for given, target in batch:
             made: dict[int, Tensor] = {}
-            for index in range(shape.stages):
+            for index in range(shape.num_stages):
                 incoming = [e for e in shape.joined if e.target == index]
                 parts = tuple(made[e.source] if e.backward else made[e.source].detach() for e in incoming)
                 if not parts:
@@ -42,7 +42,7 @@ def plain(shape: Shape) -> tuple[dict[str, Tensor], list[float]]:
             for index, loss in losses_of(shape).items():
                 sum_, n = loss(made[index], target)
                 total = total + sum_
-                if index == shape.stages - 1:
+                if index == shape.num_stages - 1:
                     last, weight = last + float(sum_.detach()), weight + n
         (total / weight).backward()
         optimizer.step()
@@ -54,7 +54,7 @@ def plain(shape: Shape) -> tuple[dict[str, Tensor], list[float]]:
 
 def trained(group: dist.ProcessGroup | None, name: str, **more: Any) -> tuple[dict[str, Tensor], list[float]]:
     shape = SHAPES[name]
-    schedule = make_schedule(shape.order, shape.stages, M)
+    schedule = make_schedule(shape.order, shape.num_stages, M)
     pipeline = Pipeline(
         shape.blocks(), schedule, loss=losses_of(shape), optimizer=sgd, group=group, timeout=20.0, **more
     )
@@ -79,10 +79,13 @@ def test_in_one_process(name: str, recompute: Any) -> None:
     assert_close(trained(None, name, recompute=recompute), name)
 
 
-@pytest.mark.parametrize("name", [name for name, shape in SHAPES.items() if shape.stages <= 4])  # processes of the pool
+@pytest.mark.parametrize(
+    "name",
+    [name for name, shape in SHAPES.items() if shape.num_stages <= 4],  # processes of the pool
+)
 def test_on_ranks(pool: Pool, name: str) -> None:
     shape = SHAPES[name]
-    parts = pool.submit(partial(trained, clip=50.0), name, ranks=shape.stages)
+    parts = pool.submit(partial(trained, clip=50.0), name, ranks=shape.num_stages)
     together = {key: value for state, _ in parts for key, value in state.items()}
     assert_close((together, parts[-1][1]), name)
     alone, losses = trained(None, name, clip=50.0)
@@ -94,7 +97,7 @@ def test_on_ranks(pool: Pool, name: str) -> None:
 def test_backwards_in_two_halves(name: str) -> None:
     """All W of a rank come last, so that every one waits."""
     shape = SHAPES[name]
-    lines = str(make_schedule(shape.order, shape.stages, M)).splitlines()
+    lines = str(make_schedule(shape.order, shape.num_stages, M)).splitlines()
     for place, line in enumerate(lines):
         if line.startswith("rank") and "B0" in line:
             row, step = re.sub(r"\bB", "I", line).split(" STEP")
@@ -108,7 +111,7 @@ def test_backwards_in_two_halves(name: str) -> None:
 
 def test_evaluation_goes_through_the_graph() -> None:
     shape = SHAPES["encoder and decoder"]
-    pipeline = Pipeline(shape.blocks(), make_schedule(shape.order, shape.stages, M), loss=squares, optimizer=sgd)
+    pipeline = Pipeline(shape.blocks(), make_schedule(shape.order, shape.num_stages, M), loss=squares, optimizer=sgd)
     found = pipeline.evaluate(data(shape, 1))
     assert found is not None
     assert found[0] == pytest.approx(plain(shape)[1][0], rel=1e-12)

@@ -52,7 +52,7 @@ class Shape:
         losses: of stages that have one beside the last.
     """
 
-    stages: int
+    num_stages: int
     edges: list[Any]
     frozen: tuple[int, ...] = ()
     losses: Mapping[int, Any] = field(default_factory=dict)
@@ -63,12 +63,12 @@ class Shape:
 
     @property
     def entrances(self) -> list[int]:
-        return sorted(set(range(self.stages)) - {e.target for e in self.joined})
+        return sorted(set(range(self.num_stages)) - {e.target for e in self.joined})
 
     def blocks(self) -> dict[str, nn.Module]:
         torch.manual_seed(5)
         made = {}
-        for index in range(self.stages):
+        for index in range(self.num_stages):
             inputs = sum(e.target == index for e in self.joined)
             make: Callable[[], nn.Module] = frozen if index in self.frozen else layer
             made[f"c{index}"] = (Join(inputs) if inputs > 1 else make()).double()

@@ -12,7 +12,7 @@ from penstock.comm.collective import all_reduce
 from penstock.runtime.rank.batch_source import BatchSource
 from penstock.runtime.update import decisions
 from penstock.runtime.update.update_step import Updates
-from penstock.stage.autograd.recompute import Keeper
+from penstock.stage.autograd.recompute import RecomputeInputSaver
 from penstock.stage.stage_runtime import StageRuntime
 from penstock.train.setup import build_pipeline, prepare
 from penstock.weights.memory.buffers import Buffer, Handle
@@ -208,7 +208,7 @@ def wrong_loss(patch: Patch) -> None:
 
 def buffers_changed_twice(patch: Patch) -> None:
     """A forward that is run again changes buffers again."""
-    patch.setattr(Keeper, "as_it_was", lambda *_: nullcontext())
+    patch.setattr(RecomputeInputSaver, "as_in_forward", lambda *_: nullcontext())
 
 
 def never_rejected(patch: Patch) -> None:

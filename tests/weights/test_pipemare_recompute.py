@@ -24,7 +24,7 @@ from penstock.schedule.text import parse_schedule
 from penstock.schedule.transforms.recompute import length_of, with_recompute
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import simulate_schedule, steady_bubble
-from penstock.stage.autograd.recompute import Kept, Recompute
+from penstock.stage.autograd.recompute import Recompute, RecomputeInput
 from penstock.train.config.load import validate_config
 from penstock.train.setup.prepare import prepare
 from penstock.weights.corrections.pipemare import PipeMare
@@ -418,7 +418,12 @@ def test_inputs_that_come_again_are_let_go_of() -> None:
     there: list[tuple[int, bool]] = []
     for _ in pipeline.run(make_batches(case)):
         for stage, runtime in pipeline.stages.items():
-            waiting = [piece for flight in runtime.flights.values() for piece in flight.work if isinstance(piece, Kept)]
+            waiting = [
+                piece
+                for flight in runtime.flights.values()
+                for piece in flight.work
+                if isinstance(piece, RecomputeInput)
+            ]
             there += [(stage.index, piece.value is not None) for piece in waiting]
     assert {index for index, _ in there} == {0, 1, 2}  # the last stage does not recompute
     assert all(has == (index == 0) for index, has in there)

@@ -226,7 +226,7 @@ class Writer:
 
 def _is_doubtful(part: Mapping[str, Any]) -> bool:
     """Whether training had diverged by then: the run may have to go back to a checkpoint from before."""
-    return "trouble" in part["facts"].get("decisions", {}).get("lookout", {})
+    return "trouble" in part["facts"].get("decisions", {}).get("detector", {})
 
 
 def _key(batch: int, index: int, place: int) -> str:

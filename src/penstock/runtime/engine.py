@@ -27,8 +27,8 @@ from penstock.runtime.execute.executor import Executor
 from penstock.runtime.execute.run_loop import Run, drive_all, drive_one
 from penstock.runtime.rank.batch_source import Batches, BatchSource
 from penstock.runtime.rank.reports import Report
-from penstock.runtime.rank.snapshot import Saving, Snapshot, take
-from penstock.runtime.setup.agreeing import check_written, follow_first
+from penstock.runtime.rank.snapshot import Saving, Snapshot, take_snapshot
+from penstock.runtime.setup.initial_weights import check_written, follow_first
 from penstock.runtime.setup.rank_state import RankState
 from penstock.runtime.update.events import Evaluated
 from penstock.runtime.update.stop_request import StopRequest
@@ -257,7 +257,7 @@ class Spans:
         for state in self._ranks:
             for stage in state.stages.values():
                 stage.refresh()
-                found.append(take(stage, self.batches, state.decisions))
+                found.append(take_snapshot(stage, self.batches, state.decisions))
         return found
 
     # --- the beginning of a span ------------------------------------------------------------------------------------

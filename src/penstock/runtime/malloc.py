@@ -1,8 +1,8 @@
-"""Memory that is freed stays with the process: on the CPU, page faults cost a pipeline several percent of its time.
+"""Setting of glibc's malloc that keeps freed memory in the process; page faults cost a pipeline several percent.
 
-glibc gives freed memory back to the system as soon as enough of it lies at the top of the heap, and a pipeline frees a
-microbatch's activations and takes as much for the next one, again and again. Every page that comes back is filled with
-zeros and faults once (docs/benchmarks.md has figures). What a process holds at most stays the same.
+glibc returns freed memory to the system as soon as enough of it lies at the top of the heap, and a pipeline frees a
+microbatch's activations and allocates as much for the next one, again and again. Every page that comes back is filled
+with zeros and faults once (docs/benchmarks.md has figures). The peak memory of the process stays the same.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ _LARGEST = 32 << 20  # bytes; glibc serves no larger ones from its heap
 
 
 def keep_freed_memory() -> bool:
-    """Let glibc keep what is freed for what is taken next; whether it does (elsewhere nothing is changed).
+    """Make glibc keep freed memory for later allocations, in the whole process from now on.
 
-    It holds for the whole process, from now on.
+    Returns:
+        True if it does; elsewhere than on Linux with glibc nothing is changed.
     """
     if not sys.platform.startswith("linux"):
         return False

@@ -42,7 +42,7 @@ from penstock.runtime.plan.plan import PipelinePlan
 from penstock.runtime.plan.requirements import schedule_of
 from penstock.runtime.rank.batch_source import Batches
 from penstock.runtime.rank.reports import Report
-from penstock.runtime.rank.snapshot import Saved, Saving, Snapshot, check_names, check_pipelines, restore
+from penstock.runtime.rank.snapshot import SavedState, Saving, Snapshot, check_names, check_pipelines, restore
 from penstock.runtime.setup.assemble import make_lane_groups, make_workers
 from penstock.runtime.update.divergence import Divergence, Trouble
 from penstock.runtime.update.events import Evaluated
@@ -242,7 +242,7 @@ class Pipeline:
         """The state of every stage in this process, between two runs; `load` goes on from it."""
         return self._spans.snapshots()
 
-    def load(self, saved: Saved) -> None:
+    def load(self, saved: SavedState) -> None:
         """Go on where snapshots of all stages were taken, bit for bit; of another depth, width or method as well.
 
         Another method begins with the newest weights; one with double-buffered weights that finds no older ones begins
@@ -326,7 +326,7 @@ class Pipeline:
         """
         self._spans.check_idle()
         for state in self._ranks:
-            state.decisions.lookout.look(first)
+            state.decisions.detector.watch_from(first)
 
     @property
     def trouble(self) -> Trouble | None:
@@ -334,7 +334,7 @@ class Pipeline:
 
         All ranks hear of the same one, but not at once. It is part of every snapshot that is taken afterwards.
         """
-        return self._spans.reporting.decisions.lookout.trouble
+        return self._spans.reporting.decisions.detector.trouble
 
     def is_finite(self) -> bool:
         """Whether the newest weights of the stages in this process, and what optimizers remember, are numbers."""

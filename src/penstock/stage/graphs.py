@@ -1,4 +1,4 @@
-"""The graphs of a stage: made by its forwards, kept until their backwards or made again for them."""
+"""Forwards of a stage that build graphs, and the graphs between forward and backward: kept, moved or recomputed."""
 
 from __future__ import annotations
 
@@ -16,46 +16,48 @@ from penstock.comm.p2p.message import detached
 from penstock.errors import ConfigError
 from penstock.partition.sequence_slices import storages
 from penstock.schedule.proof.in_flight import Piece
-from penstock.stage.autograd.activation_offload import Parking
-from penstock.stage.autograd.recompute import BufferPlace, Keeper, Kept
+from penstock.stage.autograd.activation_offload import ActivationOffload
+from penstock.stage.autograd.recompute import BufferPlace, RecomputeInput, RecomputeInputSaver
 from penstock.stage.autograd.saved_bytes import SavedBytes, signature
-from penstock.stage.autograd.split_backward import Splitting, StandIns
+from penstock.stage.autograd.split_backward import BackwardSplitter, ProxyWeights
 from penstock.stage.in_flight import Microbatch
 from penstock.stage.module import Graph, StageModule, edges_of, open_inputs, trained_leaves
-from penstock.stage.weight_reads import Reading
+from penstock.stage.weight_reads import WeightReads
 from penstock.weights.memory.buffers import Handle, Readable
+
+_NO_STORAGES: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
 class Loss:
-    """Loss sum and weight of one microbatch."""
+    """The loss sum and the loss weight of one microbatch."""
 
     total: float
     weight: float
 
 
 class BlockOutput(NamedTuple):
-    """What some blocks have made; the output of a slice is a pair, with what is carried on."""
+    """The graph, output and loss of some blocks; for a slice the output is a pair with what it carries on."""
 
     graph: Graph
     output: Any
     loss: Loss | None
 
 
-class Graphs:
-    """Runs the blocks of one stage.
+class StageGraphs:
+    """Runs the forwards of one stage so that backwards can follow, and accounts for the activations they keep alive.
 
     Args:
-        stage: with the weights that it is to read bound to its modules, whenever this runs.
+        module: the blocks, to which the weights to be read are bound whenever this runs.
         storages: addresses of the memory of its weights.
         divisor: c; backward runs on the loss sum divided by it.
         parts: names of the blocks that are recomputed together; empty where graphs are kept from forward to backward.
-        splits: whether the backward of a microbatch (or slice) comes in two halves
+        splits: returns True for a microbatch (or slice) whose backward comes in two halves
             (`penstock.stage.autograd.split_backward`).
-        parks: what graphs keep may be moved away for a while (`penstock.stage.autograd.activation_offload`).
-        hold: told how many bytes of activations begin to live, or (negative) cease to.
-        reading: how its passes find their weights.
-        keeps_inputs: of forwards that are run again; else these come again.
+        offloads: saved tensors may be moved away for a while (`penstock.stage.autograd.activation_offload`).
+        hold: notified of the bytes of activations that begin to live, or (negative) cease to.
+        reading: decides which weights its passes read.
+        saves_inputs: inputs of forwards to be recomputed are saved; else they come again.
     """
 
     def __init__(
@@ -65,56 +67,60 @@ class Graphs:
         divisor: float,
         parts: Sequence[Sequence[str]],
         splits: Callable[[Piece], bool],
-        parks: bool,
+        offloads: bool,
         hold: Callable[[int], None],
-        reading: Reading,
-        keeps_inputs: bool = True,
+        reading: WeightReads,
+        saves_inputs: bool = True,
     ) -> None:
         self.hold, self._reading = hold, reading
-        self._module, self._divisor, self._parts = module, divisor, parts
-        self._splits, self._parks = splits, parks
+        self._module, self._divisor = module, divisor
+        self._blocks = tuple(module.blocks)  # the names of all
+        self._parts = [tuple(part) for part in parts]
+        self._splits, self._offloads = splits, offloads
         self._trained = bool(storages)
-        self._keeper = Keeper(module.blocks, module.where, keeps_inputs)
+        self._inputs = RecomputeInputSaver(module.blocks, module.where, saves_inputs)
         # Memory that lives anyway, to tell it from activations.
         self._known = {*storages, *(t.untyped_storage().data_ptr() for t in module.fixed)}
         self._before: Mapping[BufferPlace, Tensor] | None = None  # the buffers, before the first draft
-        self._watches: WeakKeyDictionary[Readable, StandIns] = WeakKeyDictionary()
-        # Bytes that graphs hold, and those of them that the second half of a backward needs, by blocks and shapes.
+        self._proxies: WeakKeyDictionary[Readable, ProxyWeights] = WeakKeyDictionary()
+        # By blocks and shapes: the bytes a graph keeps alive, and those of them the second half of a backward needs.
         self._saved: dict[tuple[object, ...], tuple[int, int]] = {}
 
-    def make(
+    def forward(
         self, microbatch: Microbatch, value: Any, wants: tuple[bool, ...], handle: Handle | None
-    ) -> tuple[list[Graph | Kept], BlockOutput]:
-        """Run the blocks; returns what a backward goes through, first things first, and what came of them."""
+    ) -> tuple[list[Graph | RecomputeInput], BlockOutput]:
+        """Run all blocks; returns what the backward goes through, in the order of the forward, and the output."""
         if self._parts:
             return self._run_in_parts(microbatch, value, wants, handle)
-        result = self._build(tuple(self._module.blocks), microbatch, value, wants, handle)
+        result = self._build(self._blocks, microbatch, value, wants, handle)
         return [result.graph], result
 
-    def remake(self, kept: Kept, microbatch: Microbatch, handle: Handle | None, value: Any = None) -> BlockOutput:
-        """A part again: the same random numbers, the buffers as they were, and left as they are.
+    def recompute(
+        self, kept: RecomputeInput, microbatch: Microbatch, handle: Handle | None, value: Any = None
+    ) -> BlockOutput:
+        """Run a part of the stage again, with the same random numbers and buffers, and leave the buffers as they are.
 
         Args:
-            kept: of its forward.
-            microbatch: as it was.
+            kept: saved by its forward.
+            microbatch: the same as in the forward.
             handle: the weights to read.
-            value: the input, where it was not kept.
+            value: the input, where it was not saved.
         """
-        if not self._keeper.keeps_inputs:
-            self._keeper.give(kept, value)
-        with torch.enable_grad(), self._keeper.as_it_was(kept):
+        if not self._inputs.saves_inputs:
+            self._inputs.provide(kept, value)
+        with torch.enable_grad(), self._inputs.as_in_forward(kept):
             result = self._build(kept.names, microbatch, kept.value, kept.wants, handle)
         self.hold(-kept.nbytes)
         return result
 
-    def draft(self) -> None:
-        """Before a forward that reads a version not decided on yet: keep what else it changes, the buffers."""
+    def begin_draft(self) -> None:
+        """Save the module buffers before a forward on weights not decided on yet, which may have to be undone."""
         if self._before is None:
             self._before = {place: tensor.clone() for place, tensor in self._buffers.items()}
 
     @torch.no_grad()
-    def drop_drafts(self, work: Iterable[Graph | Kept]) -> None:
-        """What forwards have made on a version that was rejected is of no use, nor what they have changed."""
+    def discard_drafts(self, work: Iterable[Graph | RecomputeInput]) -> None:
+        """Free the graphs of forwards on rejected weights and restore the module buffers from before them."""
         for piece in work:
             self.hold(-piece.nbytes)
         present = self._buffers
@@ -122,43 +128,43 @@ class Graphs:
             present[place].copy_(tensor)
 
     def accept_drafts(self) -> None:
-        """What forwards have read since `draft` is decided on, or they were dropped."""
+        """Forget the saved module buffers: the weights are decided on, or the drafts were discarded."""
         self._before = None
 
-    def park(self, work: Sequence[Graph | Kept], away: bool) -> int:
-        """Move what graphs keep to the host's memory, or back; returns how many bytes."""
+    def offload(self, work: Sequence[Graph | RecomputeInput], away: bool) -> int:
+        """Move saved tensors to the memory of the host, or back, and return their bytes."""
         host = torch.device("cpu") if away else None
-        nbytes = sum(parking.move(host) for parking in _parkings(work))
+        nbytes = sum(offload.move(host) for offload in _offloads(work))
         self.hold(-nbytes if away else nbytes)
         return nbytes
 
-    def give(self, work: Sequence[Graph | Kept]) -> list[list[Tensor]]:
-        """What graphs keep, as bytes, to be sent to another rank."""
-        given = [parking.give() for parking in _parkings(work)]
+    def take_bytes(self, work: Sequence[Graph | RecomputeInput]) -> list[list[Tensor]]:
+        """Take the saved tensors out of graphs, as bytes to be sent to another rank."""
+        given = [offload.take_bytes() for offload in _offloads(work)]
         self.hold(-sum(tensor.nbytes for tensors in given for tensor in tensors))
         return given
 
-    def take(self, work: Sequence[Graph | Kept], given: list[list[Tensor]]) -> None:
-        """The same back."""
-        for parking, tensors in zip(_parkings(work), given, strict=True):
-            parking.take(tensors)
+    def put_bytes(self, work: Sequence[Graph | RecomputeInput], given: list[list[Tensor]]) -> None:
+        """Put back what `take_bytes` took out."""
+        for offload, tensors in zip(_offloads(work), given, strict=True):
+            offload.put_bytes(tensors)
         self.hold(sum(tensor.nbytes for tensors in given for tensor in tensors))
 
     @property
     def _buffers(self) -> dict[BufferPlace, Tensor]:
-        """Those of the modules."""
-        return self._keeper.buffers(tuple(self._module.blocks))
+        """The buffers of all modules."""
+        return self._inputs.buffers(self._blocks)
 
     def evaluate(self, microbatch: Microbatch, value: Any) -> tuple[Any, Loss | None]:
-        """Run the blocks and keep nothing."""
-        output, _, loss = self._compute(tuple(self._module.blocks), microbatch, value)
+        """Run all blocks and keep nothing."""
+        output, _, loss = self._compute(self._blocks, microbatch, value)
         return output, loss
 
     def _run_in_parts(
         self, microbatch: Microbatch, value: Any, wants: tuple[bool, ...], handle: Handle | None
-    ) -> tuple[list[Graph | Kept], BlockOutput]:
-        """Run part by part and keep the input of each, not its graph."""
-        work: list[Graph | Kept] = []
+    ) -> tuple[list[Graph | RecomputeInput], BlockOutput]:
+        """Run part by part and keep the input of each instead of its graph."""
+        work: list[Graph | RecomputeInput] = []
         *before, last = self._parts
         for names in before:
             kept, result = self._run_part(names, microbatch, value, wants, handle)
@@ -170,88 +176,98 @@ class Graphs:
 
     def _run_part(
         self, names: Sequence[str], microbatch: Microbatch, value: Any, wants: tuple[bool, ...], handle: Handle | None
-    ) -> tuple[Kept, BlockOutput]:
-        kept = self._keeper.keep(names, value, wants, self._known)
+    ) -> tuple[RecomputeInput, BlockOutput]:
+        kept = self._inputs.before_forward(names, value, wants, self._known)
         result = self._build(names, microbatch, value, wants, handle)
-        self._keeper.settle(kept)
+        self._inputs.after_forward(kept)
         self.hold(kept.nbytes - result.graph.nbytes)
         return kept, result
 
     def _build(
         self, names: Sequence[str], microbatch: Microbatch, value: Any, wants: tuple[bool, ...], handle: Handle | None
     ) -> BlockOutput:
-        """Run a part of the stage and keep its graph."""
-        carried = storages((value[1], ())) if microbatch.piece else set()  # they count where they were made
+        """Run some of the blocks and keep their graph."""
+        piece = microbatch.piece
+        carried = storages((value[1], ())) if piece else _NO_STORAGES  # they count where they were made
+        known = self._known | carried if carried else self._known
         value, opened, leaves = open_inputs(value, wants)
         splits = handle is not None and self._splits(microbatch.key)
-        key = (tuple(names), splits, signature((value, microbatch.target)))
-        parking = Parking(self._known | carried) if self._parks else None
-        looking_up = None if handle is None else self._reading.saved(self._known | carried, handle)
-        counter = looking_up or parking
+        key = (names, splits, signature(value), signature(microbatch.target))
+        offload = ActivationOffload(known) if self._offloads else None
+        counter: SavedBytes | None = offload
+        if handle is not None and self._reading.looks_up:
+            counter = self._reading.saved_tensor_hooks(known, handle) or offload
         if counter is None and key not in self._saved:
-            counter = SavedBytes(self._known | carried)
-        splitting = None
-        if splits and handle is not None:
-            watch = self._watches.get(handle.buffer)
-            if watch is None:
-                watch = self._watches[handle.buffer] = StandIns(handle.buffer.leaves)
-            self._module.bind(watch.tensors)
-            splitting = Splitting(watch, counter, moves=self._parks)
-        with counter or nullcontext(), splitting or nullcontext():
+            counter = SavedBytes(known)
+        splitting = self._splitter(handle, counter) if splits and handle is not None else None
+        if counter is None and splitting is None:
             output, total, loss = self._compute(names, microbatch, value)
-        ends = output if total is None else (total, output[1]) if microbatch.piece else total
+        else:
+            with counter or nullcontext(), splitting or nullcontext():
+                output, total, loss = self._compute(names, microbatch, value)
+        ends = output if total is None else (total, output[1]) if piece else total
         if counter is not None:
             counter.add(opened.values())
-            counter.add(pytree.tree_leaves(output[1]) if microbatch.piece else ())
-            known = key in self._saved
-            self._saved[key] = counter.total, counter.late
-            gates = [] if splitting is None else [splitting.gate]
-            if not known:
-                self._check_owned(ends, handle, [*opened.values(), *gates])
+            counter.add(pytree.tree_leaves(output[1]) if piece else ())
+            first = key not in self._saved
+            self._saved[key] = counter.total, counter.deferred
+            if first:
+                self._check_owned(ends, handle, [*opened.values(), *([] if splitting is None else [splitting.gate])])
         edges = edges_of(ends)
-        if total is not None and edges[0] is None and (opened or self._trained):
-            raise ConfigError(
-                f"{self._module.where}: the loss has no graph, so nothing would be learnt; it was detached, or made "
-                "under torch.no_grad()"
-            )
         seed = None
         if total is not None:
+            if edges[0] is None and (opened or self._trained):
+                raise ConfigError(
+                    f"{self._module.where}: the loss has no graph, so nothing would be learnt; it was detached, or "
+                    "made under torch.no_grad()"
+                )
             seed = torch.ones_like(total.detach()) / self._divisor * microbatch.scale
-        nbytes, late_nbytes = self._saved[key]
+        nbytes, deferred_nbytes = self._saved[key]
         self.hold(nbytes)
-        late = None if splitting is None else splitting.late
-        if parking is not None:
-            parking.stay([*opened.values(), *pytree.tree_leaves((value, microbatch.target))])  # others have them anyway
-        return BlockOutput(Graph(opened, leaves, edges, seed, nbytes, late, late_nbytes, parking), output, loss)
+        if offload is not None:  # others keep the inputs alive anyway
+            offload.pin([*opened.values(), *pytree.tree_leaves((value, microbatch.target))])
+        deferred = None if splitting is None else splitting.deferred
+        return BlockOutput(Graph(opened, leaves, edges, seed, nbytes, deferred, deferred_nbytes, offload), output, loss)
+
+    def _splitter(self, handle: Handle, counter: SavedBytes | None) -> BackwardSplitter:
+        """Bind proxies of the weights to the modules and make the context that detaches operations on them."""
+        proxies = self._proxies.get(handle.buffer)
+        if proxies is None:
+            proxies = self._proxies[handle.buffer] = ProxyWeights(handle.buffer.leaves)
+        self._module.bind(proxies.tensors)
+        return BackwardSplitter(proxies, counter, moves=self._offloads)
 
     def _compute(
         self, names: Sequence[str], microbatch: Microbatch, value: Any
     ) -> tuple[Any, Tensor | None, Loss | None]:
-        """The output, and where there is one the loss; with slices the output is a pair, with what is carried on."""
+        """Run blocks; returns the output (for a slice a pair with what is carried on), the loss in its graph, and its
+        value.
+        """
         try:
             if microbatch.piece:
                 x, carry = value
-                output: Any = self._module.run_slice(names, x, carry, microbatch.draw)
+                output: Any = self._module.run_slice(names, x, carry, microbatch.rng_key)
             else:
-                output = self._module.run(names, value, microbatch.draw)
+                output = self._module.run(names, value, microbatch.rng_key)
         except RuntimeError as error:
             if "a leaf Variable that requires grad" in str(error):
                 raise ConfigError(
                     f"{self._module.where}: a block writes in place into what the stage received, or into a parameter; "
-                    "let it make a new tensor (inplace=False), or stage the model elsewhere"
+                    "let it make a new tensor (inplace=False), or cut the model elsewhere"
                 ) from error
             raise
-        if not self._module.has_loss or names[-1] != self._module.last:
+        if self._module.loss is None or names[-1] != self._module.last:
             return output, None, None
         result = output[0] if microbatch.piece else output
-        total, weight = self._module.evaluate_loss(result, microbatch.target, microbatch.draw, bool(microbatch.piece))
+        sliced = microbatch.piece is not None
+        total, weight = self._module.evaluate_loss(result, microbatch.target, microbatch.rng_key, sliced)
         if total.dtype in (torch.bfloat16, torch.float16):
             total = total.float()  # S / c may be out of its range on the way
         kept = result if self._module.hands_on else None
         return (kept, output[1]) if microbatch.piece else kept, total, Loss(float(total.detach()), weight)
 
     def _check_owned(self, result: Any, handle: Handle | None, opened: Collection[Tensor]) -> None:
-        """Make sure that whatever would gather a gradient is stepped by somebody."""
+        """Make sure that an optimizer steps every tensor that accumulates a gradient."""
         known = {id(t) for t in (*opened, *(handle.buffer.leaves.values() if handle is not None else ()))}
         foreign = next((t for t in trained_leaves(result) if id(t) not in known), None)
         if foreign is not None:
@@ -261,8 +277,8 @@ class Graphs:
                 "it as a block (not one of its methods), or detach it"
             )
         if handle is not None:
-            self._reading.check(result, handle.buffer.leaves.values())
+            self._reading.check_graph(result, handle.buffer.leaves.values())
 
 
-def _parkings(work: Sequence[Graph | Kept]) -> list[Parking]:
-    return [piece.parking for piece in work if isinstance(piece, Graph) and piece.parking is not None]
+def _offloads(work: Sequence[Graph | RecomputeInput]) -> list[ActivationOffload]:
+    return [piece.offload for piece in work if isinstance(piece, Graph) and piece.offload is not None]

@@ -1,4 +1,4 @@
-"""A microbatch on a stage: what a pass works on, and what is kept of it from its forward to its backward."""
+"""Microbatches on a stage: the arguments of a pass, and the state kept from a forward to its backward."""
 
 from __future__ import annotations
 
@@ -7,67 +7,67 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from penstock.schedule.proof.in_flight import Piece
-from penstock.stage.autograd.deferred_weight_grads import Late
-from penstock.stage.autograd.recompute import Kept
+from penstock.stage.autograd.deferred_weight_grads import DeferredWeightGrads
+from penstock.stage.autograd.recompute import RecomputeInput
 from penstock.stage.module import Graph
-from penstock.stage.rng import Draw
+from penstock.stage.rng import RngKey
 from penstock.weights.memory.buffers import Handle
 
 
 class Microbatch(NamedTuple):
-    """What a pass works on.
+    """One microbatch, or a slice of one, as a pass works on it.
 
     Attributes:
         k: its number in the span.
-        draw: what its random numbers depend on.
-        target: what the loss compares with, on the last stage.
-        scale: S, which its backward multiplies the loss by.
-        piece: (j, k) for slice j of k; None for all of it.
+        rng_key: the pass that its random numbers belong to.
+        target: the second argument of the loss, on stages that have one.
+        scale: S, by which its backward multiplies the loss.
+        piece: (j, k) for slice j of k; None for the whole microbatch.
     """
 
     k: int
-    draw: Draw
+    rng_key: RngKey
     target: Any = None
     scale: float = 1.0
     piece: tuple[int, int] | None = None
 
     @property
     def key(self) -> Piece:
-        """What tells it from others."""
+        """Its number and that of the slice, by which the stage finds it again."""
         return self.k, self.piece[0] if self.piece else 0
 
 
 @dataclass
-class Flight:
+class InFlightMicrobatch:
     """A microbatch between its forward and its backward on one stage.
 
     Attributes:
-        microbatch: which.
-        version: that its forward read.
+        microbatch: the microbatch.
+        version: the version of the weights that its forward read.
         handle: the weights that its graphs are made on; None where nothing is trained.
-        work: what its backward goes through, first things first: a graph, or what graphs are made of again.
-        late: what the second half of its backward goes through, once the first is done.
-        late_nbytes: that it keeps alive.
-        carried: leaves of its input that a slice before has made, the last ones.
-        carries: leaves of its output that go on to the next slice, the last ones.
+        work: what its backward goes through, in the order of the forward: graphs, or inputs to recompute graphs from.
+        deferred: the weight gradients that wait for the second half of its backward, once the first is done.
+        deferred_nbytes: bytes that they keep alive.
+        carried: how many leaves of its input, the last ones, come from the slice before.
+        carries: how many leaves of its output, the last ones, go on to the next slice.
     """
 
     microbatch: Microbatch
     version: int
     handle: Handle | None
-    work: Sequence[Graph | Kept]
+    work: Sequence[Graph | RecomputeInput]
     carried: int = 0
     carries: int = 0
-    late: list[Late] = field(default_factory=list)
-    late_nbytes: int = 0
+    deferred: list[DeferredWeightGrads] = field(default_factory=list)
+    deferred_nbytes: int = 0
 
     @property
     def weights(self) -> Handle:
-        """Those that its graphs are made on."""
+        """The weights that its graphs are made on, on a stage that trains some."""
         assert self.handle is not None
         return self.handle
 
     @property
-    def remade(self) -> bool:
-        """Whether its graphs are made only in its backward."""
-        return any(isinstance(piece, Kept) for piece in self.work)
+    def recomputes_in_backward(self) -> bool:
+        """True if its graphs are made only in its backward."""
+        return any(isinstance(piece, RecomputeInput) for piece in self.work)

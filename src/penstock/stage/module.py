@@ -1,8 +1,8 @@
-"""One stage: blocks in a row as a function of parameters and inputs, and what its backward needs.
+"""The blocks of one stage as a function of weights and inputs, and the backward through their graph.
 
 A version of the weights is bound by putting its leaf tensors in the place of the modules' parameters. The modules'
 own `Parameter` objects never enter a graph; they are put back, over the newest weights, when a run ends. A graph keeps
-its leaves, so binding another version does not touch it.
+its leaves, so binding another version does not affect it.
 """
 
 from __future__ import annotations
@@ -15,32 +15,33 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from penstock.errors import CapabilityError, ConfigError
-from penstock.stage.autograd.activation_offload import Parking
-from penstock.stage.autograd.deferred_weight_grads import Late
-from penstock.stage.rng import Draw, Randomness
+from penstock.stage.autograd.activation_offload import ActivationOffload
+from penstock.stage.autograd.deferred_weight_grads import DeferredWeightGrads
+from penstock.stage.rng import BlockRng, RngKey
 
 _TRAINABLE = (torch.float32, torch.float64, torch.complex64, torch.complex128)
+LOSS = "loss"  # the name under which the random numbers of the loss are seeded
 LossFunction = Callable[[Any, Any], Any]
 """(output, target) -> (sum, weight), or a scalar, which counts as a sum of weight 1."""
 
 
 @dataclass
 class Graph:
-    """What autograd keeps of a pass through some blocks.
+    """The autograd graph of one forward through some blocks, with everything its backward needs.
 
     Attributes:
-        inputs: the received leaves that want a gradient, with their places in the input's tree.
+        inputs: the received leaves that want a gradient, by their position in the input's tree.
         leaves: how many leaves the input's tree has.
-        outputs: where gradients enter the graph: the outputs, without keeping their memory, or the loss.
-        seed: the gradient of the loss, on the last stage.
+        outputs: the edges at which gradients enter: those of the outputs, without their memory, or of the loss.
+        seed: the gradient of the loss; None for a graph without one.
         nbytes: bytes that it keeps alive.
-        late: where its backward comes in two halves, what the second half works on.
-        late_nbytes: those of the bytes that live until then.
-        parking: moves what it keeps away and back.
+        deferred: the weight gradients that the first half of a split backward leaves to the second; None if not split.
+        deferred_nbytes: the part of `nbytes` that stays alive until the second half.
+        offload: moves its saved tensors away and back; None where nothing is ever moved.
     """
 
     inputs: dict[int, Tensor]
@@ -48,9 +49,9 @@ class Graph:
     outputs: list[GradientEdge | None]
     seed: Tensor | None
     nbytes: int
-    late: Late | None = None
-    late_nbytes: int = 0
-    parking: Parking | None = None
+    deferred: DeferredWeightGrads | None = None
+    deferred_nbytes: int = 0
+    offload: ActivationOffload | None = None
 
 
 class StageModule:
@@ -58,11 +59,11 @@ class StageModule:
 
     Args:
         blocks: canonical name -> module or plain function; each takes what the one before returned.
-        loss: for the last stage.
-        where: for messages, such as "stage 0 on rank 0".
+        loss: the loss function, on the last stage and on others to which no gradient comes back; None elsewhere.
+        where: the stage in messages, such as "stage 0 on rank 0".
         seed: of the random numbers that blocks draw.
-        precision: what passes compute in; None for that of the parameters.
-        hands_on: other stages take its output, also where it has a loss.
+        precision: the dtype that passes compute in; None for that of the parameters.
+        hands_on: other stages take its output, even if it has a loss.
     """
 
     def __init__(
@@ -102,7 +103,8 @@ class StageModule:
             if precision is not None and not p.requires_grad and p.dtype == torch.float32
         }
         self.precision = precision
-        self.randomness = Randomness(seed, {p.device for p in self._originals.values()})
+        drawing = [*self.blocks.items(), *([] if loss is None else [(LOSS, loss)])]
+        self.rng = BlockRng(seed, {p.device for p in self._originals.values()}, drawing)
 
     def _check_dtype(self, name: str, parameter: nn.Parameter) -> None:
         if parameter.requires_grad and parameter.dtype not in _TRAINABLE:
@@ -113,7 +115,7 @@ class StageModule:
 
     @property
     def trained(self) -> dict[str, nn.Parameter]:
-        """The parameters that want gradients, by canonical name; a shared one appears once."""
+        """The parameters that require gradients, by canonical name; a shared one appears once."""
         return {name: p for name, p in self._originals.items() if p.requires_grad}
 
     @property
@@ -122,7 +124,7 @@ class StageModule:
         return [block for block in self.blocks.values() if isinstance(block, nn.Module)]
 
     def state(self) -> dict[str, Tensor]:
-        """Parameters and persistent buffers by canonical name, as the modules hold them now; shared ones once."""
+        """Parameters and persistent buffers by canonical name, with their present values; shared ones once."""
         state: dict[str, Tensor] = {}
         for prefix, block in self.blocks.items():
             if isinstance(block, nn.Module):
@@ -130,7 +132,7 @@ class StageModule:
         return {name: tensor for name, tensor in state.items() if name not in self._aliases}
 
     def unversioned(self) -> dict[str, Tensor]:
-        """What no optimizer steps, by canonical name: frozen parameters and persistent buffers."""
+        """Tensors that no optimizer steps, by canonical name: frozen parameters and persistent buffers."""
         buffers = {f"{prefix}.{name}" for prefix, block in self.named_modules() for name, _ in block.named_buffers()}
         state = {name: tensor for name, tensor in self.state().items() if name in buffers}
         return state | {name: p.detach() for name, p in self._originals.items() if not p.requires_grad}
@@ -149,7 +151,7 @@ class StageModule:
     # --- versions ---------------------------------------------------------------------------------------------------
 
     def bind(self, leaves: Mapping[str, Tensor]) -> None:
-        """Let the modules compute with these tensors."""
+        """Make the modules compute with these tensors instead of their own parameters."""
         if self._bound is leaves:
             return
         if self._bound is None:
@@ -163,10 +165,11 @@ class StageModule:
                 module._parameters[key] = tensor  # type: ignore[assignment]  # a leaf tensor, not a Parameter
 
     def refresh(self) -> None:
-        """Cast frozen parameters again, which may have been written into."""
+        """Cast frozen parameters again and look at the blocks anew: both may have been changed between two runs."""
         with torch.no_grad():
             for name, tensor in self._frozen.items():
                 tensor.copy_(self._originals[name])
+        self.rng.inspect()
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
         """Put the modules' own parameters back, over the memory of `tensors`."""
@@ -177,18 +180,31 @@ class StageModule:
 
     # --- passes -----------------------------------------------------------------------------------------------------
 
-    def run(self, names: Sequence[str], value: Any, draw: Draw) -> Any:
+    def run(self, names: Sequence[str], value: Any, key: RngKey) -> Any:
         """Run some of the blocks in a row."""
+        drawing, blocks = self.rng.drawing, self.blocks
         for name in names:
-            self.randomness.begin(name, draw)
-            value = self.blocks[name](value)
+            if name in drawing:
+                self.rng.seed_block(name, key)
+            value = blocks[name](value)
         return value
 
-    def run_slice(self, names: Sequence[str], value: Any, carry: Mapping[str, Any], draw: Draw) -> tuple[Any, Any]:
-        """The same on a slice of a sequence; also returns what is carried on to the next one, by block."""
+    def run_slice(self, names: Sequence[str], value: Any, carry: Mapping[str, Any], key: RngKey) -> tuple[Any, Any]:
+        """Run some of the blocks on one slice of a sequence.
+
+        Args:
+            names: the blocks.
+            value: the slice.
+            carry: by block, what its `forward_slice` returned for the slice before.
+            key: the pass that random numbers belong to.
+
+        Returns:
+            The output, and by block what it carries on to the next slice.
+        """
         made: dict[str, Any] = {}
         for name in names:
-            self.randomness.begin(name, draw)
+            if name in self.rng.drawing:
+                self.rng.seed_block(name, key)
             block = self.blocks[name]
             if hasattr(block, "forward_slice"):
                 value, made[name] = block.forward_slice(value, carry.get(name))
@@ -198,7 +214,7 @@ class StageModule:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Meanwhile the modules are in evaluation mode; not for longer than a pass, because stages may share some."""
+        """Put the modules into evaluation mode; for no longer than a pass, because stages may share modules."""
         modes = [(m, m.training) for block in self.modules for m in block.modules()]
         for module, _ in modes:
             module.training = False
@@ -210,18 +226,19 @@ class StageModule:
 
     @property
     def has_loss(self) -> bool:
-        """Whether it has a loss: the last stage, and others to which no gradient comes back."""
+        """True on the last stage, and on others to which no gradient comes back."""
         return self.loss is not None
 
-    def evaluate_loss(self, output: Any, target: Any, draw: Draw, sliced: bool = False) -> tuple[Tensor, float]:
-        """The loss sum and its weight.
+    def evaluate_loss(self, output: Any, target: Any, key: RngKey, sliced: bool = False) -> tuple[Tensor, float]:
+        """Compute the loss sum and its weight.
 
         Raises:
-            ConfigError: the loss function returned something else, or of a slice no weight, so that nobody knows what
-                part of the whole it is.
+            ConfigError: the loss function returned something else; or, for a slice of a sequence, it returned no
+                weight, so that the share of the slice in the whole sequence is unknown.
         """
         assert self.loss is not None
-        self.randomness.begin("loss", draw)
+        if LOSS in self.rng.drawing:
+            self.rng.seed_block(LOSS, key)
         result = self.loss(output, target)
         if isinstance(result, tuple) and len(result) == 2:
             total, weight = result
@@ -242,11 +259,20 @@ class StageModule:
 
 
 def open_inputs(value: Any, wants_gradient: Sequence[bool]) -> tuple[Any, dict[int, Tensor], int]:
-    """Make the received leaves that want a gradient into leaves of a new graph.
+    """Turn the received leaves that want a gradient into leaves of a new graph.
+
+    Args:
+        value: the input tree.
+        wants_gradient: per leaf; leaves beyond its end want none.
 
     Returns:
-        The tree, the leaves by place, and the number of all leaves.
+        The tree, the new leaves by position, and the number of all leaves.
     """
+    if type(value) is Tensor:  # a tree of one leaf, by far the most frequent
+        if not any(wants_gradient):
+            return value, {}, 1
+        leaf = value.detach().requires_grad_()
+        return leaf, {0: leaf}, 1
     leaves, spec = pytree.tree_flatten(value)
     opened: dict[int, Tensor] = {}
     for i, wants in enumerate(wants_gradient):
@@ -256,22 +282,20 @@ def open_inputs(value: Any, wants_gradient: Sequence[bool]) -> tuple[Any, dict[i
 
 
 def edges_of(value: Any) -> list[GradientEdge | None]:
-    """Where gradients enter the graph of each leaf of a tree; None for leaves without one."""
-    return [
-        get_gradient_edge(leaf) if isinstance(leaf, Tensor) and leaf.requires_grad else None
-        for leaf in pytree.tree_leaves(value)
-    ]
+    """The edge at which a gradient enters the graph of each leaf of a tree; None for leaves without a graph."""
+    leaves = [value] if type(value) is Tensor else pytree.tree_leaves(value)
+    return [get_gradient_edge(leaf) if isinstance(leaf, Tensor) and leaf.requires_grad else None for leaf in leaves]
 
 
 def trained_leaves(value: Any) -> Iterator[Tensor]:
-    """Every tensor in whose `.grad` a backward from the leaves of `value` would accumulate."""
+    """Yield every tensor in whose `.grad` a backward from the leaves of `value` would accumulate."""
     tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor) and leaf.requires_grad]
     yield from (t for t in tensors if t.grad_fn is None)
     yield from (node.variable for node in graph_nodes(value) if type(node).__name__ == "AccumulateGrad")
 
 
 def graph_nodes(value: Any) -> Iterator[Any]:
-    """Every node of the graph behind the leaves of `value`."""
+    """Yield every node of the graph behind the leaves of `value`."""
     rest: list[Any] = [leaf.grad_fn for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
     seen: set[Any] = {None}
     while rest:
@@ -284,32 +308,35 @@ def graph_nodes(value: Any) -> Iterator[Any]:
 
 
 def run_backward(graph: Graph, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Backward through some blocks; weight gradients go where the leaves' `.grad` points.
+    """Run the backward through some blocks, once; weight gradients go where the leaves' `.grad` points.
 
     Args:
         graph: of the blocks.
-        gradients: per output leaf; None where nothing came back.
+        gradients: per output leaf, of its shape; None where no gradient came back.
 
     Returns:
         The gradients of all input leaves, None where none is wanted.
     """
-    pairs = [(e, g) for e, g in zip(graph.outputs, gradients, strict=True) if e is not None and g is not None]
+    edges: list[GradientEdge] = []
+    given: list[Tensor] = []
+    for edge, gradient in zip(graph.outputs, gradients, strict=True):
+        if edge is not None and gradient is not None:
+            edges.append(edge)
+            given.append(gradient)
     raw: dict[int, Tensor] = {}
-    hooks = [
+    for place, leaf in graph.inputs.items():  # each leaf dies with its graph, so the hooks need not be removed
         leaf.register_hook(partial(_keep_raw, raw, place, leaf.stride()))  # type: ignore[no-untyped-call]
-        for place, leaf in graph.inputs.items()
-    ]
-    if pairs:
-        torch.autograd.backward([edge for edge, _ in pairs], [gradient for _, gradient in pairs])
+    if edges:
+        # What torch.autograd.backward calls, without its checks of shapes in Python: the engine makes them again.
+        _engine_run_backward(tuple(edges), tuple(given), False, False, (), allow_unreachable=True, accumulate_grad=True)
     result: list[Tensor | None] = [None] * graph.leaves
-    for (place, leaf), hook in zip(graph.inputs.items(), hooks, strict=True):
-        result[place] = raw.get(place, leaf.grad)
+    for place, leaf in graph.inputs.items():
+        result[place] = raw.pop(place, leaf.grad)
         leaf.grad = None
-        hook.remove()
     return result
 
 
 def _keep_raw(raw: dict[int, Tensor], place: int, strides: tuple[int, ...], gradient: Tensor) -> None:
-    """Keep a gradient that autograd would lay in memory as its leaf: without a cut it would have gone on as it is."""
+    """Keep a gradient as it is where autograd would give it the strides of its leaf, as it would in an uncut graph."""
     if gradient.stride() != strides:
         raw[place] = gradient

@@ -1,4 +1,4 @@
-"""What passes compute in."""
+"""The precision that passes compute in, and the cast of their inputs."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Precision = Literal["fp32", "bf16", "fp16"]
 
 
 def low_precision(precision: Precision) -> torch.dtype | None:
-    """The type that parameters are cast to; None where they stay as they are.
+    """Return the dtype that parameters are cast to; None where they stay as they are.
 
     Raises:
-        ConfigError: unknown precision.
+        ConfigError: the precision is unknown.
     """
     if precision not in get_args(Precision):
         raise ConfigError(f"precision must be one of {', '.join(get_args(Precision))}; got {precision!r}")
@@ -25,7 +25,7 @@ def low_precision(precision: Precision) -> torch.dtype | None:
 
 
 def cast(value: Any, precision: torch.dtype | None) -> Any:
-    """A tree whose tensors in float32 are cast."""
+    """Cast the float32 tensors of a tree; None leaves all as they are."""
     if precision is None:
         return value
     return pytree.tree_map(

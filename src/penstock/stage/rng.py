@@ -1,23 +1,29 @@
-"""Random numbers that do not depend on where the model is cut, or on who runs when.
+"""Random numbers of blocks, independent of where the model is cut and of which rank runs what when.
 
 Before a block runs, torch's generators are seeded with a hash of (seed, block name, batch, microbatch, slice), so that
-dropout falls alike at every depth, in every order, and again when a forward is recomputed. Outside the passes torch's
+dropout is the same at every pipeline depth, in every order, and when a forward is recomputed. Outside the passes the
 generators are as the user left them. Python's and numpy's generators are not touched.
+
+Seeding, saving and restoring generators costs more than a small block does, so it is left out for blocks that cannot
+draw: torch's own deterministic layers and functions (`may_draw`).
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
-from torch import Generator
+from torch import Generator, nn
+from torch.nn import functional as F
+
+_NOTHING: AbstractContextManager[object] = nullcontext()
 
 
-class Draw(NamedTuple):
-    """Which pass draws.
+class RngKey(NamedTuple):
+    """The pass that random numbers belong to.
 
     Attributes:
         batch: counted from the start of training; -1 in an evaluation.
@@ -30,15 +36,21 @@ class Draw(NamedTuple):
     piece: int = 0
 
 
-class Randomness:
-    """The generators of one stage.
+class BlockRng:
+    """Seeds torch's generators for the blocks of one stage and gives them back as they were.
 
     Args:
         seed: of the whole run.
-        devices: where its parameters are; a stage without any is taken to compute on torch's current device.
+        devices: where the stage's parameters are; a stage without any is taken to compute on torch's current device.
+        blocks: names and callables that are seeded, the loss among them.
+
+    Attributes:
+        drawing: the names that are seeded in the present pass, because they may draw random numbers.
     """
 
-    def __init__(self, seed: int, devices: Iterable[torch.device]) -> None:
+    def __init__(
+        self, seed: int, devices: Iterable[torch.device], blocks: Sequence[tuple[str, Callable[..., Any]]]
+    ) -> None:
         self._seed = seed
         self._generators: list[Generator] = [torch.default_generator]
         found = set(devices)
@@ -46,25 +58,87 @@ class Randomness:
             found = {torch.device("cuda", torch.cuda.current_device())}
         for index in sorted({device.index or 0 for device in found if device.type == "cuda"}):
             self._generators.append(torch.cuda.default_generators[index])
+        self._blocks = blocks
+        self.inspect()
 
-    @contextmanager
-    def apart(self) -> Iterator[None]:
-        """Afterwards the generators are as they were."""
-        states = [generator.get_state() for generator in self._generators]
-        try:
-            yield
-        finally:
-            for generator, state in zip(self._generators, states, strict=True):
-                generator.set_state(state)
+    def inspect(self) -> None:
+        """Find out which blocks may draw; called again before every run, as modules may have changed since."""
+        self._suspects = frozenset(name for name, block in self._blocks if may_draw(block))
+        self.drawing = self._suspects
+        cleared = [block for name, block in self._blocks if name not in self._suspects]
+        modules = [module for block in cleared if isinstance(block, nn.Module) for module in block.modules()]
+        # Submodules and hooks may also come in the middle of a run. Equal dicts compare by identity of their values.
+        self._watched = [d for m in modules for d in (m._modules, m._forward_hooks, m._forward_pre_hooks)]
+        self._watched += _global_hooks()
+        self._inspected = [dict(watched) for watched in self._watched]
 
-    def begin(self, block: str, draw: Draw) -> None:
-        """Seed the generators for a block's pass."""
-        seed = seed_of(self._seed, block, draw)
+    def preserved(self) -> AbstractContextManager[object]:
+        """A context for one pass, after which the generators are as they were before it."""
+        if self._watched != self._inspected:
+            self.inspect()
+        self.drawing = self._suspects
+        return _PreservedStates(self._generators) if self._suspects else _NOTHING
+
+    def seed_block(self, block: str, key: RngKey) -> None:
+        """Seed the generators for one block (or the loss) in one pass."""
+        seed = seed_of(self._seed, block, key)
         for generator in self._generators:
             generator.manual_seed(seed)
 
 
-def seed_of(seed: int, block: str, draw: Draw) -> int:
+class _PreservedStates:
+    """Restores the states of generators on exit."""
+
+    def __init__(self, generators: list[Generator]) -> None:
+        self._generators = generators
+
+    def __enter__(self) -> None:
+        self._states = [generator.get_state() for generator in self._generators]
+
+    def __exit__(self, *failure: object) -> None:
+        for generator, state in zip(self._generators, self._states, strict=True):
+            generator.set_state(state)
+
+
+def may_draw(block: Callable[..., Any]) -> bool:
+    """Return True unless the type of a block shows that running it draws no random numbers.
+
+    A module is cleared if it and all of its submodules are deterministic layers of `torch.nn`, of exactly these types,
+    with no forward of their own and no forward hooks; a function, if it is one of torch's elementwise ones.
+    """
+    if not isinstance(block, nn.Module):
+        return not any(block is function for function in _DETERMINISTIC_FUNCTIONS)
+    if any(_global_hooks()):
+        return True
+    return not all(
+        type(module) in _DETERMINISTIC_LAYERS
+        and "forward" not in vars(module)
+        and not (module._forward_hooks or module._forward_pre_hooks)
+        for module in block.modules()
+    )
+
+
+def _global_hooks() -> list[dict[int, Any]]:
+    """Torch's hooks that run with every module's forward."""
+    return [nn.modules.module._global_forward_hooks, nn.modules.module._global_forward_pre_hooks]
+
+
+def seed_of(seed: int, block: str, key: RngKey) -> int:
     """BLAKE2b, 8 bytes, little-endian, without the highest bit, of "seed/block/batch/microbatch/piece"."""
-    text = f"{seed}/{block}/{draw.batch}/{draw.microbatch}/{draw.piece}"
+    text = f"{seed}/{block}/{key.batch}/{key.microbatch}/{key.piece}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+_DETERMINISTIC_FUNCTIONS = (torch.tanh, torch.relu, torch.sigmoid, F.relu, F.gelu, F.silu, F.cross_entropy, F.mse_loss)
+_DETERMINISTIC_LAYERS = frozenset(
+    getattr(nn, name)
+    for name in (
+        "Sequential", "Identity", "Flatten", "Unflatten", "Linear", "Bilinear", "Embedding",
+        "Conv1d", "Conv2d", "Conv3d", "ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d",
+        "LayerNorm", "RMSNorm", "GroupNorm", "BatchNorm1d", "BatchNorm2d", "BatchNorm3d",
+        "ReLU", "ReLU6", "LeakyReLU", "PReLU", "ELU", "SELU", "CELU", "GELU", "SiLU", "Mish", "Sigmoid", "Tanh",
+        "Softplus", "Softsign", "Hardtanh", "Hardswish", "Hardsigmoid", "Softmax", "LogSoftmax",
+        "MaxPool1d", "MaxPool2d", "AvgPool1d", "AvgPool2d", "AdaptiveAvgPool1d", "AdaptiveAvgPool2d",
+        "CrossEntropyLoss", "MSELoss", "L1Loss", "NLLLoss", "SmoothL1Loss", "HuberLoss", "BCEWithLogitsLoss",
+    )
+)  # fmt: skip

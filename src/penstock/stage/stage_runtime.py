@@ -16,13 +16,13 @@ from penstock.partition.sequence_slices import NOTHING, Carry, with_carry
 from penstock.partition.tied import Tie
 from penstock.schedule.ir.schedule import Copy, Stage
 from penstock.schedule.proof.in_flight import Piece
-from penstock.stage.autograd.recompute import Kept
+from penstock.stage.autograd.recompute import RecomputeInput
 from penstock.stage.autograd.saved_bytes import storage_bytes
-from penstock.stage.graphs import Graphs, Loss
-from penstock.stage.in_flight import Flight, Microbatch
+from penstock.stage.graphs import Loss, StageGraphs
+from penstock.stage.in_flight import InFlightMicrobatch, Microbatch
 from penstock.stage.module import StageModule, run_backward
 from penstock.stage.precision import cast
-from penstock.stage.weight_reads import Reading
+from penstock.stage.weight_reads import WeightReads
 from penstock.weights.averaging import Agreement
 from penstock.weights.corrections.base import Corrector
 from penstock.weights.decision import Decision
@@ -66,13 +66,13 @@ class StageRuntime:
     module: StageModule
     store: VersionStore | None
     updater: Updater | None
-    reading: Reading
-    graphs: Graphs
+    reading: WeightReads
+    graphs: StageGraphs
     ties: Sequence[Tie]
     average: Buffer | None
     decay: float
     place: int = 0
-    flights: dict[Piece, Flight] = field(default_factory=dict)
+    flights: dict[Piece, InFlightMicrobatch] = field(default_factory=dict)
     carry: dict[int, Carry] = field(default_factory=dict)
     carry_gradients: dict[int, list[Tensor | None]] = field(default_factory=dict)
     averaged: Mapping[str, Tensor] | None = None
@@ -111,9 +111,9 @@ class StageRuntime:
         if microbatch.piece:
             carried = self.carry.pop(microbatch.k, NOTHING)
             value, wants = with_carry(value, wants, carried)
-        with self.module.randomness.apart():
-            work, result = self.graphs.make(microbatch, value, wants, handle)
-        flight = self.flights[microbatch.key] = Flight(microbatch, version, handle, work, len(carried[1]))
+        with self.module.rng.preserved():
+            work, result = self.graphs.forward(microbatch, value, wants, handle)
+        flight = self.flights[microbatch.key] = InFlightMicrobatch(microbatch, version, handle, work, len(carried[1]))
         if not microbatch.piece:
             return result.output, result.loss
         output, made = result.output
@@ -132,14 +132,14 @@ class StageRuntime:
             self._bind(None)
         else:
             self._bind(self.store.read(self.store.newest if self.evaluated is None else self.evaluated))
-        with self.module.evaluating(), self.module.randomness.apart():
+        with self.module.evaluating(), self.module.rng.preserved():
             return self.graphs.evaluate(microbatch, value)
 
     @torch.no_grad()
     def pass_on(self, microbatch: Microbatch, value: Any) -> tuple[Any, Loss | None]:
         """Run blocks that are not trained, and keep nothing."""
         self._bind(None)
-        with self.module.randomness.apart():
+        with self.module.rng.preserved():
             return self.graphs.evaluate(microbatch, value)
 
     def recompute(self, key: Piece, version: int, value: Any = None) -> Any:
@@ -155,11 +155,11 @@ class StageRuntime:
         """
         flight = self.flights[key]
         (kept,) = flight.work
-        assert isinstance(kept, Kept)
+        assert isinstance(kept, RecomputeInput)
         handle = self.reading.recompute(flight, version)
         self._bind(handle)
-        with self.module.randomness.apart():
-            result = self.graphs.remake(kept, flight.microbatch, handle, value)
+        with self.module.rng.preserved():
+            result = self.graphs.recompute(kept, flight.microbatch, handle, value)
         flight.handle, flight.work = handle, [result.graph]
         return result.output
 
@@ -199,36 +199,36 @@ class StageRuntime:
         self._weights_backward(flight, key)
 
     def _inputs_backward(
-        self, flight: Flight, key: Piece, gradients: list[Tensor | None] | None
+        self, flight: InFlightMicrobatch, key: Piece, gradients: list[Tensor | None] | None
     ) -> list[Tensor | None]:
         returned = self.carry_gradients.pop(key[0], [None] * flight.carries)
         work, flight.work = list(flight.work), ()
         while work:
             graph = work.pop()
-            if isinstance(graph, Kept):
-                with self.module.randomness.apart():
-                    graph = self.graphs.remake(graph, flight.microbatch, flight.handle).graph
-            with self.reading.within(flight):
+            if isinstance(graph, RecomputeInput):
+                with self.module.rng.preserved():
+                    graph = self.graphs.recompute(graph, flight.microbatch, flight.handle).graph
+            with self.reading.backward_context(flight):
                 gradients = run_backward(graph, [*([graph.seed] if gradients is None else gradients), *returned])
             returned = []
-            if graph.late is not None:
-                flight.late.append(graph.late)
-                flight.late_nbytes += graph.late_nbytes
+            if graph.deferred is not None:
+                flight.deferred.append(graph.deferred)
+                flight.deferred_nbytes += graph.deferred_nbytes
             self.graphs.hold(-graph.nbytes)
         assert gradients is not None
-        if flight.late:
-            flight.late_nbytes += storage_bytes([g for late in flight.late for g in late.gradients], ())
-            self.graphs.hold(flight.late_nbytes)
+        if flight.deferred:
+            flight.deferred_nbytes += storage_bytes([g for late in flight.deferred for g in late.gradients], ())
+            self.graphs.hold(flight.deferred_nbytes)
         if key[1]:
             self.carry_gradients[key[0]] = gradients[len(gradients) - flight.carried :]
         return gradients[: len(gradients) - flight.carried]
 
-    def _weights_backward(self, flight: Flight, key: Piece) -> None:
-        for late in flight.late:
+    def _weights_backward(self, flight: InFlightMicrobatch, key: Piece) -> None:
+        for late in flight.deferred:
             late.run(flight.weights.buffer.leaves, flight.weights.buffer.accumulate)
-        self.graphs.hold(-flight.late_nbytes)
+        self.graphs.hold(-flight.deferred_nbytes)
         del self.flights[key]
-        self.reading.after(flight)
+        self.reading.after_backward(flight)
 
     def predict(self, copy: Copy, versions: tuple[int, ...], batch: int, scale: float) -> None:
         """Make a derived copy of the newest version, or of the one that a forward read and the newest.
@@ -305,7 +305,7 @@ class StageRuntime:
         """The update of a batch is decided on; if it is rejected, it is made again, and what has read it is dropped."""
         if decision.again:
             drafts = [key for key, flight in self.flights.items() if flight.version == batch + 1]
-            self.graphs.drop_drafts(piece for key in drafts for piece in self.flights.pop(key).work)
+            self.graphs.discard_drafts(piece for key in drafts for piece in self.flights.pop(key).work)
         self.graphs.accept_drafts()
         if self.store is None or self.provisional is None:
             return

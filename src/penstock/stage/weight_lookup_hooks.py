@@ -1,7 +1,7 @@
-"""What graphs keep of weights whose backwards look them up: where they lie, not what they are.
+"""Saved-tensor hooks that make graphs keep the positions of weights, which the backward looks up, not their values.
 
-What else a graph keeps (activations, and whatever the forward has made of weights) stays as it was, and may not be
-written into.
+Everything else that a graph keeps (activations, and tensors that the forward computed from weights) is saved as usual
+and must not be written into.
 """
 
 from __future__ import annotations
@@ -13,51 +13,51 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from penstock.errors import CapabilityError
-from penstock.stage.autograd.deferred_weight_grads import Taken
+from penstock.stage.autograd.deferred_weight_grads import SavedTensor
 from penstock.stage.autograd.saved_bytes import SavedBytes
 from penstock.stage.module import graph_nodes
 
-Place = TypeVar("Place")
+Position = TypeVar("Position")
 
 
-class LookingUp(SavedBytes):
-    """Hooks under which a forward is run; they count what else its graph keeps.
+class WeightLookupHooks(SavedBytes):
+    """Saved-tensor hooks for a forward whose backward looks weights up; they count the other saved bytes.
 
     Args:
         known: addresses of storages that live anyway.
-        place: where a tensor lies among the weights; None where it is none of them.
-        find: what lies at a place when the backward runs.
+        position: returns the position of a tensor among the weights; None if it is none of them.
+        find: returns the tensor at a position when the backward runs.
     """
 
     def __init__(
-        self, known: set[int], place: Callable[[Tensor], Place | None], find: Callable[[Place], Tensor]
+        self, known: set[int], position: Callable[[Tensor], Position | None], find: Callable[[Position], Tensor]
     ) -> None:
-        self._place = place
+        self._position = position
         super().__init__(known, self._keep, partial(_found, find))
 
     def _keep(self, tensor: Tensor) -> object:
-        place = self._place(tensor)
-        if place is not None:
-            return place
+        position = self._position(tensor)
+        if position is not None:
+            return position
         self.add([tensor])
-        return Taken(tensor)
+        return SavedTensor(tensor)
 
 
 def _found(find: Callable[[Any], Tensor], kept: object) -> Tensor:
-    """What a graph has kept, with autograd's own check; of a weight, what is read now."""
-    return kept.tensor if isinstance(kept, Taken) else find(kept)
+    """Unpack a saved tensor, with autograd's own check for writes; a weight is looked up."""
+    return kept.tensor if isinstance(kept, SavedTensor) else find(kept)
 
 
 def check_uncast(result: Any, weights: Iterable[Tensor], where: str, others: str, advice: str) -> None:
-    """Make sure that a graph reads the weights themselves.
+    """Make sure that a graph reads the weights themselves, not casts of them.
 
     Args:
-        result: of the forward, in its graph.
-        weights: its leaves; others are what the stage has received, of which casts do no harm.
-        where, others, advice: for messages: which stage, what its backwards read, and what to do where they cannot.
+        result: the output of the forward, in its graph.
+        weights: the leaves of the weights; other leaves are received inputs, whose casts do no harm.
+        where, others, advice: for messages: the stage, the weights that its backwards read, and what to do instead.
 
     Raises:
-        CapabilityError: it reads casts of them, as under autocast, which stay as the forward made them.
+        CapabilityError: it reads casts of weights, as under autocast; their values stay those of the forward.
     """
     ours = {id(leaf) for leaf in weights}
     for node in graph_nodes(result):
@@ -70,7 +70,7 @@ def check_uncast(result: Any, weights: Iterable[Tensor], where: str, others: str
 
 
 def _is_of(ours: set[int], node: Any) -> bool:
-    """Whether the input of a cast is a weight, or a view of one."""
+    """Return True if the input of a cast is a weight, or a view of one."""
     following = node.next_functions[0][0]
     while type(following).__name__.removesuffix("0").removesuffix("1") in _VIEWS:
         following = following.next_functions[0][0]

@@ -1,8 +1,11 @@
-"""How the passes of a stage find their weights, above all late ones: backwards, and forwards that are run again.
+"""Strategies that decide which weights the passes of a stage read, above all backwards and recomputed forwards.
 
-Version rules, corrections and delays by choice say what they read (`docs/asynchronous.md`, `docs/delays.md`). A late
-pass reads what its forward has read (`OfForward`), the weights of its own moment, an estimate of what its forward has
-read (both in `penstock.stage.weight_reads_newest`), or older weights by choice (`penstock.stage.weight_reads_delayed`).
+Between a forward and its backward (or its recomputation) the weights may have been updated. Version rules, corrections
+and chosen delays say which ones the later pass reads then (`docs/asynchronous.md`, `docs/delays.md`):
+
+- those that the forward read (`ForwardWeightReads`);
+- the newest ones, or an estimate of those that the forward read (`penstock.stage.weight_reads_newest`);
+- older ones by choice (`penstock.stage.weight_reads_delayed`).
 """
 
 from __future__ import annotations
@@ -15,80 +18,89 @@ from torch import Tensor
 
 from penstock.schedule.ir.schedule import Copy
 from penstock.stage.autograd.saved_bytes import SavedBytes
-from penstock.stage.in_flight import Flight
+from penstock.stage.in_flight import InFlightMicrobatch
 from penstock.weights.corrections.base import Corrector
 from penstock.weights.memory.buffers import Handle
 from penstock.weights.memory.older_versions import OlderVersions
 from penstock.weights.optim.updater import Updater
 from penstock.weights.store import VersionStore
 
+_NOTHING: AbstractContextManager[object] = nullcontext()
 
-class Reading:
-    """On one stage; this one is for stages on which nothing is trained: there are no weights to find."""
+
+class WeightReads:
+    """Decides which weights the passes of one stage read; this base class is for stages without trained weights.
+
+    Attributes:
+        looks_up: graphs keep positions instead of weights, and look these up when their backward runs
+            (`saved_tensor_hooks`).
+    """
+
+    looks_up = False
 
     def forward(self, version: int, copy: Copy | None = None) -> Handle | None:
-        """Claim what a forward reads.
+        """Claim the weights that a forward reads.
 
         Args:
-            version: that the schedule names; with delays by choice its number is that of the batch.
-            copy: made of it, to be read instead.
+            version: named by the schedule; with chosen delays the number of the batch.
+            copy: a derived copy of that version, to be read instead.
 
         Raises:
-            VersionError: it is not alive.
+            VersionError: they are not alive.
         """
 
-    def recompute(self, flight: Flight, version: int) -> Handle | None:
-        """Claim what a forward reads that is run again, for which the schedule names a version.
+    def recompute(self, flight: InFlightMicrobatch, version: int) -> Handle | None:
+        """Claim the weights that a recomputed forward reads, given the version that the schedule names for it.
 
         Raises:
-            VersionError: it is not alive, or not what the first forward has read where it has to be.
+            VersionError: they are not alive, or not those that the first forward read where they have to be.
         """
 
-    def backward(self, flight: Flight, batch: int, version: int, copy: Copy | None = None) -> Handle | None:
-        """A backward (or a half of one) follows: let it find its weights, and the gradient that it is to add to.
+    def backward(self, flight: InFlightMicrobatch, batch: int, version: int, copy: Copy | None = None) -> Handle | None:
+        """Prepare for a backward (or one half of it): find its weights and the gradient that it adds to.
 
         Args:
-            flight: of its microbatch; where its graphs are still to be made, on `flight.handle`.
-            batch: whose gradient.
-            version: that the schedule names.
-            copy: made of it, to be read instead.
+            flight: the microbatch; if its graphs are still to be made, they will be on `flight.handle`.
+            batch: the batch whose gradient is added to.
+            version: named by the schedule.
+            copy: a derived copy of that version, to be read instead.
 
         Returns:
-            What the modules compute with meanwhile: blocks may run their forward again (torch's checkpoint).
+            The weights to bind to the modules meanwhile: blocks may recompute their own forward (torch's checkpoint).
 
         Raises:
-            VersionError: what it needs is not there any more.
+            VersionError: the weights have been rewritten.
         """
 
-    def within(self, flight: Flight) -> AbstractContextManager[object]:  # noqa: ARG002
-        """The backward runs within it."""
-        return nullcontext()
+    def backward_context(self, flight: InFlightMicrobatch) -> AbstractContextManager[object]:  # noqa: ARG002
+        """Return the context in which the backward runs."""
+        return _NOTHING
 
-    def after(self, flight: Flight) -> None:
-        """The backward is over."""
+    def after_backward(self, flight: InFlightMicrobatch) -> None:
+        """Called when the backward is over."""
 
-    def saved(self, known: set[int], weights: Handle) -> SavedBytes | None:
-        """Hooks for a forward on `weights`, where graphs do not keep the weights themselves.
+    def saved_tensor_hooks(self, known: set[int], weights: Handle) -> SavedBytes | None:
+        """Return the hooks under which a forward on `weights` runs; None where graphs keep the weights themselves.
 
         Args:
             known: addresses of memory that lives anyway; the hooks count what else the graph keeps.
             weights: claimed.
         """
 
-    def check(self, result: Any, weights: Iterable[Tensor]) -> None:
+    def check_graph(self, result: Any, weights: Iterable[Tensor]) -> None:
         """Make sure that the backward of a graph can find its weights.
 
         Args:
-            result: of the forward, in its graph.
-            weights: its leaves.
+            result: the output of the forward, in its graph.
+            weights: the leaves of the weights.
 
         Raises:
             CapabilityError: it cannot.
         """
 
 
-class OfForward(Reading):
-    """Late passes read what their forward has read, and what is there still.
+class ForwardWeightReads(WeightReads):
+    """Backwards and recomputed forwards read the weights that the forward read, which are kept alive until then.
 
     Args:
         store, updater, corrector: of the stage.
@@ -99,33 +111,55 @@ class OfForward(Reading):
         self, store: VersionStore, updater: Updater, corrector: Corrector | None, older: OlderVersions | None = None
     ) -> None:
         self._store, self._updater, self._corrector, self._older = store, updater, corrector, older
+        self._claimed: Handle | None = None  # by the last forward
 
     def forward(self, version: int, copy: Copy | None = None) -> Handle:
-        """Claim it."""
+        """Claim the version (or its copy); most forwards read the same as the one before."""
+        last = self._claimed
+        if copy is None and last is not None and last.version == version:
+            buffer = self._store.versions.get(version)
+            if buffer is last.buffer and buffer.epoch == last.epoch:
+                return last
         handle = claim(self._store, version, copy)
-        return handle if self._older is None else self._older.read(handle)
+        if self._older is not None:
+            return self._older.read(handle)
+        if copy is None:
+            self._claimed = handle
+        return handle
 
-    def recompute(self, flight: Flight, version: int) -> Handle:
-        """Claim the same again."""
+    def recompute(self, flight: InFlightMicrobatch, version: int) -> Handle:
+        """Claim the same weights again."""
         if version == flight.weights.version:
             flight.weights.check(f"the recomputed forward of {self._name(flight)}")
         return self.forward(version)
 
-    def backward(self, flight: Flight, batch: int, version: int, copy: Copy | None = None) -> Handle:  # noqa: ARG002
-        """The graphs have it."""
-        flight.weights.check(f"the backward of {self._name(flight)}")
-        self._store.accumulate(flight.weights, batch)
-        return flight.weights
+    def backward(
+        self,
+        flight: InFlightMicrobatch,
+        batch: int,
+        version: int,  # noqa: ARG002
+        copy: Copy | None = None,  # noqa: ARG002
+    ) -> Handle:
+        """Make sure that the weights in the graphs are still those of the forward."""
+        handle = flight.weights
+        if handle.epoch != handle.buffer.epoch:
+            handle.check(f"the backward of {self._name(flight)}")
+        self._store.accumulate(handle, batch)
+        return handle
 
-    def after(self, flight: Flight) -> None:
-        """Tell the corrector, while it is there."""
+    def after_backward(self, flight: InFlightMicrobatch) -> None:
+        """Notify the corrector, while the weights of the forward are still alive."""
         if self._corrector is not None:
             self._corrector.backward_done(self._updater, flight.weights.whole, self._store.master)
 
-    def _name(self, flight: Flight) -> str:
+    def _name(self, flight: InFlightMicrobatch) -> str:
         return f"microbatch {flight.microbatch.k} on {self._store.where}"
 
 
 def claim(store: VersionStore, version: int, copy: Copy | None) -> Handle:
-    """Claim a version, or a copy made of it."""
+    """Claim a version, or a copy derived from it.
+
+    Raises:
+        VersionError: it is not alive.
+    """
     return store.read(version) if copy is None else store.read_copy(copy, version)

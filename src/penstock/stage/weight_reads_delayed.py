@@ -1,9 +1,9 @@
-"""Weights that a backward looks up where delays are chosen, and other ones than those of its forward.
+"""Backwards that read older weights by choice (`backward_delays`), other ones than their forward.
 
-As `penstock.stage.weight_reads_newest`, but forward and backward read leaves of several buffers, each parameter's from
-its own version (`penstock.weights.memory.older_versions`). So a graph keeps of a weight its name, and where in it the
-tensor lies. A forward that blocks run again within the backward (torch's checkpoint) keeps weights by itself, out of
-sight, so it is refused.
+As in `penstock.stage.weight_reads_newest`, weights are looked up when the backward runs; but here forward and backward
+read leaves of several buffers, each parameter from a version of its own (`penstock.weights.memory.older_versions`). So
+a graph keeps the name of a weight and the position of the tensor in it. Blocks that recompute their own forward within
+the backward (torch's checkpoint) keep weights where these hooks cannot see them, so they are refused.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from torch.utils import _pytree as pytree
 from penstock.errors import CapabilityError
 from penstock.schedule.ir.schedule import Copy
 from penstock.stage.autograd.saved_bytes import SavedBytes
-from penstock.stage.in_flight import Flight
-from penstock.stage.weight_lookup_hooks import LookingUp, check_uncast
-from penstock.stage.weight_reads import OfForward
+from penstock.stage.in_flight import InFlightMicrobatch
+from penstock.stage.weight_lookup_hooks import WeightLookupHooks, check_uncast
+from penstock.stage.weight_reads import ForwardWeightReads
 from penstock.stage.weight_reads_newest import complex_among
 from penstock.weights.memory.buffers import Handle
 from penstock.weights.memory.older_versions import OlderVersions
@@ -32,7 +32,7 @@ from penstock.weights.store import VersionStore
 
 
 class _Part(NamedTuple):
-    """Where a tensor lies in a parameter, whatever the version."""
+    """The position of a tensor in a parameter, whatever the version."""
 
     name: str
     offset: int
@@ -40,51 +40,53 @@ class _Part(NamedTuple):
     stride: tuple[int, ...]
 
 
-class Rereading(OfForward):
-    """Backwards read older weights by choice, forwards others.
+class DelayedWeightReads(ForwardWeightReads):
+    """Backwards read older weights by choice, other ones than forwards.
 
     Args:
         store, updater: of the stage.
-        older: the versions.
+        older: the older versions.
     """
+
+    looks_up = True
 
     def __init__(self, store: VersionStore, updater: Updater, older: OlderVersions) -> None:
         super().__init__(store, updater, None, older)
         self._choices = older
         self._now: Mapping[str, Tensor] = {}
 
-    def backward(self, flight: Flight, batch: int, version: int, copy: Copy | None = None) -> Handle:
-        """Look weights up by name; the graphs stay on those of the forward."""
+    def backward(self, flight: InFlightMicrobatch, batch: int, version: int, copy: Copy | None = None) -> Handle:
+        """Look weights up by name; the graphs stay on the leaves of the forward."""
         handle = super().backward(flight, batch, version, copy)
         self._now = self._choices.read_backward(self._store.read(version))
         return handle
 
-    def within(self, flight: Flight) -> AbstractContextManager[object]:
-        """No forward may be run again where it would read other weights than the backward.
+    def backward_context(self, flight: InFlightMicrobatch) -> AbstractContextManager[object]:
+        """Return a context that refuses forwards recomputed by blocks: they would not read the backward's weights.
 
         Raises:
-            CapabilityError: one is.
+            CapabilityError: a block recomputes its forward.
         """
         leaves = flight.weights.buffer.leaves
         return _NoForward({id(leaves[name]) for name in self._choices.apart & leaves.keys()}, self._store.where)
 
-    def saved(self, known: set[int], weights: Handle) -> SavedBytes:
-        """Hooks that keep names of weights."""
-        return LookingUp(known, _parts(weights.buffer.leaves), self._tensor)
+    def saved_tensor_hooks(self, known: set[int], weights: Handle) -> SavedBytes:
+        """Return hooks that keep the names of weights."""
+        return WeightLookupHooks(known, _part_in(weights.buffer.leaves), self._tensor)
 
-    def check(self, result: Any, weights: Iterable[Tensor]) -> None:
-        """Make sure that it reads the weights themselves."""
+    def check_graph(self, result: Any, weights: Iterable[Tensor]) -> None:
+        """Make sure that the graph reads the weights themselves, not casts of them."""
         others, advice = "those of its backward delay", "leave backward_delays out"
         check_uncast(result, weights, self._store.where, others, advice)
 
     def _tensor(self, part: _Part) -> Tensor:
-        """What is read now of a weight."""
+        """Return a part of a weight, as the present backward reads it."""
         now = self._now[part.name].detach()
         return now.as_strided(part.shape, part.stride, now.storage_offset() + part.offset)
 
 
 class _NoForward(TorchFunctionMode):
-    """Refuses operations on some leaves in a graph; a plain backward makes none."""
+    """Refuses differentiable operations on some leaves; a plain backward has none."""
 
     def __init__(self, leaves: set[int], where: str) -> None:
         super().__init__()
@@ -103,8 +105,8 @@ class _NoForward(TorchFunctionMode):
         return func(*args, **named)
 
 
-def _parts(leaves: Mapping[str, Tensor]) -> Callable[[Tensor], _Part | None]:
-    """Tells of tensors where they lie in which weight."""
+def _part_in(leaves: Mapping[str, Tensor]) -> Callable[[Tensor], _Part | None]:
+    """Return a function that finds the weight that a tensor is part of, and its position there; None for others."""
     places: dict[int, list[tuple[int, int, str]]] = {}  # per storage: begin, end and name of what is read
     for name, leaf in leaves.items():
         begin = int(leaf.storage_offset())
@@ -126,10 +128,10 @@ def _parts(leaves: Mapping[str, Tensor]) -> Callable[[Tensor], _Part | None]:
 
 
 def check_real_delays(trained: Mapping[str, Tensor], where: str) -> None:
-    """Make sure that weights are real numbers, where backwards look them up because of delays of their own.
+    """Refuse complex weights where backwards look them up because of `backward_delays`.
 
     Raises:
-        CapabilityError: they are complex.
+        CapabilityError: a weight is complex.
     """
     found = complex_among(trained)
     if found is not None:

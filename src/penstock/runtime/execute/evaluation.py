@@ -1,4 +1,4 @@
-"""Evaluation between two batches of a run, without draining the pipeline.
+"""Evaluation of the newest weights between two batches of a run, without draining the pipeline.
 
 Every rank runs forward-only passes directly before its first forward of a batch, over lanes of their own; what is in
 flight stays where it is (`penstock.schedule.machine.batch_border` says when that cannot block). They read the newest
@@ -20,7 +20,7 @@ from penstock.runtime.update.events import Evaluated
 
 
 class Evaluating(NamedTuple):
-    """When the newest weights are evaluated in a run, and on what.
+    """Plan for evaluating the newest weights during a run.
 
     Attributes:
         every: versions v that are multiples of it are evaluated as soon as all stages have them: before the first
@@ -32,12 +32,16 @@ class Evaluating(NamedTuple):
     data: Callable[[], Batches]
 
     def wants(self, version: int) -> bool:
-        """Whether a version is evaluated."""
+        """Return True if a version is to be evaluated."""
         return version > 0 and version % self.every == 0
 
 
 def check_every(what: str, every: int) -> None:
-    """Refuse what is no number of batches.
+    """Refuse an interval that is not a number of batches.
+
+    Args:
+        what: the setting, for the message.
+        every: the interval.
 
     Raises:
         ConfigError: it is not a whole number of at least 1.
@@ -47,15 +51,15 @@ def check_every(what: str, every: int) -> None:
 
 
 class Evaluator:
-    """The evaluations of one rank in one span of training.
+    """Runs the evaluations of one rank during one span of training.
 
     Args:
         state: the rank.
-        executor: of the forward-only schedule.
-        evaluating: when, and on what.
+        executor: runs the forward-only schedule.
+        evaluating: the versions to evaluate and the data.
         source: opens the data.
-        delay: at the border of batch t version t - delay is read.
-        lacks: the batch at whose border that version is not alive: the first one, after a synchronous span; or None.
+        delay: before batch t, version t - delay is read.
+        lacks: the batch before which that version is not alive: the first one, after a synchronous span; or None.
     """
 
     def __init__(
@@ -71,7 +75,11 @@ class Evaluator:
         self._open, self._delay, self._lacks = source, delay, lacks
 
     def at_border(self, batch: int) -> Iterator[Wait]:
-        """Evaluate before the first forward of `batch`, if it is time."""
+        """Evaluate before the first forward of `batch`, if the version there is to be evaluated.
+
+        Raises:
+            DataError: there is no data.
+        """
         version = batch - self._delay
         if not self._evaluating.wants(version) or batch == self._lacks:
             return
@@ -92,5 +100,5 @@ class Evaluator:
             self._state.decisions.note(batch, Evaluated(version, total, weight))
 
     def close(self) -> None:
-        """Stop whatever runs in the background."""
+        """Stop the background threads of the executor."""
         self._executor.close()

@@ -19,7 +19,7 @@ from penstock.runtime.ops.handlers import bind
 from penstock.runtime.rank.batch_source import BatchSource
 from penstock.runtime.rank.reports import Report
 from penstock.runtime.rank.snapshot import Saving
-from penstock.runtime.rank.snapshot_capture import Keeping
+from penstock.runtime.rank.snapshot_capture import SnapshotCapture
 from penstock.runtime.rank.span import AtBorder
 from penstock.runtime.setup.rank_state import RankState
 from penstock.schedule.ir.schedule import Stage
@@ -119,6 +119,6 @@ class Executor:
             span.stop.agreed = True
         yield from span.mailbox.flush()
 
-    def _capture(self, saving: Saving | None, start: int) -> Keeping:
+    def _capture(self, saving: Saving | None, start: int) -> SnapshotCapture:
         span = self._span
-        return Keeping(saving, start, span.decisions, span.recorder, self._state.snapshots)
+        return SnapshotCapture(saving, start, span.decisions, span.recorder, self._state.snapshots)

@@ -9,7 +9,7 @@ from penstock.comm.core.rank_grid import Holder
 from penstock.comm.p2p.mailbox import Mailbox
 from penstock.comm.p2p.routing import StageRoutes
 from penstock.runtime.rank.loss_ledger import LossLedger
-from penstock.runtime.rank.memory_ledger import Account
+from penstock.runtime.rank.memory_ledger import MemoryLedger
 from penstock.runtime.rank.reports import Reports
 from penstock.runtime.rank.span import RankSpan, StageSpan
 from penstock.runtime.setup.rank_state import RankState
@@ -40,13 +40,13 @@ def make_span(
     mailbox = Mailbox(rank, lowered, links.transport, recorder)
     stages = {
         key: StageSpan(
-            runtime,
-            specs[key],
+            state.stages[key],
+            spec,
             StageRoutes(schedule, key, mailbox),
             is_last=key.index == schedule.num_stages - 1,
             name=f"rank {recorder.rank}, stage {key.name}",
         )
-        for key, runtime in state.stages.items()
+        for key, spec in specs.items()
     }
     meetings, holders = _meetings(state, holders, links, combine)
     provisional = RULES[schedule.rule].provisional
@@ -56,7 +56,7 @@ def make_span(
     decides = any(spec.decides for spec in specs.values())
     losses = LossLedger(sum(stage.trained for stage in stages.values()), decides and not provisional)
     reports = Reports(forwards, decides, losses, decisions, recorder)
-    memory = Account(recorder, state.stages.values())
+    memory = MemoryLedger(recorder, state.stages.values())
     return RankSpan(
         schedule, pipeline, stages, mailbox, recorder, decisions, updates, meetings, losses, reports, memory,
         state.slicing, provisional, state.stop,

@@ -146,7 +146,7 @@ class BoundAction(Bound):
             if self._copies:
                 store.retain_copies(books.copies)
         span.capture.record()
-        span.memory.after(runtime, self.op)
+        span.memory.after_action(runtime, self.op)
         batch = -1 if self._evaluates else turn.batch  # evaluation is no batch of the training
         version = batch + 1 if self._bears else self.version(turn)
         first, index, direction = -1 if self._whole else turn.first, *self._place

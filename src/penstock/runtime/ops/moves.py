@@ -20,7 +20,7 @@ class HostMove(BoundAction):
     def work(self, turn: Turn) -> None:
         """Move them."""
         away, flight = self.op is Op.OFFLOAD, self._runtime.flights[turn.first, self._keys[0][1]]
-        nbytes = self._runtime.graphs.park(flight.work, away=away)
+        nbytes = self._runtime.graphs.offload(flight.work, away=away)
         self._recorder.change(_ROLE, nbytes if away else -nbytes)
 
 
@@ -41,9 +41,9 @@ class PeerMove(Consumer):
         header, runtime = Header(turn.batch, turn.first, self._span.more, piece=key[1]), self._runtime
         match self.op:
             case Op.OFFLOAD:
-                self._out.put(Parcel(header, runtime.graphs.give(runtime.flights[key].work)))
+                self._out.put(Parcel(header, runtime.graphs.take_bytes(runtime.flights[key].work)))
             case Op.FETCH:
-                runtime.graphs.take(runtime.flights[key].work, self._in.take(key).tree)
+                runtime.graphs.put_bytes(runtime.flights[key].work, self._in.take(key).tree)
             case Op.HOLD:
                 parcel = self._held[key] = self._in.take(key)
                 self._recorder.change(_ROLE, parcel.nbytes)

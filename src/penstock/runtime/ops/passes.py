@@ -18,7 +18,7 @@ from penstock.schedule.machine.instructions import Instruction
 from penstock.stage.graphs import Loss
 from penstock.stage.in_flight import Microbatch
 from penstock.stage.precision import cast
-from penstock.stage.rng import Draw
+from penstock.stage.rng import RngKey
 from penstock.timeline import Interval, Waiting
 
 _NO_GRADIENTS: tuple[bool, ...] = ()
@@ -62,7 +62,7 @@ class Forward(Consumer):
         if turn.batch >= span.begun:  # an earlier batch may still go through later chunks
             span.more = header.more
         if stage.books.provisional:
-            self._runtime.graphs.draft()
+            self._runtime.graphs.begin_draft()
             stage.drafts[k, self._number] = Draft(header, value, wants, sample.target)
         output, loss = self.compute(turn, value, wants, sample.target)
         if loss is not None and stage.is_last:
@@ -76,9 +76,9 @@ class Forward(Consumer):
         """Run the blocks; returns their output, and the loss where there is one."""
         raise NotImplementedError
 
-    def draw(self, turn: Turn) -> Draw:
+    def draw(self, turn: Turn) -> RngKey:
         """What the random numbers of the microbatch depend on."""
-        return Draw(turn.batch, self._span.pipeline * self._m + turn.first % self._m, self._number)
+        return RngKey(turn.batch, self._span.pipeline * self._m + turn.first % self._m, self._number)
 
     def _read(self, k: int) -> tuple[Sample, bool]:
         """Read a microbatch, and whether another batch follows; for the trace that is no work of the stage."""
@@ -117,7 +117,7 @@ class EvaluationForward(Forward):
 
     def compute(self, turn: Turn, value: Any, wants: tuple[bool, ...], target: Any) -> tuple[Any, Loss | None]:  # noqa: ARG002
         """Run the blocks in evaluation mode and keep nothing."""
-        return self._runtime.evaluate(Microbatch(turn.first, Draw(-1, turn.first), target), value)
+        return self._runtime.evaluate(Microbatch(turn.first, RngKey(-1, turn.first), target), value)
 
 
 def bind_forward(instruction: Instruction, span: RankSpan) -> Forward:

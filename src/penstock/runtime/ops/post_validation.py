@@ -10,7 +10,7 @@ from penstock.comm.p2p.message import Header
 from penstock.runtime.ops.bound import BoundAction, Turn
 from penstock.runtime.ops.messages import Consumer
 from penstock.stage.in_flight import Microbatch
-from penstock.stage.rng import Draw
+from penstock.stage.rng import RngKey
 
 
 class Draft(NamedTuple):
@@ -31,7 +31,7 @@ class Redo(Consumer):
         header, value, wants, target = self.stage.drafts.pop(key)
         value = self.stage.routes.repaired(key, value)
         scale = span.decisions.scale(turn.batch) if runtime.has_loss else 1.0
-        draw = Draw(turn.batch, span.pipeline * self._m + turn.first % self._m)
+        draw = RngKey(turn.batch, span.pipeline * self._m + turn.first % self._m)
         microbatch = Microbatch(turn.first, draw, target, scale)
         output, loss = runtime.forward(microbatch, value, wants, self.version(turn), self.copy(turn))
         if loss is not None and self.stage.is_last:

@@ -1,4 +1,4 @@
-"""Where microbatches come from: the first stage takes inputs, the last stage targets.
+"""Access to the training data by microbatch: the first stage takes inputs, the last stage targets.
 
 Batches are any iterable; a batch is a sequence of pairs (input, target), each made when it is asked for: m for each of
 the parallel pipelines. The first stage looks one batch ahead, because every message of a batch says whether another one
@@ -25,7 +25,7 @@ _CHECKED_BYTES = 1 << 16
 
 
 class Sample(NamedTuple):
-    """A microbatch of data, with its checksum from before any block could write into it."""
+    """The input and target of a microbatch, with their checksum from before any block could write into them."""
 
     input: Any
     target: Any
@@ -33,15 +33,14 @@ class Sample(NamedTuple):
 
 
 class BatchSource:
-    """Random access to the batches around the pipeline's present ones.
+    """Random access to the microbatches of the batches in flight.
 
     Args:
-        batches: an iterable of batches, each a sequence of w * m microbatches; pipeline number r takes those from r * m
-            on.
+        batches: an iterable of batches, each a sequence of w * m microbatches; pipeline r takes m of them, from r * m.
         microbatches: m.
         width: w, the number of parallel pipelines.
         reads: how many times this process reads each microbatch of a pipeline's batch; each once if None.
-        pipelines: how many of the pipelines read here.
+        pipelines: how many of the parallel pipelines read in this process.
         stop: the request to end the run; none can come if None.
     """
 
@@ -67,11 +66,15 @@ class BatchSource:
         self._asked, self._end = 0, math.inf
 
     def begins(self) -> bool:
-        """Whether there is a first batch, and nobody has asked to stop before it."""
+        """Return True if there is a first batch and no stop was requested before it."""
         return not self._stop.agreed and self.has(0)
 
     def has(self, batch: int) -> bool:
-        """Whether batch number `batch` of the span exists; fetches it if need be."""
+        """Return True if batch number `batch` of the span exists, fetching batches up to it.
+
+        Raises:
+            DataError: a batch is no sequence, or has another number of microbatches than the schedule.
+        """
         while self._fetched <= batch and not self._exhausted:
             try:
                 following = next(self._batches)
@@ -96,9 +99,9 @@ class BatchSource:
         return batch < self._fetched
 
     def follows(self, batch: int) -> bool:
-        """Whether the span goes on with batch `batch`: it exists and nobody has asked to stop.
+        """Return True if the span goes on with batch `batch`: it exists and no stop was requested.
 
-        Decided once, since every message of a batch must say the same.
+        The answer never changes, since all messages of a batch must agree on it.
         """
         if batch > self._asked:
             self._asked = batch
@@ -107,7 +110,7 @@ class BatchSource:
         return batch < self._end
 
     def sample(self, pipeline: int, microbatch: int) -> Sample:
-        """A microbatch of a pipeline, counted through the span.
+        """Return a microbatch of a pipeline, by its number in the span.
 
         Raises:
             DataError: the data ends before this microbatch, or it is not a pair.
@@ -136,7 +139,7 @@ def _sample(pair: Any, microbatch: int) -> Sample:
 
 
 def checksum(tree: Any, limit: int | None = _CHECKED_BYTES) -> int:
-    """A checksum of shapes and plain values, and of the first so many bytes of each tensor (of all if None)."""
+    """Compute a CRC-32 of shapes, plain values and the first `limit` bytes of each tensor (all bytes if None)."""
     total = 0
     for leaf in pytree.tree_leaves(tree):
         if isinstance(leaf, Tensor):

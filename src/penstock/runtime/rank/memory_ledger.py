@@ -1,4 +1,4 @@
-"""What the parameter-sized memory of a rank is used for."""
+"""Account of a rank's parameter-sized memory, by role."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _OPTIMIZER = "optimizer"
 _PASSES = frozenset({Op.F, Op.B, Op.I, Op.W, Op.R})
 
 
-class Account:
-    """Of one rank, for one span.
+class MemoryLedger:
+    """Reports the parameter-sized memory of one rank to its recorder, during one span.
 
     Args:
-        recorder: is told.
+        recorder: receives the bytes of every role (weights, gradients, optimizer, ...).
         stages: the stages of the rank.
     """
 
@@ -25,18 +25,18 @@ class Account:
         self._recorder, self._stages = recorder, stages
         self._seen: dict[Stage, tuple[int, int]] = {}
 
-    def after(self, stage: StageRuntime, op: Op) -> None:
-        """An action of a stage is over. Most passes change nothing, and then this must cost next to nothing."""
+    def after_action(self, stage: StageRuntime, op: Op) -> None:
+        """Report the memory after an action of a stage, unless the action was a pass that changed nothing."""
         in_use = stage.in_use
         if op not in _PASSES or self._seen.get(stage.key) != in_use:
             self._seen[stage.key] = in_use
-            self.take_down(optimizers=op in (Op.STEP, Op.VALIDATE, Op.AVERAGE))
+            self.record(optimizers=op in (Op.STEP, Op.VALIDATE, Op.AVERAGE))
 
-    def take_down(self, *, optimizers: bool) -> None:
-        """Tell the recorder what the stages hold now, by what for, in bytes.
+    def record(self, *, optimizers: bool) -> None:
+        """Report the bytes that the stages hold now, by role.
 
         Args:
-            optimizers: their states may have changed since the last time, too.
+            optimizers: optimizer states may have changed since the last time, too.
         """
         totals: Counter[str] = Counter()
         for stage in self._stages:

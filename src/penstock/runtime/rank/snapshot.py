@@ -1,9 +1,9 @@
-"""The state of a stage between two batches, from which training goes on as if nothing had been.
+"""Snapshots: the state of a stage between two batches, from which training resumes bit for bit.
 
-It is taken directly after the update that bears version B, while later microbatches are under way: the next batch to
-begin from is B. With double-buffered weights two versions belong to it, because batch B reads the one before; passes of
-batch B that are under way are done again later. Module buffers are those from before the stage's first forward of
-batch B. Random numbers depend on the batch alone, so no generator has a state worth keeping.
+A snapshot is taken directly after the update that creates version B, while later microbatches are in flight; training
+resumes from it with batch B. With double-buffered weights it has two versions, because batch B reads the one before;
+passes of batch B that are in flight are repeated when training resumes. Module buffers are those from before the
+stage's first forward of batch B. Random numbers depend on the batch alone, so no state of a generator is saved.
 
 Names in a snapshot: `weights/NAME` (newest, in full precision), `older/NAME` (the version before), `delayed.K/NAME`
 (the K-th version before the newest, where passes read with a delay of K or more), `average/NAME`,
@@ -35,15 +35,16 @@ from penstock.weights.corrections.base import Corrector
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A stage before batch `batch`.
+    """The state of one stage before batch `batch`.
 
     Attributes:
-        batch: as many batches have been trained on.
-        place, stage: whose: of the copies of the stage the first (0), the second (1), ...
-        tensors: copies, by name.
-        values: plain values that an optimizer remembers, by name.
-        facts: what is the same on all stages.
-        copied: when the tensors are complete, where a device copies them in its own time.
+        batch: the number of batches trained on so far.
+        place: which copy of the stage this is: the first (0), the second (1), ...
+        stage: index of the stage.
+        tensors: copies of its tensors, by name (see the module).
+        values: plain values of the optimizer's state, by name.
+        facts: values that are the same on all stages.
+        copied: recorded when the tensors are complete, where a device copies them asynchronously.
     """
 
     batch: int
@@ -56,24 +57,24 @@ class Snapshot:
 
     @cached_property
     def nbytes(self) -> int:
-        """Bytes of the tensors, until whoever has it clears them."""
+        """Bytes of the tensors; computed once, so it must be read before their owner clears them."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def on_cpu(self) -> dict[str, Tensor]:
-        """The tensors as a file takes them; any thread may ask for them, whatever its current stream is."""
+        """Copy the tensors to contiguous CPU memory, for a file; safe in any thread, on any current stream."""
         if self.copied is not None:
             self.copied.synchronize()
         return {name: tensor.cpu().contiguous() for name, tensor in self.tensors.items()}
 
 
 class Saving(NamedTuple):
-    """When snapshots are taken, and where they go.
+    """Plan for taking snapshots during a run, and the function that receives them.
 
     Attributes:
         every: number of batches between two; they are taken when B is a multiple of it.
-        sink: takes them, on the rank that has the stage; a call that lasts holds up the rank.
-        make_room: called before one of a batch is taken, so that earlier ones need not live beside it; False if there
-            is no room, and it is to be left out.
+        sink: called with each snapshot on the rank that has the stage; the rank waits until it returns.
+        make_room: called with the batch before a snapshot is taken, so that earlier ones can be freed first; returns
+            False if there is no room, and the snapshot is left out.
     """
 
     every: int
@@ -81,44 +82,44 @@ class Saving(NamedTuple):
     make_room: Callable[[int], bool] = lambda _: True
 
     def wants(self, batch: int) -> bool:
-        """Whether one is taken before `batch`."""
+        """Return True if a snapshot is taken before `batch`."""
         return batch > 0 and batch % self.every == 0
 
 
-class Saved(Protocol):
-    """All stages of a pipeline, of any depth and width, before one batch."""
+class SavedState(Protocol):
+    """The snapshots of all stages of a pipeline before one batch, whatever its depth and width were."""
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        """What is the same on all stages, and `values` of them all."""
+        """Values that are the same on all stages, and under `values` those of all optimizers."""
         ...
 
     @property
     def names(self) -> Collection[str]:
-        """All tensors."""
+        """The names of all tensors."""
         ...
 
     def tensor(self, name: str) -> Tensor:
-        """One of them."""
+        """Read one tensor."""
         ...
 
 
-def take(
+def take_snapshot(
     stage: StageRuntime,
     batch: int,
     decisions: Decisions | None,
     fixed: Mapping[str, Tensor] | None = None,
     older: Mapping[str, Tensor] | None = None,
 ) -> Snapshot:
-    """A snapshot of a stage, between an update and the next pass.
+    """Take a snapshot of a stage, between an update and the next pass.
 
     Args:
-        stage: the stage; all that hold its stage have the same but for their buffers, so only the first keeps the rest,
-            unless pipelines have weights of their own.
+        stage: the stage. All copies of a stage have the same state but for their module buffers, so only the first
+            copy saves the rest, unless pipelines have weights of their own.
         batch: the newest version.
-        decisions: as its rank knows them; None if it may know nothing, because nothing is trained there.
-        fixed: copies of what is not trained from before the first forward of `batch`; None if that has not run.
-        older: copies of the version before; None if that is still there, or nobody reads it.
+        decisions: of its rank; None where nothing is trained, as the rank may not have received any.
+        fixed: copies of untrained tensors from before the first forward of `batch`; None if that has not run.
+        older: copies of the version before; None if that is still alive, or not read again.
     """
     if fixed is None:
         fixed = copies_of_fixed(stage)
@@ -135,12 +136,12 @@ def take(
 
 
 def _suffix(number: int) -> str:
-    """Of what belongs to the second pipeline or place, the third one, and so on."""
+    """Return the suffix in names for the state of the second pipeline or copy (.1), the third (.2), and so on."""
     return f".{number}" if number else ""
 
 
 def _has_own(stage: StageRuntime) -> bool:
-    """Whether a stage of a further pipeline has weights of its own; of two directions the first one tells of them."""
+    """Return True if a stage of a further pipeline has weights of its own; only its first direction saves them."""
     return stage.agreement is not None and stage.agreement.pipeline > 0 and not stage.key.direction
 
 
@@ -152,7 +153,7 @@ def _add_trained(
     values: dict[str, Any],
     facts: dict[str, Any],
 ) -> None:
-    """Add what a snapshot has of a stage's trained parameters."""
+    """Add the state of a stage's trained parameters to a snapshot."""
     store, updater, agreement = stage.store, stage.updater, stage.agreement
     assert store is not None
     assert updater is not None
@@ -183,18 +184,18 @@ def _add_trained(
 
 
 def _copied(tensors: Mapping[str, Tensor]) -> torch.cuda.Event | None:
-    """When the work that the current stream has been given is done; None where all are on the CPU."""
+    """Record an event after the copies on the current stream; None if all tensors are on the CPU."""
     device = next((tensor.device for tensor in tensors.values() if tensor.is_cuda), None)
     return None if device is None else torch.cuda.current_stream(device).record_event()
 
 
 def copies_of_fixed(stage: StageRuntime) -> dict[str, Tensor]:
-    """Copies of a stage's frozen parameters and persistent buffers."""
+    """Copy a stage's frozen parameters and persistent buffers."""
     return {name: tensor.clone() for name, tensor in stage.module.unversioned().items()}
 
 
-def restore(stage: StageRuntime, saved: Saved, older: bool) -> None:
-    """Bring a stage to where a snapshot was taken.
+def restore(stage: StageRuntime, saved: SavedState, older: bool) -> None:
+    """Restore a stage from a snapshot.
 
     Args:
         stage: the stage, with nothing in flight.
@@ -202,9 +203,9 @@ def restore(stage: StageRuntime, saved: Saved, older: bool) -> None:
         older: passes will read the version before the newest.
 
     Raises:
-        CheckpointError: something is missing, or has another shape.
+        CheckpointError: a tensor is missing or has another shape, or the optimizer is another one.
     """
-    reader, batch = _Reader(stage, saved), int(saved.facts["batch"])
+    reader, batch = _StageReader(stage, saved), int(saved.facts["batch"])
     reader.check()
     own = f"fixed.{stage.place}/"
     for name, tensor in stage.module.unversioned().items():
@@ -232,8 +233,8 @@ def restore(stage: StageRuntime, saved: Saved, older: bool) -> None:
     stage.restore()
 
 
-def _restore_corrector(corrector: Corrector, reader: _Reader, saved: Saved) -> None:
-    """What a correction remembers; another one's memory is of no use, and what a stage has had no delay for is zero."""
+def _restore_corrector(corrector: Corrector, reader: _StageReader, saved: SavedState) -> None:
+    """Restore the state of a correction; it begins at zero where the checkpoint has none, or that of another one."""
     same = saved.facts.get("correction") == corrector.name
     corrector.began = int(saved.facts["corrected_from" if same else "updates"])
     for kind, buffer in corrector.buffers.items():
@@ -242,10 +243,10 @@ def _restore_corrector(corrector: Corrector, reader: _Reader, saved: Saved) -> N
         buffer.load({n: reader.read(f"{kind}/", n, v) if n in known else torch.zeros_like(v) for n, v in views})
 
 
-class _Reader:
-    """Finds the tensors of one stage in a checkpoint, whatever a shared parameter was called there."""
+class _StageReader:
+    """Finds the tensors of one stage in a checkpoint, under any of the names of a tied parameter."""
 
-    def __init__(self, stage: StageRuntime, saved: Saved) -> None:
+    def __init__(self, stage: StageRuntime, saved: SavedState) -> None:
         self._stage, self._saved = stage, saved
         self.own = _suffix(0 if stage.agreement is None else stage.agreement.pipeline)  # of its pipeline's weights
         index = stage.key.index
@@ -255,7 +256,11 @@ class _Reader:
                 self._names[name] = [name, *(names[place] for names in tie.names)]
 
     def check(self) -> None:
-        """Make sure that the optimizer is the saved one, and that the blocks have all that was saved of them."""
+        """Make sure that the optimizer is of the saved kind, and that the blocks have all tensors saved for them.
+
+        Raises:
+            CheckpointError: it is not, or one is missing.
+        """
         stage, saved = self._stage, self._saved
         for name in stage.updater.parameters if stage.updater is not None else ():
             kinds = {saved.facts["values"].get(f"stepped/{known}") for known in self._known(name)} - {None}
@@ -277,16 +282,20 @@ class _Reader:
                     raise CheckpointError(f"the checkpoint has a {rest}, which block {block!r} does not have")
 
     def has(self, kind: str, name: str) -> bool:
-        """Whether there is one of this kind."""
+        """Return True if the checkpoint has a tensor of this kind."""
         return any(kind + known in self._saved.names for known in self._known(name))
 
     def kind(self, what: str, name: str) -> str:
-        """Where to read `what` of: that of the stage's own pipeline, if there is one, else that of the first."""
+        """Return the prefix of a tensor: of the stage's own pipeline if saved, else of the first one."""
         own = f"{what}{self.own}/"
         return own if self.has(own, name) else f"{what}/"
 
     def read(self, kind: str, name: str, like: Tensor) -> Tensor:
-        """A tensor of the stage."""
+        """Read a tensor of the stage.
+
+        Raises:
+            CheckpointError: it is missing or has another shape.
+        """
         found = next((kind + known for known in self._known(name) if kind + known in self._saved.names), None)
         if found is None:
             raise CheckpointError(f"the checkpoint has no {kind}{name}, which {self._stage.module.where} needs")
@@ -299,12 +308,12 @@ class _Reader:
         return tensor.to(like.device)
 
     def find_delayed(self, back: int, name: str, like: Tensor) -> Tensor | None:
-        """The version so many updates before the newest one; None where the checkpoint has none."""
+        """Read a parameter from `back` updates before the newest version; None if the checkpoint has it not."""
         kind = f"delayed.{back}/"
         return self.read(kind, name, like) if self.has(kind, name) else None
 
     def optimizer_state(self) -> dict[tuple[str, str], Any]:
-        """What the optimizer of the stage remembers, by kind and parameter."""
+        """Read the state of the stage's optimizer, by kind and parameter."""
         assert self._stage.updater is not None
         state: dict[tuple[str, str], Any] = {}
         values: Mapping[str, Any] = self._saved.facts["values"]
@@ -325,11 +334,11 @@ class _Reader:
         return self._names.get(name, [name])
 
 
-def check_pipelines(saved: Saved, combine: Combine, width: int) -> None:
-    """Make sure that there is a pipeline for each that has weights of its own, and what they have in common.
+def check_pipelines(saved: SavedState, combine: Combine, width: int) -> None:
+    """Make sure that the pipelines match a checkpoint in which pipelines have weights of their own.
 
     Raises:
-        CheckpointError: there is none, or one too many, or nothing in common.
+        CheckpointError: their number is another one, or the checkpoint lacks the common model that `combine` takes.
     """
     apart = saved.facts.get("pipelines", 1)
     alike = combine.spec.drains and combine.agrees  # between two runs
@@ -347,8 +356,8 @@ def check_pipelines(saved: Saved, combine: Combine, width: int) -> None:
         )
 
 
-def check_names(saved: Saved, blocks: Collection[str]) -> None:
-    """Make sure that a checkpoint is of this model.
+def check_names(saved: SavedState, blocks: Collection[str]) -> None:
+    """Make sure that a checkpoint has only tensors of the model's blocks.
 
     Raises:
         CheckpointError: it has tensors of blocks that the model does not have.

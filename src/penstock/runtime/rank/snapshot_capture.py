@@ -1,4 +1,4 @@
-"""When snapshots of a rank's stages are taken, while it trains."""
+"""Capture of snapshots of a rank's stages while it trains."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from weakref import ref
 from torch import Tensor
 
 from penstock.comm.core.recorder import Recorder
-from penstock.runtime.rank.snapshot import Saving, Snapshot, copies_of_fixed, take
+from penstock.runtime.rank.snapshot import Saving, Snapshot, copies_of_fixed, take_snapshot
 from penstock.runtime.update.decisions import Decisions
 from penstock.schedule.ir.schedule import Stage
 from penstock.stage.stage_runtime import StageRuntime
 
 
-class Keeping:
-    """Takes the snapshots of one span.
+class SnapshotCapture:
+    """Takes the snapshots of one rank during one span.
 
-    The buffers of a stage belong to a snapshot as they were before the first forward of its batch. With double-buffered
-    weights the update that bears its version comes after that forward; the buffers are copied then.
+    A snapshot has the module buffers from before the first forward of its batch. With double-buffered weights the
+    update that creates its version comes after that forward, so the buffers are copied before it.
 
     Args:
-        saving: which, and where they go; none if None.
+        saving: when to take them and where they go; None for no snapshots.
         start: the first batch of the span.
-        decisions: as the rank knows them.
-        recorder: told how many bytes they hold.
-        held: those that somebody may still have, those of earlier spans included.
+        decisions: of the rank.
+        recorder: receives the bytes that snapshots hold.
+        held: weak references to snapshots that may still be alive, also those of earlier spans.
     """
 
     def __init__(
@@ -44,24 +44,24 @@ class Keeping:
         self._held = held
 
     def before_forward(self, stage: StageRuntime, batch: int) -> None:
-        """Before the first forward of a batch on a stage."""
+        """Called before the first forward of a batch on a stage: copy the buffers if the update comes later."""
         if self._saving is None or batch == self._start or not self._saving.wants(batch):
             return
-        late = self._taken.get(stage.key) != batch  # the update before the batch comes later
-        if late and self._saving.make_room(batch):
+        pending = self._taken.get(stage.key) != batch  # the update before the batch comes later
+        if pending and self._saving.make_room(batch):
             self._fixed[stage.key] = copies_of_fixed(stage)
 
     def untrained(self, stage: StageRuntime, batch: int) -> None:
-        """Before the first forward of a batch on a stage that nothing is trained on, and at the end of the span."""
+        """Called before the first forward of a batch on a stage without trained weights, and at the end of the span."""
         if self._saving is None or batch == self._start or not self._saving.wants(batch):
             return
         if self._saving.make_room(batch):
-            self._hand_over(take(stage, batch, None))
+            self._deliver(take_snapshot(stage, batch, None))
 
     def before_meeting(self, stage: StageRuntime, batch: int) -> None:
-        """After the update that bears version `batch`, which the other pipelines will change.
+        """Called after the update that creates version `batch`, before pipelines are averaged.
 
-        The version before may be gone when that is done.
+        Copies the version before, which may be gone afterwards.
         """
         if self._saving is None or not self._saving.wants(batch) or not self._saving.make_room(batch):
             return
@@ -69,22 +69,22 @@ class Keeping:
             self._older[stage.key] = stage.store.copies(batch - 1)
 
     def after_step(self, stage: StageRuntime, batch: int) -> None:
-        """After the update that bears version `batch`, and after pipelines have met: a snapshot, if it is time."""
+        """Called when version `batch` is final, also after averaging over pipelines: take a snapshot if one is due."""
         if self._saving is None or not self._saving.wants(batch):
             return
         fixed = self._fixed.pop(stage.key, None)
         self._taken[stage.key] = batch
         if self._saving.make_room(batch):
-            self._hand_over(take(stage, batch, self._decisions, fixed, self._older.pop(stage.key, None)))
+            self._deliver(take_snapshot(stage, batch, self._decisions, fixed, self._older.pop(stage.key, None)))
 
-    def _hand_over(self, snapshot: Snapshot) -> None:
+    def _deliver(self, snapshot: Snapshot) -> None:
         assert self._saving is not None
         self._held.append(ref(snapshot))
-        self.record()  # before anybody clears it
+        self.record()  # before the sink clears it
         self._saving.sink(snapshot)
 
     def record(self) -> None:
-        """Take down the bytes of snapshots that are still held, by their writer for example."""
+        """Report the bytes of the snapshots that are still alive, for example until they are written."""
         if self._saving is None and not self._held:
             return
         held = [snapshot for known in self._held if (snapshot := known()) is not None and snapshot.tensors]

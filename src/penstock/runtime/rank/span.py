@@ -18,9 +18,9 @@ from penstock.comm.p2p.routing import StageRoutes
 from penstock.partition.sequence_slices import Slicing
 from penstock.runtime.rank.batch_source import BatchSource
 from penstock.runtime.rank.loss_ledger import LossLedger
-from penstock.runtime.rank.memory_ledger import Account
+from penstock.runtime.rank.memory_ledger import MemoryLedger
 from penstock.runtime.rank.reports import Reports
-from penstock.runtime.rank.snapshot_capture import Keeping
+from penstock.runtime.rank.snapshot_capture import SnapshotCapture
 from penstock.runtime.update.averaging import Meetings
 from penstock.runtime.update.decisions import Decisions
 from penstock.runtime.update.stop_request import StopRequest
@@ -110,11 +110,11 @@ class RankSpan:
     meetings: Meetings
     losses: LossLedger
     reports: Reports
-    memory: Account
+    memory: MemoryLedger
     slicing: Slicing
     provisional: bool
     stop: StopRequest
-    capture: Keeping = field(init=False)
+    capture: SnapshotCapture = field(init=False)
     source: BatchSource = field(init=False)
     held: dict[Stage, dict[Piece, Parcel]] = field(default_factory=dict)
     at_border: AtBorder | None = None
@@ -124,7 +124,9 @@ class RankSpan:
     begun: int = -1
     rejected: bool = False
 
-    def begin(self, source: BatchSource, start: int, older: int, at_border: AtBorder | None, capture: Keeping) -> None:
+    def begin(
+        self, source: BatchSource, start: int, older: int, at_border: AtBorder | None, capture: SnapshotCapture
+    ) -> None:
         """Begin a span; see the attributes."""
         self.source, self.start, self.older, self.at_border, self.capture = source, start, older, at_border, capture
         self.more, self.begun, self.rejected = True, -1, False
@@ -145,4 +147,4 @@ class RankSpan:
     def hold_bytes(self) -> None:
         """Record what the parameter-sized memory of the rank is used for, while pipelines meet."""
         self.capture.record()
-        self.memory.take_down(optimizers=True)
+        self.memory.record(optimizers=True)

@@ -1,4 +1,4 @@
-"""What stages share begins with one value: that of the first of them."""
+"""Equal initial weights: of tied parameters, of copies of a stage, and of parallel pipelines."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ from penstock.partition.tied import Tie
 from penstock.runtime.rank.batch_source import checksum
 from penstock.runtime.setup.rank_state import RankState
 from penstock.schedule.ir.schedule import Schedule
+from penstock.schedule.methods.combine import Combine
 from penstock.stage.stage_runtime import StageRuntime
 
 _TAG = 7  # on the pipelines' group; lanes use others
 
 
 def equalise(ties: Sequence[Tie], schedule: Schedule, grid: RankGrid, ranks: Sequence[RankState]) -> None:
-    """Give the copies of shared parameters the value that the first stage has; all processes call this together.
+    """Give all copies of tied parameters the values that the first stage has; all processes call this together.
 
     Raises:
-        ConfigError: their shapes differ.
+        ConfigError: their shapes differ, or a stage does not train one of them.
         TransportError: a peer is dead.
     """
     for tie in ties:
@@ -57,7 +58,7 @@ def equalise(ties: Sequence[Tie], schedule: Schedule, grid: RankGrid, ranks: Seq
 
 
 def follow_first(ranks: Sequence[RankState]) -> None:
-    """Stages of one process that hold the same stage take over what users have written into the first one's weights."""
+    """Copy the newest weights of the first copy of a stage in this process to the others, if users changed them."""
     stores = [(stage.index, r.place, r.store) for w in ranks for stage, r in w.stages.items() if r.store is not None]
     first = {index: store.master for index, place, store in stores if place == 0}
     for index, place, store in stores:
@@ -73,7 +74,7 @@ def check_equal(schedule: Schedule, grid: RankGrid, ranks: Sequence[RankState]) 
     """Make sure that copies of a stage in different processes begin with the same weights and buffers.
 
     Raises:
-        ConfigError: they do not.
+        ConfigError: they differ.
         TransportError: a peer is dead.
     """
     if grid.width * schedule.directions == 1 or grid.group is None:
@@ -91,8 +92,34 @@ def check_equal(schedule: Schedule, grid: RankGrid, ranks: Sequence[RankState]) 
                 )
 
 
+def check_written(combine: Combine, grid: RankGrid, ranks: Sequence[RankState]) -> None:
+    """Make sure that weights written between two runs are the same in all pipelines, if these begin anew from them.
+
+    This concerns pipelines with weights of their own (`combine`); others keep theirs equal anyway.
+
+    Raises:
+        ConfigError: they differ, so the pipelines would have nothing in common.
+        TransportError: a peer is dead.
+    """
+    if not combine.apart:
+        return
+    watches = [(n.index, r.agreement.watch) for w in ranks for n, r in w.stages.items() if r.agreement is not None]
+    found = [[index, watch.taken_over, watch.seen] for index, watch in watches]
+    for _, watch in watches:
+        watch.taken_over = False
+    parts = [found] if grid.group is None else gather_json(found, "comparing parallel pipelines", grid.control)
+    everywhere = [tuple(one) for part in parts for one in part]
+    for index in sorted({index for index, taken_over, _ in everywhere if taken_over}):
+        if len({seen for other, _, seen in everywhere if other == index}) > 1:
+            raise ConfigError(
+                f"weights of stage {index} were written into between two runs, but not the same into those of all "
+                f"{grid.width} pipelines, which have weights of their own with combine.kind={combine.kind}: write the "
+                "same on all ranks, or load a checkpoint (Pipeline.load), or make a new Pipeline of these weights"
+            )
+
+
 def _shapes(tie: Tie, index: int, stage: StageRuntime) -> list[list[int]] | str:
-    """The shapes of shared parameters on a stage, or what is wrong there, which every rank must hear of."""
+    """Return the shapes of tied parameters on a stage, or the error message there, which all ranks are to raise."""
     try:
         return [list(view.shape) for view in _values(tie, index, stage)]
     except ConfigError as error:
@@ -100,7 +127,11 @@ def _shapes(tie: Tie, index: int, stage: StageRuntime) -> list[list[int]] | str:
 
 
 def _values(tie: Tie, index: int, stage: StageRuntime) -> list[Tensor]:
-    """The present values of shared parameters on a stage."""
+    """Return the present values of tied parameters on a stage.
+
+    Raises:
+        ConfigError: the stage does not train one of them.
+    """
     names, trained = tie.names_at(index), stage.module.trained
     missing = [name for name in names if name not in trained]
     if missing or stage.store is None:
@@ -110,7 +141,7 @@ def _values(tie: Tie, index: int, stage: StageRuntime) -> list[Tensor]:
 
 
 def _copy(tie: Tie, source: Holder, target: Holder, here: Mapping[Holder, StageRuntime], grid: RankGrid) -> None:
-    """Copy the values of the first stage to another one, in this process or between two."""
+    """Copy tied parameters from the first stage to another one, within this process or between two."""
     owner, other = here.get(source), here.get(target)
     first, index = source.stage.index, target.stage.index
     with torch.no_grad():

@@ -19,12 +19,12 @@ from penstock.schedule.ir.schedule import Op, Schedule, Stage, passes
 from penstock.schedule.proof.check import Proof
 from penstock.schedule.proof.in_flight import Piece
 from penstock.stage.autograd.recompute import parts_to_recompute
-from penstock.stage.graphs import Graphs
+from penstock.stage.graphs import StageGraphs
 from penstock.stage.module import LossFunction, StageModule
 from penstock.stage.stage_runtime import StageRuntime
-from penstock.stage.weight_reads import OfForward, Reading
-from penstock.stage.weight_reads_delayed import Rereading, check_real_delays
-from penstock.stage.weight_reads_newest import Estimating, Rebinding, check_real
+from penstock.stage.weight_reads import ForwardWeightReads, WeightReads
+from penstock.stage.weight_reads_delayed import DelayedWeightReads, check_real_delays
+from penstock.stage.weight_reads_newest import EstimatedWeightReads, NewestWeightReads, check_real
 from penstock.weights.averaging import Agreement
 from penstock.weights.corrections.base import Correction, Corrector, StagePlace
 from penstock.weights.memory.buffers import Buffer, Layout
@@ -46,8 +46,8 @@ class Fitting(NamedTuple):
     """
 
     corrector: Corrector | None
-    reading: Reading
-    graphs: Graphs
+    reading: WeightReads
+    graphs: StageGraphs
     apart: bool
 
 
@@ -229,7 +229,7 @@ class StageBuilder:
         correction: Correction | None,
     ) -> Fitting:
         """What a stage has because of its schedule; store and updater are prepared for it."""
-        rule, corrector, reading = RULES[proof.schedule.rule], None, Reading()
+        rule, corrector, reading = RULES[proof.schedule.rule], None, WeightReads()
         if store is not None and updater is not None:
             if correction is not None:
                 corrector = correction.on(store.layout, _place(proof, stage))
@@ -247,10 +247,10 @@ class StageBuilder:
         stage: Stage,
         module: StageModule,
         store: VersionStore | None,
-        reading: Reading,
+        reading: WeightReads,
         older: OlderVersions | None,
         schedule: Schedule,
-    ) -> Graphs:
+    ) -> StageGraphs:
         parts = parts_to_recompute(
             list(module.blocks), self._options.memory.recompute, stage.index in schedule.recomputed
         )
@@ -258,7 +258,7 @@ class StageBuilder:
         storages = set() if store is None else store.storages | (set() if older is None else older.storages)
         halved, parks = _halved(schedule, stage, any(ways_of(schedule, stage).returns)), Op.OFFLOAD in ops
         keeps = schedule.segment_before(stage.index) is None
-        return Graphs(module, storages, self._plan.divisor, parts, halved, parks, self._hold, reading, keeps)
+        return StageGraphs(module, storages, self._plan.divisor, parts, halved, parks, self._hold, reading, keeps)
 
     def _estimates_whole(self, stage: Stage, proof: Proof, corrector: Corrector | None) -> bool:
         """Whether estimates are written to a buffer, not made tensor by tensor: of what forwards read, or is cast."""
@@ -288,14 +288,14 @@ def _reading(
     corrector: Corrector | None,
     older: OlderVersions | None,
     backward_delays: BlockDelays | None,
-) -> Reading:
+) -> WeightReads:
     """How the passes of a stage find their weights."""
     if rule.rebinds:
-        kind = Estimating if store.estimates else Rebinding
+        kind = EstimatedWeightReads if store.estimates else NewestWeightReads
         return kind(store, corrector, rule.recompute is Source.NEWEST)
     if older is not None and backward_delays is not None:
-        return Rereading(store, updater, older)
-    return OfForward(store, updater, corrector, older)
+        return DelayedWeightReads(store, updater, older)
+    return ForwardWeightReads(store, updater, corrector, older)
 
 
 def _rate(base: Callable[[int], float] | None, corrector: Corrector | None) -> Callable[[int], float] | None:

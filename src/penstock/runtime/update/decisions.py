@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.runtime.update.divergence import Divergence, Lookout
+from penstock.runtime.update.divergence import Divergence, DivergenceDetector
 from penstock.runtime.update.events import Evaluated, RunEvents
 from penstock.runtime.update.stop_request import StopRequest
 from penstock.schedule.methods.combine import REDUCE, Combine
@@ -29,7 +29,7 @@ class Decisions:
 
     Attributes:
         stop: the request to end the run.
-        lookout: looks for a divergence.
+        detector: looks for a divergence.
         weight: N of the last batch that had a loss weight; None before the first.
         events: for the caller.
     """
@@ -47,7 +47,7 @@ class Decisions:
         self._clip, self._divisor, self.delay = policy.clip, divisor, delay
         self._combine, self._pipeline, self._agreed = combine, pipeline, -1
         self.scaler = Scaler(policy.loss_scale)
-        self.lookout = Lookout(divergence, self.scaler.scales)
+        self.detector = DivergenceDetector(divergence, self.scaler.scales)
         self.stop = StopRequest() if stop is None else stop
         self.weight: float | None = None
         self._scales: dict[int, float] = {}  # of the batches that the last stage has begun
@@ -113,7 +113,7 @@ class Decisions:
             elif total is None and batch in self._noted:
                 self.events.evaluated(self._noted.pop(batch))
             self.scaler.learn(self._last)
-            self.lookout.hear(self._last)
+            self.detector.observe(self._last)
             self.events.decided(self._last)
         return self._last
 
@@ -160,8 +160,8 @@ class Decisions:
         scaler = self.scaler
         if scaler.scales:
             state |= {"scale": scaler.scale, "before": scaler.before, "finite_in_a_row": scaler.finite_in_a_row}
-        watched = self.lookout.state()
-        return state | ({"lookout": watched} if watched else {})
+        watched = self.detector.state()
+        return state | ({"detector": watched} if watched else {})
 
     def load(self, batch: int, state: Mapping[str, Any]) -> None:
         """Go on where `state` was taken, with the next batch."""
@@ -170,7 +170,7 @@ class Decisions:
         if "scale" in state and self.scaler.scales:
             self.scaler.scale, self.scaler.before = state["scale"], state["before"]
             self.scaler.finite_in_a_row = int(state["finite_in_a_row"])
-        self.lookout.load(state.get("lookout", {}))
+        self.detector.load(state.get("detector", {}))
         self._decided, self._last, self._agreed = batch - 1, None, -1
         self._scales.clear()
         self._guessed.clear()

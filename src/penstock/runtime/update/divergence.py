@@ -1,4 +1,7 @@
-"""When training diverges, as decisions alone tell: so every rank comes to the same batch, whenever it hears of it."""
+"""Detection of diverging training from the decisions on updates.
+
+Decisions are the same on all ranks, so every rank finds the same batch, whenever it receives them.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +16,14 @@ from penstock.weights.decision import Decision
 
 
 class Divergence(NamedTuple):
-    """What counts as divergence.
+    """Criteria of divergence.
 
     Attributes:
-        spike: a loss above so many times the median of the finite ones of the `window` batches before; None for none.
-        window: batches of that median; nothing is judged before there have been as many.
-        nonfinite: a loss that is not finite, or a gradient. Where losses are scaled, a gradient that is not finite is
-            nothing unusual, and only the loss counts.
+        spike: a loss above this multiple of the median of the finite losses of the `window` batches before is a
+            divergence; None to ignore the size of losses.
+        window: number of batches in that median; no loss is judged before there have been as many.
+        nonfinite: a loss or gradient that is not finite is a divergence. With loss scaling, gradients that are not
+            finite are usual, and only the loss counts.
     """
 
     spike: float | None = None
@@ -30,7 +34,7 @@ class Divergence(NamedTuple):
         """Check the numbers.
 
         Raises:
-            ConfigError: they cannot be.
+            ConfigError: `spike` is not above 1, or `window` no whole number of at least 1.
         """
         if self.spike is not None and not self.spike > 1:
             raise ConfigError(f"divergence: spike must be above 1, got {self.spike}")
@@ -39,21 +43,21 @@ class Divergence(NamedTuple):
 
 
 class Trouble(NamedTuple):
-    """The first batch that has shown a divergence, and what it has shown."""
+    """The first batch at which training was found to diverge, and the reason."""
 
     batch: int
     why: str
 
 
-class Lookout:
-    """Looks for a divergence in decisions, as one rank learns them; what it has found is part of every snapshot.
+class DivergenceDetector:
+    """Looks for a divergence in the decisions that one rank receives; its state is part of every snapshot.
 
     Args:
-        divergence: what counts; nothing if None.
+        divergence: the criteria; None finds nothing.
         scaled: losses are scaled.
 
     Attributes:
-        trouble: what was found since the batch from which it looks.
+        trouble: the first divergence found at or after the batch given to `watch_from`; None if there is none.
     """
 
     def __init__(self, divergence: Divergence | None, scaled: bool) -> None:
@@ -62,14 +66,14 @@ class Lookout:
         self._first = 0.0
         self.trouble: Trouble | None = None
 
-    def look(self, first: float) -> None:
-        """Look at batches from `first` on, infinite for none; what was found before it is forgotten."""
+    def watch_from(self, first: float) -> None:
+        """Judge batches from `first` on (infinity for none), and forget what was found before it."""
         self._first = first
         if self.trouble is not None and self.trouble.batch < first:
             self.trouble = None
 
-    def hear(self, decision: Decision) -> None:
-        """Take notice of a decision; they come in the order of their batches."""
+    def observe(self, decision: Decision) -> None:
+        """Judge a decision; decisions come in the order of their batches."""
         if self._divergence is None or not decision.weight:
             return
         if self.trouble is None and decision.batch >= self._first:
@@ -92,13 +96,13 @@ class Lookout:
         return f"the loss was {loss:.4g}, {loss / usual:.3g} times the median of the {divergence.window} batches before"
 
     def state(self) -> dict[str, Any]:
-        """What it remembers, as JSON can say it."""
+        """Return its state as plain JSON values."""
         if self._divergence is None:
             return {}
         return {"losses": list(self._losses)} | ({} if self.trouble is None else {"trouble": list(self.trouble)})
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` was taken."""
+        """Restore a state that `state` returned."""
         self._losses.clear()
         self._losses.extend(state.get("losses", ()))
         self.trouble = Trouble(*state["trouble"]) if "trouble" in state and self._divergence is not None else None

@@ -1,7 +1,7 @@
-"""Activations that are parked: what a graph keeps, moved away for a while (OFFLOAD) and back (FETCH).
+"""Offloading of activations: the saved tensors of a graph are moved away for a while (OFFLOAD) and back (FETCH).
 
-They go to the memory of the rank's own host (on the CPU they are there already: they only change their name in the
-account of memory), or to another rank, which has them between HOLD and RETURN.
+They go to the memory of the rank's own host (on the CPU they are there already; only their role in the memory account
+changes), or to another rank, which keeps them between HOLD and RETURN.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from penstock.stage.autograd.saved_bytes import SavedBytes
 
 @dataclass
 class _StorageSlot:
-    """The storage of some tensors that a graph keeps."""
+    """A storage that saved tensors of a graph share; its content may be elsewhere at the moment."""
 
     storage: torch.UntypedStorage
     device: torch.device
 
 
 @dataclass
-class _Spot:
-    """A tensor that a graph keeps: where it lies, and how."""
+class _SavedView:
+    """A saved tensor as a view of its storage."""
 
     place: _StorageSlot
     dtype: torch.dtype
@@ -34,64 +34,64 @@ class _Spot:
     stride: tuple[int, ...]
 
     def tensor(self) -> Tensor:
-        """It, wherever its storage is now."""
+        """Make the tensor, on whatever device its storage is now."""
         storage = self.place.storage
         empty = torch.empty(0, dtype=self.dtype, device=storage.device)
         return empty.set_(storage, self.offset, self.shape, self.stride)
 
 
-class Parking(SavedBytes):
-    """Records what a graph keeps while a forward runs, so that it can be moved.
+class ActivationOffload(SavedBytes):
+    """Saved-tensor hooks that record what a graph saves while a forward runs, so that it can be moved.
 
     Args:
-        known: addresses of memory that lives anyway, such as weights; it stays where it is.
+        known: addresses of memory that lives anyway, such as weights; it is never moved.
     """
 
     def __init__(self, known: set[int]) -> None:
         self._places: dict[int, _StorageSlot] = {}
-        self._stay: set[int] = set()
-        super().__init__(known, self._spot, _found)
+        self._pinned: set[int] = set()
+        super().__init__(known, self._record, _unpack)
 
-    def stay(self, tensors: Iterable[object]) -> None:
-        """These are kept by others, too, and cannot be moved."""
+    def pin(self, tensors: Iterable[object]) -> None:
+        """Exclude tensors from being moved, because others keep them alive, too."""
         for tensor in tensors:
             if isinstance(tensor, Tensor):
-                self._stay.add(tensor.untyped_storage().data_ptr())
+                self._pinned.add(tensor.untyped_storage().data_ptr())
 
     def move(self, device: torch.device | None) -> int:
-        """Move everything to a device, or back to where it was; returns how many bytes."""
+        """Move all recorded storages to a device, or back if None, and return their bytes."""
         nbytes = 0
         for place in self._movable():
             place.storage = _copied(place.storage, device or place.device)
             nbytes += place.storage.nbytes()
         return nbytes
 
-    def give(self) -> list[Tensor]:
-        """Everything, as bytes, to be sent elsewhere; nothing of it is left here."""
+    def take_bytes(self) -> list[Tensor]:
+        """Take all recorded storages out, as tensors of bytes to be sent to another rank, and free them here."""
         given = [_bytes(place.storage) for place in self._movable()]
         for place in self._movable():
             place.storage = torch.empty(0).untyped_storage()
         return given
 
-    def take(self, given: Iterable[Tensor]) -> None:
-        """Everything back, as `give` gave it."""
+    def put_bytes(self, given: Iterable[Tensor]) -> None:
+        """Put back what `take_bytes` took out."""
         for place, tensor in zip(self._movable(), given, strict=True):
             place.storage = tensor.clone().untyped_storage()
 
     def _movable(self) -> list[_StorageSlot]:
-        return [place for address, place in self._places.items() if address not in self._stay]
+        return [place for address, place in self._places.items() if address not in self._pinned]
 
-    def _spot(self, tensor: Tensor) -> Tensor | _Spot:
+    def _record(self, tensor: Tensor) -> Tensor | _SavedView:
         self.add([tensor])
         storage = tensor.untyped_storage()
         if storage.data_ptr() in self._known:
             return tensor.detach()
         place = self._places.setdefault(storage.data_ptr(), _StorageSlot(storage, tensor.device))
-        return _Spot(place, tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride())
+        return _SavedView(place, tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride())
 
 
-def _found(kept: Tensor | _Spot) -> Tensor:
-    return kept.tensor() if isinstance(kept, _Spot) else kept
+def _unpack(kept: Tensor | _SavedView) -> Tensor:
+    return kept.tensor() if isinstance(kept, _SavedView) else kept
 
 
 def _copied(storage: torch.UntypedStorage, device: torch.device) -> torch.UntypedStorage:

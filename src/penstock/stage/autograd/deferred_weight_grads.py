@@ -1,4 +1,4 @@
-"""What the first half of a backward leaves to the second one (`penstock.stage.autograd.split_backward`)."""
+"""The weight gradients that the first half of a split backward (I) leaves to the second half (W)."""
 
 from __future__ import annotations
 
@@ -10,16 +10,19 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from penstock.errors import CapabilityError
 
-Gradients = Callable[[Tensor], Iterable[tuple[str, Tensor]]]
-"""The gradient that has arrived at an operation -> names of weights and their gradients."""
+WeightGradFunction = Callable[[Tensor], Iterable[tuple[str, Tensor]]]
+"""The gradient of an operation's output -> names of the weights that it read, and their gradients."""
 
 
-class Late:
-    """What of a backward has been put off: operations that read weights, and the gradients that have arrived there.
+class DeferredWeightGrads:
+    """The deferred half of a backward: operations that read weights, and the gradients that have arrived at them.
+
+    `penstock.stage.autograd.split_backward` fills it, `run` computes the weight gradients.
 
     Attributes:
-        shared: names of weights whose gradients have to be summed up before they are added to others.
-        expected: the forward is over, so that a backward is that of the schedule.
+        shared: names of weights that several operations read: their gradients are summed before they are added to those
+            of other microbatches.
+        expected: set once the forward is over; a backward after that is the schedule's own.
     """
 
     def __init__(self) -> None:
@@ -27,27 +30,31 @@ class Late:
         self.expected = False
         self._roots: list[GradientEdge] = []
         self._gradients: list[Tensor] = []
-        self._plain: list[tuple[Gradients, Tensor]] = []
+        self._plain: list[tuple[WeightGradFunction, Tensor]] = []
         self._read: set[str] = set()
 
     def read(self, names: Collection[str]) -> None:
-        """An operation reads weights, and gives their gradients without the help of a graph."""
+        """Note the weights of an operation whose gradients are computed without a graph."""
         self.shared.update(self._read.intersection(names))
         self._read.update(names)
 
     def add(self, roots: Iterable[GradientEdge], gradients: Iterable[Tensor]) -> None:
-        """A gradient has arrived at an operation with a graph of its own."""
-        if self._wants():
+        """Defer an operation with a graph of its own, given the gradients that have arrived at its outputs."""
+        if self._is_expected():
             self._roots += roots
             self._gradients += gradients
 
-    def add_plain(self, gradients: Gradients, gradient: Tensor) -> None:
-        """A gradient has arrived at an operation without one."""
-        if self._wants():
+    def add_plain(self, gradients: WeightGradFunction, gradient: Tensor) -> None:
+        """Defer an operation without a graph, given the gradient that has arrived at its output."""
+        if self._is_expected():
             self._plain.append((gradients, gradient))
 
-    def _wants(self) -> bool:
-        """Whether what has arrived is for the weights: a block may ask for gradients of its own while it runs."""
+    def _is_expected(self) -> bool:
+        """Return True if the gradient is one of the schedule's backward, not one that a block computes in its forward.
+
+        Raises:
+            CapabilityError: the block asks for gradients that can be differentiated again.
+        """
         if torch.is_grad_enabled():
             raise CapabilityError(
                 "a block asks for gradients that can be differentiated again (create_graph=True), which a backward in "
@@ -57,36 +64,39 @@ class Late:
 
     @property
     def gradients(self) -> Sequence[Tensor]:
-        """Those that have arrived."""
+        """The gradients that have arrived so far."""
         return [*self._gradients, *(gradient for _, gradient in self._plain)]
 
-    @torch.no_grad()
     def run(self, weights: Mapping[str, Tensor], add: Callable[[str, Tensor], None]) -> None:
-        """Add the gradients of the weights, and let go of everything.
+        """Compute the weight gradients, add them to the gradient of the batch, and free everything.
 
         Args:
-            weights: the leaves, by name. What comes from graphs is added to where their `.grad` points.
-            add: adds a gradient of one of them to the same.
+            weights: the leaves, by name; gradients from graphs are added where their `.grad` points.
+            add: adds the gradient of one weight there.
         """
         roots, gradients, plain = self._roots, self._gradients, self._plain
         self._roots, self._gradients, self._plain = [], [], []
         sums: dict[str, Tensor] = {}
-        for ask, arrived in plain:
-            for name, gradient in ask(arrived):
-                if name not in self.shared:
+        with torch.no_grad():
+            for compute, arrived in plain:
+                for name, gradient in compute(arrived):
+                    if name not in self.shared:
+                        add(name, gradient)
+                    else:
+                        sums[name] = sums[name] + gradient if name in sums else gradient
+            if roots:
+                ends = [*roots, *(get_gradient_edge(weights[name]) for name in sums)]
+                torch.autograd.backward(ends, [*gradients, *sums.values()], inputs=list(weights.values()))
+            else:
+                for name, gradient in sums.items():
                     add(name, gradient)
-                else:
-                    sums[name] = sums[name] + gradient if name in sums else gradient
-        if roots:
-            ends = [*roots, *(get_gradient_edge(weights[name]) for name in sums)]
-            torch.autograd.backward(ends, [*gradients, *sums.values()], inputs=list(weights.values()))
-        else:
-            for name, gradient in sums.items():
-                add(name, gradient)
 
 
-class Taken:
-    """A tensor that gradients will need, and that nobody may have written into by then; as autograd keeps them."""
+class SavedTensor:
+    """A tensor saved for the backward, with the check for writes in between that autograd makes for its own.
+
+    Reading it raises RuntimeError if it was written into.
+    """
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor.detach()
@@ -94,7 +104,7 @@ class Taken:
 
     @property
     def tensor(self) -> Tensor:
-        """As it was."""
+        """The tensor, unchanged since it was saved."""
         if self._tensor._version != self._version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: a "

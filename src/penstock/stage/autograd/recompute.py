@@ -1,7 +1,8 @@
-"""What is kept of a forward that will be run again instead of its graph: its input, and the buffers that it changes.
+"""Activation recomputation: inputs and buffers saved instead of a graph, so that a forward can be run again.
 
-Run again, it sees the buffers as they were, and what it changes in them is dropped: buffers are updated once, in the
-order of the forwards. Its random numbers are the same because they depend on the microbatch (`randomness`).
+The recomputed forward sees the module buffers as the first one did, and its changes to them are dropped: buffers are
+updated once, in the order of the forwards. Its random numbers are the same because they depend on the microbatch alone
+(`penstock.stage.rng`).
 """
 
 from __future__ import annotations
@@ -26,16 +27,17 @@ _State = tuple[int, int]
 
 
 @dataclass
-class Kept:
-    """What a graph is made of again.
+class RecomputeInput:
+    """The saved input of some blocks, from which their graph is made again.
 
     Attributes:
         names: the blocks.
-        value, wants: their input (where that will come again, only meanwhile), and which of its leaves want a gradient.
-        inputs: state of the input's tensors.
-        states: of all buffers of the blocks.
-        buffers: copies of those that a forward changes, as they were.
-        nbytes: bytes that are kept.
+        value: their input; None between forward and recomputation if it comes again from the stage before.
+        wants: which leaves of the input want a gradient.
+        inputs: states of the input's tensors, to notice writes.
+        states: states of all buffers of the blocks.
+        buffers: copies of the buffers that a forward changes, from before it.
+        nbytes: bytes that are saved.
     """
 
     names: Sequence[str]
@@ -47,22 +49,24 @@ class Kept:
     nbytes: int
 
 
-class Keeper:
-    """Keeps what it takes to run blocks of a stage again.
+class RecomputeInputSaver:
+    """Saves the inputs and buffers that recomputing the blocks of one stage takes.
 
     Args:
         blocks: of the stage, by name.
-        where: for messages.
-        keeps_inputs: else the input of a forward comes again before it is run again, from the recompute of the stage
-            before (`penstock.schedule.transforms.recompute`, segments).
+        where: the stage in messages.
+        saves_inputs: False if inputs come again before each recomputation, from that of the stage before
+            (`penstock.schedule.transforms.recompute`, segments).
     """
 
-    def __init__(self, blocks: Mapping[str, Any], where: str, keeps_inputs: bool = True) -> None:
-        self._blocks, self._where, self.keeps_inputs = blocks, where, keeps_inputs
+    def __init__(self, blocks: Mapping[str, Any], where: str, saves_inputs: bool = True) -> None:
+        self._blocks, self._where, self.saves_inputs = blocks, where, saves_inputs
         self._restless: dict[tuple[str, ...], set[BufferPlace]] = {}  # buffers that a forward of these blocks changes
 
-    def keep(self, names: Sequence[str], value: Any, wants: tuple[bool, ...], known: Collection[int]) -> Kept:
-        """Keep the input of some blocks, and the buffers that they may change; `settle` once they have run.
+    def before_forward(
+        self, names: Sequence[str], value: Any, wants: tuple[bool, ...], known: Collection[int]
+    ) -> RecomputeInput:
+        """Save the input of some blocks and the buffers that they may change; `after_forward` follows.
 
         Args:
             names: the blocks.
@@ -73,14 +77,14 @@ class Keeper:
         restless = self._restless.get(tuple(names), places.keys())
         buffers = {place: tensor.clone() for place, tensor in places.items() if place in restless}
         states = {place: _state(tensor) for place, tensor in places.items()}
-        nbytes = storage_bytes(leaves, known) if self.keeps_inputs else 0
-        return Kept(names, value, wants, _states(leaves), states, buffers, nbytes)
+        nbytes = storage_bytes(leaves, known) if self.saves_inputs else 0
+        return RecomputeInput(names, value, wants, _states(leaves), states, buffers, nbytes)
 
-    def settle(self, kept: Kept) -> None:
-        """The blocks have run: forget the buffers that they have left alone.
+    def after_forward(self, kept: RecomputeInput) -> None:
+        """Drop the copies of buffers that the blocks have not changed.
 
         Raises:
-            ConfigError: they have written into their input, or into a buffer for the first time.
+            ConfigError: the blocks have written into their input, or into a buffer for the first time.
         """
         if _states(pytree.tree_leaves(kept.value)) != kept.inputs:
             raise ConfigError(
@@ -105,19 +109,19 @@ class Keeper:
         restless.update(changed)  # one that this forward has left alone may be changed by a later one
         kept.buffers = {place: tensor for place, tensor in kept.buffers.items() if place in restless}
         kept.nbytes += sum(tensor.nbytes for tensor in kept.buffers.values())
-        if not self.keeps_inputs:
+        if not self.saves_inputs:
             kept.value, kept.inputs = None, []
 
-    def give(self, kept: Kept, value: Any) -> None:
-        """The input of some blocks has come again."""
+    def provide(self, kept: RecomputeInput, value: Any) -> None:
+        """Take the input again that the stage before has recomputed."""
         kept.value, kept.inputs = value, _states(pytree.tree_leaves(value))
 
     @contextmanager
-    def as_it_was(self, kept: Kept) -> Iterator[None]:
-        """Let the modules see their buffers as they were, and afterwards as they are.
+    def as_in_forward(self, kept: RecomputeInput) -> Iterator[None]:
+        """Give the modules their buffers from before the forward, and the present ones back on exit.
 
         Raises:
-            ConfigError: the input is not what it was.
+            ConfigError: the input has been written into since.
         """
         if _states(pytree.tree_leaves(kept.value)) != kept.inputs:
             raise ConfigError(
@@ -134,14 +138,14 @@ class Keeper:
                 module._buffers[key] = buffer
 
     def buffers(self, names: Sequence[str]) -> dict[BufferPlace, Tensor]:
-        """Those of the modules among some blocks."""
+        """Return the buffers of the modules among some blocks."""
         blocks = [self._blocks[name] for name in names]
         modules = [module for block in blocks if isinstance(block, nn.Module) for module in block.modules()]
         return {(m, key): tensor for m in modules for key, tensor in m._buffers.items() if tensor is not None}
 
 
 def parts_to_recompute(names: Sequence[str], recompute: Recompute, in_schedule: bool) -> list[Sequence[str]]:
-    """The blocks of a stage that are run again together; empty where their graphs are kept.
+    """Group the blocks of a stage that are recomputed together; empty where their graphs are kept.
 
     Args:
         names: all blocks of the stage.
@@ -163,7 +167,7 @@ def check_recompute(recompute: str, segments: Segments) -> None:
         raise ConfigError(f"recompute must be one of {', '.join(get_args(Recompute))}; got {recompute!r}")
     if recompute != "stage" and segments != 1:
         raise ConfigError(
-            f"segments={segments!r} is for recompute='stage', where stages run forwards again together; recompute is "
+            f"segments={segments!r} is for recompute='stage', where stages recompute forwards together; recompute is "
             f"{recompute!r}"
         )
 

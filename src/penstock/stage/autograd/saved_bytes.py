@@ -1,4 +1,4 @@
-"""How many bytes a graph keeps alive, exactly."""
+"""Exact count of the bytes that an autograd graph keeps alive."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from torch.utils import _pytree as pytree
 
 
 class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
-    """Counts the storages that autograd saves while a forward runs, each once.
+    """Saved-tensor hooks that count the storages that autograd saves while a forward runs, each once.
 
-    Saved-tensor hooks switch autograd's own check for rewritten tensors off, and cost time, so the executor uses
-    this only for the first forward of each input shape.
+    Saved-tensor hooks switch off autograd's own check for tensors written after they were saved, and they cost time; so
+    they are used only for the first forward of each input shape.
 
     Args:
         known: addresses of storages that live anyway: weights, buffers.
-        pack, unpack: what the graph keeps instead of a tensor, and the tensor again; the tensor itself if None.
+        pack: turns a tensor into the object that the graph keeps; the tensor itself by default.
+        unpack: turns that object back into the tensor.
     """
 
     def __init__(
@@ -30,8 +31,8 @@ class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
     ) -> None:
         self._known = known
         self._seen: dict[int, int] = {}
-        self._late: dict[int, int] = {}
-        self._apart = False
+        self._deferred: dict[int, int] = {}
+        self._target = self._seen
         super().__init__(pack or self._pack, unpack)
 
     def __exit__(self, *args: object) -> None:
@@ -43,41 +44,46 @@ class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
         return tensor.detach()  # an operation that keeps its own result would otherwise keep itself
 
     def add(self, tensors: Iterable[object]) -> None:
-        """Count these, too."""
+        """Count the storages of these tensors, too."""
         for tensor in tensors:
             if isinstance(tensor, Tensor):
                 storage = tensor.untyped_storage()
-                if storage.data_ptr() not in self._known:
-                    (self._late if self._apart else self._seen)[storage.data_ptr()] = storage.nbytes()
+                address = storage.data_ptr()
+                if address not in self._known:
+                    self._target[address] = storage.nbytes()
 
     @contextmanager
-    def apart(self) -> Iterator[None]:
-        """What is saved meanwhile lives longer (`penstock.stage.autograd.split_backward`)."""
-        self._apart = True
+    def counting_deferred(self) -> Iterator[None]:
+        """Count as deferred whatever is saved in this context (`penstock.stage.autograd.split_backward`)."""
+        self._target = self._deferred
         try:
             yield
         finally:
-            self._apart = False
+            self._target = self._seen
 
     @property
     def total(self) -> int:
-        """Bytes so far."""
-        return sum((self._seen | self._late).values())
+        """All bytes counted so far."""
+        return sum((self._seen | self._deferred).values())
 
     @property
-    def late(self) -> int:
-        """Those of them that live longer than the rest."""
-        return sum(self._late.values())
+    def deferred(self) -> int:
+        """The bytes among them that stay alive until the second half of a split backward."""
+        return sum(self._deferred.values())
 
 
 def storage_bytes(tensors: Iterable[object], known: Collection[int]) -> int:
-    """Bytes of the storages of `tensors`, each once, but for those whose addresses are known."""
+    """Sum the bytes of the storages of `tensors`, each once, without those whose addresses are known."""
     counter = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if isinstance(t, Tensor)}
     return sum(nbytes for address, nbytes in counter.items() if address not in known)
 
 
 def signature(value: object) -> tuple[object, ...]:
-    """What decides how much a graph saves: shapes and types of the inputs."""
+    """Shapes, dtypes and types of all leaves of an input, on which the bytes that a graph saves depend."""
+    if type(value) is Tensor:
+        return value.shape, value.dtype, value.requires_grad
+    if value is None:
+        return (type(None),)
     return tuple(
         (tuple(leaf.shape), leaf.dtype, leaf.requires_grad) if isinstance(leaf, Tensor) else type(leaf)
         for leaf in pytree.tree_leaves(value)
