@@ -34,24 +34,24 @@ STAGES = 2
 
 
 class Arm(Protocol):
-    """Something that trains."""
+    """A training engine to measure."""
 
     def run(self, batches: int) -> None:
         """Train `batches` batches."""
         ...
 
     def close(self) -> None:
-        """Finish what is under way."""
+        """Finish everything that is in flight."""
         ...
 
 
 def make_optimizer(parameters: Any) -> torch.optim.Optimizer:
-    """The optimizer of every arm."""
+    """Make the optimizer that every arm uses."""
     return torch.optim.AdamW(parameters, lr=3e-4, weight_decay=0.1)
 
 
 def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy of a microbatch."""
+    """Return the mean cross-entropy of a microbatch."""
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
@@ -87,7 +87,7 @@ class Data:
 
 
 def stage_modules(stages: int) -> list[nn.Sequential]:
-    """The model in `stages` equal parts; the first also embeds, the last also has the head."""
+    """Split the model into `stages` equal parts; the first also embeds, the last also has the head."""
     blocks = [block.make() for block in gpt_blocks(SHAPE, seed=0).values()]
     layers = SHAPE.layers // stages
     ends = [1 + layers * (c + 1) for c in range(stages)]
@@ -130,19 +130,20 @@ class PenstockArm:
         )
 
     def run(self, batches: int) -> None:
-        """One span."""
+        """Run one span."""
         for _ in self.pipeline.run(self.data.batches(batches, self.microbatches)):
             pass
 
     def close(self) -> None:
-        """Nothing is under way between spans."""
+        """Do nothing: nothing is in flight between spans."""
 
 
 class PenstockStream(PenstockArm):
-    """A method of Penstock whose batches overlap: one span from beginning to end, of which a run takes the next part.
+    """A method of Penstock whose batches overlap: one span from beginning to end, of which each run executes a part.
 
-    A rank stops in the middle of the stream, directly before the first backward of a batch, and goes on from there. No
-    work is left out or done twice, but the ranks lose their stagger, which costs the last one about a forward per run.
+    A rank stops in the middle of the stream, directly before the first backward of a batch, and continues from there.
+    No work is left out or done twice, but the ranks lose their stagger, which costs the last one about a forward per
+    run.
     """
 
     def __init__(self, method: str, microbatches: int, data: Data, clip: float | None = None) -> None:
@@ -150,7 +151,7 @@ class PenstockStream(PenstockArm):
         self._reports = self.pipeline.run(data.batches(sys.maxsize, microbatches))
 
     def run(self, batches: int) -> None:
-        """The next batches of the stream."""
+        """Run the next batches of the stream."""
         for _ in range(batches):
             next(self._reports)
 
@@ -166,7 +167,7 @@ WHOLE, LOOPED, FOLDED = (
     lambda rank: [rank, rank + STAGES],
     lambda rank: [rank, 2 * STAGES - 1 - rank],
 )
-"""The stages of a rank."""
+"""Placements: rank -> the indices of its stages."""
 
 TORCH: dict[str, tuple[Any, Callable[[int], list[int]]]] = {
     "gpipe": (ScheduleGPipe, WHOLE),
@@ -177,7 +178,7 @@ TORCH: dict[str, tuple[Any, Callable[[int], list[int]]]] = {
     "zbv": (ScheduleZBVZeroBubble, FOLDED),
     "dualpipev": (ScheduleDualPipeV, FOLDED),
 }
-"""Its schedules, and where they place the stages."""
+"""torch's schedules, with how each places the stages on ranks."""
 
 
 class TorchArm:
@@ -198,7 +199,7 @@ class TorchArm:
         self.optimizer = task.optimizer([p for module in self.modules for p in module.parameters()])
 
     def run(self, batches: int) -> None:
-        """A step of the schedule and of the optimizer per batch."""
+        """Make a step of the schedule and of the optimizer per batch."""
         for inputs, targets in self.data.joined(batches, self.microbatches):
             arguments = [inputs] if self.rank == 0 else []
             losses: list[Tensor] = []
@@ -210,11 +211,11 @@ class TorchArm:
             self.optimizer.zero_grad()
 
     def close(self) -> None:
-        """Nothing is under way between batches."""
+        """Do nothing: nothing is in flight between batches."""
 
 
 class CeilingArm:
-    """What two processes can do at best: their own stages, inputs from a loop-back buffer, no communication."""
+    """The upper bound of two processes: each runs its stage on inputs from a loop-back buffer, no communication."""
 
     def __init__(self, microbatches: int, data: Data) -> None:
         self.microbatches, self.data, self.rank = microbatches, data, dist.get_rank()
@@ -224,33 +225,33 @@ class CeilingArm:
         self.loopback = torch.randn(shape)
 
     def run(self, batches: int) -> None:
-        """Forward and backward of every microbatch, an update per batch."""
+        """Run forward and backward of every microbatch, and an update per batch."""
         for batch in self.data.batches(batches, self.microbatches):
             for inputs, targets in batch:
                 self.backward(*self.forward(inputs, targets))
             self.update()
 
     def forward(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
-        """What the backward begins with, and the gradient of it that would come back."""
+        """Return the tensor to begin the backward with, and its gradient unless it is a loss."""
         if self.rank == 0:
             return self.module(inputs), self.loopback
         return mean_loss(self.module(self.loopback.detach().requires_grad_()), targets), None
 
     def backward(self, output: Tensor, gradient: Tensor | None) -> None:
-        """Add to the gradients."""
+        """Accumulate the gradients."""
         output.backward(gradient)  # type: ignore[no-untyped-call]
 
     def update(self) -> None:
-        """Step."""
+        """Step the optimizer."""
         self.optimizer.step()
         self.optimizer.zero_grad()
 
     def close(self) -> None:
-        """Nothing is ever under way."""
+        """Do nothing: nothing is ever in flight."""
 
 
 Maker = Callable[[int, Data], Arm]
-"""(m, data) -> arm."""
+"""(m, data) -> an arm."""
 
 ARMS: dict[str, Maker] = {
     "ceiling": CeilingArm,
@@ -261,4 +262,4 @@ ARMS: dict[str, Maker] = {
     "torch gpipe": lambda m, data: TorchArm("gpipe", m, data),
     "torch zbv": lambda m, data: TorchArm("zbv", m, data),
 }
-"""Every arm by its name."""
+"""All arms by name."""

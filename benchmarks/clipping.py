@@ -1,10 +1,10 @@
-"""What clipping by the global norm costs PipeDream-2BW: throughput with it / throughput without.
+"""Measures the cost of clipping by the global norm in PipeDream-2BW: throughput with it / throughput without.
 
     python -m benchmarks.clipping
 
-The same stages, data and optimizer as in `benchmarks.throughput`. Both arms take turns within a round, in slices and in
-shuffled order, and ratios are taken within a round, because machines drift. Both are halted between their slices, at
-the same cost, so slices may be shorter here. Bounds are those of a 95 % interval for the median. Raw data go to
+It uses the stages, data and optimizer of `benchmarks.throughput`. Both arms take turns within a round, in slices and in
+random order, and ratios are taken within a round, because machines drift. Both are halted between their slices, at the
+same cost, so slices may be shorter here. Bounds are those of a 95 % interval for the median. Raw data go to
 `benchmarks/results/`.
 """
 
@@ -26,12 +26,12 @@ ARMS: dict[str, Maker] = {
 
 
 def work(rank: int, port: int, arguments: argparse.Namespace, out: str) -> None:
-    """One rank."""
+    """Measure on one rank."""
     measure(rank, port, arguments, out, ARMS)
 
 
 def print_summary(rows: list[dict[str, Any]]) -> None:
-    """The ratio per m, as Markdown."""
+    """Print the ratio per m as Markdown."""
     print(f"\nthroughput / {WITHOUT}: median (95 % interval) of the rounds\n")
     table = summarise(rows, WITHOUT)
     print("| arm | " + " | ".join(f"m = {m}" for m in table) + " |")

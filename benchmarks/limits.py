@@ -1,15 +1,15 @@
-"""What keeps 2BW from the ceiling: waiting for the slower rank, slower work, or messages.
+"""Explains the gap between 2BW and the ceiling: waiting for the slower rank, slower work, or messages.
 
     python -m benchmarks.limits --microbatches 2 --method 2bw-eager
 
 The ceiling and 2BW take turns, as in `benchmarks.throughput`, and the time of every forward, backward and update is
-kept. Then both lists of times are played again in the order of 2BW with messages that take no time. A rank that
-happens to be slow for one microbatch makes the other one wait there, because the order leaves them no slack; two
-processes that never talk only add up. So the time of 2BW is the ceiling's, times three factors:
+recorded. Then both lists of times are replayed in the order of 2BW with messages that take no time. A rank that happens
+to be slow for one microbatch delays the other one there, because the order leaves them no slack; in the ceiling two
+processes never communicate, so their times only add up. The time of 2BW is that of the ceiling times three factors:
 
     order     the ceiling's own times in the order of 2BW / the ceiling
     work      2BW's times in this order / the ceiling's times in this order
-    messages  2BW as it ran / 2BW's times in this order; so the halts between slices count here, about a forward each
+    messages  2BW as measured / 2BW's times in this order; includes the halts between slices, about a forward each
 """
 
 from __future__ import annotations
@@ -32,27 +32,27 @@ from penstock.schedule.machine.play import Machine
 
 T = TypeVar("T")
 Times = dict[str, list[float]]
-"""F, B or STEP -> seconds of each, in order."""
+"""F, B or STEP -> the seconds of each occurrence, in order."""
 KINDS = ("F", "B", "STEP")
 
 
 class TimedCeiling(CeilingArm):
-    """The ceiling, with the time of everything it does."""
+    """The ceiling, recording the time of every forward, backward and update."""
 
     def __init__(self, microbatches: int, data: Data) -> None:
         super().__init__(microbatches, data)
         self.times: Times = {kind: [] for kind in KINDS}
 
     def forward(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Forward, and its time."""
+        """Run and time a forward."""
         return self._timed("F", lambda: super(TimedCeiling, self).forward(inputs, targets))
 
     def backward(self, output: Tensor, gradient: Tensor | None) -> None:
-        """Backward, and its time."""
+        """Run and time a backward."""
         self._timed("B", lambda: super(TimedCeiling, self).backward(output, gradient))
 
     def update(self) -> None:
-        """Update, and its time."""
+        """Run and time an update."""
         self._timed("STEP", super().update)
 
     def _timed(self, kind: str, work: Callable[[], T]) -> T:
@@ -63,7 +63,7 @@ class TimedCeiling(CeilingArm):
 
 
 def replay(lowered: Lowered, times: Sequence[Times]) -> float:
-    """Seconds that ranks with these times need for a span, with messages that take no time."""
+    """Return the seconds that a span takes with these times of each rank and messages that take no time."""
     supply = {(rank, kind): iter(taken) for rank, kinds in enumerate(times) for kind, taken in kinds.items()}
     machine = Machine(lowered, lambda action: next(supply[action.stage.rank, action.op.value]))
     machine.play(len(times[0]["STEP"]))
@@ -71,13 +71,13 @@ def replay(lowered: Lowered, times: Sequence[Times]) -> float:
 
 
 def work_of(timeline: Timeline, rank: int, like: Times) -> Times:
-    """Seconds of the first actions of a rank, as many of each kind as in `like`."""
+    """Return the seconds of the first actions of a rank, as many of each kind as in `like`."""
     work = timeline.work(rank)
     return {kind: [i.end - i.start for i in work if i.what == kind][: len(like[kind])] for kind in KINDS}
 
 
 def factors(lowered: Lowered, ceiling: Sequence[Times], pipeline: Sequence[Times], seconds: float) -> dict[str, float]:
-    """Order, work and messages, and what they multiply to."""
+    """Return the factors order, work and messages, and their product."""
     alone = max(sum(map(sum, times.values())) for times in ceiling)
     ordered, worked = replay(lowered, ceiling), replay(lowered, pipeline)
     parts = {"order": ordered / alone, "work": worked / ordered, "messages": seconds / worked}
@@ -85,7 +85,7 @@ def factors(lowered: Lowered, ceiling: Sequence[Times], pipeline: Sequence[Times
 
 
 def measure(rank: int, port: int, method: str, m: int, count: int, size: int) -> None:
-    """One rank: both arms in turns; rank 0 prints."""
+    """Measure both arms in turns on one rank; rank 0 prints."""
     join(rank, port, STAGES)
     data = Data()
     ceiling, stream = TimedCeiling(m, data), PenstockStream(method, m, data)
@@ -105,7 +105,7 @@ def measure(rank: int, port: int, method: str, m: int, count: int, size: int) ->
 
 
 def print_table(method: str, m: int, ceiling: Sequence[Times], own: Sequence[Times], parts: dict[str, float]) -> None:
-    """Mean times per kind of work, and the factors."""
+    """Print mean times per kind of work, and the factors."""
     print(f"m = {m}, mean milliseconds of rank 0 and rank 1: the ceiling, {method}")
     for kind in KINDS:
         means = [statistics.fmean(times[kind]) for times in (*ceiling, *own)]
@@ -116,7 +116,7 @@ def print_table(method: str, m: int, ceiling: Sequence[Times], own: Sequence[Tim
 
 
 def main() -> None:
-    """Run it for every m."""
+    """Run the benchmark for every m."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--microbatches", type=int, nargs="+", default=[2, 4, 8, 16], help="values of m")
     parser.add_argument("--method", default="2bw", choices=["2bw", "2bw-eager"])

@@ -1,4 +1,4 @@
-"""What a measurement was made on, and the processes that make it."""
+"""Describes the machine of a measurement, and connects the processes that make it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def describe_machine() -> dict[str, object]:
 
 
 def command_line(name: str) -> str:
-    """The command of a benchmark as raw data keep it: without the folder of whoever ran it."""
+    """Return the command of a benchmark for the raw data, without the user's folders."""
     folder = argparse.ArgumentParser(add_help=False)
     folder.add_argument("--out")
     _, others = folder.parse_known_args()
@@ -38,21 +38,21 @@ def command_line(name: str) -> str:
 
 
 def free_port() -> int:
-    """A port of the loopback interface that nobody uses."""
+    """Return an unused port of the loopback interface."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def join(rank: int, port: int, ranks: int) -> None:
-    """Become a rank of one thread."""
+    """Join the process group as a rank with one thread."""
     torch.set_num_threads(1)
     penstock.keep_freed_memory()
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
 
 
 def leave() -> None:
-    """End together, so that nobody waits for a rank that has gone."""
+    """Leave the process group together, so that no rank waits for one that has exited."""
     dist.barrier()
     dist.destroy_process_group()
 

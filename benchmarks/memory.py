@@ -1,10 +1,10 @@
-"""Net resident memory per rank of Penstock and torch.distributed.pipelining, m = 8.
+"""Measures net resident memory per rank of Penstock and torch.distributed.pipelining, m = 8.
 
     python -m benchmarks.memory
 
-Every measurement is a fresh pair of processes. Net is the highest resident size while training, less the resident size
-before the model was made (interpreter, libraries, data). Medians over interleaved repetitions; raw data go to
-`benchmarks/results/`.
+Every measurement uses a fresh pair of processes. Net memory is the highest resident size while training, minus the
+resident size before the model was made (interpreter, libraries, data). Medians over interleaved repetitions; raw data
+go to `benchmarks/results/`.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ MICROBATCHES = 8
 
 
 def measure(rank: int, port: int, name: str, batches: int, queue: multiprocessing.SimpleQueue) -> None:
-    """One rank of one arm: (rank, net bytes)."""
+    """Measure one arm on one rank; put (rank, net bytes) into the queue."""
     join(rank, port, STAGES)
     data = Data()
     dist.barrier()
-    Path("/proc/self/clear_refs").write_text("5")  # the highest resident size counts from here
+    Path("/proc/self/clear_refs").write_text("5")  # reset the highest resident size
     before = _status("VmRSS")
     arm = ARMS[name](MICROBATCHES, data)
     arm.run(1)
@@ -41,7 +41,7 @@ def measure(rank: int, port: int, name: str, batches: int, queue: multiprocessin
 
 
 def _status(field: str) -> int:
-    """A memory figure of this process in bytes."""
+    """Read a memory figure of this process, in bytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(field + ":"):
             return int(line.split()[1]) * 1024
@@ -49,7 +49,7 @@ def _status(field: str) -> int:
 
 
 def run_arm(name: str, batches: int) -> list[int]:
-    """Net bytes of both ranks."""
+    """Return the net bytes of both ranks."""
     context = multiprocessing.get_context("spawn")
     queue = context.SimpleQueue()
     multiprocessing.spawn(measure, (free_port(), name, batches, queue), nprocs=STAGES)

@@ -1,9 +1,9 @@
-"""Orders against torch.distributed.pipelining's own, on two ranks of one thread each.
+"""Compares orders with torch.distributed.pipelining's own, on two ranks of one thread each.
 
     python -m benchmarks.orders
 
-Rounds and ratios as in `benchmarks.throughput`. Beside the ratio of each pair it says how close each comes to what its
-order allows: its throughput over that of the ceiling, divided by 1 - bubble of the simulated order (F = 1, B = 2).
+Rounds and ratios are as in `benchmarks.throughput`. Besides the ratio of each pair it prints how close each comes to
+the limit of its order: its throughput over the ceiling's, divided by 1 - bubble of the simulated order (F = 1, B = 2).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PAIRS = {
     "zb-h1": "zb1p",
     "1f1b": "1f1b",
 }
-"""Our method -> torch's schedule."""
+"""Penstock's method -> torch's schedule."""
 
 
 def _penstock(method: str, m: int, data: Data) -> PenstockArm:
@@ -44,13 +44,13 @@ MAKERS: dict[str, Maker] = {
 
 
 def allowed(method: str, m: int) -> float:
-    """1 - bubble."""
+    """Return 1 - bubble of a simulated order."""
     proof = prove(method, STAGES, m)
     return 1.0 - simulate_schedule(proof, Costs.uniform(proof.schedule)).bubble.bubble
 
 
 def print_summary(rows: list[dict[str, Any]]) -> None:
-    """Ratios of the pairs that were measured, and to what the orders allow where the ceiling was, as Markdown."""
+    """Print ratios of the measured pairs, and to the limits of the orders if the ceiling was measured, as Markdown."""
     names = rows[0]["seconds"].keys()
     ceilings = summarise(rows, "ceiling") if "ceiling" in names else {}
     print("| m | order | penstock / torch | penstock of allowed | torch of allowed |")

@@ -1,13 +1,13 @@
-"""What delays cost, and what is got back: losses after equal numbers of tokens, under every asynchronous method.
+"""Measures what delays cost and corrections regain: losses of every asynchronous method after equally many tokens.
 
     python -m benchmarks.quality                       # all campaigns: many hours on one core
     python -m benchmarks.quality --only text digits    # some, one after the other
-    python -m benchmarks.quality --summary             # the tables of what there is
+    python -m benchmarks.quality --summary             # the tables of the results so far
 
-Each campaign is a `penstock compare` of 8 stages with one optimizer for all of its methods, the synchronous one among
-them; every method is tuned over the same three learning rates, on the first of three seeds. An interrupted campaign
-goes on, in the folder of comparisons (`--out`). Of those that have ended `benchmarks/results/quality/` gets results.csv
-and summary.csv; `docs/which-method.md` says what follows from them.
+Each campaign is a `penstock compare` of 8 stages with one optimizer for all of its methods, including the synchronous
+one; every method is tuned over the same three learning rates, on the first of three seeds. An interrupted campaign is
+continued, in the folder of comparisons (`--out`). Finished campaigns leave results.csv and summary.csv in
+`benchmarks/results/quality/`; `docs/which-method.md` draws the conclusions.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ PUBLISHED = RESULTS / "quality"
 SHARED = ("stages=8", "batches=600", "rate.warm_up=150", "seeds=3", "tune=1")
 EIGHT = ("microbatches=8", "microbatch_size=2")
 MANY = ("microbatches=32", "microbatch_size=1")
-"""Four microbatches per stage: 1f1b idles for 18 % of the time, the first stage is 7/32 of an update behind."""
+"""Four microbatches per stage: 1f1b is idle 18 % of the time, the first stage is 7/32 of an update behind."""
 
 ONE = ("microbatches=1", "microbatch_size=16")
 """The same 16 samples per update, all in one microbatch: the delay of the first stage is then 7 updates."""
 
 HALF = ("batches=320", "rate.warm_up=80")
-"""1f1b makes so many updates in the simulated time in which methods without a bubble make 600."""
+"""The number of updates of 1f1b in the simulated time in which methods without a bubble make 600."""
 
 FEW = "2bw,2bw:sync=150,stash,pipemare,pipemare:sync=150,spectrain"
 STALE = "2bw,2bw:sync=150,stash,stash:sync=150,newest,pipemare,pipemare:sync=150,spectrain"
@@ -51,12 +51,12 @@ NADAM = ("optimizer.name=nadam", "optimizer.beta1=0.99", *ADAM)
 
 @dataclass(frozen=True)
 class Campaign:
-    """One comparison.
+    """A comparison of several methods.
 
     Attributes:
         title: for the docs.
-        methods: with commas between them; the first one is synchronous.
-        changes: as after --set.
+        methods: comma-separated; the first one is synchronous.
+        changes: of the configuration, as after --set.
     """
 
     title: str
@@ -65,7 +65,7 @@ class Campaign:
 
     @property
     def config(self) -> ComparisonConfig:
-        """All of it."""
+        """Return the configuration of the comparison."""
         return comparison_config([*SHARED, *self.changes], {"methods": self.methods})
 
 
@@ -88,11 +88,11 @@ CAMPAIGNS = {
     "text-1": Campaign("GPT on text, AdamW, m = 1", f"1f1b,{LATE}", (*ONE, *ADAM)),
     "text-1-nadam": Campaign("GPT on text, NAdam, m = 1", "1f1b,stash,newest,nag-pp,nag-pp-no-stash", (*ONE, *NADAM)),
 }
-"""By name of the folder."""
+"""All campaigns by the name of their folder."""
 
 
 def run(name: str, out: Path) -> None:
-    """Train what has not been trained, and write down what was found."""
+    """Train the missing runs of a campaign, and write its results."""
     observer = TerminalComparison()
     folder = out / name
     comparison = ComparisonRun(CAMPAIGNS[name].config, folder, observer)
@@ -107,7 +107,7 @@ def run(name: str, out: Path) -> None:
 
 
 def table(name: str, folder: Path = PUBLISHED) -> str:
-    """What a campaign has found, as Markdown."""
+    """Format the results of a campaign as Markdown."""
     with open(folder / name / SUMMARY) as file:
         rows = list(csv.DictReader(file))
     images = any(row["accuracy"] for row in rows)
@@ -133,10 +133,10 @@ def table(name: str, folder: Path = PUBLISHED) -> str:
 
 
 def main() -> None:
-    """Run campaigns, or print what there is of them."""
+    """Run campaigns, or print the results so far."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=list(CAMPAIGNS), choices=list(CAMPAIGNS), help="these campaigns")
-    parser.add_argument("--summary", action="store_true", help="print the tables of what there is, and train nothing")
+    parser.add_argument("--summary", action="store_true", help="print the tables of the results so far, do not train")
     parser.add_argument("--out", type=Path, default=Path("comparisons/quality"), help="folder of the comparisons")
     arguments = parser.parse_args()
     for name in arguments.only:

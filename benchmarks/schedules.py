@@ -1,8 +1,8 @@
-"""Time to make, prove, print, read and simulate a large schedule: 64 ranks and 1024 microbatches, and half of them.
+"""Measures the time to make, prove, print, read and simulate large schedules: 64 ranks, 512 and 1024 microbatches.
 
     python -m benchmarks.schedules
 
-Linear means that twice the microbatches take twice the time. Raw data go to `benchmarks/results/`.
+If the time is linear, twice the microbatches take twice as long. Raw data go to `benchmarks/results/`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def measure(method: str, stages: int, microbatches: int) -> dict[str, Any]:
-    """Seconds of every step, and the number of lowered instructions."""
+    """Return the seconds of every step, and the number of lowered instructions."""
     seconds: dict[str, float] = {}
 
     def timed(what: str, step: Callable[[], Any]) -> Any:
@@ -59,7 +59,7 @@ def measure(method: str, stages: int, microbatches: int) -> dict[str, Any]:
 
 
 def print_summary(rows: list[dict[str, Any]]) -> None:
-    """Medians over the rounds, as Markdown."""
+    """Print medians over the rounds as Markdown."""
     steps = list(rows[0]["seconds"])
     print("| schedule | instructions | " + " | ".join(f"{step} (s)" for step in steps) + " |")
     print("|---" * (len(steps) + 2) + "|")

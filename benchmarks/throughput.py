@@ -1,13 +1,13 @@
-"""Throughput of Penstock, torch.distributed.pipelining and the ceiling, on two ranks of one thread each.
+"""Measures throughput of Penstock, torch.distributed.pipelining and the ceiling, on two ranks of one thread each.
 
     python -m benchmarks.throughput            # one to two and a half hours on two cores
     python -m benchmarks.throughput --short    # minutes, for daily use
 
 Every round runs every arm on at least 128 microbatches; ratios are taken within a round, because machines drift. The
-arms take turns within a round, in slices of `--slice` microbatches and in shuffled order, so that a slow minute hits
-them all, and none is always run after the same other one. 2bw runs in one span, which is halted between its slices and
-drained only at the end; a halt costs it about a forward, so slices are not short. Bounds are those of a 95 % interval
-for the median (`interval`). Raw data go to `benchmarks/results/`.
+arms take turns within a round, in slices of `--slice` microbatches and in random order, so that a slow minute affects
+all of them, and no arm always follows the same other one. 2bw runs in one span, which is halted between its slices and
+drained only at the end; a halt costs it about a forward, so slices should not be short. Bounds are those of a 95 %
+interval for the median (`interval`). Raw data go to `benchmarks/results/`.
 """
 
 from __future__ import annotations
@@ -75,9 +75,9 @@ def measure(
 
 
 def _round(arms: dict[str, Arm], round_: int, batches: int, size: int) -> dict[str, float]:
-    """Seconds of every arm for `batches` batches, in slices of `size` batches.
+    """Return the seconds of every arm for `batches` batches, in slices of `size` batches.
 
-    A rank adds up its own slices and the slower rank counts, so that an arm that never waits for its peer (the
+    Each rank adds up its own slices, and the slower rank counts, so that an arm that never waits for its peer (the
     ceiling) is not charged for the slower rank of every slice.
     """
     seconds = dict.fromkeys(arms, 0.0)
@@ -91,7 +91,7 @@ def _round(arms: dict[str, Arm], round_: int, batches: int, size: int) -> dict[s
 
 
 def time_run(arm: Arm, batches: int) -> float:
-    """Seconds of this rank, from a common start."""
+    """Return the seconds of a run on this rank, from a common start."""
     dist.barrier()
     start = time.perf_counter()
     arm.run(batches)
@@ -99,7 +99,7 @@ def time_run(arm: Arm, batches: int) -> float:
 
 
 def summarise(rows: list[dict[str, Any]], base: str) -> dict[int, dict[str, tuple[float, float, float]]]:
-    """Per m and arm: median throughput ratio to `base`, and its bounds."""
+    """Return, per m and arm, the median throughput ratio to `base`, and its bounds."""
     table: dict[int, dict[str, tuple[float, float, float]]] = {}
     for m in sorted({row["m"] for row in rows}):
         here = [row["seconds"] for row in rows if row["m"] == m]
@@ -110,10 +110,10 @@ def summarise(rows: list[dict[str, Any]], base: str) -> dict[int, dict[str, tupl
 
 
 def interval(ratios: Sequence[float], confidence: float = 0.95) -> tuple[float, float, float]:
-    """The median of the rounds, and an interval that holds the true median with at least this confidence.
+    """Return the median of the rounds, and an interval that holds the true median with at least this confidence.
 
     Its ends are the k-th lowest and k-th highest ratio: the true median is below all but k - 1 of n rounds as often as
-    n coins show fewer than k heads, whatever the ratios are distributed like. With 9 rounds k is 2. With fewer than 6
+    n coins show fewer than k heads, whatever the distribution of the ratios. With 9 rounds k is 2. With fewer than 6
     there is no such interval, and the ends are the extremes.
     """
     ordered, n, k = sorted(ratios), len(ratios), 1
@@ -123,7 +123,7 @@ def interval(ratios: Sequence[float], confidence: float = 0.95) -> tuple[float, 
 
 
 def print_summary(rows: list[dict[str, Any]]) -> None:
-    """Ratios to the ceiling and to torch's 1F1B, as Markdown."""
+    """Print ratios to the ceiling and to torch's 1F1B as Markdown."""
     for base in ("ceiling", "torch 1f1b"):
         if base not in rows[0]["seconds"]:
             continue
@@ -137,7 +137,7 @@ def print_summary(rows: list[dict[str, Any]]) -> None:
 
 
 def collect(name: str, work: Callable[..., None], arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Let all ranks work; the raw data lie in a file that begins with the machine and the command.
+    """Run a function on all ranks, and return the raw data, whose file begins with the machine and the command.
 
     Args:
         name: of the benchmark.

@@ -15,7 +15,7 @@ torch.manual_seed(0)
 console = Console()
 
 
-class Residual(nn.Module):  # a block takes what the block before it returned: a tensor here, any pytree in general
+class Residual(nn.Module):  # a block takes the output of the previous block: a tensor here, any pytree in general
     def __init__(self, width: int) -> None:
         super().__init__()
         wide, narrow = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
@@ -55,6 +55,6 @@ for method in ("2bw", my_order):
         optimizer=lambda named: torch.optim.AdamW(named, lr=3e-3),  # one per stage
     )
     for report in pipeline.run(batches()):
-        if report.batch % 20 == 19 and report.loss is not None:  # the last stage knows it
+        if report.batch % 20 == 19 and report.loss is not None:  # only the last stage reports it
             console.print(f"{schedule.name}: batch {report.batch + 1}, loss {report.loss:.4f}")
     console.print(f"peak bytes of each rank here: {pipeline.peak_bytes()}")

@@ -1,13 +1,13 @@
-"""An order of one's own: `penstock show --file examples/my_order.py --stages 3 --microbatches 4` proves and draws it.
+"""A custom order: `penstock show --file examples/my_order.py --stages 3 --microbatches 4` proves and draws it.
 
-Each rank runs two forwards more ahead than 1F1B does, so that short delays of its neighbours do not stop it.
+Each rank runs two more forwards ahead than in 1F1B, so that short delays of its neighbours do not stop it.
 """
 
 from __future__ import annotations
 
 
 def order(stages: int, microbatches: int, *, more: int = 2) -> list[str]:
-    """The passes of each rank, as text."""
+    """Return the passes of each rank, as text."""
     programs = []
     for rank in range(stages):
         ahead = min(stages - rank - 1 + more, microbatches)

@@ -1,4 +1,4 @@
-"""`python -m penstock`, which torchrun can start."""
+"""Entry point of `python -m penstock`, which torchrun can start."""
 
 from penstock.cli import main
 

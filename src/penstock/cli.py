@@ -68,15 +68,15 @@ Segments = Annotated[
     typer.Option(
         "--segments",
         metavar="N|auto",
-        help="Run forwards again for their backwards, N stages together; auto: the square root of the stages, rounded.",
+        help="Recompute forwards before their backwards, N stages from one input; auto: square root of the stages.",
     ),
 ]
 
 
 def main() -> None:
-    """Entry point: a mistake of the user ends with a message and exit code 2, a worker's failure with 1.
+    """Run the command line: user errors exit with a message and code 2, worker failures with code 1.
 
-    A run that a signal ended exits with 128 + its number, as shells do.
+    A run that was ended by a signal exits with 128 + its number, as in shells.
     """
     try:
         app()
@@ -102,7 +102,7 @@ def _print_json(value: Any) -> None:
 
 
 def _order_options(changes: list[str] | None) -> dict[str, int]:
-    """What --set says of an order."""
+    """Parse the values of --set as options of an order."""
     options: dict[str, int] = {}
     for change in changes or ():
         name, _, value = change.partition("=")
@@ -128,7 +128,7 @@ def _prove(
     segments: str | None,
     order: str | None = None,
 ) -> Proof:
-    """The proof of a method's schedule, or of that in a file, with recomputes if they are asked for."""
+    """Prove the schedule of a method or in a file, with recompute if asked for."""
     from penstock.schedule.build import extend, prove
     from penstock.schedule.load import prove_file
 
@@ -160,7 +160,7 @@ def methods(stages: Stages = 4, microbatches: Microbatches = 8, as_json: AsJson 
         _print_json(methods_json(stages, microbatches))
     else:
         console = Console()
-        if not console.is_terminal:  # nothing is cut or wrapped for who reads on
+        if not console.is_terminal:  # do not cut or wrap for programs that read the output
             console = Console(width=UNBOUNDED)
         console.print(methods_table(stages, microbatches, console.width))
         console.print(combines_table())
@@ -271,13 +271,13 @@ def train(
     data: DataOption = None,
     resume: Annotated[
         Path | None,
-        typer.Option(help="Go on with the run in this folder, with its configuration and from its newest checkpoint."),
+        typer.Option(help="Resume the run in this folder from its newest checkpoint, with its configuration."),
     ] = None,
-    keys: Annotated[bool, typer.Option("--keys", help="List every key with its default and meaning, and end.")] = False,
+    keys: Annotated[bool, typer.Option("--keys", help="List every key with its default and meaning.")] = False,
 ) -> None:
     """Train a GPT on text through a pipeline of local worker processes.
 
-    Ctrl-C ends the run after the batches under way, with a checkpoint; a second Ctrl-C ends it at once.
+    Ctrl-C ends the run after the batches in flight, with a checkpoint; a second Ctrl-C ends it at once.
 
     Started by torchrun (torchrun --nproc-per-node 2 -m penstock train ...), this process joins that job as one of its
     workers instead.
@@ -309,15 +309,15 @@ def train(
         )
     except (WorkerError, InterruptedRunError) as error:
         if console.is_terminal:
-            console.line()  # a worker that was ended has left the cursor behind its live display
+            console.line()  # a worker that was killed has left the cursor behind its live display
         error.hint = how_to_go_on(folder)
         raise
     finally:
-        console.show_cursor()  # nor can it give this back
+        console.show_cursor()  # a killed worker could not
 
 
 def _work(values: dict[str, Any], folder: str | None, drain: str | None) -> None:
-    """One worker of a job."""
+    """Train as one worker of a job."""
     from penstock.train.config.load import validate_config
     from penstock.train.loop import train as run
     from penstock.view.progress import TerminalObserver
@@ -340,10 +340,10 @@ def verify(
     batches: Annotated[int, typer.Option(help="Batches to train; delays show from the third one on.", min=1)] = 4,
     as_json: AsJson = False,
 ) -> None:
-    """Train some batches as the pipeline and as the equations of its method say, and compare every number.
+    """Train some batches with the pipeline and by the equations of its method, and compare every number.
 
-    All ranks run in this process, which has to hold the whole model several times: a small model of the same kind shows
-    the same. Synchronous methods are compared with plain torch, too. Exit code 1 if anything differs.
+    All ranks run in this process, which must hold the whole model several times: use a small model of the same kind.
+    Synchronous methods are also compared with plain torch. Exit code 1 if anything differs.
     """
     from penstock.train.config.load import load_config
     from penstock.verify.verify import verify as run
@@ -380,20 +380,20 @@ def compare(
     seeds: Annotated[int | None, typer.Option(help="Runs of each method; 3 if not given.")] = None,
     lr: Annotated[str | None, typer.Option(help="Learning rates to try with each method, as in 1e-3,3e-3.")] = None,
     tune: Annotated[
-        int | None, typer.Option(help="Seeds to try all rates with; the others get the best one. All if not given.")
+        int | None, typer.Option(help="Seeds to try all rates with; the others use the best one. All if not given.")
     ] = None,
     changes: Annotated[
         list[str] | None, typer.Option("--set", help="Change a value, as in [bold]--set clip=1.0[/bold].")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Folder for what is found; an interrupted comparison goes on.")
+        Path | None, typer.Option(help="Folder for the results; an interrupted comparison is continued.")
     ] = None,
-    keys: Annotated[bool, typer.Option("--keys", help="List every key with its default and meaning, and end.")] = False,
+    keys: Annotated[bool, typer.Option("--keys", help="List every key with its default and meaning.")] = False,
 ) -> None:
-    """Train one model under several methods, from the same weights on the same data, and compare what comes out.
+    """Train one model with several methods, from the same weights on the same data, and compare the results.
 
     All ranks run in this process, one run after the other. The folder gets results.csv, summary.csv, comparison.html.
-    After Ctrl-C, or anything else that ends it, the same command goes on with the runs that have not finished.
+    If it is interrupted, by Ctrl-C or otherwise, the same command continues with the runs that have not finished.
     """
     from penstock.compare.config import ComparisonConfig, comparison_config
     from penstock.train.config.key_reference import described_keys
@@ -403,7 +403,7 @@ def compare(
         Console().print(keys_table(described_keys(ComparisonConfig), "keys of --set"))
         return
     if out is None:
-        raise ConfigError("give the folder for what is found, as in --out comparisons/first")
+        raise ConfigError("give the folder for the results, as in --out comparisons/first")
     numbers = {"stages": stages, "microbatches": microbatches, "batches": batches, "seeds": seeds, "tune": tune}
     _compare(comparison_config(changes or [], {"methods": methods, "task": task, "lr": lr, **numbers}), out)
 
@@ -418,7 +418,7 @@ def _compare(settings: ComparisonConfig, out: Path) -> None:
         run = ComparisonRun(settings, out, observer)
         run.run()
     except KeyboardInterrupt:
-        Console(stderr=True).print("interrupted; the same command goes on with the runs that have not finished")
+        Console(stderr=True).print("interrupted; the same command continues with the runs that have not finished")
         raise typer.Exit(128 + signal.SIGINT) from None
     finally:
         observer.close()
@@ -439,12 +439,12 @@ def config() -> None:
 @app.command()
 def sample(
     run: Annotated[Path, typer.Argument(help="A run folder of [bold]penstock train[/bold].")],
-    prompt: Annotated[str, typer.Option(help="The text begins like this.")] = "def ",
-    length: Annotated[int, typer.Option(help="Bytes to make.", min=1)] = 400,
+    prompt: Annotated[str, typer.Option(help="The beginning of the text.")] = "def ",
+    length: Annotated[int, typer.Option(help="Bytes to sample.", min=1)] = 400,
     temperature: Annotated[float, typer.Option(help="Below 1 for likelier text, 0 for the likeliest.", min=0)] = 0.8,
-    seed: Annotated[int, typer.Option(help="Of the choices.", min=0)] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling.", min=0)] = 0,
 ) -> None:
-    """Write text with the weights of a finished run."""
+    """Sample text with the weights of a finished run."""
     from penstock.train.export.sample import sample_text
 
     sys.stdout.write(sample_text(run, prompt, length, temperature, seed) + "\n")

@@ -249,8 +249,8 @@ _AT_WORK = re.compile(r"rank \d+, stage [\d.]+, ([A-Z]+\d+|sending (activation|g
 _ALONE = re.compile(r"(?!.*(waiting for|nothing moved|broke))", re.DOTALL)  # at work itself
 _PEER = re.compile(r"lane (from rank \d+ to rank \d+|of ranks \d+(, \d+)+|of all stages)")
 _TOGETHER = re.compile(r"rank \d+, [a-z ]+: (a peer is dead or stalled|rank [\d, ]+ did not come)")
-_APART = re.compile(r"(EndedError: (starting|rank \d+, between two runs): ended by SIGTERM)|had done its part")
-_SILENT = "has said nothing"
+_APART = re.compile(r"(EndedError: (starting|rank \d+, between two runs): ended by SIGTERM)|had finished")
+_SILENT = "reported nothing"
 
 
 def reports(line: str, silence: bool) -> bool:
@@ -293,7 +293,7 @@ def judge_failure(shape: Shape, fault: Fault, outcome: Outcome) -> list[str]:
 
 def judge_restarts(shape: Shape, faults: tuple[Fault, ...], outcome: Outcome) -> list[str]:
     """What is wrong with what a run has told before its workers were started again."""
-    told = outcome.err.split("a worker has failed, and all are started again")[1:]
+    told = outcome.err.split("a worker has failed; all workers are restarted")[1:]
     if len(told) != outcome.faults:
         return [f"{outcome.faults} faults, but the user was told {len(told)} times: {outcome.err[:300]!r}"]
     wrong = []

@@ -15,7 +15,7 @@ import torch
 
 from penstock.checkpoint import format as disk, writer as writer_module
 from penstock.checkpoint.format import Checkpoint, checkpoints, clear_parts, open_newest, place_of
-from penstock.checkpoint.writer import LocalWall, Part, Wall, Writer
+from penstock.checkpoint.writer import LocalPosts, Part, Posts, Writer
 from penstock.errors import CheckpointError
 from penstock.runtime.rank.snapshot import Snapshot
 from penstock.train.metrics_file import Metrics
@@ -37,15 +37,15 @@ class Told:
         self.found.append((batch, failure))
 
 
-def writer(run: Path, own: list[Part], wall: Wall, told: Told, keep: int = 2, timeout: float = 20.0) -> Writer:
+def writer(run: Path, own: list[Part], posts: Posts, told: Told, keep: int = 2, timeout: float = 20.0) -> Writer:
     parts = [(0, 0), (1, 0), (0, 1), (1, 1)]
-    return Writer(run, parts, own, keep, lambda batch: {"samples": 8 * batch}, wall, timeout, timeout / 4, told)
+    return Writer(run, parts, own, keep, lambda batch: {"samples": 8 * batch}, posts, timeout, timeout / 4, told)
 
 
 def write(run: Path, batch: int, keep: int = 2) -> None:
     """A checkpoint of two stages, of which pipeline 1 has only buffers of stage 1."""
-    told, wall = Told(), LocalWall()
-    one = writer(run, [(0, 0), (1, 0), (0, 1), (1, 1)], wall, told, keep)
+    told, posts = Told(), LocalPosts()
+    one = writer(run, [(0, 0), (1, 0), (0, 1), (1, 1)], posts, told, keep)
     one.sink(snapshot(batch, 0, w=torch.arange(6.0).reshape(2, 3), half=torch.ones(3, dtype=torch.bfloat16)))
     one.sink(snapshot(batch, 1, w=torch.full((4,), float(batch))))
     one.sink(snapshot(batch, 0, 1))
@@ -100,7 +100,7 @@ FAULTS = [
     ("stage-1.1.safetensors", Path.unlink, r"cannot read .*stage-1\.1\.safetensors': No such file"),
     ("index.json", truncated, r"index\.json' is damaged"),
     ("index.json", lambda path: path.write_text('{"schema": 99}'), "has schema 99, this version of penstock reads 1"),
-    ("index.json", lambda path: path.write_text('{"schema": 1, "facts": {}}'), "is damaged: it is not what was"),
+    ("index.json", lambda path: path.write_text('{"schema": 1, "facts": {}}'), "is damaged: its content does not"),
 ]
 
 
@@ -150,7 +150,7 @@ def test_a_full_disk_costs_the_checkpoint_and_nothing_else(
     with monkeypatch.context() as patch:
         patch.setattr(*((writer_module, "save_file") if where == "file" else (disk, "write_index")), full)
         told = Told()
-        one = writer(tmp_path, [(0, 0), (1, 0), (0, 1), (1, 1)], LocalWall(), told)
+        one = writer(tmp_path, [(0, 0), (1, 0), (0, 1), (1, 1)], LocalPosts(), told)
         for index, pipeline in ((0, 0), (1, 0), (0, 1), (1, 1)):
             one.sink(snapshot(8, index, pipeline, w=torch.ones(2)))
         failure = one.finish(8)
@@ -172,7 +172,7 @@ def test_a_full_disk_for_real(tmp_path: Path) -> None:
 
     before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     told = Told()
-    one = Writer(tmp_path, [(0, 0)], [(0, 0)], 2, lambda _: {}, LocalWall(), 5.0, 1.0, told)
+    one = Writer(tmp_path, [(0, 0)], [(0, 0)], 2, lambda _: {}, LocalPosts(), 5.0, 1.0, told)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
         one.sink(snapshot(4, w=torch.ones(5000)))
@@ -186,9 +186,9 @@ def test_a_full_disk_for_real(tmp_path: Path) -> None:
 
 
 def test_ranks_write_their_own_and_the_first_completes(tmp_path: Path) -> None:
-    told, wall = [Told() for _ in range(4)], LocalWall()
+    told, posts = [Told() for _ in range(4)], LocalPosts()
     parts: list[Part] = [(0, 0), (1, 0), (0, 1), (1, 1)]
-    writers = [writer(tmp_path, [part], wall, t) for part, t in zip(parts, told, strict=True)]
+    writers = [writer(tmp_path, [part], posts, t) for part, t in zip(parts, told, strict=True)]
     for (index, pipeline), one in zip(parts[:3], writers[:3], strict=True):
         one.sink(snapshot(6, index, pipeline, w=torch.ones(1) * index))
     time.sleep(0.2)
@@ -201,7 +201,7 @@ def test_ranks_write_their_own_and_the_first_completes(tmp_path: Path) -> None:
 
 def test_a_rank_that_never_writes_costs_the_checkpoint(tmp_path: Path) -> None:
     told = Told()
-    one = writer(tmp_path, [(0, 0)], LocalWall(), told, timeout=1.0)
+    one = writer(tmp_path, [(0, 0)], LocalPosts(), told, timeout=1.0)
     one.sink(snapshot(6, w=torch.ones(1)))
     assert one.finish(6) == "a stage was not written within 1 seconds"
     assert checkpoints(tmp_path) == []
@@ -216,7 +216,7 @@ def test_a_snapshot_waits_for_the_one_before(tmp_path: Path, monkeypatch: pytest
         real(*arguments, **options)
 
     monkeypatch.setattr(writer_module, "save_file", slow)
-    one = Writer(tmp_path, [(0, 0)], [(0, 0)], 2, lambda _: {}, LocalWall(), 5.0, 4.0, Told())
+    one = Writer(tmp_path, [(0, 0)], [(0, 0)], 2, lambda _: {}, LocalPosts(), 5.0, 4.0, Told())
     first, second = snapshot(1, w=torch.ones(2)), snapshot(2, w=torch.ones(2))
     one.sink(first)
     assert first.tensors
@@ -240,8 +240,8 @@ def test_one_is_left_out_when_a_disk_is_slower_than_training(
         real(tensors, path, **options)
 
     monkeypatch.setattr(writer_module, "save_file", write_slowly)
-    told, wall, parts = Told(), LocalWall(), [(0, 0), (1, 0)]
-    ranks = [Writer(tmp_path, parts, [part], 3, lambda _: {}, wall, 8.0, 2.0, told) for part in parts]
+    told, posts, parts = Told(), LocalPosts(), [(0, 0), (1, 0)]
+    ranks = [Writer(tmp_path, parts, [part], 3, lambda _: {}, posts, 8.0, 2.0, told) for part in parts]
     first = [snapshot(1, index, w=torch.ones(2)) for index in (0, 1)]
     for one, taken in zip(ranks, first, strict=True):
         one.sink(taken)
@@ -258,7 +258,7 @@ def test_one_is_left_out_when_a_disk_is_slower_than_training(
     if slow == 1:
         ranks[0].sink(snapshot(2, 0, w=torch.ones(2)))
     failures = [one.finish(2) for one in ranks]
-    assert failures == ["a disk is too slow: the checkpoint before was still being written"] * 2
+    assert failures == ["a disk is too slow: the previous checkpoint was still being written"] * 2
     for index, one in enumerate(ranks):
         assert one.make_room(3)
         one.sink(snapshot(3, index, w=torch.ones(2)))
@@ -282,7 +282,7 @@ def test_what_a_dead_run_was_writing_is_cleared(tmp_path: Path) -> None:
 def test_a_folder_without_an_index_is_a_damaged_checkpoint(tmp_path: Path) -> None:
     write(tmp_path, 4)
     (place_of(tmp_path, 4) / "index.json").unlink()
-    with pytest.raises(CheckpointError, match=r"none of the 1 checkpoints .* is whole"):
+    with pytest.raises(CheckpointError, match=r"none of the 1 checkpoints .* is intact"):
         open_newest(tmp_path)
 
 
@@ -290,7 +290,7 @@ def test_one_digit_of_the_index_is_noticed(tmp_path: Path) -> None:
     write(tmp_path, 4)
     path = place_of(tmp_path, 4) / "index.json"
     path.write_text(path.read_text().replace('"updates": 3', '"updates": 8'))
-    with pytest.raises(CheckpointError, match=r"index\.json' is damaged: it is not what was written"):
+    with pytest.raises(CheckpointError, match=r"index\.json' is damaged: its content does not match its checksum"):
         open_newest(tmp_path)
 
 
@@ -317,7 +317,7 @@ def test_old_ones_that_cannot_be_removed_do_no_harm(tmp_path: Path, monkeypatch:
 
 def test_stages_of_one_process_may_be_a_batch_apart(tmp_path: Path) -> None:
     told = Told()
-    one = Writer(tmp_path, [(0, 0), (1, 0)], [(0, 0), (1, 0)], 2, lambda _: {}, LocalWall(), 2.0, 1.0, told)
+    one = Writer(tmp_path, [(0, 0), (1, 0)], [(0, 0), (1, 0)], 2, lambda _: {}, LocalPosts(), 2.0, 1.0, told)
     for batch, index in ((5, 1), (6, 1), (5, 0), (6, 0)):
         one.sink(snapshot(batch, index, w=torch.ones(2)))
     assert one.finish(6) is None
@@ -333,12 +333,12 @@ def test_patience_counts_a_version_once() -> None:
     """A run that goes on from a checkpoint finds again what it had found before it died."""
     patience = Patience(2)
     for version, loss in [(2, 1.0), (4, 2.0), (4, 2.0), (2, 1.0), (6, 0.5), (8, None)]:
-        patience.hear(version, loss)
+        patience.record(version, loss)
         assert patience.end == math.inf
     for _ in range(2):
-        patience.hear(10, 0.6)
+        patience.record(10, 0.6)
         assert patience.end == 16
-    patience.hear(12, 0.1)  # found while the run was ending
+    patience.record(12, 0.1)  # found while the run was ending
     assert patience.end == 16
     endless = Patience(None)
     endless.hear(2, math.nan)
@@ -348,5 +348,5 @@ def test_patience_counts_a_version_once() -> None:
 def test_patience_leaves_time_for_what_is_under_way() -> None:
     """With one microbatch per batch, on 8 stages 7 batches are under way."""
     patience = Patience(1, depth=8, microbatches=1)
-    patience.hear(2, None)
+    patience.record(2, None)
     assert patience.end == 2 + 6 + 7

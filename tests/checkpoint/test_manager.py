@@ -79,7 +79,7 @@ def damage(path: Path) -> None:
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize("stage", range(3))
+@pytest.mark.parametrize("index", range(3))
 def test_a_damaged_file_is_seen_by_all_whoever_reads_it(tmp_path: Path, pool: Pool, index: int) -> None:
     whole = pool.submit(train, str(tmp_path), ranks=3)
     assert [path.name for path in checkpoints(tmp_path)] == ["batch-00000006", "batch-00000008"]

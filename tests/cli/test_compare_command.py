@@ -60,7 +60,7 @@ def test_ctrl_c_says_how_to_go_on_and_leaves_what_there_is(tmp_path, monkeypatch
     monkeypatch.setattr(run_module, "run_trial", interrupted)
     result = compare("--out", tmp_path)
     assert result.exit_code == 130
-    assert "the same command goes on with the runs that have not finished" in result.output
+    assert "the same command continues with the runs that have not finished" in result.output
     with (tmp_path / "results.csv").open() as file:
         assert {row["method"] for row in csv.DictReader(file)} == {"1f1b"}
     assert compare("--out", tmp_path).exit_code == 0
@@ -70,10 +70,10 @@ def test_ctrl_c_says_how_to_go_on_and_leaves_what_there_is(tmp_path, monkeypatch
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "give the folder for what is found"),
+        ([], "give the folder for the results"),
         (["--methods", "1f1b,newes", "--out", "x"], "unknown method 'newes'. Did you mean 'newest'?"),
         (["--task", "digit", "--out", "x"], "Did you mean 'digits'?"),
-        (["--lr", "fast", "--out", "x"], "lr takes numbers with commas"),
+        (["--lr", "fast", "--out", "x"], "lr takes comma-separated numbers"),
         (["--set", "clip", "--out", "x"], "--set takes key=value"),
     ],
 )

@@ -133,8 +133,8 @@ def refused(group: dist.ProcessGroup, case: Case) -> str:
 def test_groups_are_not_made_by_a_part_of_the_job(pool: Pool) -> None:
     """Torch wants every rank of the job when a group is made; a clear error is better than ranks that wait."""
     for said in pool.submit(refused, Case("1f1b", 1, 1, width=2, reduce="fast"), ranks=2):
-        assert said.startswith("CapabilityError: reduce='fast' makes process groups, which takes all 4 ranks of the")
-        assert "have 2 of them. Pass a device mesh" in said
+        assert said.startswith("CapabilityError: reduce='fast' makes process groups, in which all 4 ranks of the")
+        assert "the pipelines have only 2. Pass a device mesh" in said
 
 
 def test_an_unknown_way_is_refused() -> None:

@@ -77,16 +77,16 @@ def shaped(*shape: int, names: tuple[str, ...] = NAMES) -> dict[str, Any]:
 REFUSED: list[tuple[Callable[[], dict[str, Any]], str]] = [
     (
         lambda: shaped(2, 2, names=("depth", "width")),
-        "ConfigError: the mesh has 2 dimensions called ('depth', 'width'); name them ('width', 'depth') or ('width', ",
+        "ConfigError: the mesh has 2 dimensions named ('depth', 'width'); name them ('width', 'depth') or ('width', ",
     ),
-    (lambda: shaped(4), "ConfigError: the mesh has 1 dimensions called ('width',); name them ("),
+    (lambda: shaped(4), "ConfigError: the mesh has 1 dimensions named ('width',); name them ("),
     (
         lambda: {"mesh": DeviceMesh("cpu", [[0, 1], [2, 3]])},
-        "ConfigError: the mesh has 2 dimensions called (); name them (",
+        "ConfigError: the mesh has 2 dimensions named (); name them (",
     ),
     (
         lambda: shaped(1, 2, 2),
-        "CapabilityError: the inner dimension of the mesh is 2, but tensor parallelism is not offered yet; make it 1",
+        "CapabilityError: the inner dimension of the mesh is 2, but tensor parallelism is not supported yet; make it 1",
     ),
     (lambda: shaped(4, 1), "ConfigError: the schedule has 2 ranks, but the depth of the mesh is 1"),
     (
@@ -95,11 +95,11 @@ REFUSED: list[tuple[Callable[[], dict[str, Any]], str]] = [
     ),
     (
         swapped,
-        "ConfigError: the mesh has the ranks [0, 2, 1, 3], but the job has [0, 1, 2, 3]; pass as group one of the mesh",
+        "ConfigError: the mesh has the ranks [0, 2, 1, 3], but the job has [0, 1, 2, 3]; pass a group of the mesh",
     ),
     (
         lambda: shaped(2, 2) | swapped_group(),
-        "ConfigError: the mesh has the ranks [0, 1, 2, 3], but group has [0, 2, 1, 3]; pass as group one of the mesh",
+        "ConfigError: the mesh has the ranks [0, 1, 2, 3], but group has [0, 2, 1, 3]; pass a group of the mesh",
     ),
 ]
 

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from penstock.comm.p2p.message import HEADER_BYTES, Codec, Header, Parcel, detached, size_and_continued, split
+from penstock.comm.p2p.message import HEADER_BYTES, Codec, Header, TensorMessage, detached, size_and_continued, split
 from penstock.errors import TransportError
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64]
@@ -80,23 +80,23 @@ many = settings(
 
 @many
 @given(st.lists(st.tuples(headers, trees), min_size=1, max_size=3))
-def test_round_trip(parcels: list[tuple[Header, Any]]) -> None:
+def test_round_trip(messages: list[tuple[Header, Any]]) -> None:
     sender, receiver = Codec("a lane"), Codec("a lane")
-    for header, tree in parcels:
-        block = sender.encode(Parcel(header, tree, (True, False)))
+    for header, tree in messages:
+        block = sender.encode(TensorMessage(header, tree, (True, False)))
         assert block.dtype == torch.uint8
         assert size_and_continued(block) == (block.numel(), False)
-        parcel = receiver.decode(block)
-        assert repr(parcel.header) == repr(header)
-        assert parcel.wants_gradient == (True, False)
-        assert_same_tree(parcel.tree, tree)
+        message = receiver.decode(block)
+        assert repr(message.header) == repr(header)
+        assert message.wants_gradient == (True, False)
+        assert_same_tree(message.tree, tree)
 
 
 @many
 @given(headers, tensors(), st.integers(0, 300))
 def test_round_trip_in_a_larger_block(header: Header, tensor: Tensor, spare: int) -> None:
-    """A receiver posts a block that may be larger than the parcel."""
-    block = Codec("a lane").encode(Parcel(header, tensor, (False,)))
+    """A receiver posts a block that may be larger than the message."""
+    block = Codec("a lane").encode(TensorMessage(header, tensor, (False,)))
     posted = torch.cat([block, torch.full((spare,), 255, dtype=torch.uint8)])
     assert_same_tree(Codec("a lane").decode(posted).tree, tensor)
 
@@ -104,7 +104,7 @@ def test_round_trip_in_a_larger_block(header: Header, tensor: Tensor, spare: int
 @given(headers, tensors())
 @settings(max_examples=30, deadline=None)
 def test_round_trip_in_two_parts(header: Header, tensor: Tensor) -> None:
-    block = Codec("a lane").encode(Parcel(header, tensor, (False,)))
+    block = Codec("a lane").encode(TensorMessage(header, tensor, (False,)))
     head, rest = split(block)
     assert head.numel() == HEADER_BYTES
     assert size_and_continued(head) == (block.numel(), True)
@@ -115,8 +115,8 @@ def test_the_structure_is_sent_only_when_it_changes() -> None:
     codec = Codec("a lane")
     sizes = []
     for width in (100, 100, 101, 101):
-        parcel = Parcel(Header(0, 0, True), {"some name": torch.zeros(width, dtype=torch.uint8)}, (True,))
-        sizes.append(codec.encode(parcel).numel())
+        message = TensorMessage(Header(0, 0, True), {"some name": torch.zeros(width, dtype=torch.uint8)}, (True,))
+        sizes.append(codec.encode(message).numel())
     assert sizes[1] == HEADER_BYTES + 100
     assert sizes[3] == HEADER_BYTES + 101
     assert sizes[0] > sizes[1]
@@ -124,7 +124,7 @@ def test_the_structure_is_sent_only_when_it_changes() -> None:
 
 
 def test_received_tensors_are_views_of_the_block() -> None:
-    block = Codec("a lane").encode(Parcel(Header(0, 0, True), [torch.ones(3), torch.ones(5)], (True, True)))
+    block = Codec("a lane").encode(TensorMessage(Header(0, 0, True), [torch.ones(3), torch.ones(5)], (True, True)))
     received = Codec("a lane").decode(block).tree
     assert {t.untyped_storage().data_ptr() for t in received} == {block.untyped_storage().data_ptr()}
     assert [t.data_ptr() % 64 for t in received] == [block.data_ptr() % 64] * 2
@@ -134,7 +134,9 @@ def test_received_tensors_are_views_of_the_block() -> None:
 def test_values_that_are_equal_but_not_the_same(pair: tuple[Any, Any]) -> None:
     sender, receiver = Codec("a lane"), Codec("a lane")
     for value in (*pair, *pair):
-        assert_same_tree(receiver.decode(sender.encode(Parcel(Header(0, 0, True), {"x": value}))).tree, {"x": value})
+        assert_same_tree(
+            receiver.decode(sender.encode(TensorMessage(Header(0, 0, True), {"x": value}))).tree, {"x": value}
+        )
 
 
 class Pair(NamedTuple):
@@ -154,11 +156,11 @@ class Pair(NamedTuple):
 )
 def test_what_cannot_travel_is_refused_by_the_sender(tree: Any, named: str) -> None:
     with pytest.raises(TransportError, match=rf"the lane.*{named}"):
-        Codec("the lane").encode(Parcel(Header(0, 0, True), tree))
+        Codec("the lane").encode(TensorMessage(Header(0, 0, True), tree))
 
 
 def test_a_damaged_block_is_refused() -> None:
-    block = Codec("the lane").encode(Parcel(Header(0, 0, True), {"x": torch.ones(2)}, (True,)))
+    block = Codec("the lane").encode(TensorMessage(Header(0, 0, True), {"x": torch.ones(2)}, (True,)))
     garbled, shortened = block.clone(), block.clone()
     garbled[HEADER_BYTES] = ord("?")
     shortened[:8].view(torch.int64)[0] = 80
@@ -167,9 +169,9 @@ def test_a_damaged_block_is_refused() -> None:
     with pytest.raises(TransportError, match="the lane: a message of 80 bytes is too short"):
         Codec("the lane").decode(shortened)
     second = Codec("the lane")
-    second.encode(Parcel(Header(0, 0, True), 1))
+    second.encode(TensorMessage(Header(0, 0, True), 1))
     with pytest.raises(TransportError, match="before any description"):
-        Codec("the lane").decode(second.encode(Parcel(Header(0, 1, True), 1)))
+        Codec("the lane").decode(second.encode(TensorMessage(Header(0, 1, True), 1)))
 
 
 def test_detaching_notes_who_wants_a_gradient() -> None:

@@ -269,7 +269,7 @@ def test_a_block_with_statistics_is_refused() -> None:
     blocks = {**task.blocks(0)}
     blocks["norm"] = type(blocks["head"])(lambda: torch.nn.BatchNorm1d(4), seed=0)
     task.blocks = lambda seed: blocks  # type: ignore[method-assign]
-    with pytest.raises(ConfigError, match=r"norm\.num_batches_tracked; take a norm without statistics"):
+    with pytest.raises(ConfigError, match=r"norm\.num_batches_tracked; use a norm without statistics"):
         Scorer(task, 0, 8)
 
 
@@ -396,7 +396,7 @@ def test_what_is_not_named_stays_as_it_is(tmp_path: Path) -> None:
 
 def test_a_paper_s_other_setting_is_told(tmp_path: Path) -> None:
     """All methods have one optimizer, so a method may not be as its paper has it."""
-    said = "nag-pp: its paper has optimizer.beta1=0.99, here it is 0.9 for all"
+    said = "nag-pp: its paper has optimizer.beta1=0.99, here all methods have 0.9"
     nadam, decay = "optimizer.name=nadam", "optimizer.weight_decay=0.01"
     assert other_settings(configured("methods=1f1b,stash,nag-pp", nadam, decay)) == [said]
     assert not other_settings(configured("methods=1f1b,stash,nag-pp", nadam, decay, "optimizer.beta1=0.99"))
@@ -430,7 +430,7 @@ def test_another_comparison_is_refused(tmp_path: Path, changes: list[str], messa
 
 def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("precious")
-    with pytest.raises(ConfigError, match="has other files in it and no comparison"):
+    with pytest.raises(ConfigError, match="has other files in it but no comparison"):
         compared(tmp_path)
     with pytest.raises(ConfigError, match="cannot write to --out"):
         compared(tmp_path / "thesis.txt/out")
@@ -476,22 +476,22 @@ def test_own_files_are_no_data(tmp_path: Path) -> None:
         (["methods=2bw:sync=1.5"], "sync is the number of batches"),
         (["methods=1f1b:delays=-1"], "delays is the number of updates that weights are late by"),
         (["methods=2bw:delays=1"], "2bw:delays=1: delays need version rule 'flush'"),
-        (["methods=1f1b:delays=1:sync=2"], "a run with delays cannot go on from other weights; leave sync out"),
-        (["methods=2bw:sync=6"], "2bw:sync=6: sync: all of the 6 batches"),
+        (["methods=1f1b:delays=1:sync=2"], "delays and sync cannot be combined; leave one of them out"),
+        (["methods=2bw:sync=6"], "2bw:sync=6: sync: 1f1b would train the first 6 batches"),
         (["methods=zb-h1:sync=2"], "zb-h1:sync=2: sync: the method has no delay"),
         (
             ["methods=wpipe:sync=2", "model.layers=4"],
             "1f1b cannot be followed by wpipe: they differ in stages",
         ),
         (["methods=nag-pp", "optimizer.name=sgd"], "nag-pp: .*NAdam"),
-        (["methods=2bw,pipedream-2bw"], "2bw is there twice"),
-        (["methods=interleaved:chunks=two"], "after the name come options"),
+        (["methods=2bw,pipedream-2bw"], "2bw is given twice"),
+        (["methods=interleaved:chunks=two"], "the name may be followed by options"),
         (["methods=1f1b:chunks=2"], "1f1b:chunks=2: order .* has no option"),
         (["methods=interleaved:chunks=8"], "interleaved:chunks=8: the model has 4 blocks"),
         (["methods=2bw", "stages=4", "microbatches=2"], "2bw: .*needs at least 3 microbatches"),
         (["task=speech"], "unknown task 'speech'"),
         (["task=digits"], "belongs to task text"),
-        (["lr=fast"], "lr takes numbers with commas"),
+        (["lr=fast"], "lr takes comma-separated numbers"),
         (["batchs=3"], "unknown configuration key 'batchs'; did you mean 'batches'"),
         (["model.tied=true"], "unknown configuration key 'model.tied'"),
         (["seeds=0"], "seeds: .*greater than or equal to 1"),

@@ -40,7 +40,7 @@ def test_a_worker_that_is_killed_and_started_again_changes_no_bit(tmp_path: Path
     outcome = run(tmp_path / "run", {**settings, "restarts": 1}, (Fault(0, signal.SIGKILL, 30, 0.0),))
     assert outcome.code == 0, outcome.err
     assert outcome.faults == 1
-    assert "worker 0: has said nothing" in outcome.err  # before all were started again
+    assert "worker 0: reported nothing" in outcome.err  # before all were started again
     assert not outcome.alive
     assert judge_folder(outcome.folder) == []
     prepared = prepare(validate_config(settings))
@@ -57,7 +57,7 @@ def test_a_worker_that_stalls_is_named_and_its_peers_say_what_they_waited_for(tm
     fault = Fault(1, signal.SIGSTOP, 20, 0.0)
     outcome = run(tmp_path / "run", settings, (fault,))
     assert judge_failure(SHAPE, fault, outcome) == []
-    assert "error: worker 1 is stalled or dead: it has said nothing" in outcome.err
+    assert "error: worker 1 is stalled or dead: it reported nothing" in outcome.err
     assert "lane from rank 1 to rank 0" in outcome.err or "the control lane of all stages" in outcome.err
     assert outcome.seconds is not None
     assert outcome.seconds < 40  # elastic would wait for half a minute after the time-out
@@ -65,7 +65,7 @@ def test_a_worker_that_stalls_is_named_and_its_peers_say_what_they_waited_for(tm
 
 def test_a_worker_that_stalls_when_others_have_done_their_part() -> None:
     begun = time.monotonic()
-    message = "worker 1 is stalled or dead: it has said nothing\n  worker 0: had done its part"
+    message = "worker 1 is stalled or dead: it reported nothing\n  worker 0: had finished"
     with pytest.raises(WorkerError, match=message):
         launch_local(2, stop_at_the_end, timeout=1.0)
     assert time.monotonic() - begun < 60  # it would be for ever
@@ -74,7 +74,7 @@ def test_a_worker_that_stalls_when_others_have_done_their_part() -> None:
 def test_a_worker_that_is_stopped_while_it_waits_for_the_launcher() -> None:
     """Elastic wakes it, and waits until it has woken, which never happens."""
     begun = time.monotonic()
-    message = "worker 1 is stalled or dead: it had done its part, but did not end\n  worker 0: had done its part"
+    message = "worker 1 is stalled or dead: it had finished, but did not exit\n  worker 0: had finished"
     with pytest.raises(WorkerError, match=message):
         launch_local(2, stop_after_the_end, timeout=3.0)
     assert time.monotonic() - begun < 60

@@ -17,7 +17,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from penstock.errors import ConfigError, EndedError, TransportError
 from penstock.launch import worker_exit as module
-from penstock.launch.worker_exit import Ends, work
+from penstock.launch.worker_exit import WorkerExits, work
 from penstock.train import process_group
 from penstock.train.config.schema import TrainConfig
 from penstock.train.graceful_stop import DrainRequest
@@ -52,7 +52,7 @@ def begin(folder: Path, rank: int, process: int, group: int, start: int = 0) -> 
 def explained(folder: Path, rank: int, code: int, workers: int = 3) -> list[str]:
     """The report, where elastic has seen a worker end with a code."""
     failure = ProcessFailure(rank, 77, code, "there is none")
-    return str(Ends(folder, workers, 1.0).explain(ChildFailedError("train", {rank: failure}))).split("\n  ")
+    return str(WorkerExits(folder, workers, 1.0).explain(ChildFailedError("train", {rank: failure}))).split("\n  ")
 
 
 def test_a_worker_that_was_killed(tmp_path: Path) -> None:
@@ -70,7 +70,7 @@ def test_a_worker_that_was_killed_though_elastic_saw_another_one_first(tmp_path:
     leave(tmp_path, 0, LOST)
     leave(tmp_path, 2, ENDED)
     report = explained(tmp_path, 0, 1)
-    assert report[0] == "worker 1 is stalled or dead: it has said nothing"
+    assert report[0] == "worker 1 is stalled or dead: it reported nothing"
     assert report[1:] == [f"worker 0: {LOST}", f"worker 2: {ENDED}"]
 
 
@@ -87,18 +87,18 @@ def test_some_have_said_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     (tmp_path / "errors" / "run" / "attempt_0").mkdir(parents=True)
     done(monkeypatch, tmp_path, 2)
     assert explained(tmp_path, 1, 17)[1:] == [
-        "worker 0: has said nothing: it died, was starting, or did not react",
-        "worker 2: had done its part",
+        "worker 0: reported nothing: it died, was still starting, or did not respond",
+        "worker 2: had finished",
     ]
     leave(tmp_path, 1, LOST)
-    assert explained(tmp_path, 1, 1)[0] == "worker 0 is stalled or dead: it has said nothing"
-    assert explained(tmp_path, 1, 1, workers=4)[0] == "worker 0 or 3 is stalled or dead: they have said nothing"
+    assert explained(tmp_path, 1, 1)[0] == "worker 0 is stalled or dead: it reported nothing"
+    assert explained(tmp_path, 1, 1, workers=4)[0] == "worker 0 or 3 is stalled or dead: they reported nothing"
 
 
 def test_what_was_left_behind_by_an_earlier_start_is_told_then(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    one = Ends(tmp_path, 3, 1.0)
+    one = WorkerExits(tmp_path, 3, 1.0)
     leave(tmp_path, 0, LOST, start=9)
     done(monkeypatch, tmp_path, 1, start=9)
     done(monkeypatch, tmp_path, 2, start=9)
@@ -107,12 +107,12 @@ def test_what_was_left_behind_by_an_earlier_start_is_told_then(
         assert not caplog.messages
         leave(tmp_path, 1, "ValueError: planted", start=10)
         one.look()
-    told = f"\n  worker 0: {LOST}\n  worker 1: had done its part\n  worker 2: had done its part"
-    assert caplog.messages == [f"a worker has failed, and all are started again{told}"]
+    told = f"\n  worker 0: {LOST}\n  worker 1: had finished\n  worker 2: had finished"
+    assert caplog.messages == [f"a worker has failed; all workers are restarted{told}"]
     assert explained(tmp_path, 1, 1) == [
         "worker 1 failed with exit code 1: ValueError: planted",
-        "worker 0: has said nothing: it died, was starting, or did not react",
-        "worker 2: has said nothing: it died, was starting, or did not react",
+        "worker 0: reported nothing: it died, was still starting, or did not respond",
+        "worker 2: reported nothing: it died, was still starting, or did not respond",
     ]
 
 
@@ -120,7 +120,9 @@ def test_what_all_workers_say_is_told_once(tmp_path: Path) -> None:
     """Without a traceback, where the message says all."""
     for rank in (0, 1, 2):
         leave(tmp_path, rank, "DataError: other text")
-    error = Ends(tmp_path, 3, 1.0).explain(ChildFailedError("train", {1: ProcessFailure(1, 77, 1, "there is none")}))
+    error = WorkerExits(tmp_path, 3, 1.0).explain(
+        ChildFailedError("train", {1: ProcessFailure(1, 77, 1, "there is none")})
+    )
     assert str(error) == "worker 0 failed with exit code 1: DataError: other text\n  all other workers: the same"
     assert error.trace == ""
 
@@ -128,7 +130,7 @@ def test_what_all_workers_say_is_told_once(tmp_path: Path) -> None:
 def test_a_report_that_is_being_written_is_none_yet(tmp_path: Path) -> None:
     leave(tmp_path, 0, LOST)
     (tmp_path / "errors" / "run" / "attempt_0" / "0" / "error.json").write_text('{"mess')
-    assert "worker 0: has said nothing" in explained(tmp_path, 1, -9)[1]
+    assert "worker 0: reported nothing" in explained(tmp_path, 1, -9)[1]
 
 
 @pytest.mark.parametrize(("said", "patience"), [("failed", 10.0), ("done", 30.0), ("all done", 30.0)])
@@ -141,7 +143,7 @@ def test_who_does_not_end_is_killed(
     monkeypatch.setattr(module.time, "monotonic", lambda: now)
     monkeypatch.setattr(module.os, "getpgid", groups.__getitem__)
     monkeypatch.setattr(module.os, "kill", lambda process, number: killed.append((process, number)))
-    one = Ends(tmp_path, 2, 30.0)
+    one = WorkerExits(tmp_path, 2, 30.0)
     (tmp_path / "errors" / "run" / "attempt_0").mkdir(parents=True)
     begin(tmp_path, 1, 3, 30)
     one.look()
@@ -194,10 +196,10 @@ def test_a_signal_that_the_launcher_has_got_too_is_no_end(tmp_path: Path, late: 
         os.kill(os.getpid(), signal.SIGTERM)
 
     try:
-        with pytest.raises(EndedError), request.heeded():
+        with pytest.raises(EndedError), request.handle_signals():
             told_twice()
         os.utime(file, (1, 1))
-        with pytest.raises(EndedError), DrainRequest(file).heeded():
+        with pytest.raises(EndedError), DrainRequest(file).handle_signals():
             os.kill(os.getpid(), signal.SIGTERM)
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -207,10 +209,10 @@ def test_a_worker_that_is_ended_says_what_it_was_doing(tmp_path: Path) -> None:
     request = DrainRequest(tmp_path / "drain")
     before = signal.getsignal(signal.SIGTERM)
     try:
-        with pytest.raises(EndedError, match="starting: ended by SIGTERM, because another"), request.heeded():
+        with pytest.raises(EndedError, match="starting: ended by SIGTERM, because another"), request.handle_signals():
             os.kill(os.getpid(), signal.SIGTERM)
         request.doing = lambda: "F7"
-        with pytest.raises(EndedError, match="F7: ended by SIGTERM"), request.heeded():
+        with pytest.raises(EndedError, match="F7: ended by SIGTERM"), request.handle_signals():
             os.kill(os.getpid(), signal.SIGTERM)
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -228,12 +230,12 @@ def test_a_worker_that_fails_is_left_to_its_report(tmp_path: Path) -> None:
             os.kill(os.getpid(), signal.SIGTERM)
 
     try:
-        with pytest.raises(ValueError, match="F7: a block of the user's"), request.heeded():
+        with pytest.raises(ValueError, match="F7: a block of the user's"), request.handle_signals():
             fail()
         os.kill(os.getpid(), signal.SIGTERM)  # it is about to write
     finally:
         signal.signal(signal.SIGTERM, before)
-    with request.heeded():
+    with request.handle_signals():
         pass
     assert signal.getsignal(signal.SIGTERM) is before  # one that has done its part may be ended
 

@@ -51,5 +51,5 @@ def test_all_ranks_hear_in_time(pool: Pool, method: str, depth: int, more: int, 
         assert len(heard) >= 4
         for version, asked in heard.items():
             patience = Patience(1, depth, m)
-            patience.hear(version, None)
+            patience.record(version, None)
             assert asked <= patience.end

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from penstock.comm.core.ticket import Ticket
 from penstock.comm.p2p.local import LocalTransport
-from penstock.comm.p2p.message import Parcel
+from penstock.comm.p2p.message import TensorMessage
 from penstock.errors import PenstockError, TransportError
 from penstock.schedule.machine.instructions import LaneKey
 from support.cases import Case, make_batches, make_pipeline
@@ -62,10 +62,10 @@ def test_a_block_that_raises_on_a_rank(pool: Pool) -> None:
 def test_a_message_of_another_batch_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     send = LocalTransport.send
 
-    def stray(self: LocalTransport, lane: LaneKey, parcel: Parcel) -> Ticket:
-        if lane.source == 0 and parcel.header.first == 2:
-            parcel = replace(parcel, header=parcel.header._replace(batch=7))
-        return send(self, lane, parcel)
+    def stray(self: LocalTransport, lane: LaneKey, message: TensorMessage) -> Ticket:
+        if lane.source == 0 and message.header.first == 2:
+            message = replace(message, header=message.header._replace(batch=7))
+        return send(self, lane, message)
 
     monkeypatch.setattr(LocalTransport, "send", stray)
     with pytest.raises(TransportError, match=r"microbatch 2 \(batch 1\).* got that of microbatch 2 \(batch 7\)"):
@@ -75,9 +75,9 @@ def test_a_message_of_another_batch_is_not_taken(monkeypatch: pytest.MonkeyPatch
 def test_a_message_that_is_lost_in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     send = LocalTransport.send
 
-    def losing(self: LocalTransport, lane: LaneKey, parcel: Parcel) -> Ticket:
-        lost = lane.source == 1 and lane.target == 2 and parcel.header.first == 3
-        return Ticket(lane) if lost else send(self, lane, parcel)
+    def losing(self: LocalTransport, lane: LaneKey, message: TensorMessage) -> Ticket:
+        lost = lane.source == 1 and lane.target == 2 and message.header.first == 3
+        return Ticket(lane) if lost else send(self, lane, message)
 
     monkeypatch.setattr(LocalTransport, "send", losing)
     case = Case("1f1b", 3, 2)
@@ -90,17 +90,17 @@ def test_a_message_that_is_lost_in_one_process(monkeypatch: pytest.MonkeyPatch) 
 def test_a_message_that_is_not_the_one_expected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two messages change places."""
     send = LocalTransport.send
-    kept: list[Parcel] = []
+    kept: list[TensorMessage] = []
 
-    def swapping(self: LocalTransport, lane: LaneKey, parcel: Parcel) -> Ticket:
-        if lane == (0, 1, lane.payload) and parcel.header.first in (1, 2) and lane.source == 0:
-            kept.append(parcel)
+    def swapping(self: LocalTransport, lane: LaneKey, message: TensorMessage) -> Ticket:
+        if lane == (0, 1, lane.payload) and message.header.first in (1, 2) and lane.source == 0:
+            kept.append(message)
             if len(kept) == 1:
                 return Ticket(lane)
             first = send(self, lane, kept[1])
             send(self, lane, kept[0])
             return first
-        return send(self, lane, parcel)
+        return send(self, lane, message)
 
     monkeypatch.setattr(LocalTransport, "send", swapping)
     case = Case("gpipe", 2, 4)

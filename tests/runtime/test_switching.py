@@ -22,7 +22,7 @@ from penstock.runtime.update.divergence import Divergence, DivergenceDetector, T
 from penstock.runtime.update.events import Evaluated
 from penstock.schedule.build import make_schedule
 from penstock.schedule.ir.schedule import Schedule
-from penstock.train.setup.early_stopping import heard_after
+from penstock.train.setup.early_stopping import known_after
 from penstock.verify.reference import Scaling, run
 from penstock.verify.reference.methods import DOUBLE_BUFFER, options_of
 from penstock.verify.reference.predictions import ReferencePrediction
@@ -527,7 +527,7 @@ def test_whoever_reads_data_hears_of_trouble_in_time(method: str, depth: int, m:
     case = case_of([(method, 16)], depth, m, spikes=(3,), clip=1.0)
     pipeline, heard = make_pipeline(case, loss=poisoned_loss, divergence=Divergence()), []
     pipeline.look_out()
-    limit = 3 + heard_after(depth, m)
+    limit = 3 + known_after(depth, m)
 
     def data() -> Iterator[Any]:
         for number, batch in enumerate(make_batches(case)):

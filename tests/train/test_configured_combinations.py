@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from penstock import cli
+from penstock.runtime.pipeline import continue_under
 from penstock.train.config.load import load_config
 from penstock.train.setup.build_pipeline import make_pipeline
 from penstock.train.setup.phase_plan import FALLBACK, SYNC
@@ -63,7 +64,7 @@ def built(prepared: Prepared) -> None:
         if phase in prepared.others:
             pipeline = make_pipeline(prepared)
             for other in ("main", phase, "main"):
-                pipeline.switch(prepared.proof_of(other), correction=prepared.correction_of(other))
+                continue_under(pipeline, prepared.plan_of(other))
 
 
 @pytest.mark.parametrize("feature", CHANGES)

@@ -58,7 +58,7 @@ def test_every_form_can_be_written_and_read_back(value: str, wanted: Any, tmp_pa
         (["backward_delays=1", "recompute=block"], "backward_delays: with recompute a forward is run again"),
         (["backward_delays=1", "method=zb-h1"], "backward_delays: zb-h1 runs backwards in two halves"),
         (["backward_delays=1", "method=2bw"], "backward_delays need version rule 'flush'"),
-        (["backward_delays=1", "sync.batches=2"], "delays: they are of one schedule alone"),
+        (["backward_delays=1", "sync.batches=2"], "sync.method: a pipeline with delays of its own choice cannot go on"),
         (["backward_delays=1", "width=2", "combine.kind=average"], "delays do not go with combine=average"),
         (["backward_delays=0.5"], "backward_delays: input should be a number, a list of numbers"),
     ],
@@ -71,7 +71,7 @@ def test_what_cannot_be_is_refused_before_the_start(changes: list[str], message:
 
 @pytest.mark.parametrize("key", ["delays", "backward_delays"])
 def test_there_is_nothing_to_verify_against(key: str, text: str) -> None:
-    with pytest.raises(ConfigError, match="no reference of chosen delays"):
+    with pytest.raises(ConfigError, match="no reference to verify chosen delays"):
         verify(load_config(None, [*TINY, text, "method=1f1b", f"{key}=1"]), 2)
 
 

@@ -25,7 +25,7 @@ def test_a_run_goes_on_with_its_own_text_and_ends_where_it_can_write(tmp_path):
     (folder / "weights").write_text("in the way")
     failed = start("-m", "penstock", "train", "--resume", folder)
     assert failed.returncode == 1
-    assert "training is over, but its weights could not be written" in " ".join(failed.stderr.split())
+    assert "training has finished, but its weights could not be written" in " ".join(failed.stderr.split())
     assert "Traceback" not in failed.stderr
     (folder / "weights").unlink()
     ended = start("-m", "penstock", "train", "--resume", folder)

@@ -94,8 +94,14 @@ TINY = ["microbatches=2", "model.layers=2", "model.width=32", "model.heads=2", "
         (["sync.batches=3", "sync.method=zb-v"], "sync.method: .* differ in stages"),
         (["fallback.at=3", "fallback.method=chimera"], "fallback.method: .* differ in stages|directions"),
         (["fallback.at=3", "fallback.method=seq1f1b"], "fallback.method: .*slices"),
-        (["fallback.when=[spike]", "clip=null"], "fallback.when needs stages that decide together"),
-        (["fallback.at=3", "method=1f1b", "delays=1"], "delays: they are of one schedule alone"),
+        (
+            ["fallback.when=[spike]", "clip=null"],
+            r"divergence \(fallback.when\) is noticed where all",
+        ),
+        (
+            ["fallback.at=3", "method=1f1b", "delays=1"],
+            "fallback.method: a pipeline with delays of its own",
+        ),
         (["fallback.when=[nan]"], "fallback.when.0: input should be 'spike' or 'nonfinite'"),
         (["sync.batches=3", "sync.method=newest"], "must be synchronous"),
         (["fallback.spike=1"], "fallback.spike: input should be greater than 1"),
@@ -115,5 +121,5 @@ def test_methods_that_are_not_asked_for_are_not_checked(tmp_path: Path) -> None:
 
 def test_a_verification_is_of_one_method() -> None:
     for change in ("sync.batches=3", "fallback.at=3", "fallback.when=[spike]"):
-        with pytest.raises(ConfigError, match="verify each method by itself"):
+        with pytest.raises(ConfigError, match="verify each method separately"):
             verify(load_config(None, [*TINY, change]), 2)

@@ -352,7 +352,7 @@ class Drifting:
 
     def go(self, w: Tensor) -> None:
         self.versions.append({"w": w})
-        self.t2.born(self)  # type: ignore[arg-type]
+        self.t2.on_version(self)  # type: ignore[arg-type]
 
     def estimate(self, delay: int) -> Tensor:
         reads = self.t2.read(self, max(len(self.versions) - 1 - delay, 0))  # type: ignore[arg-type]
@@ -487,9 +487,9 @@ def test_optimizers_and_batches_that_do_not_fit() -> None:
         referred("pipeoptim", 2, 1, nadam)
     with pytest.raises(CapabilityError, match="spike compensation"):
         referred("spike", 2, 1, adamw)
-    with pytest.raises(CapabilityError, match="take NAdam"):
+    with pytest.raises(CapabilityError, match="use NAdam"):
         referred("nag-pp", 2, 1, sgd)
-    with pytest.raises(CapabilityError, match="take NAdam"):
+    with pytest.raises(CapabilityError, match="use NAdam"):
         referred("nag-pp-no-stash", 2, 1, plain, options={"reschedule": 1})
     with pytest.raises(CapabilityError, match="SGD only, not for AdamW"):
         referred("gap-aware", 2, 1, adamw)

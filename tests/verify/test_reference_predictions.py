@@ -161,11 +161,11 @@ def test_coefficients() -> None:
 
 
 def test_what_ftpipe_does_not_take() -> None:
-    with pytest.raises(CapabilityError, match="FTPipe's prediction is known for SGD with momentum.*not for NAdam"):
+    with pytest.raises(CapabilityError, match="FTPipe's prediction is defined for SGD with momentum.*not for NAdam"):
         trained("ftpipe", 2, 1, lambda named: torch.optim.NAdam(named))
-    with pytest.raises(CapabilityError, match="not for SGD as it is set"):
+    with pytest.raises(CapabilityError, match="not for SGD with these settings"):
         trained("ftpipe-aggregated", 2, 1, lambda named: torch.optim.SGD(named, lr=0.1))
-    with pytest.raises(ConfigError, match="what is there of a batch's gradient, which delays do not tell"):
+    with pytest.raises(ConfigError, match="a part of the batch, which delays do not specify"):
         trained("ftpipe-aggregated", 2, 1, order=ReferenceOrder([[1], [0]]))
     with pytest.raises(ConfigError, match="backward is 'mine'"):
         trained("ftpipe", 2, 1, options={"backward": "mine"})

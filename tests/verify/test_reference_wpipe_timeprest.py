@@ -123,7 +123,7 @@ def test_the_second_group_of_wpipe_has_no_delay() -> None:
 @pytest.mark.parametrize(
     ("method", "d", "more", "message"),
     [
-        ("wpipe", 3, {}, "two groups of equally many stages, but the model has 3: take 4"),
+        ("wpipe", 3, {}, "two groups of equally many stages, but the model has 3: use 4"),
         ("wpipe", 2, {"order": ReferenceOrder([[1], [0]])}, "delays of wpipe do not depend on an order"),
         ("2bw", 2, {"order": ReferenceOrder([[1], [0]])}, "delays of 2bw do not depend on an order"),
         (

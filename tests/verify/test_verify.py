@@ -118,7 +118,7 @@ def test_what_the_reference_is_told_about_an_order(text: str, changes: tuple[str
 @pytest.mark.parametrize("method", LATER)
 def test_updates_that_end_after_the_optimizer_s_step_are_refused(text: str, method: str) -> None:
     needs = [] if method == "error-feedback" else MOMENTUM
-    with pytest.raises(ConfigError, match="finishes an update after the optimizer's step"):
+    with pytest.raises(ConfigError, match="changes weights after the optimizer's step"):
         clean(text, f"method={method}", "microbatches=3", *needs)
 
 
@@ -201,7 +201,7 @@ def test_a_run_that_becomes_nan_is_said_to_show_nothing(text: str, method: str) 
     """Plain torch, too, skips updates whose norm is not finite."""
     found = verified(text, f"method={method}", "optimizer.lr=1e30", "rate.warm_up=0")
     assert found.agrees, found.verdict
-    assert "of them hold NaN, which shows nothing" in found.verdict
+    assert "of them are NaN, which proves nothing" in found.verdict
     assert "NaN" not in verified(text, f"method={method}").verdict
 
 

@@ -1,1 +1,1 @@
-"""Checkpoints on disk: format, writer, manager."""
+"""Checkpoints on disk: their format, the writer, and the manager."""

@@ -1,12 +1,12 @@
-"""Checkpoints on disk: safetensors and JSON, no pickle, complete or not there at all.
+"""Format of checkpoints: safetensors and JSON, no pickle, each either complete or absent.
 
     checkpoints/batch-00000100/index.json              schema, facts, checksum of every file, file of every tensor
     checkpoints/batch-00000100/stage-0.safetensors
-    checkpoints/batch-00000100/stage-0.1.safetensors   buffers of stage 0 in pipeline 1, where it has some
+    checkpoints/batch-00000100/stage-0.1.safetensors   buffers of stage 0 in pipeline 1, if it has any
 
-All names are those of parameters (`penstock.runtime.rank.snapshot`), so any other stage of the model can read them. A
-checkpoint is written into a hidden folder, synced, and renamed when the index is in it; older ones go when a newer one
-is complete, and hide before they do. Every file is checked against the index before anything of it is used.
+Tensors are named after parameters (`penstock.runtime.rank.snapshot`), so a model with other stages can read them. A
+checkpoint is written into a hidden folder, synced, and renamed once the index is in it; older ones are removed when a
+newer one is complete, and are hidden first. Every file is checked against the index before anything of it is used.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ SCHEMA = 1
 FOLDER = "checkpoints"
 INDEX = "index.json"
 _PART = ".part"
-_BLOCK = 1 << 20  # bytes that are hashed at once
+_BLOCK = 1 << 20  # bytes per read when hashing
 
 
 class Checkpoint:
-    """A complete checkpoint; tensors are read when they are asked for.
+    """A complete checkpoint, whose tensors are read on demand.
 
     Args:
-        folder: with an index and files.
-        share: (i, n) to read every n-th file from the i-th on and compare its checksum; none if None.
+        folder: with the index and the files.
+        share: (i, n) to verify the checksum of every n-th file from the i-th on; None to verify none.
 
     Attributes:
-        facts: what is the same on all stages, with what their optimizers remember besides tensors as "values".
-        names: all tensors.
-        extra: what the training loop has added.
+        facts: what is the same on all stages; "values" holds optimizer state that is not tensors.
+        names: of all tensors.
+        extra: added by the training loop.
 
     Raises:
-        CheckpointError: a file is missing, or not the one that was written, or of another schema.
+        CheckpointError: a file is missing or has changed, or the schema is another one.
     """
 
     def __init__(self, folder: Path, share: tuple[int, int] | None = (0, 1)) -> None:
@@ -60,7 +60,7 @@ class Checkpoint:
                 _check_file(folder, name, index["files"][name])
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor.
+        """Read a tensor.
 
         Raises:
             CheckpointError: its file does not hold it, or cannot be read any more.
@@ -75,22 +75,22 @@ class Checkpoint:
 
     @property
     def batch(self) -> int:
-        """As many batches have been trained on."""
+        """The number of batches that had been trained on."""
         return int(self.facts["batch"])
 
 
 def place_of(run: Path, batch: int) -> Path:
-    """The folder of a checkpoint of a run."""
+    """Return the folder of a checkpoint of a run."""
     return run / FOLDER / f"batch-{batch:08d}"
 
 
 def part_of(place: Path) -> Path:
-    """Where a checkpoint is while it is written."""
+    """Return the folder that a checkpoint is in while it is being written."""
     return place.with_name(f".{place.name}{_PART}")
 
 
 def checkpoints(run: Path, limit: int | None = None) -> list[Path]:
-    """The checkpoints of a run that were completed, of so many batches at most, the oldest first."""
+    """List the completed checkpoints of a run, of at most `limit` batches, from the oldest on."""
     found = sorted((run / FOLDER).glob("batch-*"))
     return found if limit is None else [path for path in found if path.name <= place_of(run, limit).name]
 
@@ -98,15 +98,15 @@ def checkpoints(run: Path, limit: int | None = None) -> list[Path]:
 def open_newest(
     run: Path, places: Sequence[Path] | None = None, opened: Callable[[Path], Checkpoint] = Checkpoint
 ) -> tuple[Checkpoint | None, list[str]]:
-    """The newest checkpoint of a run that is whole, and what is wrong with those after it.
+    """Open the newest intact checkpoint of a run; also return what is wrong with the newer ones.
 
     Args:
-        run: theirs.
-        places: the checkpoints to choose from, the oldest first; all if None.
+        run: the run's folder.
+        places: the checkpoints to choose from, from the oldest on; all if None.
         opened: opens one, or raises CheckpointError.
 
     Raises:
-        CheckpointError: there are some, but none is whole.
+        CheckpointError: there are checkpoints, but none is intact.
     """
     faults: list[str] = []
     for path in reversed(checkpoints(run) if places is None else places):
@@ -116,42 +116,42 @@ def open_newest(
             faults.append(str(error))
     if faults:
         raise CheckpointError(
-            f"none of the {len(faults)} checkpoints in {str(run / FOLDER)!r} is whole; the newest: {faults[0]}"
+            f"none of the {len(faults)} checkpoints in {str(run / FOLDER)!r} is intact; the newest: {faults[0]}"
         )
     return None, []
 
 
 def clear_parts(run: Path) -> None:
-    """Remove what was being written when a run ended."""
+    """Remove checkpoints that were incomplete when a run ended."""
     for path in (run / FOLDER).glob(f".batch-*{_PART}"):
         shutil.rmtree(path, ignore_errors=True)
 
 
 def write_index(place: Path, content: Mapping[str, Any]) -> None:
-    """Complete a checkpoint: write the index and give the folder its name."""
+    """Complete a checkpoint: write the index and rename the folder."""
     part = part_of(place)
     with (part / INDEX).open("w") as file:
         json.dump({"schema": SCHEMA, "sha256": _digest(content), **content}, file)
         file.flush()
         os.fsync(file.fileno())
     sync_folder(part)
-    if place.exists():  # from before a restart that went further back
+    if place.exists():  # from before a restart from an older checkpoint
         _discard(place)
     os.rename(part, place)
     sync_folder(place.parent)
 
 
 def rotate(run: Path, newest: Path, keep: int) -> None:
-    """Of the checkpoints up to the one that has just been written, remove all but the last `keep`."""
+    """Remove all but the last `keep` checkpoints up to the newest, which has just been written."""
     for path in [path for path in checkpoints(run) if path.name <= newest.name][:-keep]:
         _discard(path)
 
 
 def set_aside(run: Path, chosen: Path) -> None:
-    """Hide the checkpoints after the one that a run goes on from: they are damaged, and its own will come there.
+    """Hide the checkpoints after the one that a run resumes from: they are damaged, and the run will write its own.
 
     Raises:
-        CheckpointError: the folder cannot be written into.
+        CheckpointError: the folder is not writable.
     """
     for path in checkpoints(run):
         if path.name > chosen.name:
@@ -162,10 +162,10 @@ def set_aside(run: Path, chosen: Path) -> None:
 
 
 def discard_after(run: Path, limit: int) -> None:
-    """Remove the checkpoints of more batches.
+    """Remove the checkpoints of more than `limit` batches.
 
     Raises:
-        CheckpointError: the folder cannot be written into.
+        CheckpointError: the folder is not writable.
     """
     for path in checkpoints(run):
         if path.name > place_of(run, limit).name:
@@ -176,14 +176,14 @@ def discard_after(run: Path, limit: int) -> None:
 
 
 def _discard(place: Path) -> None:
-    """Remove a checkpoint so that nobody ever finds a part of it."""
+    """Remove a checkpoint in such a way that no part of it is ever found."""
     hidden = place.with_name(f".{place.name}.old{_PART}")
     os.rename(place, hidden)
     shutil.rmtree(hidden, ignore_errors=True)
 
 
 def fingerprint(path: Path) -> dict[str, Any]:
-    """Size and SHA-256 of a file."""
+    """Return the size and SHA-256 of a file."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         for block in _blocks(file):
@@ -192,13 +192,13 @@ def fingerprint(path: Path) -> dict[str, Any]:
 
 
 def sync_file(path: Path) -> None:
-    """Wait until a file is on the disk."""
+    """Flush a file to the disk."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
 
 
 def sync_folder(path: Path) -> None:
-    """Wait until the names in a folder are on the disk."""
+    """Flush a folder's entries to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -207,7 +207,7 @@ def sync_folder(path: Path) -> None:
 
 
 def _digest(content: Mapping[str, Any]) -> str:
-    """SHA-256 of what an index says."""
+    """Return the SHA-256 of an index's content."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
@@ -228,7 +228,7 @@ def _read_index(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{str(path)!r} has schema {found}, this version of penstock reads {SCHEMA}")
     content = {key: value for key, value in index.items() if key not in ("schema", "sha256")}
     if index.get("sha256") != _digest(content):
-        raise CheckpointError(f"{str(path)!r} is damaged: it is not what was written")
+        raise CheckpointError(f"{str(path)!r} is damaged: its content does not match its checksum")
     missing = {"facts", "extra", "files", "tensors"} - index.keys()
     if missing or not set(index["tensors"].values()) <= index["files"].keys():
         raise CheckpointError(f"{str(path)!r} is damaged: it lacks {', '.join(sorted(missing)) or 'files of tensors'}")
@@ -236,7 +236,7 @@ def _read_index(path: Path) -> dict[str, Any]:
 
 
 def _check_file(folder: Path, name: str, written: Mapping[str, Any]) -> None:
-    """Make sure that a file is the one that was written."""
+    """Check that a file is the one that was written."""
     path = folder / name
     if Path(name).name != name:
         raise CheckpointError(f"the index in {str(folder)!r} names {name!r}, which is not a file of its folder")

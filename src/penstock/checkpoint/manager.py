@@ -1,4 +1,4 @@
-"""The checkpoints of a pipeline: where it goes on from, and what it leaves behind."""
+"""Saves and loads the checkpoints of a pipeline."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import _get_default_store
 
 from penstock.checkpoint.format import Checkpoint, checkpoints, clear_parts, discard_after, open_newest, set_aside
-from penstock.checkpoint.writer import LocalWall, StoreWall, Wall, Writer
+from penstock.checkpoint.writer import LocalPosts, Posts, StorePosts, Writer
 from penstock.comm.collective.gather import gather_json
 from penstock.errors import CheckpointError, ConfigError
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.rank.snapshot import Saving, Snapshot
 from penstock.schedule.ir.schedule import Stage
 
-_PATIENCE = 0.25  # of the shorter time-out: as long a rank in training waits for its disk
+_PATIENCE = 0.25  # of the shorter time-out: how long a rank in training waits for its disk
 
 
 class Checkpoints:
-    """Those in one folder, which all ranks see.
+    """The checkpoints of a pipeline in one folder, which all ranks can access.
 
         checkpoints = Checkpoints(pipeline, "runs/mine")
         checkpoints.load()
@@ -32,20 +32,20 @@ class Checkpoints:
         checkpoints.save()
 
     Args:
-        pipeline: theirs; all ranks make this object together.
-        folder: of the run; checkpoints lie in a folder of it.
-        keep: how many stay; older ones are removed.
-        extra: of the number of batches, what is kept with a checkpoint, as JSON can say it.
-        store: of the job, where ranks tell each other what they have written; torch's own if None.
-        timeout: seconds to wait for what others write.
+        pipeline: to save and load; all ranks make this object together.
+        folder: of the run; checkpoints are in a subfolder.
+        keep: how many checkpoints to keep; older ones are removed.
+        extra: number of batches -> data to store with a checkpoint, serializable as JSON.
+        store: of the job, through which ranks announce what they have written; torch's default store if None.
+        timeout: seconds to wait for the files of other ranks.
         tell: called on the rank of the first stage, by a thread, with the number of batches of a checkpoint and None,
-            or what has kept it from being written.
+            or the reason why it was not written.
 
     Raises:
-        ConfigError: keep is less than 1.
+        ConfigError: `keep` is less than 1.
 
     Attributes:
-        damaged: what was wrong with checkpoints that `load` has passed over.
+        damaged: what was wrong with the checkpoints that `load` skipped.
     """
 
     def __init__(
@@ -68,42 +68,42 @@ class Checkpoints:
         self._store, self._limits = store, (timeout, _PATIENCE * min(timeout, pipeline.timeout))
         self._keep, self._extra, self._tell = keep, extra, tell
         self._writer = self._make_writer()
-        self._written = -1  # the batch of the last one that was loaded or waited for
-        self._failure: str | None = None  # what has kept that from being written
+        self._written = -1  # the batch of the last checkpoint that was loaded or waited for
+        self._failure: str | None = None  # why that was not written
 
     def _make_writer(self) -> Writer:
-        """One that knows nothing of what others have posted before; all ranks make it together."""
+        """Make a writer that ignores earlier announcements; all ranks make it together."""
         grid, schedule = self._grid, self._pipeline.schedule
 
         def places(pipeline: int, stages: Iterable[Stage]) -> list[tuple[int, int]]:
             return [(stage.index, pipeline * schedule.directions + stage.direction) for stage in sorted(stages)]
 
         own = [place for pipeline in grid.pipelines for place in places(pipeline, self._pipeline.stages)]
-        wall: Wall = LocalWall()
+        posts: Posts = LocalPosts()
         if grid.group is not None:
             name = self._gather(uuid.uuid4().hex, "preparing for checkpoints")[0]
-            wall = StoreWall(self._store or _get_default_store(), name)
+            posts = StorePosts(self._store or _get_default_store(), name)
         parts = [place for pipeline in range(grid.width) for place in places(pipeline, schedule.stages)]
-        return Writer(self._folder, parts, own, self._keep, self._extra, wall, *self._limits, self._tell)
+        return Writer(self._folder, parts, own, self._keep, self._extra, posts, *self._limits, self._tell)
 
     def every(self, batches: int) -> Saving:
-        """What `Pipeline.run` is to be told to have one written whenever so many batches are done."""
+        """Return the `save` argument of `Pipeline.run` that writes a checkpoint every so many batches."""
         return Saving(batches, self._sink, self._make_room)
 
     def load(
         self, *, limit: int | None = None, ready: Callable[[int, Mapping[str, Any]], None] = lambda *_: None
     ) -> Mapping[str, Any] | None:
-        """Go on from the newest whole checkpoint; returns what was kept with it, None if there is none.
+        """Load the newest intact checkpoint; return its extra data, or None if there is no checkpoint.
 
-        All ranks call this, and each checks its share of the files.
+        All ranks call this, and each verifies its share of the files.
 
         Args:
-            limit: the largest number of batches that it may have; those after it are removed, once it is found.
-            ready: called before the pipeline takes it, with the number of batches and what was kept with it; the
-                pipeline may be switched to another method then.
+            limit: the largest number of batches allowed; later checkpoints are removed once one has been found.
+            ready: called before the pipeline loads the checkpoint, with the number of batches and the extra data; it
+                may switch the pipeline to another method.
 
         Raises:
-            CheckpointError: there are some, but none is whole, or it does not fit.
+            CheckpointError: there are checkpoints, but none is intact, or it does not fit the pipeline.
         """
         self.wait()
         self._writer, self._failure = self._make_writer(), None
@@ -114,7 +114,7 @@ class Checkpoints:
                 clear_parts(self._folder)
                 found = list(map(str, checkpoints(self._folder, limit)))
             except OSError as error:
-                failure = f"cannot go on in {str(self._folder)!r}: {error}"
+                failure = f"cannot resume in {str(self._folder)!r}: {error}"
         found, failure = self._gather([found, failure], "looking for checkpoints")[0]
         if failure is not None:
             raise CheckpointError(failure)
@@ -137,13 +137,13 @@ class Checkpoints:
         return newest.extra
 
     def save(self) -> str | None:
-        """Have one written between two runs, unless it is there already, and wait for it; all ranks call this.
+        """Write a checkpoint between two runs, unless it exists, and wait for it; all ranks call this together.
 
         Returns:
-            What has kept it from being written.
+            None, or the reason why it was not written.
         """
         batch = self._pipeline.batches
-        failures = self._gather(self.wait(), "saving")  # of the one before: nobody is in a hurry now
+        failures = self._gather(self.wait(), "saving")  # wait for the previous one, as there is time now
         if batch == 0 or (batch == self._written and not any(failures)):
             return None
         if batch == self._written:
@@ -155,20 +155,20 @@ class Checkpoints:
         return self.wait()
 
     def wait(self) -> str | None:
-        """Wait until the last one that was begun is complete on every rank; returns what has kept it from being."""
+        """Wait until the last checkpoint is complete on every rank; return None or why it was not written."""
         if self._writer.batch != self._written and self._writer.batch >= 0:
             self._written = self._writer.batch
             self._failure = self._writer.finish(self._written)
         return self._failure
 
     def _sink(self, snapshot: Snapshot) -> None:
-        self._writer.sink(snapshot)  # of the writer there is then: `load` makes a new one
+        self._writer.sink(snapshot)  # looked up late, as `load` makes a new writer
 
     def _make_room(self, batch: int) -> bool:
         return self._writer.make_room(batch)
 
     def _open(self, path: Path) -> Checkpoint:
-        """Open a checkpoint that is whole in the eyes of all ranks."""
+        """Open a checkpoint if all ranks find it intact."""
         checkpoint, fault = None, None
         try:
             checkpoint = Checkpoint(path, (self._rank, self._ranks))

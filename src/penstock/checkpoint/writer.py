@@ -1,9 +1,9 @@
-"""Checkpoints are written while training goes on, by a thread of each rank; the first stage's completes them.
+"""Writes checkpoints during training, in a thread of each rank; the rank of the first stage completes them.
 
-Every rank writes the files of its stages and posts what it has written. When all have, the rank with the first stage
-writes the index and gives the checkpoint its name. Where one of them fails (the disk is full, say), the checkpoint is
-dropped, those before it stay, and training goes on. A rank whose last snapshot is not written yet waits with the next,
-but not so long that others would give it up: then the next one is left out, on all ranks.
+Every rank writes the files of its stages and announces them. When all have, the rank of the first stage writes the
+index and gives the checkpoint its name. If one of them fails (for example because the disk is full), the checkpoint is
+dropped, earlier ones stay, and training continues. A rank whose last snapshot is not written yet waits before it takes
+the next, but less long than the time-out of its peers; after that the next checkpoint is skipped on all ranks.
 """
 
 from __future__ import annotations
@@ -28,53 +28,53 @@ from penstock.errors import CheckpointError
 from penstock.runtime.rank.snapshot import Snapshot
 
 Part = tuple[int, int]
-_LOOK = 0.05  # seconds between two looks at what others have posted
+_LOOK = 0.05  # seconds between two looks at the announcements
 
 
-class Wall(Protocol):
-    """Where ranks post what they have written."""
+class Posts(Protocol):
+    """Key-value store in which ranks announce what they have written."""
 
     def post(self, key: str, text: str) -> None:
-        """Post a text."""
+        """Store a text."""
         ...
 
     def read(self, key: str) -> str | None:
-        """What was posted; None if nothing yet."""
+        """Return the text of a key; None if there is none yet."""
         ...
 
 
-class LocalWall:
-    """All stages in one process."""
+class LocalPosts:
+    """Announcements between stages of one process."""
 
     def __init__(self) -> None:
         self._texts: dict[str, str] = {}
 
     def post(self, key: str, text: str) -> None:
-        """Post a text."""
+        """Store a text."""
         self._texts[key] = text
 
     def read(self, key: str) -> str | None:
-        """What was posted; None if nothing yet."""
+        """Return the text of a key; None if there is none yet."""
         return self._texts.get(key)
 
 
-class StoreWall:
-    """The job's store; looking never waits, because the store serves one caller of a process at a time.
+class StorePosts:
+    """Announcements through the job's store; reads never block, as the store serves one caller per process at a time.
 
     Args:
-        store: it may hold what was posted on other walls, by workers that have failed and been started again.
-        name: of this wall.
+        store: may hold announcements under other names, from workers that failed and were restarted.
+        name: keeps this object's announcements apart.
     """
 
     def __init__(self, store: Store, name: str) -> None:
         self._store = PrefixStore(f"penstock/checkpoint/{name}", store)
 
     def post(self, key: str, text: str) -> None:
-        """Post a text."""
+        """Store a text."""
         self._store.set(key, text)
 
     def read(self, key: str) -> str | None:
-        """What was posted; None if nothing yet."""
+        """Return the text of a key; None if there is none yet."""
         return self._store.get(key).decode() if self._store.check([key]) else None
 
 
@@ -83,15 +83,15 @@ class Writer:
 
     Args:
         run: the run's folder.
-        parts: the index of every stage and its place among the copies of it.
-        own: those of this process; who has the first of all parts completes the checkpoints.
-        keep: how many checkpoints stay.
-        extra: of the number of batches, what goes into the index besides, the same on all ranks.
-        wall: shared by all ranks.
-        timeout: seconds to wait for what others write.
-        patience: seconds that a rank in training waits for its own disk, with others waiting for the rank.
-        tell: called by the thread of the rank with the first stage, with the number of batches and None, or what has
-            kept the checkpoint from being written.
+        parts: (stage index, position among the copies of the stage) of all files of a checkpoint.
+        own: the parts of this process; the process of the first of all parts completes the checkpoints.
+        keep: how many checkpoints to keep.
+        extra: number of batches -> additional content of the index, the same on all ranks.
+        posts: shared by all ranks.
+        timeout: seconds to wait for the files of other ranks.
+        patience: seconds that a rank in training waits for its own disk, while others wait for the rank.
+        tell: called by the thread of the rank of the first stage, with the number of batches and None, or the reason
+            why the checkpoint was not written.
 
     Attributes:
         batch: of the last snapshot.
@@ -104,23 +104,23 @@ class Writer:
         own: Sequence[Part],
         keep: int,
         extra: Callable[[int], Mapping[str, Any]],
-        wall: Wall,
+        posts: Posts,
         timeout: float,
         patience: float,
         tell: Callable[[int, str | None], None],
     ) -> None:
         self._run, self._keep, self._extra = run, keep, extra
-        self._wall, self._timeout, self._patience, self._tell = wall, timeout, patience, tell
+        self._posts, self._timeout, self._patience, self._tell = posts, timeout, patience, tell
         self._parts, self._own = list(parts), list(own)
         self._completes = parts[0] in own
-        self._written: Counter[int] = Counter()  # files of a batch
+        self._written: Counter[int] = Counter()  # files written, by batch
         self._thread = Background("checkpoint")
         self._pending: list[Ticket] = []
-        self._rooms: dict[int, bool] = {}  # stages in one process may be a batch apart
+        self._rooms: dict[int, bool] = {}  # by batch, as stages of one process may be a batch apart
         self.batch = -1
 
     def make_room(self, batch: int) -> bool:
-        """Wait until snapshots of earlier batches are written, so that there is one copy at most.
+        """Wait until snapshots of earlier batches are written, so that there is at most one copy of the weights.
 
         Returns:
             Whether they are; if not, there will be no checkpoint of this batch.
@@ -132,17 +132,17 @@ class Writer:
         return self._rooms[batch]
 
     def sink(self, snapshot: Snapshot) -> None:
-        """Have a snapshot written, if there is room."""
+        """Start to write a snapshot, unless `make_room` returned False for its batch."""
         if self.make_room(snapshot.batch):
             self._later(snapshot.batch, partial(self._write, snapshot))
 
     def finish(self, batch: int) -> str | None:
-        """Wait until the checkpoint of `batch` is complete, on every rank; returns what has kept it from being."""
+        """Wait until the checkpoint of `batch` is complete on every rank; return None or why it was not written."""
         limit = 3 * self._timeout
         found = self._await([f"{batch}/complete"], limit) if self._settles(limit) else None
         if found is None:
-            return f"nobody completed it within {limit:g} seconds"
-        failure: str | None = json.loads(found[0])  # what the first rank says counts
+            return f"it was not completed within {limit:g} seconds"
+        failure: str | None = json.loads(found[0])  # the first rank's verdict
         return failure
 
     def _later(self, batch: int, work: Callable[[], None]) -> None:
@@ -151,7 +151,7 @@ class Writer:
         self._thread.later([ticket], work)
 
     def _settles(self, patience: float) -> bool:
-        """Wait for what this rank is writing (the first one waits for the others with it); whether that is done."""
+        """Wait for this rank's pending writes (on the first rank, for those of all); return whether they are done."""
         deadline = time.monotonic() + patience
         while self._pending:
             if not self._pending[0].settles(deadline - time.monotonic()):
@@ -160,15 +160,15 @@ class Writer:
         return True
 
     def _leave_out(self, batch: int) -> None:
-        """Let the others know that this rank has no part in the checkpoint of a batch."""
-        text = json.dumps({"failure": "a disk is too slow: the checkpoint before was still being written"})
+        """Announce that this rank has not written its part of a checkpoint."""
+        text = json.dumps({"failure": "a disk is too slow: the previous checkpoint was still being written"})
         for part in self._own:
-            self._wall.post(_key(batch, *part), text)
+            self._posts.post(_key(batch, *part), text)
         if self._completes:
             self._later(batch, partial(self._complete, batch))
 
     def _write(self, snapshot: Snapshot) -> None:
-        """Write one stage's file; the first stage's writer then waits for the others and completes the checkpoint."""
+        """Write the file of one stage; on the first rank, then wait for the others and complete the checkpoint."""
         place, name = disk.place_of(self._run, snapshot.batch), _file_name(snapshot)
         part: dict[str, Any] = {"values": snapshot.values, "facts": snapshot.facts, "tensors": [], "files": {}}
         try:
@@ -180,17 +180,17 @@ class Writer:
                 disk.sync_file(path)
                 part |= {"tensors": list(tensors), "files": {name: disk.fingerprint(path)}}
                 del tensors
-        except Exception as error:  # whatever it is, it costs this checkpoint alone
+        except Exception as error:  # any error costs only this checkpoint
             part["failure"] = f"{name}: {error}"
         snapshot.tensors.clear()
-        self._wall.post(_key(snapshot.batch, snapshot.stage, snapshot.place), json.dumps(part))
+        self._posts.post(_key(snapshot.batch, snapshot.stage, snapshot.place), json.dumps(part))
         self._written[snapshot.batch] += 1
         if self._completes and self._written[snapshot.batch] == len(self._own):
             del self._written[snapshot.batch]
             self._complete(snapshot.batch)
 
     def _complete(self, batch: int) -> None:
-        """Write the index once all stages are there."""
+        """Write the index once all stages have been written."""
         place = disk.place_of(self._run, batch)
         found = self._await([_key(batch, index, place) for index, place in self._parts], self._timeout)
         if found is None:
@@ -201,21 +201,21 @@ class Writer:
         try:
             if failure is None:
                 disk.write_index(place, _content(parts, self._extra(batch)))
-                with suppress(OSError):  # older ones may stay
+                with suppress(OSError):  # older checkpoints may stay
                     if not any(map(_is_doubtful, parts)):
                         disk.rotate(self._run, place, self._keep)
         except Exception as error:
             failure = f"{disk.INDEX}: {error}"
         if failure is not None:
             shutil.rmtree(disk.part_of(place), ignore_errors=True)
-        self._wall.post(f"{batch}/complete", json.dumps(failure))
+        self._posts.post(f"{batch}/complete", json.dumps(failure))
         self._tell(batch, failure)
 
     def _await(self, keys: Sequence[str], patience: float) -> list[str] | None:
-        """What is posted under these keys, once all is; None if not all is within so many seconds."""
+        """Return the texts of some keys once all are there; None if they are not within `patience` seconds."""
         deadline = time.monotonic() + patience
         while True:
-            found = [self._wall.read(key) for key in keys]
+            found = [self._posts.read(key) for key in keys]
             texts = [text for text in found if text is not None]
             if len(texts) == len(keys):
                 return texts
@@ -238,10 +238,10 @@ def _file_name(snapshot: Snapshot) -> str:
 
 
 def _content(parts: Sequence[dict[str, Any]], extra: Mapping[str, Any]) -> dict[str, Any]:
-    """The index, from what each stage has written.
+    """Make the content of the index from what each stage has written.
 
     Raises:
-        CheckpointError: two stages write one tensor.
+        CheckpointError: two stages have written a tensor of the same name.
     """
     facts: dict[str, Any] = {"values": {}}
     tensors: dict[str, str] = {}
@@ -249,7 +249,7 @@ def _content(parts: Sequence[dict[str, Any]], extra: Mapping[str, Any]) -> dict[
     for part in parts:
         twice = tensors.keys() & set(part["tensors"])
         if twice:
-            raise CheckpointError(f"two stages have a tensor {min(twice)}")
+            raise CheckpointError(f"two stages have written a tensor named {min(twice)!r}")
         facts["values"] |= part["values"]
         facts |= part["facts"]
         files |= part["files"]

@@ -1,4 +1,4 @@
-"""How ranks reach each other for the time of a span: in one process in memory, between processes over gloo or NCCL."""
+"""The communicators of a rank for one span: in memory within one process, over gloo or NCCL between processes."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import NamedTuple
 import torch
 
 from penstock.comm.collective.all_reduce import GlooReducer, LocalReducer, Reducer
-from penstock.comm.collective.control_reduce import Council, GlooCouncil, LocalCouncil
-from penstock.comm.collective.wave_exchange import PATIENCE, Exchange, GlooExchange, LocalExchange
+from penstock.comm.collective.control_reduce import Add, ControlReduce, GlooControlReduce, LocalControlReduce
+from penstock.comm.collective.wave_exchange import WAVE_TIMEOUT, Exchange, GlooExchange, LocalExchange
 from penstock.comm.core.rank_grid import Holder, RankGrid, RankKey
+from penstock.comm.core.tagged_group import Tag
 from penstock.comm.mesh import Groups
 from penstock.comm.p2p.gloo import GlooTransport
 from penstock.comm.p2p.local import LocalTransport
@@ -21,109 +22,115 @@ from penstock.schedule.machine.instructions import Lowered
 from penstock.schedule.methods.combine import REDUCE, Combine
 from penstock.schedule.proof.stage_spec import StageSpec
 
-_TIES, _AVERAGES, _COMMON, _WAVES = 10, 11, 12, 13  # tags of messages, on the pipelines' group; other lanes use others
 
-
-class Links(NamedTuple):
-    """Those of one rank.
+class Communicators(NamedTuple):
+    """Everything that one rank communicates with.
 
     Attributes:
-        transport: moves messages along the pipeline.
-        reducer: adds gradients over those that hold the same weights.
-        ties: adds those of parameters that stages share.
-        council: where all stages meet that decide together.
-        averages: adds weights over parallel pipelines; None where they hold the same.
-        common: where the stages of all pipelines meet then, each of which decides with its own council.
-        waves: moves what pipelines have changed wave by wave; None where they do not send that.
+        transport: moves messages between the stages of the pipeline.
+        reducer: adds gradients over the stages that hold the same weights.
+        ties: adds gradients of parameters that several stages share.
+        control: adds the control scalars of all stages that decide on an update together.
+        averages: adds weights over parallel pipelines; None where these hold the same weights.
+        global_control: adds the control scalars of all pipelines, where each pipeline decides on its own updates; else
+            None.
+        waves: exchanges updates between parallel pipelines wave by wave; None where they do not.
     """
 
     transport: Transport
     reducer: Reducer
     ties: Reducer
-    council: Council
+    control: ControlReduce
     averages: Reducer | None = None
-    common: Council | None = None
+    global_control: ControlReduce | None = None
     waves: Exchange | None = None
 
     def close(self) -> None:
-        """Stop whatever runs in the background."""
-        self.transport.close()
-        self.reducer.close()
-        self.ties.close()
-        self.council.close()
-        if self.averages is not None:
-            self.averages.close()
-        if self.common is not None:
-            self.common.close()
-        if self.waves is not None:
-            self.waves.close()
+        """Stop all background threads."""
+        for part in self:
+            if part is not None:
+                part.close()
 
 
 def holders_of(schedule: Schedule, width: int) -> dict[int, tuple[Holder, ...]]:
-    """By stage index, the copies of that stage in all parallel pipelines."""
+    """Map each stage index to the copies of that stage in all parallel pipelines and directions."""
     return {
         index: tuple(Holder(r, stage) for r in range(width) for stage in schedule.stages if stage.index == index)
         for index in range(schedule.num_stages)
     }
 
 
-def link(
+def connect(
     grid: RankGrid,
     lowered: Lowered,
     specs: Sequence[StageSpec],
+    add: Add,
     channel: Channel,
     lane_groups: Sequence[LaneGroups],
     holder_groups: Groups,
     combine: Combine = REDUCE,
-) -> Mapping[RankKey, Links]:
-    """Links for every rank of this process.
+) -> Mapping[RankKey, Communicators]:
+    """Make the communicators of every rank of this process.
 
     Args:
         grid: all ranks.
-        lowered: the schedule of the span.
+        lowered: the schedule of the span, with its messages.
         specs: of its stages.
-        channel: which lanes.
-        lane_groups: per pipeline, communicators for tensors; empty where they travel over gloo.
-        holder_groups: of those that hold the same weights; empty where gradients are added in order.
-        combine: how parallel pipelines agree; where they have weights of their own, each decides for itself.
+        add: adds control scalars.
+        channel: training or evaluation.
+        lane_groups: per pipeline, a process group for the tensors of each lane; empty where these travel over gloo.
+        holder_groups: groups of the ranks that hold the same weights; empty where gradients are added in order.
+        combine: how parallel pipelines are synchronized; where they have weights of their own, each decides on its own
+            updates.
     """
     deciding = [Holder(r, spec.stage) for r in range(grid.width) for spec in specs if spec.decides]
     if grid.group is None:
-        return _link_here(grid, deciding, combine)
+        return _connect_locally(grid, deciding, add, combine)
     (key,) = grid.local
-    first = grid.global_rank(RankKey(key.pipeline, 0))
-    transport: Transport
-    if lane_groups:
-        assert grid.control is not None
-        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-        groups = lane_groups[key.pipeline]
-        transport = NcclTransport(key.rank, groups, lowered.window, grid.control, device, first, channel)
-    else:
-        transport = GlooTransport(key.rank, lowered.lanes, lowered.window, grid.control, first, channel)
+    transport = _transport(grid, key, lowered, channel, lane_groups)
     reducer = GlooReducer(grid.process, grid.control, holder_groups)
-    ties = GlooReducer(grid.process, grid.control, {}, tag=_TIES)  # by themselves, as they keep another order
+    ties = GlooReducer(grid.process, grid.control, {}, Tag.TIED_GRADIENTS)  # separate: these sums come in another order
     if not combine.apart:
-        return {key: Links(transport, reducer, ties, GlooCouncil(deciding, grid.process, grid.control))}
+        return {
+            key: Communicators(transport, reducer, ties, GlooControlReduce(deciding, grid.process, grid.control, add))
+        }
     own = [holder for holder in deciding if holder.pipeline == key.pipeline]
-    council = GlooCouncil(own, grid.process, grid.control)
-    if combine.kind == "wsp":  # nobody waits there for pipelines that are some waves behind
-        common = GlooCouncil(deciding, grid.process, grid.control, tag=_COMMON, patience=PATIENCE)
-        waves = GlooExchange(grid.process, grid.control, tag=_WAVES)
-        return {key: Links(transport, reducer, ties, council, common=common, waves=waves)}
-    averages = GlooReducer(grid.process, grid.control, {}, tag=_AVERAGES)
-    common = GlooCouncil(deciding, grid.process, grid.control, tag=_COMMON)
-    return {key: Links(transport, reducer, ties, council, averages, common)}
+    control = GlooControlReduce(own, grid.process, grid.control, add)
+    waves = combine.kind == "wsp"  # pipelines may then be several waves apart, so the thread must not time out
+    timeout = WAVE_TIMEOUT if waves else None
+    everywhere = GlooControlReduce(deciding, grid.process, grid.control, add, Tag.GLOBAL_CONTROL, timeout)
+    averages = None if waves else GlooReducer(grid.process, grid.control, {}, Tag.AVERAGES)
+    exchange = GlooExchange(grid.process, grid.control) if waves else None
+    return {key: Communicators(transport, reducer, ties, control, averages, everywhere, exchange)}
 
 
-def _link_here(grid: RankGrid, deciding: Sequence[Holder], combine: Combine) -> Mapping[RankKey, Links]:
-    """Links between ranks that are all in this process."""
-    council, reducer = LocalCouncil(deciding), LocalReducer()
+def _transport(
+    grid: RankGrid, key: RankKey, lowered: Lowered, channel: Channel, lane_groups: Sequence[LaneGroups]
+) -> Transport:
+    """The transport of this process's rank: over NCCL where the lanes have groups, else over gloo."""
+    first = grid.global_rank(RankKey(key.pipeline, 0))
+    if not lane_groups:
+        return GlooTransport(key.rank, lowered.lanes, lowered.window, grid.control, first, channel)
+    assert grid.control is not None
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    groups = lane_groups[key.pipeline]
+    return NcclTransport(key.rank, groups, lowered.window, grid.control, device, first, channel)
+
+
+def _connect_locally(
+    grid: RankGrid, deciding: Sequence[Holder], add: Add, combine: Combine
+) -> Mapping[RankKey, Communicators]:
+    """Make the communicators of ranks that are all in this process."""
+    everywhere, reducer = LocalControlReduce(deciding, add), LocalReducer()
     transports = {pipeline: LocalTransport() for pipeline in grid.pipelines}
     if not combine.apart:
-        return {key: Links(transports[key.pipeline], reducer, reducer, council) for key in grid.local}
-    own = {pipeline: LocalCouncil([h for h in deciding if h.pipeline == pipeline]) for pipeline in grid.pipelines}
+        return {key: Communicators(transports[key.pipeline], reducer, reducer, everywhere) for key in grid.local}
+    own = {
+        pipeline: LocalControlReduce([h for h in deciding if h.pipeline == pipeline], add)
+        for pipeline in grid.pipelines
+    }
     averages, waves = (None, LocalExchange()) if combine.kind == "wsp" else (LocalReducer(), None)
     return {
-        key: Links(transports[key.pipeline], reducer, reducer, own[key.pipeline], averages, council, waves)
+        key: Communicators(transports[key.pipeline], reducer, reducer, own[key.pipeline], averages, everywhere, waves)
         for key in grid.local
     }

@@ -1,4 +1,4 @@
-"""Parallel pipelines on torch's device mesh, and the process groups of those that hold the same weights."""
+"""Parallel pipelines on torch's device mesh, and process groups of the ranks that hold the same weights."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from penstock.errors import CapabilityError, ConfigError
 _DIMENSIONS = ("width", "depth", "inner")
 
 Groups = Mapping[frozenset[int], dist.ProcessGroup]
-"""The ranks in the grid's group -> a group of just these."""
+"""Ranks in the grid's group -> the process group of just these ranks."""
 
 
 def from_mesh(
     mesh: DeviceMesh | None, width: int | None, depth: int, group: dist.ProcessGroup | None
 ) -> tuple[int, dist.ProcessGroup | None]:
-    """The number of pipelines and the group of all ranks, as `RankGrid` takes them.
+    """Return the number of pipelines and the group of all ranks, for `RankGrid`.
 
     Args:
-        mesh: with dimensions (width, depth) or (width, depth, inner); without one they are what the user says.
-        width: what the user says of it; None for nothing.
-        depth: ranks of the schedule.
-        group: of the mesh's ranks, in its order; the whole job if None.
+        mesh: with dimensions (width, depth) or (width, depth, inner); None if there is none.
+        width: the number of pipelines that the user gave, if any.
+        depth: the number of ranks of the schedule.
+        group: the mesh's ranks, in its order; the whole job if None.
 
     Raises:
-        ConfigError: they do not fit.
-        CapabilityError: stages are to be split over several ranks.
+        ConfigError: mesh, width, depth and group contradict each other.
+        CapabilityError: the inner dimension is not 1.
     """
     if mesh is None:
         return 1 if width is None else width, group
@@ -40,12 +40,13 @@ def from_mesh(
     names = mesh.mesh_dim_names or ()
     if names not in (_DIMENSIONS[:2], _DIMENSIONS):
         raise ConfigError(
-            f"the mesh has {mesh.ndim} dimensions called {names}; name them {_DIMENSIONS[:2]} or {_DIMENSIONS}"
+            f"the mesh has {mesh.ndim} dimensions named {names}; name them {_DIMENSIONS[:2]} or {_DIMENSIONS}"
         )
     sizes = dict(zip(names, mesh.shape, strict=True))
     if sizes.get("inner", 1) != 1:
         raise CapabilityError(
-            f"the inner dimension of the mesh is {sizes['inner']}, but tensor parallelism is not offered yet; make it 1"
+            f"the inner dimension of the mesh is {sizes['inner']}, but tensor parallelism is not supported yet; "
+            "make it 1"
         )
     if sizes["depth"] != depth:
         raise ConfigError(f"the schedule has {depth} ranks, but the depth of the mesh is {sizes['depth']}")
@@ -56,39 +57,41 @@ def from_mesh(
     ranks, found = mesh.mesh.flatten().tolist(), dist.get_process_group_ranks(whole)
     if ranks != found:
         raise ConfigError(
-            f"the mesh has the ranks {ranks}, but {'the job' if group is None else 'group'} has {found}; pass as group "
-            "one of the mesh's ranks in the mesh's order"
+            f"the mesh has the ranks {ranks}, but {'the job' if group is None else 'group'} has {found}; pass a group "
+            "of the mesh's ranks, in the mesh's order"
         )
     return sizes["width"], whole
 
 
 def groups_of_holders(grid: RankGrid, holders: Iterable[Members], mesh: DeviceMesh | None, timeout: float) -> Groups:
-    """A group for each stage, made once and used by all spans; without a mesh all ranks of the job call this.
+    """Make a process group for each stage that is held several times; without a mesh all ranks of the job call this.
+
+    The groups are made once and used by all spans.
 
     Args:
         grid: all ranks.
-        holders: of each stage.
-        mesh: its groups along the width are taken, unless they are needed for something else.
-        timeout: seconds that peers may take.
+        holders: the holders of each stage.
+        mesh: its groups along the width are used where they are not needed for something else.
+        timeout: of the groups, in seconds.
 
     Raises:
-        TransportError: they took longer.
-        CapabilityError: the pipelines are only a part of the job, so that not all ranks would take part.
+        TransportError: a peer is dead, or did not take part in time.
+        CapabilityError: the pipelines do not span the whole job, so that some of its ranks would not take part.
     """
     if grid.group is None or grid.width == 1:
         return {}
     mine = None if mesh is None else mesh.get_group("width")
-    # With one stage the mesh may hand out the pipelines' own group, on which other collective calls may come between.
+    # With one stage this may be the pipelines' own group, on which other collectives may interleave.
     if mine is not None and mine is not grid.control and backends(mine).get("cpu") == "gloo":
         return {frozenset(dist.get_group_rank(grid.group, r) for r in dist.get_process_group_ranks(mine)): mine}
     here, everywhere = dist.get_world_size(grid.group), dist.get_world_size()
     if here != everywhere:
         raise CapabilityError(
-            f"reduce='fast' makes process groups, which takes all {everywhere} ranks of the job; the pipelines have "
-            f"{here} of them. Pass a device mesh whose groups along the width are there already and used for nothing "
-            "else, or take reduce='ordered'"
+            f"reduce='fast' makes process groups, in which all {everywhere} ranks of the job must take part, but the "
+            f"pipelines have only {here}. Pass a device mesh whose groups along the width exist already and are used "
+            "for nothing else, or use reduce='ordered'"
         )
-    wanted = dict.fromkeys(frozenset(map(grid.process, members)) for members in holders)  # in one order everywhere
+    wanted = dict.fromkeys(frozenset(map(grid.process, members)) for members in holders)  # in the same order everywhere
     limit = timedelta(seconds=timeout)
     with collective("making groups of equal stages", grid.control):
         return {

@@ -1,1 +1,1 @@
-"""`penstock compare`: several methods on one task, over several seeds."""
+"""`penstock compare`: trains one task with several methods and seeds, and compares the results."""

@@ -1,4 +1,4 @@
-"""What a comparison trains: methods, seeds and learning rates, and everything that is alike for all of them."""
+"""Configuration of a comparison: methods, seeds and learning rates, and the settings that all runs share."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from penstock.train.config.load import apply_change, validate
 from penstock.train.config.schema import Number, OptimizerSection, RateSection, Strict
 
 SYNC, DELAYS = "sync", "delays"
-"""The option of every method of a comparison: batches trained by 1f1b first."""
+"""An option that every method of a comparison has: the number of batches that 1f1b trains first."""
 
 
 class NetSection(Strict):
@@ -33,14 +33,14 @@ class NetSection(Strict):
 
 
 class ScoringSection(Strict):
-    """When held-out losses are taken, and on what."""
+    """Settings of the evaluations on held-out samples."""
 
     every: int = Field(default=25, ge=1, description="updates between two evaluations; there is one at the end, too")
     samples: int = Field(default=256, ge=1, description="held-out samples; all there are, if these are fewer")
 
 
 class ComparisonConfig(Strict):
-    """Everything about a comparison."""
+    """The configuration of a comparison."""
 
     methods: list[str] = Field(default=["1f1b", "2bw"], min_length=1, description="rows of `penstock methods`")
     seeds: int = Field(default=3, ge=1, description="runs of each method: seeds 0, 1, ...")
@@ -84,31 +84,31 @@ class ComparisonConfig(Strict):
 
     @property
     def tuned(self) -> int:
-        """How many seeds are trained with all rates."""
+        """The number of seeds that are trained with all rates."""
         return self.seeds if self.tune is None else min(self.tune, self.seeds)
 
     @property
     def runs(self) -> int:
-        """How many there are of each method."""
+        """The number of runs of each method."""
         return self.tuned * len(self.rates) + self.seeds - self.tuned
 
     @property
     def shared(self) -> dict[str, Any]:
-        """What every run of the comparison has in common: all but methods, seeds and rates."""
+        """The settings that all runs share: all but methods, seeds and rates."""
         values = self.model_dump()
         del values["optimizer"]["lr"]
         return {key: value for key, value in values.items() if key not in ("methods", "seeds", "lr", "tune")}
 
 
 def comparison_config(changes: Sequence[str], given: dict[str, Any]) -> ComparisonConfig:
-    """A checked configuration.
+    """Make a checked configuration.
 
     Args:
         changes: `key=value`, as after --set.
-        given: what has an option of its own, which counts more; None where it is left out.
+        given: values of options of their own, which override `changes`; None where an option was not given.
 
     Raises:
-        ConfigError: every unknown key (with the nearest known one), every value of a wrong type or range.
+        ConfigError: lists every unknown key (with the nearest known one) and every value of a wrong type or range.
     """
     values: dict[str, Any] = {}
     for change in changes:
@@ -121,22 +121,22 @@ def comparison_config(changes: Sequence[str], given: dict[str, Any]) -> Comparis
 
 
 def _listed(key: str, text: str, kind: type) -> list[Any]:
-    """A list that is written with commas."""
+    """Parse a comma-separated list of numbers."""
     try:
         return [kind(part.strip()) for part in text.split(",") if part.strip()]
     except ValueError:
-        raise ConfigError(f"{key} takes numbers with commas between them, such as 1e-3,3e-3; got {text!r}") from None
+        raise ConfigError(f"{key} takes comma-separated numbers, such as 1e-3,3e-3; got {text!r}") from None
 
 
 @dataclass(frozen=True)
 class Contender:
-    """A method with options of its own.
+    """A method with its options, as one entry of a comparison.
 
     Attributes:
-        method: its row.
+        method: its row in the table of methods.
         options: of its order, such as chunks=4, and of its correction, such as reschedule=100.
         sync: batches that 1f1b trains before it (PipeMare's T3, arXiv 1910.05124, section 3.3).
-        delays: by how many updates the weights of every block are late, under a method that flushes.
+        delays: the number of updates by which all weights are delayed artificially, under a method that flushes.
     """
 
     method: Method
@@ -146,10 +146,10 @@ class Contender:
 
     @property
     def for_order(self) -> dict[str, int]:
-        """What is no option of the correction.
+        """Return the options of the order: those that are no options of the correction.
 
         Raises:
-            ConfigError: the order has no such option either, or it is no whole number.
+            ConfigError: the order has no such option either, or the value is not a whole number.
         """
         others = {name: value for name, value in self.options if name not in self._corrections}
         known = order_options(ORDERS[self.method.order])
@@ -159,17 +159,17 @@ class Contender:
         whole = {name: int(value) for name, value in others.items() if value is not None and value == int(value)}
         if whole.keys() != others.keys():
             wrong = min(others.keys() - whole.keys())
-            raise ConfigError(f"{wrong} is an option of the order, so it is a whole number")
+            raise ConfigError(f"{wrong} is an option of the order, so it must be a whole number")
         return whole
 
     @property
     def for_correction(self) -> dict[str, float | None]:
-        """All options of the correction, with the defaults where none are given."""
+        """Return all options of the correction, with defaults where none are given."""
         given = {name: value for name, value in self.options if name in self._corrections}
         return options_of(self.method.correction, given)
 
     def _unknown(self, option: str, known: Collection[str]) -> str:
-        """What is to be said of an option that neither order nor correction has."""
+        """Make the error message for an option that neither the order nor the correction has."""
         order, correction = f"order {self.method.order!r}", f"correction {self.method.correction!r}"
         said = f"{order} has no option {option!r}; it has: {', '.join(known) or 'none'}"
         if self.method.correction != "none":
@@ -181,7 +181,7 @@ class Contender:
         if near:
             return f"{said}. Did you mean {near[0]!r}?"
         owners = [name for name, function in ORDERS.items() if option in order_options(function)]
-        return f"{said}. Leave it out, or take an order that has it: {', '.join(owners)}" if owners else said
+        return f"{said}. Leave it out, or use an order that has it: {', '.join(owners)}" if owners else said
 
     @property
     def _corrections(self) -> Collection[str]:
@@ -189,17 +189,17 @@ class Contender:
 
     @property
     def label(self) -> str:
-        """What it is called, such as "interleaved:chunks=4"; `parse_contender` reads it."""
+        """The name with all options, such as "interleaved:chunks=4", which `parse_contender` can read."""
         ours = [(name, float(value)) for name, value in ((SYNC, self.sync), (DELAYS, self.delays)) if value]
         options = [*self.options, *ours]
         return ":".join([self.method.name, *(f"{name}={_written(value)}" for name, value in options)])
 
 
 def parse_contender(text: str) -> Contender:
-    """Read METHOD or METHOD:option=N:option=N.
+    """Parse METHOD or METHOD:option=N:option=N.
 
     Raises:
-        ConfigError: no such method, or options that are not of this form.
+        ConfigError: unknown method, or options of another form.
     """
     name, *parts = text.split(":")
     options: dict[str, float | None] = {}
@@ -209,7 +209,7 @@ def parse_contender(text: str) -> Contender:
             options[option] = None if value == "null" else float(value)
         except ValueError:
             raise ConfigError(
-                f"methods: {text!r}: after the name come options of the method with numbers (or null), such as "
+                f"methods: {text!r}: the name may be followed by options of the method with numbers (or null), such as "
                 "interleaved:chunks=4 or pipemare:reschedule=100:decay=null"
             ) from None
     ours = {}
@@ -219,7 +219,7 @@ def parse_contender(text: str) -> Contender:
             raise ConfigError(f"methods: {text!r}: {option} is the number of {means}; got {parts}")
         ours[option] = int(number)
     if all(ours.values()):
-        raise ConfigError(f"methods: {text!r}: a run with delays cannot go on from other weights; leave sync out")
+        raise ConfigError(f"methods: {text!r}: delays and sync cannot be combined; leave one of them out")
     return Contender(find_method(name.strip()), tuple(sorted(options.items())), **ours)
 
 
@@ -228,37 +228,37 @@ def _written(value: float | None) -> str:
 
 
 def contenders(config: ComparisonConfig) -> list[Contender]:
-    """The methods of a comparison, in the order given.
+    """Return the methods of a comparison, in the order given.
 
     Raises:
-        ConfigError: as `parse_contender`, or one comes twice.
+        ConfigError: see `parse_contender`; also if a method is given twice.
     """
     found = [parse_contender(text) for text in config.methods]
     labels = [contender.label for contender in found]
     twice = next((label for label in labels if labels.count(label) > 1), None)
     if twice is not None:
-        raise ConfigError(f"methods: {twice} is there twice (perhaps under another name); name each method once")
+        raise ConfigError(f"methods: {twice} is given twice (perhaps under another name); name each method once")
     return found
 
 
 def other_settings(config: ComparisonConfig) -> list[str]:
-    """Where a method's paper has another value than all methods here, which `penstock train` would take by itself."""
+    """List settings of methods' papers that differ from the shared ones; `penstock train` would use the papers'."""
     found = []
     for contender in contenders(config):
         for key, value in contender.method.settings.items():
             section, _, name = key.partition(".")
             there = getattr(config.optimizer, name) if section == "optimizer" else value
             if there != value:
-                found.append(f"{contender.label}: its paper has {key}={value}, here it is {there} for all")
+                found.append(f"{contender.label}: its paper has {key}={value}, here all methods have {there}")
     return found
 
 
 class Key(NamedTuple):
-    """One run of a comparison.
+    """Identifies one run of a comparison.
 
     Attributes:
-        method: label of the contender.
-        seed: of initial weights and the order of samples.
+        method: the contender's label.
+        seed: of the initial weights and the order of samples.
         lr: peak learning rate.
     """
 
@@ -268,7 +268,7 @@ class Key(NamedTuple):
 
     @property
     def file(self) -> str:
-        """The name of the file that holds what it has found."""
+        """The name of the file with its results."""
         return f"{self.method.replace(':', '+')}-seed-{self.seed}-lr-{self.lr!r}.json"
 
     def __str__(self) -> str:
@@ -276,7 +276,7 @@ class Key(NamedTuple):
 
 
 def grid_of(config: ComparisonConfig) -> Iterator[Key]:
-    """Every run that there may be: all methods with all seeds and all rates."""
+    """Yield every run that may be needed: all methods with all seeds and all rates."""
     labels = [contender.label for contender in contenders(config)]
     for seed in range(config.seeds):
         for lr in config.rates:
@@ -285,11 +285,12 @@ def grid_of(config: ComparisonConfig) -> Iterator[Key]:
 
 
 def keys_of(config: ComparisonConfig, best: Callable[[str], float | None]) -> Iterator[Key]:
-    """All runs; one seed after the other, so that what is there early compares all methods.
+    """Yield all runs that are needed, seed by seed, so that early results compare all methods.
 
     Args:
         config: the comparison.
-        best: label of a method -> its best rate, asked when all rates have been tried; None leaves its runs out.
+        best: label of a method -> its best rate, asked for when all rates have been tried; if it returns None, the
+            method's further runs are left out.
     """
     tuned = config.tuned
     yield from (key for key in grid_of(config) if key.seed < tuned)

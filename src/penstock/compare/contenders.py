@@ -1,4 +1,4 @@
-"""The methods of a comparison, each with a pipeline that can be made, and what its schedule says about it."""
+"""Prepares the methods of a comparison: proves their schedules, checks their pipelines, simulates their timing."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from penstock.weights.corrections.registry import make_correction
 from penstock.weights.optim.updater import OptimizerFactory
 
 FORWARD, BACKWARD = 1.0, 2.0
-"""Times of a rank's whole share of the model for one microbatch, in the simulation; messages and updates take none."""
+"""Times of one microbatch on a rank's whole share of the model in the simulation; messages and updates take none."""
 OPENING = "1f1b"
-"""The method of the batches before one that is not synchronous, where there are such."""
+"""The synchronous method that trains the first `sync` batches before an asynchronous one."""
 _UPDATES = ("STEP", "VALIDATE")
 _SIMULATED = 96  # batches
 
 
 @dataclass(frozen=True)
 class Entrant:
-    """A method that can be trained.
+    """A method that is ready to be trained.
 
     Attributes:
         contender: which.
@@ -52,7 +52,7 @@ class Entrant:
 
     @property
     def label(self) -> str:
-        """What it is called."""
+        """The method's name with its options."""
         return self.contender.label
 
     @property
@@ -67,10 +67,10 @@ class Entrant:
 
 
 def enter(config: ComparisonConfig, task: Task, contender: Contender) -> Entrant:
-    """Make sure that a method can be trained, and derive what its schedule says.
+    """Check that a method can be trained, and derive delays and simulated times from its schedule.
 
     Raises:
-        PenstockError: it cannot; the message says why, and of which method.
+        PenstockError: it cannot; the message names the method and the reason.
     """
     try:
         plan, opening = _plans(config, task, contender)
@@ -99,8 +99,8 @@ def _plans(config: ComparisonConfig, task: Task, contender: Contender) -> tuple[
     row, blocks = contender.method, task.blocks(0)
     if contender.sync and contender.sync >= config.batches:
         raise ConfigError(
-            f"sync: all of the {config.batches} batches would be trained by {OPENING}, which is to train the first "
-            f"{contender.sync}; take fewer of these, or more batches"
+            f"sync: {OPENING} would train the first {contender.sync} batches, but there are only {config.batches}; use "
+            "a smaller sync, or more batches"
         )
     correction = make_correction(row.correction, contender.for_correction, config.batches, config.rate.warm_up)
     request = ScheduleRequest(row.name, config.stages, config.microbatches, options=contender.for_order)
@@ -133,12 +133,12 @@ def make_pipeline(task: Task, plan: PipelinePlan, seed: int, optimizer: Optimize
 
 
 def make_optimizers(config: ComparisonConfig, lr: float) -> OptimizerFactory:
-    """The optimizers as configured, with a learning rate of their own."""
+    """Return a factory of the configured optimizer with another learning rate."""
     return optimizer_factory(config.optimizer.model_copy(update={"lr": lr}))
 
 
 def _delays(proof: Proof) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Of every stage, in forward and backward; where several ranks hold it, their mean."""
+    """Return the mean delay of forwards and of backwards per stage, also over all ranks that hold the stage."""
     held = [
         [stage for stage in proof.schedule.stages if stage.index == index] for index in range(proof.schedule.num_stages)
     ]
@@ -148,16 +148,16 @@ def _delays(proof: Proof) -> tuple[tuple[float, ...], tuple[float, ...]]:
 
 
 def update_times(proof: Proof, costs: Costs, batches: int, limit: int = _SIMULATED) -> tuple[float, ...]:
-    """When all stages have made so many updates, from 0 to `batches`.
+    """Simulate when all stages have made each number of updates, from 0 to `batches`.
 
-    Of more than `limit` batches the first and the last ones are simulated, and those between them take what one of them
-    takes in the midst of a simulation.
+    If there are more than `limit` batches, the first and the last ones are simulated; each of those between takes as
+    long as a batch in the middle of the simulation.
 
     Args:
         proof: of the schedule.
         costs: times of every stage.
-        batches: how many there are until the pipeline is drained.
-        limit: even, and a few times what it takes until a schedule repeats itself.
+        batches: the number of batches until the pipeline is drained.
+        limit: an even number, several times the batches that a schedule takes to become periodic.
     """
     count = min(batches, limit)
     times = [0.0] * (count + 1)

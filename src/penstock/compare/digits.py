@@ -1,4 +1,4 @@
-"""Images of handwritten digits that scikit-learn ships, and a small residual network to tell them apart.
+"""Task digits: scikit-learn's images of handwritten digits, classified by a small residual network.
 
 1797 images of 8 x 8 pixels with values from 0 to 16 (Alpaydin and Kaynak, UCI repository, 1998); nothing is downloaded.
 """
@@ -23,19 +23,19 @@ _HELD_OUT = 0.2
 
 
 class DigitsTask:
-    """A residual network on the images; an order of them that no seed changes says which are held out.
+    """A residual network on the images; which of them are held out does not depend on the seed.
 
     Args:
         config: `model.layers` residual blocks (as many as stages, at least 6, if None) of `model.width` channels (16).
 
     Raises:
-        ConfigError: scikit-learn is not installed, or a key has no meaning here.
+        ConfigError: scikit-learn is not installed, or a key does not apply to this task.
     """
 
     unit, units = "images", 1
 
     def __init__(self, config: ComparisonConfig, own: Path | None = None) -> None:
-        del own  # nothing is read from the disk but what scikit-learn ships
+        del own  # no files are read but scikit-learn's
         for key, value in (
             ("data", config.data),
             ("model.heads", config.model.heads),
@@ -58,36 +58,36 @@ class DigitsTask:
         )
 
     def blocks(self, seed: int) -> Mapping[str, LazyBlock]:
-        """The model."""
+        """Make the model."""
         return residual_cnn_blocks(self.model, seed)
 
     def loss(self, output: Tensor, target: Tensor) -> tuple[Tensor, float]:
-        """Cross-entropy in nats."""
+        """Compute the cross-entropy in nats."""
         return class_loss(output, target)
 
     def correct(self, output: Tensor, target: Tensor) -> int | None:
-        """Images with the right class."""
+        """Count the images that are classified correctly."""
         return count_correct(output, target)
 
     def samples(self, seed: int, first: int, count: int) -> tuple[Tensor, Tensor]:
-        """Training images; every epoch has an order of its own."""
+        """Return training images; the order differs from epoch to epoch."""
         numbers = (divmod(number, self._train) for number in range(first, first + count))
         places = torch.tensor([shuffled(place, self._train, seed, epoch) for epoch, place in numbers])
         return self._images[places], self._classes[places]
 
     def held_out(self, first: int, count: int) -> tuple[Tensor, Tensor]:
-        """Held-out images."""
+        """Return held-out images."""
         places = self._train + torch.arange(first, first + count) % self.held_out_samples
         return self._images[places], self._classes[places]
 
 
 def _load() -> tuple[Tensor, Tensor]:
-    """Images (N, 8, 8) in float32 and their classes (N,)."""
+    """Load the images (N, 8, 8) in float32 and their classes (N,)."""
     try:
         from sklearn.datasets import load_digits
     except ImportError:
         raise ConfigError(
-            "task digits needs scikit-learn, which brings the images along: pip install 'penstock[digits]'"
+            "task digits needs scikit-learn, which contains the images: pip install 'penstock[digits]'"
         ) from None
     found = load_digits()
     images_NHW, classes_N = np.asarray(found.images, np.float32), np.asarray(found.target, np.int64)

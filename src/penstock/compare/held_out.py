@@ -1,8 +1,8 @@
-"""Held-out losses of a model in training, without touching the pipeline that trains it.
+"""Computes held-out losses during training, without touching the pipeline.
 
-The weights of a version are copied as its stages make them, one after the other, and a model of its own reads them. So
-evaluations change nothing, whatever the method: to evaluate in the pipeline itself, rules such as stash would have to
-drain it, and delays would begin anew every time.
+The weights of a version are copied as the stages make them, one after the other, and evaluated in a separate model. So
+evaluations change nothing, whatever the method: an evaluation in the pipeline itself would have to drain it under rules
+such as stash, and delays would start anew every time.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from penstock.compare.tasks import Task
 from penstock.errors import ConfigError
 from penstock.weights.optim.updater import OptimizerFactory
 
-_CHUNK = 64  # samples at a time
+_CHUNK = 64  # samples per forward
 
 
 class Score(NamedTuple):
-    """What an evaluation has found.
+    """The result of one evaluation.
 
     Attributes:
-        updates: that the weights have seen.
-        loss: the mean over the units of the held-out samples.
-        accuracy: the part of them that is right; None where the task does not ask for that.
+        updates: the number of updates that had been made.
+        loss: mean over the units (tokens or images) of the held-out samples.
+        accuracy: fraction of correct units; None if the task does not define it.
     """
 
     updates: int
@@ -37,15 +37,15 @@ class Score(NamedTuple):
 
 
 class Scorer:
-    """A copy of a task's model to evaluate with.
+    """Evaluates weights in a copy of a task's model.
 
     Args:
-        task: whose.
+        task: model and data.
         seed: of the initial weights.
-        samples: how many held-out ones to take, at most.
+        samples: the largest number of held-out samples to use.
 
     Raises:
-        ConfigError: a block has a buffer that it would save, so weights alone are not its state.
+        ConfigError: a block has a persistent buffer, so its weights alone are not its state.
     """
 
     def __init__(self, task: Task, seed: int, samples: int) -> None:
@@ -57,12 +57,12 @@ class Scorer:
         saved = {f"{b}.{own}" for b, module in self._blocks.items() for own in module.state_dict()}
         if saved != self.parameters.keys():
             raise ConfigError(
-                f"a comparison evaluates copies of the weights alone, but the model also has "
-                f"{min(saved ^ self.parameters.keys())}; take a norm without statistics, such as GroupNorm"
+                f"a comparison evaluates copies of the weights only, but the model also has the buffer "
+                f"{min(saved ^ self.parameters.keys())}; use a norm without statistics, such as GroupNorm"
             )
 
     def score(self, updates: int, weights: Mapping[str, Tensor] | None = None) -> Score:
-        """Evaluate; `weights` are all that are trained, those at the beginning if None."""
+        """Evaluate `weights`, which are all trained parameters; the initial ones if None."""
         total, count, correct = 0.0, 0.0, 0
         asked = True
         with torch.no_grad():
@@ -82,8 +82,8 @@ class Scorer:
 class Gatherer:
     """An optimizer factory that collects the weights of some versions, and the norms of all gradients.
 
-    The weights are copied when an optimizer is about to make the next version: after the step itself corrections may
-    still change them. So the last version of a run is not among them.
+    Weights are copied when an optimizer is about to make the next version, as corrections may still change them after
+    the step itself. So the last version of a run is not collected.
 
     Args:
         factory: makes the optimizers.
@@ -94,12 +94,12 @@ class Gatherer:
     def __init__(self, factory: OptimizerFactory, names: Collection[str], wanted: Collection[int]) -> None:
         self._factory, self._names, self._wanted = factory, len(names), wanted
         self._updates: dict[str, int] = {}
-        self._last: dict[Optimizer, list[str]] = {}  # parameters that its last update has stepped, for `undone`
+        self._last: dict[Optimizer, list[str]] = {}  # parameters stepped in its last update, for `undone`
         self._weights: dict[int, dict[str, Tensor]] = {}
         self._squares: dict[int, dict[str, float]] = {}
 
     def __call__(self, named: list[tuple[str, nn.Parameter]]) -> Optimizer:
-        """Make an optimizer; where several hold one stage, the first one is looked at."""
+        """Make an optimizer; if several ranks hold a stage, only the first one's is recorded."""
         optimizer = self._factory(named)
         if named[0][0] not in self._updates:
             self._updates |= dict.fromkeys((name for name, _ in named), 0)
@@ -108,13 +108,13 @@ class Gatherer:
         return optimizer
 
     def undone(self, optimizer: Optimizer) -> None:
-        """The last update has been taken back."""
+        """Discard what was recorded of the last update, which has been undone."""
         for name in self._last.get(optimizer, ()):
             self._updates[name] -= 1
 
     def _see(self, named: list[tuple[str, nn.Parameter]]) -> None:
         for name, parameter in named:
-            if parameter.grad is None:  # only a few are stepped at a time
+            if parameter.grad is None:  # only some parameters are stepped at a time
                 continue
             version = self._updates[name]
             norm = float(torch.linalg.vector_norm(parameter.grad, dtype=torch.float64))
@@ -124,11 +124,11 @@ class Gatherer:
             self._updates[name] += 1
 
     def complete(self) -> Iterator[tuple[int, dict[str, Tensor]]]:
-        """The versions that all stages have made since the last time, with their weights."""
+        """Yield versions, with their weights, that have become complete since the last call."""
         for number in sorted(number for number, found in self._weights.items() if len(found) == self._names):
             yield number, self._weights.pop(number)
 
     def norms(self) -> dict[int, float]:
-        """Of all complete updates, the norm of the gradient that the optimizers were given."""
+        """Return the norms of the gradients given to the optimizers in all complete updates."""
         complete = {number: found for number, found in self._squares.items() if len(found) == self._names}
         return {number: math.sqrt(math.fsum(found.values())) for number, found in complete.items()}

@@ -1,11 +1,11 @@
-"""The folder of a comparison: what is compared, and a file for every finished run.
+"""The folder of a comparison: its description, and a file for every finished run.
 
     comparison.json                      schema, settings that all runs share, data, methods, seeds, rates
-    runs/2bw-seed-0-lr-0.003.json        what one run has found
+    runs/2bw-seed-0-lr-0.003.json        results of one run
 
-Files appear under their names only when they are complete, so a comparison may be ended at any moment: the same command
-goes on with the runs that are not there. Methods, seeds and rates may be added, and what a command does not name of
-them stays as it is; everything else must be the same.
+A file gets its name only when it is complete, so a comparison may be interrupted at any time: the same command then
+continues with the missing runs. Methods, seeds and rates may be added; those that a command does not name stay as they
+are. All other settings must be the same.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _MISSING = object()
 
 
 def joined(config: ComparisonConfig, folder: Path) -> ComparisonConfig:
-    """A comparison with the methods, seeds and rates that its folder has already, and those that are asked for besides.
+    """Merge a comparison with the methods, seeds and rates that its folder has already.
 
-    Of what was not asked for by name, nothing is added to what is there.
+    Lists that were not given explicitly add nothing to the folder's.
 
     Raises:
-        ConfigError: no such method.
+        ConfigError: unknown method.
         DataError: the folder's description is damaged.
     """
     if not (folder / INDEX).exists():
@@ -53,11 +53,11 @@ def joined(config: ComparisonConfig, folder: Path) -> ComparisonConfig:
 
 
 class Records:
-    """Of one comparison.
+    """Reads and writes the results of one comparison.
 
     Args:
-        folder: may be there, with what has been found before.
-        config: of the comparison, `joined` with what is there.
+        folder: may exist, with earlier results.
+        config: of the comparison, `joined` with the folder's.
         task: its model and data.
 
     Raises:
@@ -77,11 +77,11 @@ class Records:
             self._compare(_read(folder / INDEX)["shared"])
         elif folder.is_dir() and any(not path.name.startswith(".") for path in folder.iterdir()):
             raise ConfigError(
-                f"--out {str(folder)!r} has other files in it and no comparison; give a new or empty folder"
+                f"--out {str(folder)!r} has other files in it but no comparison; give a new or empty folder"
             )
 
     def begin(self) -> None:
-        """Make the folder, and write into it what is compared.
+        """Make the folder and write the description of the comparison.
 
         Raises:
             ConfigError: it cannot be written.
@@ -95,7 +95,7 @@ class Records:
             raise ConfigError(f"cannot write to --out {str(self.folder)!r}: {error.strerror or error}") from None
 
     def _compare(self, there: dict[str, Any]) -> None:
-        """Refuse another comparison."""
+        """Check that the folder holds the same comparison."""
         before, now = _flat(there), _flat(self._shared)
         differing = [
             f"{key} is {_shown(before.get(key, _MISSING))} there and {_shown(now.get(key, _MISSING))} now"
@@ -104,12 +104,12 @@ class Records:
         ]
         if differing:
             raise ConfigError(
-                f"--out {str(self.folder)!r} holds another comparison: {'; '.join(differing)}. Give the settings "
-                "that it had (methods, seeds and rates may be added), or another folder"
+                f"--out {str(self.folder)!r} holds another comparison: {'; '.join(differing)}. Use the same settings "
+                "(methods, seeds and rates may be added), or another folder"
             )
 
     def load(self, key: Key) -> TrialResult | None:
-        """What a run has found; None if it has not finished.
+        """Return the result of a run; None if it has not finished.
 
         Raises:
             DataError: its file is damaged.
@@ -123,10 +123,10 @@ class Records:
             losses, norms = (tuple(map(_number, found[what])) for what in ("losses", "norms"))
             return TrialResult(key, tuple(scores), losses, norms, found["diverged"], found["seconds"])
         except (KeyError, TypeError) as error:
-            raise DataError(f"{str(path)!r} is damaged ({error!r}); remove it, and the run is trained again") from None
+            raise DataError(f"{str(path)!r} is damaged ({error!r}); remove it to train that run again") from None
 
     def save(self, result: TrialResult) -> None:
-        """Write what a run has found.
+        """Write the result of a run.
 
         Raises:
             ConfigError: it cannot be written.
@@ -148,7 +148,7 @@ class Records:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file so that it is complete whenever it is there.
+    """Write a file atomically: it has its name only once it is complete.
 
     Raises:
         OSError: it cannot be written.
@@ -171,7 +171,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Keys of sections as `section.key`."""
+    """Flatten nested sections to keys of the form `section.key`."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
@@ -183,7 +183,7 @@ def _shown(value: Any) -> str:
 
 
 def _finite(value: float) -> float | None:
-    """JSON has no NaN."""
+    """Replace values that JSON cannot represent by None."""
     return value if math.isfinite(value) else None
 
 

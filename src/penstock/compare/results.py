@@ -1,4 +1,4 @@
-"""What a comparison has found: a row per evaluation, and a summary of every method."""
+"""The results of a comparison: a row per evaluation, and a summary of every method."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ class EvaluationRow:
     """One evaluation of one run; the fields are the columns of results.csv.
 
     Attributes:
-        method, seed, lr: which run.
-        updates: that the weights have seen.
-        samples, tokens: that they have learnt from; no tokens where the task has none.
-        simulated_time: when the last stage has made the update, in forwards of a rank's whole share.
-        training_loss: mean over the batches since the evaluation before, each at the weights that it read.
-        validation_loss: the mean over held-out samples.
-        accuracy: the part of them that is right.
-        gradient_norm: mean over the updates since the evaluation before, before clipping.
-        delay_forward, delay_backward: of every stage, with spaces between them.
-        diverged: whether the run ended here because it did.
+        method, seed, lr: identify the run.
+        updates: the number of updates made.
+        samples, tokens: the training data used so far; no tokens where the task has none.
+        simulated_time: when the last stage has made the update, in units of a forward of a rank's whole share.
+        training_loss: mean over the batches since the previous evaluation, each at the weights that it read.
+        validation_loss: mean over held-out samples.
+        accuracy: fraction of correct units.
+        gradient_norm: mean over the updates since the previous evaluation, before clipping.
+        delay_forward, delay_backward: per stage, separated by spaces.
+        diverged: whether the run ended here because it diverged.
     """
 
     method: str
@@ -52,23 +52,23 @@ class EvaluationRow:
 
 @dataclass(frozen=True)
 class MethodSummary:
-    """What became of a method at its best rate; the fields are the columns of summary.csv.
+    """The results of a method at its best rate; the fields are the columns of summary.csv.
 
     Attributes:
         method: its label.
-        lr: the rate at which the fewest of the seeds that all rates were tried with diverge, and among those the mean
-            validation loss at the end is lowest.
-        runs: finished at this rate.
-        diverged: how many of them did; the figures that follow are of the others.
+        lr: the best rate: among the seeds that all rates were tried with, the one with the fewest diverged runs, then
+            with the lowest mean validation loss at the end.
+        runs: the number of finished runs at this rate.
+        diverged: how many of them diverged; all following figures are of the others.
         loss, spread: mean and sample standard deviation over seeds of the validation loss at the end.
-        accuracy: its mean.
-        difference: of the loss to that of the synchronous baseline in %, mean over the seeds that both have.
+        accuracy: mean over seeds.
+        difference: of the loss from that of the synchronous baseline in %, mean over the seeds that both have.
         difference_spread: its sample standard deviation.
-        verdict: "baseline", "worse", "better", "equal", "not resolved" where the spread over seeds is not smaller than
-            the difference (or there is one seed), "diverged", or "-" without a baseline.
+        verdict: "baseline", "worse", "better", "equal", "not resolved" if the spread over seeds is not smaller than the
+            difference (or there is only one seed), "diverged", or "-" without a baseline.
         simulated_time: of all updates.
-        delay: the largest of a stage, in forward or backward.
-        seconds: mean of a run in this process.
+        delay: the largest delay of any stage, in forward or backward.
+        seconds: mean duration of a run in this process.
     """
 
     method: str
@@ -88,10 +88,10 @@ class MethodSummary:
 
 @dataclass(frozen=True)
 class Findings:
-    """All of a comparison, or what there is of it.
+    """All results of a comparison so far.
 
     Attributes:
-        config: what was compared.
+        config: of the comparison.
         task: model and data.
         entrants: the methods.
         results: of the runs that have finished.
@@ -104,16 +104,16 @@ class Findings:
 
     @property
     def baseline(self) -> Entrant | None:
-        """The first method without delay."""
+        """The first method without delay, if there is one."""
         return next((entrant for entrant in self.entrants if entrant.synchronous), None)
 
     def rows(self) -> list[EvaluationRow]:
-        """All evaluations, run by run."""
+        """Return all evaluations, run by run."""
         entrants = {entrant.label: entrant for entrant in self.entrants}
         return [row for key, found in self.results.items() for row in self.rows_of(entrants[key.method], found)]
 
     def rows_of(self, entrant: Entrant, result: TrialResult) -> list[EvaluationRow]:
-        """The evaluations of a run, and what there was when it diverged."""
+        """Return the evaluations of a run; if it diverged, also a row for that moment."""
         rows, before = [], 0
         for score in result.scores:
             rows.append(self._row(entrant, result, score, before, diverged=False))
@@ -147,12 +147,12 @@ class Findings:
         )
 
     def at_best_rate(self, entrant: Entrant) -> list[TrialResult]:
-        """The runs of a method at its best rate; none if none has finished."""
+        """Return the runs of a method at its best rate; none if none has finished."""
         best = self.best_rate(entrant)
         return [found for key, found in self.results.items() if (key.method, key.lr) == (entrant.label, best)]
 
     def best_rate(self, entrant: Entrant) -> float | None:
-        """See `Summary.lr`; None if no run has finished."""
+        """Return the best rate (see `MethodSummary.lr`); None if no run has finished."""
 
         def badness(lr: float) -> tuple[int, float]:
             ends = [_end(result) for result in runs[lr]]
@@ -163,9 +163,9 @@ class Findings:
         return min(runs, key=badness, default=None)
 
     def by_rate(self, entrant: Entrant) -> dict[float, list[TrialResult]]:
-        """The finished runs of a method by learning rate, of the seeds that all rates were tried with.
+        """Group the finished runs of a method by learning rate, for the seeds that all rates were tried with.
 
-        Rates are left out that have fewer runs than others.
+        Rates that have fewer runs than others are left out.
         """
         runs: dict[float, list[TrialResult]] = {}
         for key, result in self.results.items():
@@ -175,7 +175,7 @@ class Findings:
         return {lr: found for lr, found in runs.items() if len(found) == most}
 
     def summaries(self) -> list[MethodSummary]:
-        """Of every method with a finished run."""
+        """Return the summary of every method with a finished run."""
         base = self.baseline
         reference = {} if base is None else _ends(self.at_best_rate(base))
         return [
@@ -214,7 +214,7 @@ class Findings:
 def as_csv(
     rows: Sequence[EvaluationRow] | Sequence[MethodSummary], kind: type[EvaluationRow] | type[MethodSummary]
 ) -> str:
-    """A table with a header; what is not known is empty, numbers are exact."""
+    """Format a table with a header as CSV; unknown values are empty, numbers are exact."""
     text = io.StringIO()
     names = list(kind.__dataclass_fields__)
     writer = csv.DictWriter(text, names, lineterminator="\n")
@@ -226,12 +226,12 @@ def as_csv(
 
 
 def _end(result: TrialResult) -> float | None:
-    """The validation loss at the end; None where there is none, because the run diverged."""
+    """Return the validation loss at the end; None if the run diverged."""
     return None if result.diverged is not None else result.scores[-1].loss
 
 
 def _ends(results: Iterable[TrialResult]) -> dict[int, float]:
-    """The same by seed."""
+    """Return the validation losses at the end by seed, without diverged runs."""
     return {result.key.seed: end for result in results if (end := _end(result)) is not None}
 
 
@@ -252,7 +252,7 @@ def _mean(values: Iterable[float]) -> float | None:
 
 
 def _spread(values: Iterable[float]) -> float | None:
-    """The sample standard deviation; None of fewer than two."""
+    """Return the sample standard deviation; None for fewer than two values."""
     known = list(values)
     return statistics.stdev(known) if len(known) > 1 else None
 

@@ -1,4 +1,4 @@
-"""Train everything that a comparison asks for, but for what is there already."""
+"""Runs a comparison: trains every run that has not finished yet."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from penstock.compare.trial import TrialResult, run_trial
 
 
 class ComparisonObserver(Protocol):
-    """Is told how far a comparison is."""
+    """Receives the progress of a comparison."""
 
     def entering(self, label: str) -> None:
-        """A method is proven, stage and simulated."""
+        """A method is about to be proven, checked and simulated."""
         ...
 
     def started(self, task: Task, total: int, there: int) -> None:
-        """Everything can be trained; of so many runs so many have finished earlier."""
+        """All methods can be trained; `there` of `total` runs have finished earlier."""
         ...
 
     def began(self, key: Key, batches: int) -> None:
@@ -33,25 +33,25 @@ class ComparisonObserver(Protocol):
         ...
 
     def progress(self, batches: int, loss: float) -> None:
-        """So many of its batches are done; the loss of the last one."""
+        """The present run has done so many batches; `loss` is that of the last one."""
         ...
 
     def finished(self, result: TrialResult) -> None:
-        """It has ended, and what it has found is on the disk."""
+        """A run has ended, and its results are on disk."""
         ...
 
 
 class ComparisonRun:
-    """A comparison under way.
+    """A comparison and its folder.
 
     Args:
-        config: what to compare, with what the folder has already.
-        folder: where what is found is kept.
-        observer: is told how far it is.
+        config: the comparison, merged with what the folder has already.
+        folder: for the results.
+        observer: receives the progress.
 
     Raises:
-        ConfigError: a method cannot be trained as asked, or the folder holds another comparison.
-        PenstockError: as `make_task` and `penstock.schedule.build.prove` say.
+        ConfigError: a method cannot be trained as configured, or the folder holds another comparison.
+        PenstockError: see `make_task` and `penstock.schedule.build.prove`.
     """
 
     def __init__(self, config: ComparisonConfig, folder: Path, observer: ComparisonObserver) -> None:
@@ -70,7 +70,7 @@ class ComparisonRun:
         """Train every run that has not finished yet.
 
         Raises:
-            PenstockError: as `Pipeline` says.
+            PenstockError: see `Pipeline`.
         """
         there = {key: found for key in grid_of(self._config) if (found := self._records.load(key)) is not None}
         self._results |= there
@@ -88,18 +88,18 @@ class ComparisonRun:
         return self.findings()
 
     def _best_rate(self, label: str) -> float | None:
-        """The best rate of a method by the runs that there are; None if there are none."""
+        """Return the best rate of a method by its finished runs; None if there are none."""
         return self.findings().best_rate(next(e for e in self._entrants if e.label == label))
 
     def findings(self) -> Findings:
-        """What there is so far."""
+        """Return the results so far."""
         ordered = {key: self._results[key] for key in grid_of(self._config) if key in self._results}
         return Findings(self._config, self._task, self._entrants, ordered)
 
 
 @contextmanager
 def _threads(count: int) -> Iterator[None]:
-    """Compute with so many threads meanwhile: the number changes the last bits of a sum."""
+    """Set the number of threads temporarily, as it changes the last bits of sums."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

@@ -1,6 +1,6 @@
-"""What a comparison trains on: a task is a model, its loss and its data, all functions of seeds and sample numbers.
+"""The tasks of comparisons: a model, its loss and its data, all functions of seeds and sample numbers.
 
-A further task is a class with the members of `Task` and a line in `TASKS`.
+To add a task, write a class with the members of `Task` and add it to `TASKS`.
 """
 
 from __future__ import annotations
@@ -30,58 +30,58 @@ Sample = tuple[Tensor, Tensor]
 class Task(Protocol):
     """A model with its data.
 
-    Blocks have no buffers that training changes (such as the statistics of BatchNorm): held-out losses are taken on a
-    copy of the model that gets the weights alone.
+    Blocks must not have buffers that training changes (such as the statistics of BatchNorm), because held-out losses
+    are computed in a copy of the model that receives the weights only.
     """
 
     @property
     def title(self) -> str:
-        """Model and data in a line, for people."""
+        """Model and data in one line, for display."""
         ...
 
     @property
     def fingerprint(self) -> str:
-        """Tells one set of data from another."""
+        """Distinguishes one set of data from another."""
         ...
 
     @property
     def unit(self) -> str:
-        """What the loss is a mean over: tokens or images."""
+        """The unit that the loss is a mean over: tokens or images."""
         ...
 
     @property
     def units(self) -> int:
-        """How many of them a sample has."""
+        """The number of units per sample."""
         ...
 
     @property
     def held_out_samples(self) -> int:
-        """How many samples are held out."""
+        """The number of held-out samples."""
         ...
 
     def blocks(self, seed: int) -> Mapping[str, LazyBlock]:
-        """The model, its initial weights a function of the seed."""
+        """Make the model; its initial weights are a function of the seed."""
         ...
 
     def loss(self, output: Tensor, target: Tensor) -> tuple[Tensor, float]:
-        """Sum over all units, and their number."""
+        """Return the sum over all units, and their number."""
         ...
 
     def correct(self, output: Tensor, target: Tensor) -> int | None:
-        """How many units are right; None where the task does not ask for that."""
+        """Count the correct units; None if the task does not define that."""
         ...
 
     def samples(self, seed: int, first: int, count: int) -> Sample:
-        """Training samples number first .. first + count - 1, in the order of the seed; epochs follow each other."""
+        """Return the training samples first .. first + count - 1 in the order of the seed, epoch after epoch."""
         ...
 
     def held_out(self, first: int, count: int) -> Sample:
-        """The same of held-out samples, whatever the seed."""
+        """Return held-out samples, which do not depend on the seed."""
         ...
 
 
 class TextTask:
-    """A byte-level GPT on text: the standard library's sources, or the user's own."""
+    """A byte-level GPT on text: the standard library's sources, or the user's own files."""
 
     unit = "tokens"
 
@@ -107,26 +107,26 @@ class TextTask:
         )
 
     def blocks(self, seed: int) -> Mapping[str, LazyBlock]:
-        """The model."""
+        """Make the model."""
         return gpt_blocks(self.model, seed)
 
     def loss(self, output: Tensor, target: Tensor) -> tuple[Tensor, float]:
-        """Cross-entropy in nats."""
+        """Compute the cross-entropy in nats."""
         return language_loss(output, target)
 
     def correct(self, output: Tensor, target: Tensor) -> int | None:
-        """The loss says more."""
+        """Return None: the loss says more."""
         del output, target
         return None
 
     def samples(self, seed: int, first: int, count: int) -> Sample:
-        """Windows of the training text."""
+        """Return windows of the training text."""
         if seed not in self._windows:
             self._windows[seed] = replace(self._windows[0], seed=seed)
         return self._windows[seed].samples(first, count)
 
     def held_out(self, first: int, count: int) -> Sample:
-        """Windows of the held-out text."""
+        """Return windows of the held-out text."""
         return self._windows[0].validation_samples(first, count)
 
 
@@ -137,18 +137,18 @@ def _lies_in(folder: Path | None, file: Path) -> bool:
 TASKS: Mapping[str, Callable[[ComparisonConfig, Path | None], Task]] = MappingProxyType(
     {"text": TextTask, "digits": DigitsTask}
 )
-"""Every task by its name."""
+"""All tasks by name."""
 
 
 def make_task(config: ComparisonConfig, own: Path | None = None) -> Task:
-    """The task of a comparison.
+    """Make the task of a comparison.
 
     Args:
         config: of the comparison.
-        own: the folder that it writes to, which is no part of its data.
+        own: the comparison's folder, whose files are not part of the data.
 
     Raises:
-        ConfigError: no such task, or it cannot have the model that is asked for.
+        ConfigError: unknown task, or the task does not support the configured model.
         DataError: its data are missing or too few.
     """
     if config.task not in TASKS:
@@ -159,13 +159,13 @@ def make_task(config: ComparisonConfig, own: Path | None = None) -> Task:
 
 
 def training_batches(task: Task, seed: int, count: int, microbatches: int, size: int) -> Iterator[list[Sample]]:
-    """Batches of m microbatches of `size` samples, the same for every method.
+    """Yield batches of m microbatches of `size` samples, the same for every method.
 
     Args:
-        task: whose.
+        task: model and data.
         seed: of the order of samples.
-        count: how many batches.
-        microbatches, size: m, and samples in each.
+        count: the number of batches.
+        microbatches, size: m, and the samples of each.
     """
     for batch in range(count):
         first = batch * microbatches * size

@@ -1,4 +1,4 @@
-"""One run of a comparison: a method, a seed and a learning rate, trained by the real pipeline in this process."""
+"""One run of a comparison: a method, a seed and a learning rate, trained by a real pipeline in this process."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from penstock.runtime.rank.reports import Report
 from penstock.weights.decision import Decision
 
 Told = Callable[[int, float], None]
-"""Is told, after each batch, how many are done and the loss of the last one."""
+"""Called after each batch with the number of batches done and the loss of the last one."""
 
 
 @dataclass(frozen=True)
 class TrialResult:
-    """What a run has found.
+    """The result of a run.
 
     Attributes:
-        key: which.
+        key: identifies the run.
         scores: evaluations, the first one of the initial weights.
         losses: of every batch, at the weights that its forwards read.
-        norms: of the gradient of every update, before it was clipped.
-        diverged: after how many batches it was noticed; None where it did not.
-        seconds: that it took.
+        norms: of the gradient of every update, before clipping.
+        diverged: the number of batches after which divergence was noticed; None if it did not diverge.
+        seconds: the duration.
     """
 
     key: Key
@@ -50,11 +50,11 @@ def run_trial(config: ComparisonConfig, task: Task, entrant: Entrant, key: Key, 
         config: of the comparison.
         task: model and data.
         entrant: the method.
-        key: which run.
-        tell: is told how far it is.
+        key: identifies the run.
+        tell: called after each batch.
 
     Raises:
-        PenstockError: as `Pipeline` says. A loss that is not finite or grows is a result, not an error.
+        PenstockError: see `Pipeline`. A loss that is not finite or grows is a result, not an error.
     """
     begun = time.perf_counter()
     trial = _Trial(config, task, entrant, key)
@@ -66,7 +66,7 @@ def run_trial(config: ComparisonConfig, task: Task, entrant: Entrant, key: Key, 
 
 
 class _Trial:
-    """A run under way."""
+    """The state of a run."""
 
     def __init__(self, config: ComparisonConfig, task: Task, entrant: Entrant, key: Key) -> None:
         self._config, self._task, self._key = config, task, key
@@ -76,15 +76,15 @@ class _Trial:
         self._gatherer = Gatherer(make_optimizers(config, key.lr), self._scorer.parameters, wanted)
         self._pipeline = make_pipeline(task, entrant.opening or entrant.plan, key.seed, self._gatherer)
         self._entrant = entrant
-        self._whole = entrant.proof.schedule.directions == 1  # else reports are of a part of the batch
-        self._decided: dict[int, float] = {}  # norms
+        self._whole = entrant.proof.schedule.directions == 1  # otherwise reports cover a part of the batch
+        self._decided: dict[int, float] = {}  # update -> norm before clipping
         self.losses: dict[int, float] = {}
         self.scores = [self._scorer.score(0)]
         self.diverged: int | None = None
         self._limit = config.spike * self.scores[0].loss
 
     def train(self, tell: Told) -> None:
-        """All batches; fewer if it diverges."""
+        """Train all batches, or fewer if the run diverges."""
         config = self._config
         data = training_batches(self._task, self._key.seed, config.batches, config.microbatches, config.microbatch_size)
         if self._entrant.opening is not None:
@@ -96,9 +96,9 @@ class _Trial:
             self._score(config.batches, self._pipeline.state_dict())
 
     def _run(self, data: Iterator[list[Sample]], tell: Told) -> None:
-        """One method's batches; fewer if it diverges."""
+        """Train the batches of one method, or fewer if the run diverges."""
         for report in self._pipeline.run(data):
-            self._evaluate()  # versions that were complete before this batch ended
+            self._evaluate()  # versions that became complete before this batch ended
             self._report(report)
             tell(report.batch + 1, self.losses.get(max(self.losses, default=0), math.nan))
             if self.diverged is not None:
@@ -107,7 +107,7 @@ class _Trial:
         self._evaluate()
 
     def norms(self) -> dict[int, float]:
-        """Of every update; before it was clipped, where stages have decided on that."""
+        """Return the gradient norm of every update, before clipping where it was decided globally."""
         return self._gatherer.norms() | self._decided
 
     def _report(self, report: Report) -> None:
@@ -134,7 +134,7 @@ class _Trial:
             self._diverge(batch + 1)
 
     def _evaluate(self) -> None:
-        """Score the versions that are complete."""
+        """Evaluate the versions that are complete."""
         for updates, weights in self._gatherer.complete():
             if self.diverged is None:
                 self._score(updates, weights)

@@ -1,1 +1,1 @@
-"""Worker processes: starting them, watching them, reporting how they ended."""
+"""Worker processes: starting and watching them, and reporting how they ended."""

@@ -1,4 +1,4 @@
-"""Starting the workers of a run: through torch elastic, or as a worker that elastic has started already."""
+"""Launches the workers of a run through torch elastic, unless this process is one of torchrun's workers itself."""
 
 from __future__ import annotations
 
@@ -21,43 +21,43 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from penstock.errors import InterruptedRunError, WorkerError
-from penstock.launch.worker_exit import Ends, work
+from penstock.launch.worker_exit import WorkerExits, work
 
-_LOOK = 0.1  # seconds between two looks at workers
-_LONGEST_FOLDER = 64  # characters; the name of a socket has 107 at most, of which multiprocessing adds about 32
+_LOOK = 0.1  # seconds between two checks of the workers
+_LONGEST_FOLDER = 64  # characters; the path of a socket may have 107, of which multiprocessing adds about 32
 
 
 def is_worker() -> bool:
-    """Whether torch elastic (torchrun) has started this process as one of a job."""
+    """Return whether torch elastic (torchrun) started this process as a worker of a job."""
     return "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ
 
 
 def launch_local(
     workers: int, function: Callable[..., None], *arguments: Any, restarts: int = 0, timeout: float = 300.0
 ) -> None:
-    """Run `function(*arguments, drain)` in local worker processes; returns when all of them have.
+    """Run `function(*arguments, drain)` in local worker processes; return when it has returned in all of them.
 
     The rendezvous is a file that only this user can read; on Linux gloo is bound to the loopback interface. Elastic
-    runs in a thread, so that signals come here first: the first one (Ctrl-C, SIGTERM) makes the file `drain`, at which
-    workers end in good order; the second one ends them at once.
+    runs in a thread, so that this process receives signals first: the first one (Ctrl-C, SIGTERM) creates the file
+    `drain`, at which the workers finish and exit; the second one kills them.
 
     Args:
-        workers: how many.
+        workers: the number of processes.
         function: a module-level function.
         arguments: plain values.
-        restarts: times that elastic starts all workers again after one has failed.
-        timeout: seconds within which all have returned when one has.
+        restarts: how often elastic may restart all workers after one has failed.
+        timeout: seconds for all workers to return after the first has.
 
     Raises:
-        WorkerError: one failed, and the others have been ended.
-        InterruptedRunError: this process was told twice to end.
+        WorkerError: a worker failed, and the others have been killed.
+        InterruptedRunError: this process was signalled twice.
     """
     for name in ("torch.distributed.elastic", "torch.multiprocessing"):
         logging.getLogger(name).setLevel(logging.CRITICAL)  # failures are reported below, once
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     with tempfile.TemporaryDirectory(prefix="penstock-") as folder:
-        ends, drain = Ends(Path(folder), workers, timeout), Path(folder) / "drain"
+        exits, drain = WorkerExits(Path(folder), workers, timeout), Path(folder) / "drain"
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -70,28 +70,28 @@ def launch_local(
             max_restarts=restarts,
             monitor_interval=0.1,
             start_method=_start_method(),
-            logs_specs=DefaultLogsSpecs(log_dir=str(ends.errors)),
+            logs_specs=DefaultLogsSpecs(log_dir=str(exits.errors)),
         )
         with _Signals(drain) as signals:
             launched = _in_thread(elastic_launch(config, work), function, folder, *arguments, str(drain))
             while not wait([launched], timeout=_LOOK).done:
-                ends.look()
-                if signals.second is not None:  # those that elastic has started instead of them as well
-                    ends.kill()
-                if ends.is_stuck:
-                    raise ends.explain_stuck()
+                exits.look()
+                if signals.second is not None:  # also kills workers that elastic has restarted meanwhile
+                    exits.kill()
+                if exits.is_stuck:
+                    raise exits.explain_stuck()
             try:
                 launched.result()
             except ChildFailedError as error:
                 if signals.second is not None:
                     raise InterruptedRunError(signals.second) from None
-                raise ends.explain(error) from None
-            except (EOFError, OSError) as error:  # what workers are forked from has died
+                raise exits.explain(error) from None
+            except (EOFError, OSError) as error:  # the fork server has died
                 raise WorkerError(f"workers could not be started: {error!r}", "") from None
 
 
 def _in_thread(function: Callable[..., Any], *arguments: Any) -> Future[Any]:
-    """Call a function in a thread that nobody waits for at the end: elastic may be stuck in it."""
+    """Call a function in a daemon thread, which may stay behind when the process exits: elastic may hang in it."""
     future: Future[Any] = Future()
 
     def run() -> None:
@@ -105,15 +105,15 @@ def _in_thread(function: Callable[..., Any], *arguments: Any) -> Future[Any]:
 
 
 def _start_method() -> str:
-    """How workers start: where possible by forking a process that has imported everything, else each imports it."""
-    # Not every system library bears a fork, and the socket of that process lies in the folder for temporary files.
+    """Choose how workers start: forked from a server that has imported everything, or spawned if that is impossible."""
+    # Not every system library survives a fork, and the server's socket is in the folder for temporary files.
     if sys.platform != "linux" or len(tempfile.gettempdir()) > _LONGEST_FOLDER:
         return "spawn"
     multiprocessing.set_forkserver_preload(["penstock.launch.preload"])
     main = threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN) if main else None  # the process inherits it
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN) if main else None  # inherited by the fork server
     try:
-        forkserver.ensure_running()  # from this thread: the process ends with the one that has started it
+        forkserver.ensure_running()  # in this thread: the server is killed when the thread that started it ends
     finally:
         if main:
             signal.signal(signal.SIGINT, before)
@@ -121,13 +121,13 @@ def _start_method() -> str:
 
 
 class _Signals:
-    """What signals mean while workers run.
+    """Handles signals while workers run: the first asks them to drain, the second kills them.
 
     Args:
-        drain: the file that asks workers to end.
+        drain: the file to create at the first signal.
 
     Attributes:
-        second: the one that has ended them at once.
+        second: the number of the second signal, if it came.
     """
 
     def __init__(self, drain: Path) -> None:
@@ -135,13 +135,13 @@ class _Signals:
         self.second: int | None = None
 
     def __enter__(self) -> _Signals:
-        """Take signals."""
+        """Install the signal handlers."""
         numbers = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
         self._before = {number: signal.signal(number, self._take) for number in numbers}
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Leave them to whoever had them before."""
+        """Restore the previous handlers."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
 

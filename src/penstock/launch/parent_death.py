@@ -1,4 +1,4 @@
-"""Nobody outlives whom it works for."""
+"""Kills this process when its parent dies (Linux PR_SET_PDEATHSIG)."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
 def end_with_parent() -> None:
-    """From now on this process is killed when the thread that has started it ends, however that happens; on Linux."""
+    """Have this process killed when the thread that started it ends, however it ends; does nothing outside Linux."""
     if sys.platform != "linux":
         return
     parent = os.getppid()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it has ended in between
+    if os.getppid() != parent:  # it died before prctl took effect
         os._exit(1)

@@ -1,12 +1,12 @@
-"""What every worker imports: once, in the process that they are forked from, instead of in each of them.
+"""Imports of all workers, done once in the fork server that they are forked from.
 
-Only that process imports this module. It and the workers are a process group of their own, so that what is sent to the
-launcher's group (Ctrl-C in a terminal, `timeout`, `kill -- -GROUP`) reaches the launcher alone, which then asks the
-workers; where every process gets the signal, this one goes on until the launcher has ended. Nothing here may start
-threads or touch an accelerator.
+Only the fork server imports this module. It and the workers are a process group of their own, so that signals sent to
+the launcher's group (Ctrl-C in a terminal, `timeout`, `kill -- -GROUP`) reach only the launcher, which then asks the
+workers to stop; where every process gets the signal, the server ignores it and lives until the launcher has ended.
+Nothing here may start threads or touch an accelerator.
 """
 
-# ruff: noqa: E402  (signals first: what follows takes seconds)
+# ruff: noqa: E402  (signals first: the imports take seconds)
 import os
 import signal
 
@@ -17,6 +17,6 @@ for number in (signal.SIGINT, signal.SIGTERM):
 os.setpgid(0, 0)
 end_with_parent()
 
-import torch._dynamo  # noqa: F401  what the first optimizer of a process would import
+import torch._dynamo  # noqa: F401  (the first optimizer of a process would import it)
 
 import penstock.train.loop  # noqa: F401

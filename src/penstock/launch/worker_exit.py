@@ -1,8 +1,8 @@
-"""How workers end: what they leave behind, which of them have to be ended, and what the user is told.
+"""Tracks how workers end: collects their reports, kills those that hang, and makes the error that the user sees.
 
-A worker that fails leaves its error where torch elastic has told it to; one that has done its part leaves a mark. A
-worker that breaks its connections makes its peers fail, too, and elastic may see them first: the cause is what is
-neither about transport nor about an end; if nobody says such a thing, it is the one that has said nothing.
+A worker that fails reports its error in the file that torch elastic asks for; one that finishes leaves a mark. When a
+worker breaks its connections its peers fail, too, and elastic may see them first. So the root cause is the first error
+that is neither a transport error nor an ordered exit; if there is none, the worker that reported nothing is blamed.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from penstock.errors import WorkerError
 from penstock.launch.parent_death import end_with_parent
 
-_BEGUN, _DONE = "begun", "done"  # marks of workers
-_SAID_ALL = ("ConfigError", "DataError", "CheckpointError")  # messages that need no traceback
+_BEGUN, _DONE = "begun", "done"  # kinds of marks
+_SAID_ALL = ("ConfigError", "DataError", "CheckpointError")  # errors whose message needs no traceback
 _CONSEQUENCES = ("TransportError", "EndedError")
-_GRACE = 10.0  # seconds without another report, after which those that have not ended are killed
+_GRACE = 10.0  # seconds after the last report until workers that have not exited are killed
 
 
 class _Report(NamedTuple):
-    """What a worker has said about its failure."""
+    """A worker's report of its failure."""
 
     seconds: float
     rank: int
@@ -38,8 +38,8 @@ class _Report(NamedTuple):
 
 
 def work(function: Callable[..., None], folder: str, *arguments: Any) -> None:
-    """Be a worker: leave a mark, run a function, and leave another mark when it has returned."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C may reach the workers of a terminal, too; the launcher asks
+    """Run a function as a worker: leave a mark before it starts and another one when it has returned."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C may also reach the workers of a terminal; the launcher acts
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     end_with_parent()
     start, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]
@@ -49,62 +49,62 @@ def work(function: Callable[..., None], folder: str, *arguments: Any) -> None:
     (Path(folder) / f"{_DONE}-{mark}").touch()
 
 
-class Ends:
-    """Those of the workers of a job, which elastic may start several times.
+class WorkerExits:
+    """Watches how the workers of a job end, over all restarts by elastic.
 
     Args:
-        folder: for what they leave behind.
-        workers: how many.
-        timeout: seconds within which all have done their part when one has.
+        folder: for the workers' marks and reports.
+        workers: the number of workers.
+        timeout: seconds for all workers to finish after the first has.
 
     Attributes:
-        errors: the folder that elastic is to have them leave their errors in.
+        errors: the folder where elastic lets workers write their errors.
     """
 
     def __init__(self, folder: Path, workers: int, timeout: float) -> None:
         self._folder, self._ranks, self._timeout = folder, set(range(workers)), timeout
         self.errors = folder / "errors"
         self._seen, self._since = (-1, 0, 0), 0.0
-        self._killed: float | None = None  # when the last start's workers were first killed
-        self._still: list[int] = []  # those of them that could not have ended by themselves any more
+        self._killed: float | None = None  # when the workers of the last start were first killed
+        self._still: list[int] = []  # those of them that were stopped or dead, so could not have ended by themselves
 
     def look(self) -> None:
-        """See whether workers have to be ended: elastic waits long after a failure, and for ever after a good end."""
+        """Kill workers that hang: elastic waits long after a failure, and for ever after some have finished."""
         start = self._last_start()
         reports, done = self._reports(start), self._marks(_DONE, start)
         seen = start, len(reports), len(done)
         if seen != self._seen:
             if start > self._seen[0] >= 0:
                 said = self._lines(start - 1, self._ranks)
-                logging.getLogger(__name__).warning("a worker has failed, and all are started again%s", said)
+                logging.getLogger(__name__).warning("a worker has failed; all workers are restarted%s", said)
             self._seen, self._since, self._killed = seen, time.monotonic(), None
         elif any(seen[1:]) and time.monotonic() - self._since > (_GRACE if reports else self._timeout):
             self.kill(spared=set() if done.keys() == self._ranks else done.keys())
 
     @property
     def is_stuck(self) -> bool:
-        """Whether elastic does not notice that all have done their part, and that who had not ended was killed.
+        """Return whether elastic hangs after all workers have finished, though those that did not exit were killed.
 
-        It wakes all that wait for it to have read their results, and waits until each has woken: for ever, if one has
-        died or been stopped in between.
+        When workers have read each other's results, elastic wakes those that wait and waits until each has woken: for
+        ever, if one has died or been stopped meanwhile.
         """
         if self._killed is None or time.monotonic() - self._killed < _GRACE:
             return False
         return self._marks(_DONE, self._last_start()).keys() == self._ranks
 
     def kill(self, spared: Collection[int] = ()) -> None:
-        """Kill the workers of the last start, but for some ranks."""
+        """Kill the workers of the last start, except the given ranks."""
         begun = self._marks(_BEGUN, self._last_start())
         if self._killed is None:
             self._killed = time.monotonic()
             self._still = sorted(rank for rank, (process, _) in begun.items() if _is_still(process))
         for rank, (process, group) in begun.items():
             with suppress(ProcessLookupError):
-                if rank not in spared and os.getpgid(process) == group:  # else its number has gone to another process
+                if rank not in spared and os.getpgid(process) == group:  # else the process id has been reused
                     os.kill(process, signal.SIGKILL)
 
     def explain(self, error: ChildFailedError) -> WorkerError:
-        """What the user must know: who has failed and why, and what every other worker was doing."""
+        """Make the error for the user: which worker failed and why, and what every other worker reported."""
         found, failure = error.get_first_failure()
         start = self._last_start()
         reports, done = self._reports(start), self._marks(_DONE, start)
@@ -118,46 +118,46 @@ class Ends:
             rank, trace = min(silent) if found in reports else found, ""
             what = f"failed with exit code {failure.exitcode}: {failure.message}"
             if rank != found and len(silent) > 1:
-                what = f"or {', '.join(map(str, sorted(silent - {rank})))} is stalled or dead: they have said nothing"
+                what = f"or {', '.join(map(str, sorted(silent - {rank})))} is stalled or dead: they reported nothing"
             elif rank != found or self._killed is not None:
-                what = "is stalled or dead: it has said nothing"
+                what = "is stalled or dead: it reported nothing"
         cause = reports[rank].message if rank in reports else ""
         return WorkerError(f"worker {rank} {what}{self._lines(start, self._ranks - {rank}, cause)}", trace)
 
     def explain_stuck(self) -> WorkerError:
-        """The same where `is_stuck`: whom elastic has waited for."""
+        """Make the error for the user where `is_stuck`: which worker elastic was waiting for."""
         start = self._last_start()
         if not self._still:
-            return WorkerError("all workers have done their part, but not all have ended; they were killed", "")
+            return WorkerError("all workers finished, but not all of them exited; they were killed", "")
         rank, *_ = self._still
-        what = "is stalled or dead: it had done its part, but did not end"
+        what = "is stalled or dead: it had finished, but did not exit"
         return WorkerError(f"worker {rank} {what}{self._lines(start, self._ranks - {rank})}", "")
 
     def _lines(self, start: int, ranks: set[int], cause: str = "") -> str:
-        """A line for each of some workers, or one if all have said what the cause is."""
-        said = dict.fromkeys(sorted(ranks), "has said nothing: it died, was starting, or did not react")
-        said |= dict.fromkeys(ranks & self._marks(_DONE, start).keys(), "had done its part")
+        """Return a line for each of the given workers, or a single one if all reported the cause itself."""
+        said = dict.fromkeys(sorted(ranks), "reported nothing: it died, was still starting, or did not respond")
+        said |= dict.fromkeys(ranks & self._marks(_DONE, start).keys(), "had finished")
         said |= {rank: report.message for rank, report in self._reports(start).items() if rank in ranks}
         if said and set(said.values()) == {cause}:
             return "\n  all other workers: the same"
         return "".join(f"\n  worker {rank}: {text}" for rank, text in said.items())
 
     def _last_start(self) -> int:
-        """How often elastic has started all workers again; -1 before it has started them."""
+        """Return the number of elastic's last restart; -1 before the first start."""
         return max((int(path.name.removeprefix("attempt_")) for path in self.errors.glob("*/attempt_*")), default=-1)
 
     def _marks(self, what: str, start: int) -> dict[int, tuple[int, int]]:
-        """Process and process group of those that have begun, or done their part, by rank."""
+        """Return (process id, process group) by rank of the workers that have left a mark."""
         names = [path.name.split("-") for path in self._folder.glob(f"{what}-{start}-*")]
         return {int(rank): (int(process), int(group)) for _, _, rank, process, group in names}
 
     def _reports(self, start: int) -> dict[int, _Report]:
-        """What those have said that have failed, by rank."""
+        """Return the reports of failed workers by rank."""
         found = {}
         for path in self.errors.glob(f"*/attempt_{start}/*/error.json"):
             try:
                 message: Any = json.loads(path.read_text())["message"]
-            except ValueError:  # it is being written
+            except ValueError:  # still being written
                 continue
             extra, rank = message["extraInfo"], int(path.parent.name)
             found[rank] = _Report(float(extra["timestamp"]), rank, str(message["message"]), str(extra["py_callstack"]))
@@ -165,9 +165,9 @@ class Ends:
 
 
 def _is_still(process: int) -> bool:
-    """Whether a process is stopped or dead, where the system tells."""
+    """Return whether a process is stopped or dead, if the system provides that."""
     try:
         state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
-        return Path("/proc/self/stat").exists()  # it is gone, or nothing is known of any process
+        return Path("/proc/self/stat").exists()  # it is gone, unless there is no /proc
     return state in "TtZX"

@@ -15,7 +15,7 @@ from itertools import islice
 import torch
 
 from penstock.comm.collective.gather import gather_json
-from penstock.comm.communicators import holders_of, link
+from penstock.comm.communicators import connect, holders_of
 from penstock.comm.core.rank_grid import RankGrid
 from penstock.comm.mesh import Groups
 from penstock.comm.p2p.nccl import LaneGroups
@@ -39,6 +39,7 @@ from penstock.schedule.methods.combine import REDUCE, Combine
 from penstock.schedule.proof.check import Proof
 from penstock.schedule.proof.stage_spec import stage_specs
 from penstock.weights.corrections.base import Correction
+from penstock.weights.decision import add_shares
 
 _FAILED = -1
 
@@ -316,7 +317,9 @@ class Spans:
         specs = stage_specs(proof.schedule, older=0)
         lane_groups = self._lane_groups.get(channel, [])
         combine = self._combine if channel is Channel.TRAINING and proof is self._proof else REDUCE
-        links = link(self._grid, proof.lowered, specs, channel, lane_groups, self._holder_groups, combine)
+        links = connect(
+            self._grid, proof.lowered, specs, add_shares, channel, lane_groups, self._holder_groups, combine
+        )
         holders = holders_of(proof.schedule, self._grid.width)
         return [
             Executor(

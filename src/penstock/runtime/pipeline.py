@@ -43,7 +43,7 @@ from penstock.runtime.plan.requirements import schedule_of
 from penstock.runtime.rank.batch_source import Batches
 from penstock.runtime.rank.reports import Report
 from penstock.runtime.rank.snapshot import SavedState, Saving, Snapshot, check_names, check_pipelines, restore
-from penstock.runtime.setup.assemble import make_lane_groups, make_workers
+from penstock.runtime.setup.assemble import make_lane_groups, make_ranks
 from penstock.runtime.update.divergence import Divergence, Trouble
 from penstock.runtime.update.events import Evaluated
 from penstock.schedule.build import prove_evaluation
@@ -132,13 +132,13 @@ class Pipeline:
         named = named_blocks(blocks)
         width, group = from_mesh(mesh, width, schedule_of(schedule).ranks, group)
         options = PipelineOptions(
-            DataParallelOptions(width, reduce, combine),
-            NumericsOptions(precision, loss_scale),
-            MemoryOptions(recompute, segments),
-            StalenessOptions(correction, delays, backward_delays),
-            UpdateOptions(clip, divisor, rate, average, divergence),
-            DataOptions(slicing, tied, seed),
-            PlacementOptions(balance, timeout),
+            DataParallelOptions(width=width, reduce=reduce, combine=combine),
+            NumericsOptions(precision=precision, loss_scale=loss_scale),
+            MemoryOptions(recompute=recompute, segments=segments),
+            StalenessOptions(correction=correction, delays=delays, backward_delays=backward_delays),
+            UpdateOptions(clip=clip, divisor=divisor, rate=rate, average=average, divergence=divergence),
+            DataOptions(slicing=slicing, tied=tied, seed=seed),
+            PlacementOptions(balance=balance, timeout=timeout),
         )
         self._build(PipelinePlan.make(named, schedule, options), named, loss, optimizer, group, mesh)
 
@@ -151,7 +151,7 @@ class Pipeline:
         group: dist.ProcessGroup | None,
         mesh: DeviceMesh | None = None,
     ) -> None:
-        """Everything from the plan on."""
+        """Build the ranks of this process, and what connects them to the others."""
         parallel, timeout = plan.options.data_parallel, plan.options.placement.timeout
         self._plan, self.proof, self.schedule, self.parts = plan, plan.proof, plan.schedule, plan.parts
         self.timeout, self.combine = timeout, parallel.combine
@@ -159,7 +159,7 @@ class Pipeline:
         self.grid = RankGrid(parallel.width, self.schedule.ranks, group, timeout)
         holders = holders_of(self.schedule, parallel.width).values()
         alike = groups_of_holders(self.grid, holders, mesh, timeout) if parallel.fast else {}
-        self._ranks = make_workers(named, plan, self.grid, loss, optimizer)
+        self._ranks = make_ranks(named, plan, self.grid, loss, optimizer)
         evaluation, proofs = prove_evaluation(self.schedule), {Channel.TRAINING: self.proof}
         self._groups = self._make_lane_groups(proofs | {Channel.EVALUATION: evaluation}, bool(plan.ties))
         self._spans = Spans(

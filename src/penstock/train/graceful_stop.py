@@ -1,11 +1,12 @@
-"""How a run is told to end early: it finishes the batches under way, saves a checkpoint, and ends as if it were over.
+"""Ends a run early on request: it finishes the batches in flight, saves a checkpoint, and exits normally.
 
-Under `penstock train` the launcher takes the signal (Ctrl-C, SIGTERM) and asks through a file, before torch elastic,
-which would stop the workers, hears of it. A worker that gets SIGTERM there is ended because another one has failed, and
-says what it was doing; unless the launcher asks at the same moment, because all processes of the job were told (by
-systemd or Slurm, say). Under torchrun workers get the signal themselves, and elastic leaves them 30 seconds.
+Under `penstock train` the launcher receives the signal (Ctrl-C, SIGTERM) and passes the request on through a file,
+before torch elastic, which would kill the workers, notices. A worker that receives SIGTERM there is being killed
+because another one has failed, and reports what it was doing; unless the launcher makes the request at the same time,
+because all processes of the job were signalled (by systemd or Slurm, for example). Under torchrun workers receive the
+signal themselves, and elastic gives them 30 seconds.
 
-A worker that fails by itself is not disturbed any more: its report matters more than its end.
+A worker that is already failing is not interrupted: its report matters more than a prompt exit.
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ from pathlib import Path
 
 from penstock.errors import EndedError
 
-_MOMENT = 0.4  # seconds that a launcher may take to hear of a signal that a worker has got as well
+_MOMENT = 0.4  # seconds that a launcher may take to notice a signal that a worker has received as well
 
 
 class DrainRequest:
-    """Whether somebody wants the run to end.
+    """The request to end the run.
 
     Args:
-        file: appears when the launcher asks; None under torchrun.
+        file: exists when the launcher has made the request; None under torchrun.
 
     Attributes:
-        doing: says what this worker is doing.
+        doing: returns what this worker is doing.
     """
 
     def __init__(self, file: Path | None) -> None:
@@ -40,20 +41,20 @@ class DrainRequest:
 
     @property
     def asked(self) -> bool:
-        """Whether it has been asked for by now."""
+        """Whether the request has been made by now."""
         if not self._asked and self._file is not None:
             self._asked = self._file.exists()
         return self._asked
 
     @contextmanager
-    def heeded(self) -> Iterator[None]:
-        """Meanwhile signals mean what this module says."""
+    def handle_signals(self) -> Iterator[None]:
+        """Handle signals as this module describes, within a `with` block."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
         launched = self._file is not None
         handlers = {
-            signal.SIGINT: signal.SIG_IGN if launched else self._ask,  # Ctrl-C goes to the workers of a terminal, too
+            signal.SIGINT: signal.SIG_IGN if launched else self._ask,  # Ctrl-C also reaches the workers of a terminal
             signal.SIGTERM: self._end if launched else self._ask,
         }
         before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
@@ -73,13 +74,13 @@ class DrainRequest:
         if not self._told and self._launcher_asks():
             self._told = True
             return
-        signal.signal(number, signal.SIG_IGN)  # once is enough
+        signal.signal(number, signal.SIG_IGN)  # a second signal must not interrupt the report
         if isinstance(sys.exception(), Exception) and not isinstance(sys.exception(), queue.Empty):
-            return  # it is on its way, and says more
+            return  # another error is being raised, and says more
         raise EndedError(f"{self.doing()}: ended by {signal.Signals(number).name}, because another worker has failed")
 
     def _launcher_asks(self) -> bool:
-        """Whether the launcher asks for the end at this moment."""
+        """Return whether the launcher makes the request at about this moment."""
         assert self._file is not None
         deadline = time.monotonic() + _MOMENT
         while not self._file.exists():

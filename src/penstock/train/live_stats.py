@@ -1,6 +1,6 @@
-"""A board on which every rank posts its figures and the reporting rank reads them, and the bubble they tell.
+"""Live figures of all ranks, exchanged through the process group's store, and the bubble computed from them.
 
-It lives in the process group's store, so it neither waits for anybody nor touches the pipeline's lanes.
+The store neither blocks nor uses the pipeline's lanes.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 
 class Board:
-    """Figures of all ranks.
+    """Publishes the figures of each rank and reads those of all.
 
     Args:
         store: shared by all ranks.
-        rank: this one.
-        ranks: how many.
+        rank: this rank.
+        ranks: the number of ranks.
     """
 
     def __init__(self, store: Store, rank: int, ranks: int) -> None:
@@ -28,16 +28,16 @@ class Board:
         self._store.set(str(self._rank), json.dumps(figures))
 
     def read(self) -> dict[int, dict[str, Any]]:
-        """The figures of every rank that has posted some."""
+        """Return the figures of every rank that has posted some."""
         posted = [rank for rank in range(self._ranks) if self._store.check([str(rank)])]
         return {rank: json.loads(self._store.get(str(rank))) for rank in posted}
 
 
 class BubbleMeter:
-    """The idle share of all ranks, between two moments at which each of them has posted something new.
+    """Computes the idle share of all ranks between two moments at which each of them has posted new figures.
 
     Attributes:
-        bubble: the last one; None before the first.
+        bubble: the last value; None before the first.
     """
 
     def __init__(self, ranks: int) -> None:
@@ -46,7 +46,7 @@ class BubbleMeter:
         self._previous: dict[int, dict[str, Any]] = {}
 
     def update(self, figures: dict[int, dict[str, Any]]) -> None:
-        """Take in what the board says; per rank, "busy" are seconds of work and "time" is when it said so."""
+        """Update from the figures of all ranks: "busy" are seconds of work, "time" is when the rank posted them."""
         if len(figures) < self._ranks:
             return
         if not self._previous:

@@ -43,9 +43,9 @@ from penstock.train.setup.lr_schedule import rate_schedule
 from penstock.train.setup.prepare import Prepared, prepare
 from penstock.train.setup.run_folder import note_changes
 
-_SAMPLED_PARAMETERS = 200_000_000  # the sample at the end loads the whole model on one rank
-_SAMPLING = 20.0  # seconds that the sample may take
-_POST_EVERY = 0.5  # seconds between two postings of a rank's figures
+_SAMPLED_PARAMETERS = 200_000_000  # largest model to sample from at the end, as one rank must load all of it
+_SAMPLING = 20.0  # seconds for that sample
+_POST_EVERY = 0.5  # seconds between two posts of a rank's figures
 
 
 def train(config: TrainConfig, folder: Path | None, observer: Observer, drain: Path | None = None) -> None:
@@ -53,17 +53,17 @@ def train(config: TrainConfig, folder: Path | None, observer: Observer, drain: P
 
     Args:
         config: the same on every rank.
-        folder: of the run, the same on every rank; None to let rank 0 make one. If it has checkpoints, the run goes on
+        folder: of the run, the same on every rank; None to let rank 0 make one. If it has checkpoints, the run resumes
             from the newest.
         observer: called on the reporting rank only.
-        drain: a file that appears when the run is to end early; None to heed signals.
+        drain: a file whose existence requests the run to end early; None to handle signals instead.
 
     Raises:
-        ConfigError: the job was launched with another number of processes than the pipeline has stages.
-        PenstockError: as `prepare` and `Pipeline` say.
+        ConfigError: the number of processes of the job is not that of the pipelines' ranks.
+        PenstockError: see `prepare` and `Pipeline`.
     """
     request = DrainRequest(drain)
-    with request.heeded():
+    with request.handle_signals():
         prepared = prepare(config)
         keep_freed_memory()
         torch.set_num_threads(config.threads or max((os.cpu_count() or 1) // local_ranks(), 1))
@@ -72,7 +72,7 @@ def train(config: TrainConfig, folder: Path | None, observer: Observer, drain: P
 
 
 class _Loop:
-    """One rank's run."""
+    """The run on one rank."""
 
     def __init__(
         self, prepared: Prepared, folder: Path, store: Store, observer: Observer, request: DrainRequest
@@ -102,14 +102,14 @@ class _Loop:
         self.phases = Phases(prepared, self.pipeline, self.checkpoints, self._gather)
         self._begin_from(self.checkpoints.load(ready=self.phases.ready))
         self._posted, self._begun = -math.inf, 0.0
-        self._trained = 0  # batches of this start
+        self._trained = 0  # batches since this process started
         self._ending = False
-        self._loss: float | None = None  # of the last one
+        self._loss: float | None = None  # of the last batch
         self._meter = BubbleMeter(self.ranks)
 
     def _begin_from(self, found: Mapping[str, Any] | None) -> None:
-        """Training begins where the pipeline is, with what was kept with its checkpoint, if it comes from one."""
-        self.first, self.sample = self.pipeline.batches, 0  # the batch that begins, and its first sample
+        """Start where the pipeline is, with the extra data of its checkpoint, if it was loaded from one."""
+        self.first, self.sample = self.pipeline.batches, 0  # the first batch, and its first sample
         if found is not None:
             if "sample" not in found:
                 raise CheckpointError(f"the checkpoints in {str(self.folder)!r} were not written by penstock train")
@@ -117,15 +117,15 @@ class _Loop:
             if found.get("corpus", self._fingerprint) != self._fingerprint:
                 raise DataError(
                     f"the run in {str(self.folder)!r} was trained on other text: {found['corpus']} then, "
-                    f"{self._fingerprint} now in {self.prepared.windows.corpus.name}. Give it the text that it had, or "
-                    "begin a new run"
+                    f"{self._fingerprint} now in {self.prepared.windows.corpus.name}. Use the same text, or start "
+                    "a new run"
                 )
         for fault in self.checkpoints.damaged if self.rank == 0 else ():
             self.metrics.add(damaged_checkpoint=fault)
         config = self.config
         self._patience = Patience(config.evaluate.patience, config.stages, config.microbatches)
         for evaluation in self.pipeline.evaluations:
-            self._patience.hear(evaluation.version, evaluation.loss)
+            self._patience.record(evaluation.version, evaluation.loss)
 
     def run(self) -> None:
         """Train, validate, save, sample; or end early, with a checkpoint."""
@@ -140,7 +140,7 @@ class _Loop:
         while not over:
             self._enter_phase()
             self._train()
-            assert self.pipeline.batches <= self.phases.end, "a divergence was heard of too late"
+            assert self.pipeline.batches <= self.phases.end, "a divergence was noticed too late"
             self._keep_lags()
             over = self.pipeline.batches >= min(self.config.batches, self._patience.end)
             if any(self._gather(self.request.asked)) and not over:
@@ -152,8 +152,8 @@ class _Loop:
             if gone_back is not None:
                 self._begin_from(gone_back)
         seconds = time.perf_counter() - self._begun
-        if self.config.checkpoint.every is not None:  # for whoever trains on, with more batches or patience
-            self.checkpoints.save()  # a failure has been told
+        if self.config.checkpoint.every is not None:  # so that the run can be continued with more batches or patience
+            self.checkpoints.save()  # the observer has been notified of a failure
         timeline = self.pipeline.timeline()
         validation = self._validate()
         save_weights(self.pipeline, self.prepared, self.folder)
@@ -162,14 +162,14 @@ class _Loop:
             self._finish(validation, seconds, timeline, peaks)
 
     def _keep_lags(self) -> None:
-        """Leave in the folder after how many waves updates were added, if it is to be taken down."""
+        """Write the recorded lags of waves into the run folder, if `combine.lag=record`."""
         if self.config.combine.lag == RECORD:
             parts = self._gather(self.pipeline.lags())
             if self.rank == 0:
                 write_lags(self.folder, parts)
 
     def _enter_phase(self) -> None:
-        """Go on with the method of the next batch."""
+        """Switch to the method of the next batch."""
         switched = self.phases.enter(self._evaluating())
         if switched is not None and self.reports:
             back = {} if switched.came is None else {"back_from": switched.came}
@@ -177,7 +177,7 @@ class _Loop:
             self.observer.switched(switched)
 
     def _train(self) -> None:
-        """Train until the phase, the run or hope ends."""
+        """Train until the phase or the run ends, or early stopping applies."""
         every = self.config.checkpoint.every
         save = None if every is None else self.checkpoints.every(every)
         for report in self.pipeline.run(self._data(), save=save, evaluate=self._evaluating()):
@@ -191,21 +191,21 @@ class _Loop:
                     self._progress(report, time.perf_counter() - self._begun)
                 self._evaluated(report.evaluated)
             except BaseException:
-                self.pipeline.abandon()  # or this rank would train on to the end before anybody hears of it
+                self.pipeline.abandon()  # otherwise this rank would train to the end before its peers notice
                 raise
         if self.reports:
             self.metrics.add_updates(self.pipeline.decided())
         self._evaluated(self.pipeline.evaluated())
 
     def _stop(self) -> None:
-        """The run has been told to end."""
+        """End the run early, as requested."""
         self.pipeline.stop()
         if self.reports and not self._ending:
             self._ending = True
             self.observer.ending()
 
     def _data(self) -> Iterator[Microbatches]:
-        """The batches that are left of the phase, as long as there is hope."""
+        """Yield the remaining batches of the phase, until early stopping applies."""
         config, begin = self.config, self.pipeline.batches
         count, sample = max(config.batches - begin, 0), self._sample_at(begin)
         left = batches(self.prepared.windows, sample, count, self.microbatches, config.microbatch_size)
@@ -215,11 +215,11 @@ class _Loop:
             yield batch
 
     def _extra(self, batch: int) -> dict[str, Any]:
-        """What is kept with a checkpoint."""
+        """Return the extra data of a checkpoint."""
         return {"sample": self._sample_at(batch), "corpus": self._fingerprint} | self.phases.state(batch)
 
     def _sample_at(self, batch: int) -> int:
-        """The first sample of a batch."""
+        """Return the number of the first sample of a batch."""
         return self.sample + (batch - self.first) * self.microbatches * self.config.microbatch_size
 
     def _tell_checkpoint(self, batch: int, failure: str | None) -> None:
@@ -230,29 +230,29 @@ class _Loop:
         return None if section.every is None else Evaluating(section.every, lambda: self._held_out(section.samples))
 
     def _held_out(self, samples: int) -> Batches:
-        """Whole batches of held-out samples, at most so many, but at least one batch."""
+        """Return whole batches of held-out samples: at most `samples` of them, but at least one batch."""
         config, windows = self.config, self.prepared.windows
         count = max(min(samples, len(windows.validation)) // (self.microbatches * config.microbatch_size), 1)
         return batches(windows, 0, count, self.microbatches, config.microbatch_size, validation=True)
 
     def _evaluated(self, found: Iterable[Evaluated]) -> None:
-        """Take notice of evaluations in the midst of training."""
+        """Record evaluations made during training."""
         for evaluation in found:
-            self._patience.hear(evaluation.version, evaluation.loss)
+            self._patience.record(evaluation.version, evaluation.loss)
             if self.reports:
                 self.metrics.add_evaluations([evaluation])
                 self.observer.evaluated(evaluation)
 
     def _interrupted(self, failure: str | None) -> None:
-        """End early.
+        """Report the early end of the run.
 
         Raises:
-            CheckpointError: nothing could be saved.
+            CheckpointError: the checkpoint could not be saved.
         """
         if failure is not None:
             raise CheckpointError(
-                f"the run was to end after batch {self.pipeline.batches - 1}, but its checkpoint could not be written "
-                f"({failure}); those before it are intact"
+                f"the run was requested to end after batch {self.pipeline.batches - 1}, but its checkpoint could not "
+                f"be written ({failure}); earlier checkpoints are intact"
             )
         timeline = self.pipeline.timeline()
         if self.reports:
@@ -302,7 +302,7 @@ class _Loop:
         self.observer.progress(progress)
 
     def _validate(self) -> dict[str, float | None]:
-        """The loss on held-out samples, with the newest weights and with averaged ones, if there are any."""
+        """Return the loss on held-out samples, with the newest weights and with averaged ones, if there are any."""
         kinds = {"validation_loss": False} | ({"averaged_loss": True} if self.config.average is not None else {})
         found = {}
         for kind, averaged in kinds.items():
@@ -349,16 +349,16 @@ class _Loop:
         return any(RULES[plan.schedule.rule].provisional for plan in plans)
 
     def _sample(self) -> str:
-        """A sample, which is worth little enough that nothing may fail because of it."""
+        """Sample some text; errors are caught, as a sample is not worth a failed run."""
         config, model = self.config, self.prepared.model
         if model.parameters > _SAMPLED_PARAMETERS:
             return f"(none: {model.parameters / 1e6:.0f} M parameters at once may be more than this rank can hold)"
         try:
-            seconds = min(_SAMPLING, config.timeout / 4)  # the launcher waits for this rank alone by now
+            seconds = min(_SAMPLING, config.timeout / 4)  # by now the launcher waits for this rank only
             return sample_text(self.folder, config.prompt, config.sample_length, seed=config.seed, seconds=seconds)
         except EndedError:
             raise
-        except (RuntimeError, PenstockError) as error:  # weights that are not numbers any more, say
+        except (RuntimeError, PenstockError) as error:  # for example because weights are NaN
             return f"(none: {error})"
 
     def _gather(self, value: Any) -> list[Any]:

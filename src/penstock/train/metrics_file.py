@@ -1,4 +1,4 @@
-"""The record of a run: a JSON object per line."""
+"""The metrics file of a run: one JSON object per line."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ METRICS = "metrics.jsonl"
 
 
 class Metrics:
-    """Of one run; a run that goes on from a checkpoint adds to it.
+    """Writes the metrics of one run; a resumed run appends to them.
 
-    A line that cannot be written, because the disk is full, is lost; the run is worth more.
+    A line that cannot be written, because the disk is full, is lost: the run matters more.
 
     Args:
         folder: of the run.
 
     Attributes:
-        again: updates that were taken back and made again.
+        again: the number of updates that were undone and redone.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -36,18 +36,18 @@ class Metrics:
             file.write(json.dumps({key: _finite(value) for key, value in values.items()}) + "\n")
 
     def add_updates(self, decided: Iterable[Decision]) -> None:
-        """Updates are made later than losses are known, so they have lines of their own."""
+        """Add a line per update; these are separate, as updates are made later than losses are known."""
         for d in decided:
             again = {"again": True} if d.again else {}
             self.add(update=d.batch, loss=d.loss, norm=d.norm, skipped=d.skipped, **again)
             self.again += d.again
 
     def add_evaluations(self, evaluated: Iterable[Evaluated]) -> None:
-        """The same of evaluations."""
+        """Add a line per evaluation."""
         for e in evaluated:
             self.add(evaluated=e.version, loss=e.loss, weight=e.weight)
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no NaN."""
+    """Replace values that JSON cannot represent by None."""
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,4 +1,4 @@
-"""What the reporting rank of a run tells, and to whom."""
+"""Interface through which the reporting rank of a run notifies the display, and what it reports."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from penstock.train.setup.prepare import Prepared
 
 
 class Switched(NamedTuple):
-    """Another method has taken over.
+    """The event that another method has taken over.
 
     Attributes:
-        batch: the first one that it trains.
+        batch: the first batch that it trains.
         method: its name.
-        why: for people.
-        came: how far the run had come, where it has gone back to a checkpoint.
+        why: the reason, for display.
+        came: the number of batches trained before the run went back to a checkpoint; None if it did not.
     """
 
     batch: int
@@ -30,12 +30,12 @@ class Switched(NamedTuple):
 
 @dataclass(frozen=True)
 class Progress:
-    """How far training is, as the reporting rank knows it.
+    """The progress of training, as the reporting rank knows it.
 
     Attributes:
         bubble: idle share of all ranks since the last report that had figures; None before the first.
         live_bytes: per rank, bytes by kind.
-        trained: batches since the run was started, or started again.
+        trained: batches since the run was started, or restarted.
     """
 
     batch: int
@@ -52,14 +52,14 @@ class Progress:
 
 @dataclass(frozen=True)
 class RunSummary:
-    """The end of a run.
+    """The results at the end of a run.
 
     Attributes:
-        entropy: unigram entropy of the held-out text, in nats per token: what no context at all would reach.
+        entropy: unigram entropy of the held-out text, in nats per token, which a model without context would reach.
         peak_bytes: per rank, the most bytes of each kind.
-        time: where it went in training.
-        averaged_loss: the validation loss with averaged weights, where there are any.
-        again: updates that were taken back and made again; None where the method never does that.
+        time: how the time of training was spent.
+        averaged_loss: the validation loss with averaged weights, if there are any.
+        again: the number of updates undone and redone; None if the method never does that.
     """
 
     folder: Path
@@ -77,18 +77,18 @@ class RunSummary:
 
 
 class Observer(Protocol):
-    """What the reporting rank tells about the run."""
+    """Receives the events of a run on the reporting rank."""
 
     def started(self, prepared: Prepared, parts: list[list[str]], batch: int) -> None:
-        """The pipeline stands; training begins with `batch`, which is not 0 where it goes on from a checkpoint."""
+        """Training begins with `batch`, which is not 0 if the run was resumed from a checkpoint."""
         ...
 
     def progress(self, progress: Progress) -> None:
-        """Another batch is done."""
+        """A batch is done."""
         ...
 
     def evaluated(self, found: Evaluated) -> None:
-        """An evaluation in the midst of training is done."""
+        """An evaluation during training is done."""
         ...
 
     def switched(self, switched: Switched) -> None:
@@ -96,17 +96,17 @@ class Observer(Protocol):
         ...
 
     def ending(self) -> None:
-        """The run has been told to end, and will after the batches under way."""
+        """The run was requested to end, and will end after the batches in flight."""
         ...
 
     def interrupted(self, folder: Path, batches: int, timeline: Timeline) -> None:
-        """The run has been told to end, and has saved a checkpoint after so many batches."""
+        """The run has ended early, after saving a checkpoint of so many batches."""
         ...
 
     def finished(self, summary: RunSummary, timeline: Timeline) -> None:
-        """Training is over and the weights are saved."""
+        """Training has finished and the weights are saved."""
         ...
 
     def sampled(self, summary: RunSummary, text: str) -> None:
-        """What the model writes (models of bytes only)."""
+        """A text was sampled from the trained model (models of bytes only)."""
         ...

@@ -1,4 +1,4 @@
-"""The phases of a run at work: the pipeline under the method of each, and the way back where training has diverged."""
+"""Switches a running pipeline between the methods of a run's phases, and goes back to a checkpoint after divergence."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from penstock.train.setup.prepare import Prepared
 
 
 class Phases:
-    """Those of one run; all ranks make the same calls together.
+    """The phases of one run; all ranks make the same calls together.
 
     Args:
         prepared: the run.
-        pipeline: under the method of the first batch.
+        pipeline: with the method of the first batch.
         checkpoints: to go back to.
-        gather: every rank's value.
+        gather: returns the values of all ranks.
     """
 
     def __init__(
@@ -32,24 +32,24 @@ class Phases:
         self._prepared, self._pipeline, self._checkpoints, self._gather = prepared, pipeline, checkpoints, gather
         self._course = Course(prepared.config)
         self._present = self._course.phase(0)
-        self._begun = -1  # the batch that the phase was entered with
-        self._came: int | None = None  # how far the run had come before it went back
+        self._begun = -1  # the first batch of the present phase
+        self._came: int | None = None  # the batches trained before the run went back
 
     def state(self, batch: int) -> dict[str, Any]:
-        """What a checkpoint of `batch` keeps."""
+        """Return the data to store with a checkpoint of `batch`."""
         falls = self._course.state(batch)
         return {"falls": falls} if falls else {}
 
     def ready(self, batch: int, kept: Mapping[str, Any]) -> None:
-        """A checkpoint of `batch` is to be loaded, with which this was kept: take the method that it comes from."""
+        """Switch to the method of a checkpoint of `batch`, before it is loaded; `kept` was stored with it."""
         self._course.load(kept.get("falls", []))
         self._take(self._course.phase(batch - 1), None)
 
     def enter(self, evaluate: Evaluating | None) -> Switched | None:
-        """Go on with the phase of the next batch; returns what is to be told, if its method is another one.
+        """Start the phase of the next batch; return an event for the observer if its method is another one.
 
         Args:
-            evaluate: evaluations on the way.
+            evaluate: evaluations during the phase.
         """
         batch, first = self._pipeline.batches, self._begun < 0
         before, phase = self._present, self._course.phase(batch)
@@ -68,10 +68,10 @@ class Phases:
         return self._course.end(self._begun, self._pipeline.trouble)
 
     def leave(self) -> Mapping[str, Any] | None:
-        """The phase is over; returns what was kept with the checkpoint that the run has gone back to, if it has.
+        """End the phase; return the extra data of the checkpoint that the run has gone back to, if it has.
 
         Raises:
-            CheckpointError: it diverged, weights are not finite, and no checkpoint is from before.
+            CheckpointError: the run diverged, weights are not finite, and there is no earlier checkpoint.
         """
         trouble, batch = self._pipeline.trouble, self._pipeline.batches
         if trouble is None or self._present != MAIN:
@@ -92,15 +92,15 @@ class Phases:
             kept = self._checkpoints.load(limit=limit, ready=self.ready)
             if kept is not None and self._is_finite():
                 return kept
-            if kept is not None:  # of a batch that no pass had read yet
+            if kept is not None:  # its weights are not finite, but no pass had read them yet
                 limit, here = self._pipeline.batches - 1, -1
             elif finite and here >= 0:
-                return None  # the synchronous method has to make do with what there is
+                return None  # the synchronous method continues with the present weights
             else:
                 raise CheckpointError(
                     f"training diverged at batch {trouble.batch} ({trouble.why}): weights are not finite any more, and "
-                    f"no checkpoint is left of batch {trouble.batch} or before. Lower the learning rate, or have "
-                    "checkpoints written more often (checkpoint.every) and kept longer (checkpoint.keep)"
+                    f"there is no checkpoint of batch {trouble.batch} or before. Lower the learning rate, or write "
+                    "checkpoints more often (checkpoint.every) and keep more of them (checkpoint.keep)"
                 )
 
     def _take(self, phase: str, evaluate: Evaluating | None) -> None:

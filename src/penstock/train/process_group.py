@@ -1,4 +1,4 @@
-"""The job that torch elastic has started: its process group, and what its ranks must agree on."""
+"""Joins the job that torch elastic has started: makes the process group, and checks that all ranks agree."""
 
 from __future__ import annotations
 
@@ -22,55 +22,55 @@ from penstock.errors import ConfigError, TransportError
 from penstock.train.config.schema import TrainConfig
 from penstock.train.setup.prepare import make_run_folder
 
-_STARTING = 60.0  # seconds that processes may start one after another, whatever the time-out of messages
+_STARTING = 60.0  # seconds within which all processes must start, in addition to the time-out of messages
 _LOOK = 0.05  # seconds between two looks
 _ASKED, _START = "penstock/asked", "penstock/start"  # in the job's store
-_LINGER = 0.5  # seconds by which elastic sees a peer that ended without a word before the ranks that it has let down
+_LINGER = 0.5  # grace period so that elastic notices a peer that died silently before the ranks that depended on it
 
 
 def local_ranks() -> int:
-    """Processes of the job on this machine."""
+    """Return the number of the job's processes on this machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def shared_folder(config: TrainConfig, store: PrefixStore) -> Path:
-    """A run folder made by rank 0; the others learn its name.
+    """Let rank 0 make the run folder, and return it on all ranks.
 
     Raises:
-        ConfigError: this rank cannot see it.
+        ConfigError: this rank cannot access it.
     """
-    base = store.underlying_store  # not that of this start alone: workers that start again go on in the same folder
+    base = store.underlying_store  # the job's, not that of this start: restarted workers use the same folder
     if dist.get_rank() == 0 and not base.check(["penstock/folder"]):
         base.set("penstock/folder", str(make_run_folder(config).resolve()))
     folder = Path(base.get("penstock/folder").decode())
     if not folder.is_dir():
         raise ConfigError(
-            f"rank {dist.get_rank()} cannot see the run folder {str(folder)!r} that rank 0 has made; set `out` to a "
+            f"rank {dist.get_rank()} cannot access the run folder {str(folder)!r} that rank 0 has made; set `out` to a "
             "folder that all machines share"
         )
     return folder
 
 
 def _meet(config: TrainConfig, job: Store, rank: int, size: int) -> PrefixStore:
-    """Wait until every rank is there, and make sure that it was started with the same configuration.
+    """Wait for every rank, and check that all were started with the same configuration.
 
-    Elastic keeps its store when it starts workers again, with all that those before have written into it, and its count
-    of starts may differ between machines. So rank 0 gives each start a name, and answers everybody who asks for it with
-    what they have asked with: who finds an answer to another question has found an old one.
+    Elastic keeps its store, with everything that earlier workers have written, when it restarts workers, and its count
+    of restarts may differ between machines. So rank 0 gives each start a name, and answers every rank's question with
+    the name and that question; a rank that finds an answer to another question knows that it is an old one.
 
-    It looks again and again, because a wait in the store cannot be ended by a signal.
+    It polls, because a blocking wait in the store cannot be interrupted by a signal.
 
     Returns:
-        A store of this start alone.
+        A store for this start only.
 
     Raises:
-        ConfigError: this one was not.
-        TransportError: some did not come.
+        ConfigError: this rank's configuration differs from rank 0's.
+        TransportError: some ranks did not come in time.
     """
     mine, patience = config.model_dump_json(), max(config.timeout, _STARTING)
     question, name = uuid.uuid4().hex, uuid.uuid4().hex if rank == 0 else ""
     job.set(f"{_ASKED}/{rank}", question)
-    deadline, missing = time.monotonic() + patience, [0]  # the others, once this start has a name
+    deadline, missing = time.monotonic() + patience, [0]  # all other ranks, once this start has a name
     store: PrefixStore | None = None
     while missing:
         if rank == 0:
@@ -95,13 +95,13 @@ def _meet(config: TrainConfig, job: Store, rank: int, size: int) -> PrefixStore:
 
 
 def _answer(job: Store, name: str, size: int) -> None:
-    """Tell all that have asked by now the name of this start."""
+    """On rank 0: send the name of this start to all ranks that have asked by now."""
     asked = {r: job.get(f"{_ASKED}/{r}").decode() for r in range(size) if job.check([f"{_ASKED}/{r}"])}
     job.set(_START, json.dumps([name, asked]))
 
 
 def _answered(job: Store, rank: int, question: str) -> str:
-    """The name of this start; empty if rank 0 has not answered this rank yet."""
+    """Return the name of this start; empty if rank 0 has not answered this rank yet."""
     if not job.check([_START]):
         return ""
     name, asked = json.loads(job.get(_START))
@@ -110,11 +110,11 @@ def _answered(job: Store, rank: int, question: str) -> str:
 
 @contextmanager
 def process_group(config: TrainConfig) -> Iterator[PrefixStore]:
-    """The job's process group, from the variables that torch elastic sets.
+    """Make the job's process group from the variables that torch elastic sets.
 
     Raises:
-        ConfigError: the job is not what the configuration says.
-        TransportError: not all of it has started.
+        ConfigError: the job has another number of processes than the configuration.
+        TransportError: not all processes have started.
     """
     timeout = timedelta(seconds=config.timeout)
     job, rank, size = next(iter(rendezvous("env://", timeout=timeout)))
@@ -137,11 +137,11 @@ def process_group(config: TrainConfig) -> Iterator[PrefixStore]:
         if isinstance(error, TransportError):
             time.sleep(_LINGER)
         raise
-    dist.destroy_process_group()  # not after an error: peers would see broken connections before they see the error
+    dist.destroy_process_group()  # not after an error: peers would see broken connections before the error is reported
 
 
 def _end_at_once() -> None:
-    """End a process that has failed: threads of its lanes still wait in gloo, and may abort an orderly end."""
+    """Exit a failed process at once: threads of its lanes still wait in gloo, and may abort an orderly exit."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1)

@@ -1,1 +1,1 @@
-"""`penstock verify`: a pipeline against an independent sequential reference."""
+"""`penstock verify`: compares a pipeline with an independent sequential reference."""

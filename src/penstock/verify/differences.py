@@ -1,9 +1,9 @@
-"""One run against others, number by number: what differs, by how much, where most and where first.
+"""Compares one run with others number by number: what differs, by how much, where most and where first.
 
-How far two tensors are apart is said twice: the largest absolute difference of two elements, and the relative
+The distance of two tensors is given twice: as the largest absolute difference of two elements, and as the relative
 difference |a - b| / |b|, where |.| is the Euclidean norm of the whole tensor. Relative differences of single elements
-would say little: Adam divides by the size of a gradient, so one that is near zero, where rounding decides, moves its
-weight like any other.
+would mean little: Adam divides by the size of a gradient, so an element near zero, where rounding decides, moves its
+weight as much as any other.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ import torch
 from torch import Tensor
 
 KINDS = ("losses", "decisions", "gradients", "weights", "optimizer state", "final state")
-"""What is compared of a run, causes first: gradients as optimizers are given them, weights as they leave them, their
-state at the end, and the parameters and buffers that would be saved then."""
+"""The kinds of numbers that are compared, causes before effects: gradients as given to the optimizers, weights after
+each update, and the optimizer state, parameters and buffers at the end."""
 
 Value = Tensor | float
 Record = Mapping[str, Mapping[tuple[int, str], Value]]
-"""A run: of every kind its numbers, by batch (the number of batches for what is known at the end) and name."""
+"""The numbers of a run: kind -> (batch, name) -> value; the batch is the number of batches for values at the end."""
 
 
 class TensorPlace(NamedTuple):
-    """Where two runs differ.
+    """The place and size of one difference between two runs.
 
     Attributes:
-        batch: counted from 0; the number of batches at the end.
-        name: of what differs, such as a parameter.
-        absolute: the largest difference of two elements; infinite if one run has no such number, or no finite one.
-        relative: the relative difference of the whole; infinite from zero.
+        batch: counted from 0; the number of batches for values at the end.
+        name: of the parameter or number that differs.
+        absolute: the largest difference of two elements; infinite if one run lacks the number, or it is not finite.
+        relative: the relative difference of the whole tensor; infinite if the other run has zeros.
     """
 
     batch: int
@@ -49,15 +49,15 @@ class TensorPlace(NamedTuple):
 
 @dataclass(frozen=True)
 class Difference:
-    """How far two runs are apart in one kind of numbers.
+    """The differences of two runs in one kind of numbers.
 
     Attributes:
-        compared: how many tensors and numbers, those that one of the runs lacks included.
+        compared: the number of tensors and scalars compared, including those that one of the runs lacks.
         tolerance: the relative difference that is allowed; 0 where all must be equal.
         differing: how many differ by more.
-        odd: how many are equal because neither is a number.
-        worst: where the relative difference is largest; None where everything is equal.
-        first: the same in the first batch where one differs by more; None where none does.
+        odd: how many count as equal because both are NaN.
+        worst: the largest relative difference; None if everything is equal.
+        first: the largest relative difference in the first batch where one exceeds the tolerance; None if none does.
     """
 
     compared: int
@@ -69,17 +69,17 @@ class Difference:
 
     @property
     def agrees(self) -> bool:
-        """Whether nothing differs by more than is allowed."""
+        """Whether nothing differs by more than the tolerance."""
         return not self.differing
 
 
 class Comparison:
-    """Numbers of one kind, as they come, against those of another run.
+    """Compares numbers of one kind with those of another run as they arrive.
 
     Args:
-        wanted: the other run's, by batch and name.
+        wanted: the numbers of the other run, by batch and name.
         tolerance: the relative difference that is allowed.
-        pipelines: how many pipelines are to show each number.
+        pipelines: how many pipelines must produce each number.
     """
 
     def __init__(self, wanted: Mapping[tuple[int, str], Value], tolerance: float, pipelines: int = 1) -> None:
@@ -90,7 +90,7 @@ class Comparison:
         self._first: TensorPlace | None = None
 
     def see(self, batch: int, name: str, value: Value, pipeline: int = 0) -> None:
-        """Compare a number, which may change afterwards."""
+        """Compare a number now; its tensor may change afterwards."""
         self._compared += 1
         self._missing.discard((batch, name, pipeline))
         wanted = self._wanted.get((batch, name))
@@ -98,7 +98,7 @@ class Comparison:
         self._note(batch, name, pipeline, *((math.inf, math.inf) if wanted is None else apart(value, wanted)))
 
     def result(self, complete: bool = True) -> Difference:
-        """What has been found; in a `complete` run, numbers that have not been seen differ."""
+        """Return the differences; in a `complete` run, expected numbers that never arrived count as differing."""
         missing = sorted(self._missing) if complete else []
         self._missing.difference_update(missing)
         self._compared += len(missing)
@@ -118,11 +118,11 @@ class Comparison:
 
 
 class Comparisons:
-    """Numbers of all kinds, as they come, against those of several other runs.
+    """Compares numbers of all kinds with those of several other runs as they arrive.
 
     Args:
-        others: each with its tolerance.
-        width: parallel pipelines; each shows its gradients, weights and optimizer state.
+        others: the runs, each with its tolerance.
+        width: the number of parallel pipelines, each of which produces gradients, weights and optimizer state.
     """
 
     def __init__(self, others: Sequence[tuple[Record, float]], width: int) -> None:
@@ -133,17 +133,17 @@ class Comparisons:
         }
 
     def see(self, kind: str, batch: int, name: str, value: Value, pipeline: int = 0) -> None:
-        """Compare a number, which may change afterwards."""
+        """Compare a number now; its tensor may change afterwards."""
         for comparison in self._kinds[kind]:
             comparison.see(batch, name, value, pipeline)
 
     def results(self, complete: bool) -> dict[str, list[Difference]]:
-        """Of every kind, how far the run is from each of the others."""
+        """Return, for every kind, the difference from each of the other runs."""
         return {kind: [c.result(complete) for c in comparisons] for kind, comparisons in self._kinds.items()}
 
 
 def apart(found: Value, wanted: Value) -> tuple[float, float]:
-    """The absolute and the relative difference; none between two that are both not a number."""
+    """Return the absolute and the relative difference; both are 0 between two NaN."""
     a, b = (torch.as_tensor(value, dtype=torch.float64).detach() for value in (found, wanted))
     if a.shape != b.shape:
         return math.inf, math.inf
@@ -155,4 +155,4 @@ def apart(found: Value, wanted: Value) -> tuple[float, float]:
     relative = float(torch.linalg.vector_norm(difference) / torch.linalg.vector_norm(b))
     if not math.isfinite(absolute):
         return math.inf, math.inf
-    return absolute, relative if math.isfinite(relative) else math.inf  # from a tensor of zeros
+    return absolute, relative if math.isfinite(relative) else math.inf  # NaN or inf if `wanted` is zero

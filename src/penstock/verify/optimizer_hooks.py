@@ -1,4 +1,4 @@
-"""Watching optimizers at work."""
+"""Hooks that record what optimizers receive and produce."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from penstock.weights.optim.updater import OptimizerFactory
 
 Named = list[tuple[str, nn.Parameter]]
 See = Callable[[str, int, str, Tensor, int], None]
-"""Is shown "gradients" or "weights", the number of the update, a parameter's name and tensor, the pipeline."""
+"""Called with "gradients" or "weights", the number of the update, a parameter's name and tensor, and the pipeline."""
 
 
 class WatchedFactory:
-    """An optimizer factory whose optimizers show what they are given and what they make of it.
+    """An optimizer factory whose optimizers report every gradient they receive and every weight they produce.
 
-    Hooks, not a subclass, because torch's own classes are stepped with a few parameters at a time where updates rotate.
+    It uses hooks, not a subclass, because torch's own classes are stepped with a few parameters at a time where updates
+    rotate through buffers.
 
     Args:
         factory: makes the optimizers.
-        see: is shown it; None to watch the state at the end only.
-        waits: show copies, once an update is sure not to be taken back (`penstock.weights.provisional`).
+        see: receives the tensors; None to read the optimizer state at the end only.
+        waits: report copies, and only once an update can no longer be undone (`penstock.weights.provisional`).
     """
 
     def __init__(self, factory: OptimizerFactory, see: See | None = None, waits: bool = False) -> None:
@@ -32,7 +33,7 @@ class WatchedFactory:
         self._waiting: dict[Optimizer, list[tuple[str, int, str, Tensor, int]]] = {}
 
     def __call__(self, named: Named) -> Optimizer:
-        """Make one; of those for the same parameters, the n-th is that of pipeline n."""
+        """Make an optimizer; the n-th one for the same parameters belongs to pipeline n."""
         optimizer = self._factory(named)
         pipeline = sum(others[0][0] == named[0][0] for _, others, _ in self._made)
         self._made.append((pipeline, named, optimizer))
@@ -59,14 +60,14 @@ class WatchedFactory:
         return optimizer
 
     def undone(self, optimizer: Optimizer) -> None:
-        """The last update has been taken back."""
+        """Discard what was recorded of the last update, which has been undone."""
         waiting = self._waiting.get(optimizer, [])
         for kind, _, name, *_ in waiting:
             self._updates[optimizer][name] -= kind == "weights"
         waiting.clear()
 
     def states(self) -> Iterator[tuple[str, Tensor | float, int]]:
-        """The present state of all optimizers: name, value, pipeline; whatever waits is shown."""
+        """Yield name, value and pipeline of all optimizer state, after reporting all updates that still wait."""
         for waiting in self._waiting.values():
             self._show(waiting)
         for pipeline, named, optimizer in self._made:

@@ -1,4 +1,4 @@
-"""When passes run, as the sequential reference is told where an order is not one that it knows by itself."""
+"""Derives the delays of an order for the sequential reference, where the reference does not know the order itself."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from penstock.schedule.transforms.recompute import Segments
 from penstock.verify.reference.order import USUAL, ReferenceOrder
 
 KNOWN = ("endless-1f1b", "wpipe")
-"""Orders whose delays the reference knows. It also knows those of rules that do not depend on an order."""
+"""Orders whose delays the reference knows; it also knows those of version rules that do not depend on the order."""
 
 
 def order_of(order: str, schedule: Schedule, recompute: str = "none", segments: Segments = 1) -> ReferenceOrder:
-    """What the reference is to be told about a schedule.
+    """Describe a schedule's order for the reference, as numbers of updates between passes.
 
     Args:
         order: its name in `penstock.schedule.orders.ORDERS`.
-        schedule: without recomputes of its own.
-        recompute, segments: as of `penstock.runtime.pipeline.Pipeline`.
+        schedule: without RECOMPUTE actions.
+        recompute, segments: as in `penstock.runtime.pipeline.Pipeline`.
     """
     rule = RULES[schedule.rule]
     depends = rule.forward in (Source.NEWEST, Source.ADMISSION) and order not in KNOWN
     delays = _updates_before_own(schedule, Op.F) if depends else None
     if recompute == "none" or rule.recompute is not Source.NEWEST:
-        return USUAL._replace(delays=delays)  # what runs again reads the same, so it changes nothing
+        return USUAL._replace(delays=delays)  # a recomputed forward reads the same weights, so it changes nothing
     if recompute == "block":
         return ReferenceOrder(delays, "block")
     again = extend(schedule, recomputes=True, segments=segments).schedule
@@ -35,7 +35,7 @@ def order_of(order: str, schedule: Schedule, recompute: str = "none", segments: 
 
 
 def _updates_before_own(schedule: Schedule, op: Op) -> list[list[int]]:
-    """Per stage and microbatch of a batch, how many updates lie between what a pass reads and the batch's own."""
+    """Count, per stage and microbatch, the updates between the version that a pass reads and the batch's own update."""
     m = schedule.microbatches
     found: dict[tuple[int, int], int] = {}
     for program in schedule.programs:

@@ -1,8 +1,9 @@
-"""Training as everybody writes it in plain torch: one model, one optimizer, no pipeline.
+"""Ordinary training in plain torch: one model, one optimizer, no pipeline.
 
-Synchronous methods must come to the same, up to the rounding of float32. Nothing here knows of stages or versions.
-Training makes little differences grow, tenfold in ten batches where the rate is high; so that what is left is rounding
-however many batches there are, each begins with given weights, which the batch before has to have come to.
+Synchronous methods must agree with it up to the rounding of float32. Nothing here knows about stages or versions.
+Training amplifies small differences, tenfold in ten batches if the learning rate is high. To keep what remains at
+rounding level for any number of batches, each batch starts from given weights, which the previous batch must have
+reached.
 """
 
 from __future__ import annotations
@@ -29,16 +30,16 @@ def train_plain(
     clip: float | None,
     begin: Sequence[Mapping[str, Tensor]],
 ) -> Record:
-    """Train blocks, in place.
+    """Train blocks in place.
 
     Args:
         blocks: the model by name; a shared parameter is one object.
-        loss: of a microbatch: the sum over its targets, and their number.
+        loss: microbatch -> sum over its targets, and their number.
         batches: the microbatches of each batch, whose loss is the mean over all targets.
         optimizer: makes the one optimizer from all parameters.
         rate: number of the update -> factor on the learning rates.
         clip: the largest norm of a gradient.
-        begin: the weights that each batch begins with, by name; not used for the first one.
+        begin: the weights that each batch starts from, by name; not used for the first one.
     """
     model = nn.Sequential(*blocks.values())
     everything = {f"{b}.{own}": p for b, m in blocks.items() for own, p in m.named_parameters(remove_duplicate=False)}
@@ -59,7 +60,7 @@ def train_plain(
             (sum_ / targets).backward()  # type: ignore[no-untyped-call]
             total += sum_.item()
         norm = clip_grad_norm_(model.parameters(), math.inf if clip is None else clip).item()
-        skipped = clip is not None and not math.isfinite(norm)  # as every method that looks at the norm does
+        skipped = clip is not None and not math.isfinite(norm)  # as in every method that computes the norm
         if not skipped:
             record["gradients"] |= {(t, name): _copy(p.grad) for name, p in parameters.items()}
             stepper.step()
@@ -76,7 +77,7 @@ def train_plain(
 
 
 def _once(parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
-    """Each parameter under its first name only."""
+    """Return each parameter under its first name only."""
     first = {p: name for name, p in reversed(list(parameters.items()))}
     return {name: p for name, p in parameters.items() if first[p] == name}
 

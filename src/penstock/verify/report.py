@@ -1,4 +1,4 @@
-"""What a verification has found, and what to say about it."""
+"""The result of a verification, and its verdict in words."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from penstock.verify.differences import Difference
 
 @dataclass(frozen=True)
 class ReportRow:
-    """One kind of numbers.
+    """The comparison of one kind of numbers.
 
     Attributes:
         kind: see `penstock.verify.differences.KINDS`.
-        reference: how far the pipeline is from the reference.
-        plain: the same from plain torch; None where that is left out.
+        reference: how far the pipeline differs from the reference.
+        plain: how far plain torch differs from the reference; None where it was not run.
     """
 
     kind: str
@@ -27,14 +27,14 @@ class ReportRow:
 
 @dataclass(frozen=True)
 class Verification:
-    """What has been found.
+    """The result of a verification.
 
     Attributes:
-        config: what was verified.
-        batches: how many were trained.
-        rows: what was compared.
+        config: the configuration that was verified.
+        batches: the number of batches trained.
+        rows: one per kind of numbers.
         left_out: why there is no comparison with plain torch; None where there is one.
-        error: what the pipeline raised instead of training to the end.
+        error: the exception that the pipeline raised, if it did not train to the end.
     """
 
     config: TrainConfig
@@ -45,13 +45,13 @@ class Verification:
 
     @property
     def agrees(self) -> bool:
-        """Whether the pipeline trains what it should."""
+        """Whether the pipeline trains what its method says."""
         differences = [d for row in self.rows for d in (row.reference, row.plain) if d is not None]
         return self.error is None and all(d.agrees for d in differences)
 
     @property
     def verdict(self) -> str:
-        """All of it in a sentence."""
+        """The result in one sentence."""
         method = find_method(self.config.method).name
         if self.error is not None:
             notes = "".join(f", {note}" for note in getattr(self.error, "__notes__", ()))
@@ -65,11 +65,11 @@ class Verification:
         apart = max(row.reference.tolerance for row in self.rows)
         to = f" to {apart:g}" if apart else ""
         odd = sum(row.reference.odd for row in self.rows)
-        but = f"; but {odd} of them hold NaN, which shows nothing: let training be stable" if odd else ""
+        but = f"; but {odd} of them are NaN, which proves nothing: choose settings that train stably" if odd else ""
         return f"the pipeline trains what {method} says: every number equals the reference's{to}{also}{but}"
 
     def _first(self, differences: Mapping[str, Difference]) -> str | None:
-        """What goes wrong first, causes first."""
+        """Describe the first batch that differs, causes before effects; None if nothing differs."""
         wrong = {kind: d.first for kind, d in differences.items() if d.first is not None}
         if not wrong:
             return None

@@ -1,13 +1,13 @@
-"""Does the pipeline train what its method says? The same batches, trained two or three times, and compared.
+"""Verifies that a pipeline trains what its method says: trains the same batches two or three times and compares.
 
-    pipeline    all ranks in this process, as the configuration says
+    pipeline    all ranks in this process, as configured
     reference   the equations of the method, one microbatch after the other (`penstock.verify.reference`): every number
                 must be equal
-    plain       one model and one optimizer in plain torch (`penstock.verify.plain_torch`): equal up to rounding. Only
-                of methods that read up to date weights, in fp32
+    plain       one model and one optimizer in plain torch (`penstock.verify.plain_torch`): equal up to rounding; only
+                for methods that read up-to-date weights, in fp32
 
-All of it happens in this process, so what is too large for one device cannot be verified. It takes the memory of the
-whole pipeline, and beside it of the weights and gradients of every batch (twice, where plain torch trains, too).
+Everything runs in this process, so what does not fit on one device cannot be verified. It takes the memory of the whole
+pipeline, and in addition that of the weights and gradients of every batch (twice if plain torch is compared, too).
 """
 
 from __future__ import annotations
@@ -52,8 +52,9 @@ from penstock.weights.corrections.prediction import Prediction
 from penstock.weights.decision import Decision, LossScale
 
 TOLERANCE = 1e-5
-"""Of plain torch. Norms, and the parts of parallel pipelines, are added in another order there, which changes the last
-of 24 bits: 6e-8, each time. After a few batches a tensor is apart by 1e-7 or so; what is wrong, by far more."""
+"""Tolerance for plain torch, which adds norms and the parts of parallel pipelines in another order. That changes the
+last
+of 24 bits, 6e-8, each time; after a few batches tensors differ by about 1e-7. Real faults differ by far more."""
 
 
 def verify(config: TrainConfig, count: int) -> Verification:
@@ -61,34 +62,34 @@ def verify(config: TrainConfig, count: int) -> Verification:
 
     Args:
         config: of the run.
-        count: how many batches.
+        count: the number of batches.
 
     Raises:
-        ConfigError: it cannot be trained; also all that `penstock.train.setup.prepare.prepare` raises.
+        ConfigError: the configuration cannot be verified; also whatever `penstock.train.setup.prepare.prepare` raises.
     """
     if config.phased:
         raise ConfigError(
-            "a verification is of one method alone: set sync.batches=0, fallback.at=null and fallback.when=[], and "
-            "verify each method by itself"
+            "verify checks one method at a time: set sync.batches=0, fallback.at=null and fallback.when=[], and verify "
+            "each method separately"
         )
     if config.combine.chosen.apart:
         raise ConfigError(
-            "verify compares pipelines that add their gradients in every batch, not those that meet now and then "
-            f"(combine.kind={config.combine.kind}); leave combine out"
+            "verify supports only pipelines that add their gradients in every batch, not those that synchronize less "
+            f"often (combine.kind={config.combine.kind}); leave combine out"
         )
     if config.delayed:
-        raise ConfigError("delays: there is no reference of chosen delays to verify against; leave delays out")
+        raise ConfigError("delays: there is no reference to verify chosen delays against; leave delays out")
     prepared, left_out = prepare(config), _no_plain(config)
     correction = prepared.plan.options.staleness.correction
     if isinstance(correction, ErrorFeedback) or (isinstance(correction, PipelinedBackprop) and correction.spike):
         raise ConfigError(
-            f"method {config.method!r} finishes an update after the optimizer's step, which is what a verification "
-            "sees; Penstock's tests compare it with its reference. Verify what it builds on: 2bw, newest or lwp"
+            f"method {config.method!r} changes weights after the optimizer's step, where verify cannot observe it; "
+            "Penstock's tests compare it with its reference. Verify the method it builds on: 2bw, newest or lwp"
         )
     if prepared.plan.schedule.slices > 1 and config.precision != "fp32":
         raise ConfigError(
-            f"method {config.method!r} adds up slices of sequences, which rounds otherwise than its reference, in "
-            f"{config.precision} by percents, so nothing could be told; verify it with precision=fp32"
+            f"method {config.method!r} adds up slices of sequences, whose rounding differs from the reference's, in "
+            f"{config.precision} by percents, so a comparison would show nothing; verify it with precision=fp32"
         )
     with _threads(config), torch.random.fork_rng(devices=[]):
         reference, watch = _run_reference(prepared, count)
@@ -109,7 +110,7 @@ def _decides(prepared: Prepared) -> bool:
 
 
 def _allowed(prepared: Prepared) -> float:
-    """How far a run may be from its reference, relatively, where it rounds otherwise."""
+    """Return the relative difference that is allowed from the reference: 0, unless the run rounds differently."""
     if prepared.config.method == "gap-aware":  # a gap is the difference of weights that are nearly the same
         return 10 * TOLERANCE
     sliced = prepared.plan.schedule.slices > 1  # sums over slices
@@ -117,7 +118,7 @@ def _allowed(prepared: Prepared) -> float:
 
 
 def _no_plain(config: TrainConfig) -> str | None:
-    """Why plain torch trains something else."""
+    """Return why plain torch is not comparable, or None if it is."""
     method = find_method(config.method)
     if RULES[method.rule].forward is not Source.BATCH:
         return f"{method.name} reads delayed weights"
@@ -125,13 +126,13 @@ def _no_plain(config: TrainConfig) -> str | None:
 
 
 class _ComparedRun:
-    """The pipeline, compared as it trains.
+    """Trains the pipeline and compares its numbers as they arrive.
 
     Args:
-        prepared: what is trained.
-        count: how many batches.
-        updated: the batches whose update is to be made.
-        comparisons: are shown what happens.
+        prepared: the run.
+        count: the number of batches.
+        updated: the batches whose update must be made.
+        comparisons: receive the numbers.
     """
 
     def __init__(self, prepared: Prepared, count: int, updated: list[int], comparisons: Comparisons) -> None:
@@ -151,7 +152,7 @@ class _ComparedRun:
                     self._loss(report.batch, report.loss, report.weight)
                 self._decisions(report.decided)
             self._decisions(pipeline.decided())
-        except Exception as error:  # whatever it is, the pipeline does not do what it should
+        except Exception as error:  # any error is a finding about the pipeline
             return error
         for name, value in pipeline.state_dict().items():
             self._see("final state", self._count, name, value)
@@ -178,11 +179,11 @@ class _ComparedRun:
                     self._see("decisions", d.batch, name, value)
 
 
-# --- what it is compared with -----------------------------------------------------------------------------------------
+# --- the runs that it is compared with --------------------------------------------------------------------------------
 
 
 def _run_reference(prepared: Prepared, count: int) -> tuple[Reference, WatchedFactory]:
-    """What the method's equations say, and the optimizers."""
+    """Train the reference; also return its optimizers."""
     config = prepared.config
     watch, divisor = WatchedFactory(optimizer_factory(config.optimizer)), float(prepared.tokens_per_batch)
     if config.precision != "fp32":
@@ -211,14 +212,14 @@ def _run_reference(prepared: Prepared, count: int) -> tuple[Reference, WatchedFa
 
 
 def _options(correction: Correction | None) -> dict[str, Any]:
-    """Of a correction, as the reference calls them."""
+    """Return the options of a correction under the reference's names."""
     match correction:
         case PipeMare():
             return {"reschedule": correction.reschedule, "decay": correction.decay}
         case FTPipe() if correction.decays or not correction.ahead:
             raise ConfigError(
-                f"correction {correction.name!r}: the reference predicts without weight decay, each update at its own "
-                "rate; verify it with ahead=1 and weight_decay=0"
+                f"correction {correction.name!r}: the reference predicts without weight decay, and each update at its "
+                "own rate; verify it with ahead=1 and weight_decay=0"
             )
         case NagPP(adapts=True):
             return {"reschedule": correction.reschedule}
@@ -232,7 +233,7 @@ def _options(correction: Correction | None) -> dict[str, Any]:
 
 
 def _parts(schedule: Schedule, width: int) -> list[list[int]]:
-    """The microbatches whose gradients are summed by themselves: of every pipeline, and of every direction of one."""
+    """List the microbatches whose gradients are summed separately: per pipeline, and per direction of each."""
     parts: list[list[int]] = [[] for _ in range(schedule.directions)]
     for program in schedule.programs:
         for action in program.period:
@@ -244,7 +245,7 @@ def _parts(schedule: Schedule, width: int) -> list[list[int]]:
 
 
 def _record(result: Reference, updated: list[int], watch: WatchedFactory, decides: bool) -> Record:
-    """The numbers of a reference."""
+    """Return the numbers of a reference."""
     end = len(result.losses)
     skipped = [float(not gradients) for gradients in result.gradients]
     decisions = {"norm": result.norms, "loss scale": result.scales, "skipped": skipped}
@@ -263,7 +264,7 @@ def _by_batch(figures: Mapping[str, Sequence[float]]) -> dict[tuple[int, str], V
 
 
 def _run_plain(prepared: Prepared, count: int, begin: Sequence[Mapping[str, Tensor]]) -> Record:
-    """What plain torch says."""
+    """Train in plain torch; return its numbers."""
     config = prepared.config
     record = train_plain(
         _blocks(prepared, one_object=True),
@@ -278,7 +279,7 @@ def _run_plain(prepared: Prepared, count: int, begin: Sequence[Mapping[str, Tens
 
 
 def _blocks(prepared: Prepared, one_object: bool) -> dict[str, nn.Module]:
-    """The model; `one_object` if parameters that are the same are to be so."""
+    """Make the model; with `one_object`, tied parameters are one object."""
     blocks = {name: block.make() for name, block in gpt_blocks(prepared.model, prepared.config.seed).items()}
     if prepared.config.model.tied and one_object:
         blocks["head"].get_submodule("out").weight = blocks["embedding"].weight
@@ -291,7 +292,7 @@ def _data(prepared: Prepared, count: int) -> Iterator[Microbatches]:
 
 @contextmanager
 def _threads(config: TrainConfig) -> Iterator[None]:
-    """Compute with as many threads as a rank does on this machine: the number changes the last bits of a sum."""
+    """Use as many threads as a rank does on this machine, as their number changes the last bits of sums."""
     before = torch.get_num_threads()
     torch.set_num_threads(config.threads or max((os.cpu_count() or 1) // (config.stages * config.width), 1))
     try:

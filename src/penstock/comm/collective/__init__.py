@@ -1,1 +1,1 @@
-"""Operations in which several ranks take part."""
+"""Operations in which several ranks take part: sums, exchanges, gathers, clock comparison."""

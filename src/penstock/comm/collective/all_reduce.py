@@ -1,19 +1,18 @@
-"""Sums of gradients over all that hold the same weights, while the passes go on.
+"""Asynchronous all-reduce of gradients over the stages that hold the same weights.
 
-Ordered: every member adds the same numbers in the same order, that of the members, so that all end with the same bits,
-and with those of any other way of running. A piece at a time, each member adds up its part of the piece and sends the
-sum to the others: twice the gradient travels, whatever the number of members, and the memory it takes is that of a few
-pieces.
+Ordered: every member adds the same numbers in the same order, that of the members, so that all ranks, and all ways to
+place them on processes, get the same bits. The tensors are reduced in pieces, each by a reduce-scatter and an
+all-gather: twice the gradient travels, whatever the number of members, and the extra memory is that of a few pieces.
 
-Fast: torch's all_reduce, whose order of adding is its own. gloo's gives all members the same bits, too, and takes no
-memory worth mentioning; two numbers have the same sum in either order.
+Fast: torch's all_reduce, which adds in an order of its own. With gloo all members still get the same bits, it needs
+hardly any extra memory, and a sum of two members equals the ordered one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, Protocol, get_args
+from typing import Literal, Protocol, get_args
 
 import torch
 import torch.distributed as dist
@@ -21,10 +20,10 @@ from torch import Tensor
 
 from penstock.comm.core.background import Background
 from penstock.comm.core.rank_grid import Holder, Members
+from penstock.comm.core.tagged_group import Tag, TaggedGroup
 from penstock.comm.core.ticket import Ticket
 from penstock.errors import ConfigError
 
-_TAG = 9  # on the pipelines' group; lanes use others
 _PIECE = 1 << 20  # elements that are summed at once
 _LANE = "the reduction lane"
 
@@ -32,10 +31,10 @@ Reduce = Literal["ordered", "fast"]
 
 
 def is_fast(reduce: Reduce) -> bool:
-    """Whether torch adds gradients, in an order of its own.
+    """Return True for torch's all_reduce, False for the ordered sum.
 
     Raises:
-        ConfigError: unknown way.
+        ConfigError: `reduce` is neither "ordered" nor "fast".
     """
     if reduce not in get_args(Reduce):
         raise ConfigError(f"reduce must be one of {', '.join(get_args(Reduce))}; got {reduce!r}")
@@ -43,32 +42,32 @@ def is_fast(reduce: Reduce) -> bool:
 
 
 class Reducer(Protocol):
-    """Adds up tensors of several holders, in place."""
+    """Adds tensors of several stages in place."""
 
     def reduce(self, members: Members, me: Holder, batch: int, tensors: Sequence[Tensor]) -> Ticket:
-        """Join a sum; the ticket is done when the tensors hold it.
+        """Join an all-reduce; the ticket is done when the tensors hold the sums.
 
         Args:
-            members: all that join it, in the order in which they are added.
-            me: who joins.
-            batch: to which it belongs; members join batch by batch.
-            tensors: of the same shapes at all members.
+            members: all stages that take part, in the order in which their tensors are added.
+            me: the stage that joins.
+            batch: the batch that the sum belongs to; members join batch by batch.
+            tensors: of the same shapes on all members.
         """
         ...
 
     def close(self) -> None:
-        """Stop whatever runs in the background, once all it was given is done."""
+        """Stop the background thread, if there is one, after everything that has been submitted."""
         ...
 
 
 class LocalReducer:
-    """All holders in one process."""
+    """All-reduce among stages that are all in this process."""
 
     def __init__(self) -> None:
         self._open: dict[tuple[Members, int], dict[Holder, tuple[Sequence[Tensor], Ticket]]] = {}
 
     def reduce(self, members: Members, me: Holder, batch: int, tensors: Sequence[Tensor]) -> Ticket:
-        """Join a sum; the last member to do so adds."""
+        """Join an all-reduce; the last member to join computes the sums."""
         ticket = Ticket(f"{_LANE} (batch {batch})")
         here = self._open.setdefault((members, batch), {})
         here[me] = tensors, ticket
@@ -80,17 +79,19 @@ class LocalReducer:
         return ticket
 
     def close(self) -> None:
-        """Nothing runs in the background."""
+        """Do nothing: there is no background thread."""
 
 
 class GlooReducer:
-    """One process's part, with a thread that adds: all processes must join the sums that they share in one order.
+    """All-reduce between processes over gloo, in a background thread.
+
+    Processes must join the sums that they have in common in the same order.
 
     Args:
         process: group rank of a holder's process.
         group: with gloo on the CPU; None for the default group.
-        fast: groups that add the fast way, by the ranks of their members; whatever has none is added in order.
-        tag: of its messages.
+        fast: ranks of the members -> the group for torch's all_reduce; members without one use the ordered sum.
+        tag: of the messages.
     """
 
     def __init__(
@@ -98,14 +99,14 @@ class GlooReducer:
         process: Callable[[Holder], int],
         group: dist.ProcessGroup | None,
         fast: Mapping[frozenset[int], dist.ProcessGroup],
-        tag: int = _TAG,
+        tag: Tag = Tag.GRADIENTS,
     ) -> None:
-        self._process, self._group, self._fast, self._tag = process, group, fast, tag
+        self._process, self._fast, self._messages = process, fast, TaggedGroup(group, tag)
         self._open: dict[tuple[Members, int], dict[int, tuple[Sequence[Tensor], Ticket]]] = {}
         self._background = Background(_LANE)
 
     def reduce(self, members: Members, me: Holder, batch: int, tensors: Sequence[Tensor]) -> Ticket:
-        """Join a sum; it begins when all members in this process have."""
+        """Join an all-reduce; it begins when all members in this process have joined."""
         ranks, own = [self._process(m) for m in members], self._process(me)
         ticket = Ticket(f"{_LANE} of ranks {', '.join(map(str, ranks))} (batch {batch})")
         here = self._open.setdefault((members, batch), {})
@@ -117,12 +118,18 @@ class GlooReducer:
         return ticket
 
     def close(self) -> None:
-        """Let the thread end once all it was given is done."""
+        """Let the thread end after everything that has been submitted."""
         self._background.close()
 
     @torch.no_grad()
     def _sum(self, ranks: list[int], own: int, given: Mapping[int, Sequence[Tensor]]) -> None:
-        """Replace what the members here have given, by their places, by the sums over all members."""
+        """Replace the tensors of this process's members by the sums over all members.
+
+        Args:
+            ranks: the process of each member.
+            own: the rank of this process.
+            given: position among the members -> tensors, of this process's members.
+        """
         fast = self._fast.get(frozenset(ranks)) if len(set(ranks)) == len(ranks) else None
         for tensors in zip(*given.values(), strict=True):
             if fast is not None:
@@ -132,33 +139,27 @@ class GlooReducer:
                 self._add(dict(zip(given, pieces, strict=True)), ranks, own)
 
     def _add(self, pieces: Mapping[int, Tensor], ranks: list[int], own: int) -> None:
-        """Replace the pieces of the members here, by their places, by the sum over all members."""
-        adders = list(dict.fromkeys(ranks))  # each process adds a part
+        """Replace one piece of the tensors of this process's members by the sum over all members."""
+        messages, adders = self._messages, list(dict.fromkeys(ranks))  # each process adds a part
         parts = {place: piece.tensor_split(len(adders)) for place, piece in pieces.items()}
         first, mine = next(iter(parts.values())), adders.index(own)
         others = [(i, rank) for i, rank in enumerate(adders) if rank != own]
         shares = [parts[i][mine] if i in parts else torch.empty_like(first[mine]) for i in range(len(ranks))]
-        arriving = [self._receive(shares[i], rank) for i, rank in enumerate(ranks) if i not in parts]
-        leaving = [self._send(part[i], rank) for i, rank in others for part in parts.values()]
-        _finish(arriving)
+        arriving = [messages.receive(shares[i], rank) for i, rank in enumerate(ranks) if i not in parts]
+        leaving = [messages.send(part[i], rank) for i, rank in others for part in parts.values()]
+        messages.finish(arriving)
         total = shares[0]
         for share in shares[1:]:
             total.add_(share)
         first[mine].copy_(total)
-        _finish(leaving)
-        arriving = [self._receive(first[i], rank) for i, rank in others]
-        leaving = [self._send(first[mine], rank) for _, rank in others]
-        _finish(arriving)
-        _finish(leaving)
+        messages.finish(leaving)
+        arriving = [messages.receive(first[i], rank) for i, rank in others]
+        leaving = [messages.send(first[mine], rank) for _, rank in others]
+        messages.finish(arriving)
+        messages.finish(leaving)
         whole, *copies = pieces.values()
         for copy in copies:
             copy.copy_(whole)
-
-    def _send(self, tensor: Tensor, rank: int) -> Any:
-        return dist.isend(tensor, group=self._group, tag=self._tag, group_dst=rank) if tensor.numel() else None
-
-    def _receive(self, tensor: Tensor, rank: int) -> Any:
-        return dist.irecv(tensor, group=self._group, tag=self._tag, group_src=rank) if tensor.numel() else None
 
 
 def _add(tensors: Sequence[Sequence[Tensor]]) -> None:
@@ -169,9 +170,3 @@ def _add(tensors: Sequence[Sequence[Tensor]]) -> None:
                 total.add_(other)
             for other in others:
                 other.copy_(total)
-
-
-def _finish(works: Sequence[Any]) -> None:
-    for work in works:
-        if work is not None:
-            work.wait()

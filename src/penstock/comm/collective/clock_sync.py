@@ -1,4 +1,4 @@
-"""A clock that all ranks share, so that one timeline can hold them."""
+"""A clock that all ranks share, so that one timeline can hold the events of all."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _PINGS = 8
 
 
 def common_origin(group: dist.ProcessGroup | None) -> float:
-    """The reading of this process's `time.perf_counter` at one common moment.
+    """Return the reading of this process's `time.perf_counter` at a moment that is common to all ranks.
 
-    Rank 0 names the moment; every other rank measures how far its clock is off by the round trip that took least time.
-    Clocks of one host agree to less than a round trip, and are then taken as they are.
+    Rank 0 chooses the moment; every other rank measures the offset of its clock by the fastest of several round trips.
+    Offsets below half a round trip, as between processes of one host, are taken to be zero.
 
     Raises:
-        TransportError: a peer is dead, or did not come within the group's time-out.
+        TransportError: a peer is dead, or did not take part within the group's time-out.
     """
     with collective("comparing clocks", group):
         return _common_origin(group)
@@ -48,7 +48,7 @@ def _answer(other: int, group: dist.ProcessGroup | None) -> None:
 
 
 def _measure(group: dist.ProcessGroup | None) -> float:
-    """Rank 0's clock minus this one."""
+    """Return rank 0's clock minus this one."""
     reading = torch.zeros(1, dtype=torch.float64)
     best, offset = float("inf"), 0.0
     for _ in range(_PINGS):

@@ -1,7 +1,8 @@
-"""Where stages meet: each hands in its share of a batch and learns the sum of all, while it goes on with its work.
+"""Asynchronous all-reduce of a few scalars per batch (loss, weight, gradient norm, stop request) over all stages.
 
-Shares go to the rank of the first stage, whose last backward ends a batch, and the sum comes back: two hops after the
-last share, on messages of their own, which wait behind nothing.
+Contributions go to the rank of the first stage, whose last backward ends a batch, and the sum comes back: two hops
+after the last contribution, on messages of their own, which queue behind nothing. A thread communicates while the rank
+continues to compute. The caller defines what the scalars mean and how they are added.
 """
 
 from __future__ import annotations
@@ -18,74 +19,84 @@ from torch import Tensor
 
 from penstock.comm.core.background import Background
 from penstock.comm.core.rank_grid import Holder
+from penstock.comm.core.tagged_group import Tag, TaggedGroup
 from penstock.comm.core.ticket import Ticket
-from penstock.weights.decision import Share, add_shares
 
 CONTROL_LANE = "the control lane"
-_TAG = 8  # on the pipelines' group; lanes use others
 
 
-class Council(Protocol):
-    """Adds the shares of all stages that are trained."""
+Scalars = tuple[float, ...]
+"""A NamedTuple of floats; all contributions to a sum have the same type."""
 
-    def hand_in(self, holder: Holder, batch: int, share: Share, ticket: Ticket) -> None:
-        """Hand in the share of a stage, batch by batch; the sum becomes the result of the ticket."""
+Add = Callable[[Sequence[Any]], Scalars]
+"""Adds the contributions of one batch, which are given in the order of the holders."""
+
+
+class ControlReduce(Protocol):
+    """Adds contributions of scalars over a fixed set of stages, batch by batch."""
+
+    def contribute(self, holder: Holder, batch: int, scalars: Scalars, ticket: Ticket) -> None:
+        """Contribute the scalars of a stage to a batch; the sum over all stages becomes the result of the ticket."""
         ...
 
     def close(self) -> None:
-        """Stop whatever runs in the background, once all it was given is done."""
+        """Stop the background thread, if there is one, after everything that has been submitted."""
         ...
 
 
 class _Rounds:
-    """Shares that have been handed in, until those of a batch are complete."""
+    """Collects contributions until those of a batch are complete."""
 
     def __init__(self, holders: Sequence[Holder]) -> None:
         self._holders = holders
-        self._open: dict[int, dict[Holder, tuple[Share, Ticket]]] = {}
+        self._open: dict[int, dict[Holder, tuple[Scalars, Ticket]]] = {}
 
-    def add(self, holder: Holder, batch: int, share: Share, ticket: Ticket) -> tuple[list[Share], list[Ticket]] | None:
-        """Add one; returns all of the batch, in the order of the holders, if this was the last."""
+    def add(
+        self, holder: Holder, batch: int, scalars: Scalars, ticket: Ticket
+    ) -> tuple[list[Scalars], list[Ticket]] | None:
+        """Add one; if it was the last of its batch, return all of them in the order of the holders."""
         here = self._open.setdefault(batch, {})
-        here[holder] = share, ticket
+        here[holder] = scalars, ticket
         if len(here) < len(self._holders):
             return None
         del self._open[batch]
         return [here[h][0] for h in self._holders], [ticket for _, ticket in here.values()]
 
 
-class LocalCouncil:
-    """All holders in one process.
+class LocalControlReduce:
+    """Control reduction among stages that are all in this process.
 
     Args:
-        holders: of stages that are trained.
+        holders: the stages that contribute to every batch.
+        add: adds their contributions.
     """
 
-    def __init__(self, holders: Sequence[Holder]) -> None:
-        self._rounds = _Rounds(holders)
+    def __init__(self, holders: Sequence[Holder], add: Add) -> None:
+        self._rounds, self._add = _Rounds(holders), add
 
-    def hand_in(self, holder: Holder, batch: int, share: Share, ticket: Ticket) -> None:
-        """Hand in a share."""
-        complete = self._rounds.add(holder, batch, share, ticket)
+    def contribute(self, holder: Holder, batch: int, scalars: Scalars, ticket: Ticket) -> None:
+        """Contribute the scalars of a stage; the last contribution of a batch completes all tickets."""
+        complete = self._rounds.add(holder, batch, scalars, ticket)
         if complete is not None:
-            shares, tickets = complete
-            total = add_shares(shares)
+            contributions, tickets = complete
+            total = self._add(contributions)
             for waiting in tickets:
                 waiting.complete(total)
 
     def close(self) -> None:
-        """Nothing runs in the background."""
+        """Do nothing: there is no background thread."""
 
 
-class GlooCouncil:
-    """One process's rank, with a thread that waits for the others.
+class GlooControlReduce:
+    """Control reduction between processes over gloo; a background thread waits for the other processes.
 
     Args:
-        holders: of stages that are trained, in all processes; the process of the first one adds the shares.
+        holders: the stages that contribute, in all processes; the process of the first one adds.
         process: group rank of a holder's process.
-        group: with gloo on the CPU.
-        tag: of its messages.
-        patience: how long the thread waits for the others; the time-out of the group if None.
+        group: with gloo on the CPU; None for the default group.
+        add: adds the contributions of a batch.
+        tag: of the messages.
+        timeout: how long the thread waits for the other processes; the time-out of the group if None.
     """
 
     def __init__(
@@ -93,53 +104,52 @@ class GlooCouncil:
         holders: Sequence[Holder],
         process: Callable[[Holder], int],
         group: dist.ProcessGroup | None,
-        tag: int = _TAG,
-        patience: timedelta | None = None,
+        add: Add,
+        tag: Tag = Tag.CONTROL,
+        timeout: timedelta | None = None,
     ) -> None:
-        self._group, self._rank, self._tag = group, dist.get_rank(group), tag
-        self._patience = () if patience is None else (patience,)
-        self._seats = Counter(map(process, holders))
-        self._chair = process(holders[0]) if holders else 0
+        self._messages, self._rank, self._add = TaggedGroup(group, tag, timeout), dist.get_rank(group), add
+        self._counts = Counter(map(process, holders))
+        self._root = process(holders[0]) if holders else 0
         self._rounds = _Rounds([holder for holder in holders if process(holder) == self._rank])
         self._background = Background(CONTROL_LANE)
 
-    def hand_in(self, holder: Holder, batch: int, share: Share, ticket: Ticket) -> None:
-        """Hand in a share."""
-        complete = self._rounds.add(holder, batch, share, ticket)
+    def contribute(self, holder: Holder, batch: int, scalars: Scalars, ticket: Ticket) -> None:
+        """Contribute the scalars of a stage; communication begins when all stages of this process have done so."""
+        complete = self._rounds.add(holder, batch, scalars, ticket)
         if complete is not None:
-            shares, tickets = complete
-            meet = self._preside if self._rank == self._chair else self._attend
-            self._background.later(tickets, partial(meet, shares))
+            contributions, tickets = complete
+            communicate = self._reduce_and_broadcast if self._rank == self._root else self._send_and_receive
+            self._background.later(tickets, partial(communicate, contributions))
 
     def close(self) -> None:
-        """Let the thread end once all it was given is done."""
+        """Let the thread end after everything that has been submitted."""
         self._background.close()
 
-    def _preside(self, own: list[Share]) -> Share:
-        """Collect all shares, add them, tell everybody."""
-        others = {r: _empty(count) for r, count in self._seats.items() if r != self._rank}
-        arriving = [dist.irecv(block, group=self._group, tag=self._tag, group_src=r) for r, block in others.items()]
-        self._finish(arriving)
-        shares = own + [Share(*row) for block in others.values() for row in block.tolist()]
-        total = add_shares(shares)
+    def _reduce_and_broadcast(self, own: list[Scalars]) -> Scalars:
+        """On the root: receive all contributions, add them, send the sum to every process."""
+        others = {r: _empty(count, own[0]) for r, count in self._counts.items() if r != self._rank}
+        self._messages.finish([self._messages.receive(block, r) for r, block in others.items()])
+        total = self._add(own + [_like(own[0], row) for block in others.values() for row in block.tolist()])
         answer = torch.tensor([total], dtype=torch.float64)
-        leaving = [dist.isend(answer, group=self._group, tag=self._tag, group_dst=r) for r in others]
-        self._finish(leaving)
+        self._messages.finish([self._messages.send(answer, r) for r in others])
         return total
 
-    def _attend(self, own: list[Share]) -> Share:
-        """Send the own shares to the chair and hear the sum."""
-        answer = _empty(1)
-        arriving = dist.irecv(answer, group=self._group, tag=self._tag, group_src=self._chair)
-        shares = torch.tensor(own, dtype=torch.float64)
-        leaving = dist.isend(shares, group=self._group, tag=self._tag, group_dst=self._chair)
-        self._finish([leaving, arriving])
-        return Share(*answer[0].tolist())
-
-    def _finish(self, works: Sequence[Any]) -> None:
-        for work in works:
-            work.wait(*self._patience)
+    def _send_and_receive(self, own: list[Scalars]) -> Scalars:
+        """On every other process: send the contributions to the root and receive the sum."""
+        answer, contributions = _empty(1, own[0]), torch.tensor(own, dtype=torch.float64)
+        arriving = self._messages.receive(answer, self._root)
+        leaving = self._messages.send(contributions, self._root)
+        self._messages.finish([leaving, arriving])
+        return _like(own[0], answer[0].tolist())
 
 
-def _empty(rows: int) -> Tensor:
-    return torch.empty(rows, len(Share._fields), dtype=torch.float64)
+def _empty(rows: int, like: Scalars) -> Tensor:
+    return torch.empty(rows, len(like), dtype=torch.float64)
+
+
+def _like(example: Scalars, values: Sequence[float]) -> Scalars:
+    """Return values as a NamedTuple of the type of `example`."""
+    kind: Any = type(example)
+    made: Scalars = kind(*values)
+    return made

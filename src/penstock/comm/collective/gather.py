@@ -1,4 +1,4 @@
-"""Calls that all ranks make together: a lost peer becomes an error that says what was under way."""
+"""Collective calls on process groups, with errors that say what the ranks were doing when a peer was lost."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from penstock.errors import TransportError
 
 @contextmanager
 def collective(what: str, group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Name what was under way when torch reports a lost peer.
+    """Turn torch's error about a lost peer into one that names the collective operation.
 
     Args:
-        what: such as "agreeing to start".
+        what: the operation, such as "agreeing to start".
         group: the ranks that take part.
 
     Raises:
-        TransportError: a peer is dead, or did not come within the group's time-out.
+        TransportError: a peer is dead, or did not take part within the group's time-out.
     """
     try:
         yield
@@ -33,10 +33,10 @@ def collective(what: str, group: dist.ProcessGroup | None) -> Iterator[None]:
 
 
 def gather_json(value: Any, what: str, group: dist.ProcessGroup | None) -> list[Any]:
-    """Every rank's value, in rank order; values are anything JSON can say, so no pickle travels.
+    """Gather a JSON value from every rank, in rank order; JSON, so that no pickle is loaded.
 
     Raises:
-        TransportError: a peer is dead, or did not come within the group's time-out.
+        TransportError: a peer is dead, or did not take part within the group's time-out.
     """
     raw = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
     size = torch.tensor([raw.numel()])

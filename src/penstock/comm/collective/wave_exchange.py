@@ -1,8 +1,8 @@
-"""What parallel pipelines send each other wave by wave, while passes go on: all to all, without adding anything up.
+"""Asynchronous all-to-all exchange of weight updates between parallel pipelines, once per wave.
 
-Each member of a group posts what it has of a wave, and room for what the others have; nobody waits for anybody. A gloo
-handle cannot be asked whether it is done, so a thread per peer waits for what comes from it, and another one for all
-that leaves. What leaves early lies with its sender until the receiver has made room for it, at the end of its own wave.
+Each member of a group posts its own update of a wave and buffers for those of the others; no call blocks. Gloo's
+handles cannot be polled, so one thread per peer waits for its messages, and one more for everything that is sent. A
+message that is sent early stays with its sender until the receiver has posted a buffer, at the end of its own wave.
 """
 
 from __future__ import annotations
@@ -10,25 +10,26 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch.distributed as dist
 from torch import Tensor
 
 from penstock.comm.core.background import Background
 from penstock.comm.core.rank_grid import Holder, Members
+from penstock.comm.core.tagged_group import Tag, TaggedGroup
 from penstock.comm.core.ticket import Ticket
 
 _LANE = "the lane of waves"
-PATIENCE = timedelta(days=30)  # a peer may be waves behind; who needs its wave says how long it waits for it
+WAVE_TIMEOUT = timedelta(days=30)  # a peer may be many waves behind; ranks that need its wave have their own time-out
 
 
 class Posted(NamedTuple):
-    """A wave on its way.
+    """The tickets of one wave that has been posted.
 
     Attributes:
-        sent: done when all others have this member's part.
-        came: by the number of a pipeline, done when its part is there.
+        sent: done when all other members have received this member's update.
+        came: pipeline -> done when its update has arrived.
     """
 
     sent: Ticket
@@ -36,21 +37,21 @@ class Posted(NamedTuple):
 
 
 class Exchange(Protocol):
-    """Moves tensors between members of groups, of which each is in another pipeline."""
+    """Exchanges tensors between the members of a group, each of which belongs to another pipeline."""
 
     def post(self, members: Members, me: Holder, wave: int, updates: Sequence[Sequence[Tensor]]) -> Posted:
-        """Send a member's part to all others, and make room for theirs.
+        """Send a member's update to all others, and post buffers for theirs.
 
         Args:
-            members: all of them, in the order of the pipelines.
-            me: who posts.
-            wave: of which; members post wave by wave.
-            updates: by place among the members, tensors of the same shapes: its part, and room for those of others.
+            members: all members, in the order of the pipelines.
+            me: the member that posts.
+            wave: the number of the wave; members post wave by wave.
+            updates: per member, tensors of the same shapes: the update of `me`, and buffers for the others.
         """
         ...
 
     def close(self) -> None:
-        """Stop whatever runs in the background, once all it was given is done."""
+        """Stop the background threads, if there are any, after everything that has been submitted."""
         ...
 
 
@@ -60,13 +61,13 @@ def _tickets(members: Members, me: Holder, wave: int) -> Posted:
 
 
 class LocalExchange:
-    """All members in one process; what is handed over is a copy, as it would be between processes."""
+    """Exchange among members that are all in this process; tensors are copied, as between processes."""
 
     def __init__(self) -> None:
         self._open: dict[tuple[Members, int], dict[Holder, tuple[Sequence[Sequence[Tensor]], Posted]]] = {}
 
     def post(self, members: Members, me: Holder, wave: int, updates: Sequence[Sequence[Tensor]]) -> Posted:
-        """Hand over to all that have posted, and take from them."""
+        """Exchange updates with all members that have posted this wave before."""
         here = self._open.setdefault((members, wave), {})
         mine, place = _tickets(members, me, wave), members.index(me)
         for other, (theirs, posted) in here.items():
@@ -84,43 +85,42 @@ class LocalExchange:
         return mine
 
     def close(self) -> None:
-        """Nothing runs in the background."""
+        """Do nothing: there is no background thread."""
 
 
 class GlooExchange:
-    """One process's part.
+    """Exchange between processes over gloo.
 
     Args:
-        process: group rank of a holder's process; members of a group are in different ones.
+        process: group rank of a holder's process; the members of a group are in different processes.
         group: with gloo on the CPU; None for the default group.
-        tag: of its messages.
     """
 
-    def __init__(self, process: Callable[[Holder], int], group: dist.ProcessGroup | None, tag: int) -> None:
-        self._process, self._group, self._tag = process, group, tag
+    def __init__(self, process: Callable[[Holder], int], group: dist.ProcessGroup | None) -> None:
+        self._process, self._messages = process, TaggedGroup(group, Tag.WAVES, WAVE_TIMEOUT)
         self._sending = Background(f"{_LANE}, sending")
         self._receiving: dict[int, Background] = {}
 
     def post(self, members: Members, me: Holder, wave: int, updates: Sequence[Sequence[Tensor]]) -> Posted:
-        """Post all messages; those between two processes keep one order."""
+        """Post all messages; those between two processes keep their order."""
         posted = _tickets(members, me, wave)
-        leaving: list[Any] = []
+        leaving: list[dist.Work | None] = []
         try:
             for member, tensors in zip(members, updates, strict=True):
                 if member != me:
                     rank = self._process(member)
-                    arriving = [self._receive(tensor, rank) for tensor in tensors]
-                    self._thread(rank).later([posted.came[member.pipeline]], partial(_finish, arriving))
-                    leaving += [self._send(tensor, rank) for tensor in updates[members.index(me)]]
-        except RuntimeError as error:  # the peer is gone; who waits for the tickets says what for
+                    arriving = [self._messages.receive(tensor, rank) for tensor in tensors]
+                    self._thread(rank).later([posted.came[member.pipeline]], partial(self._messages.finish, arriving))
+                    leaving += [self._messages.send(tensor, rank) for tensor in updates[members.index(me)]]
+        except RuntimeError as error:  # the peer is gone; reported where a ticket is waited for
             for ticket in (posted.sent, *posted.came.values()):
                 ticket.complete(error=error)
             return posted
-        self._sending.later([posted.sent], partial(_finish, leaving))
+        self._sending.later([posted.sent], partial(self._messages.finish, leaving))
         return posted
 
     def close(self) -> None:
-        """Let the threads end once all they were given is done."""
+        """Let the threads end after everything that has been submitted."""
         for background in (self._sending, *self._receiving.values()):
             background.close()
 
@@ -128,14 +128,3 @@ class GlooExchange:
         if rank not in self._receiving:
             self._receiving[rank] = Background(f"{_LANE} from rank {rank}")
         return self._receiving[rank]
-
-    def _send(self, tensor: Tensor, rank: int) -> Any:
-        return dist.isend(tensor, group=self._group, tag=self._tag, group_dst=rank)
-
-    def _receive(self, tensor: Tensor, rank: int) -> Any:
-        return dist.irecv(tensor, group=self._group, tag=self._tag, group_src=rank)
-
-
-def _finish(works: Sequence[Any]) -> None:
-    for work in works:
-        work.wait(PATIENCE)

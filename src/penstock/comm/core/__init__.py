@@ -1,1 +1,1 @@
-"""What all communication shares: tickets, background threads, the rank grid, the trace recorder."""
+"""Building blocks of communication: tickets, background threads, message tags, the rank grid, the trace recorder."""

@@ -1,4 +1,4 @@
-"""A thread beside the one that computes: it waits for others, so that the rank does not have to."""
+"""A background thread that waits for other processes, so that the computing thread does not have to."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _Job = tuple[Sequence[Ticket], Callable[[], Any]]
 
 
 class Background:
-    """Does what it is given in a thread of its own, one thing after another; there is none before the first.
+    """Runs jobs one after another in a thread, which is started with the first job.
 
     Args:
         name: of the thread.
@@ -24,26 +24,26 @@ class Background:
         self._name, self._started = f"penstock {name}", False
 
     def later(self, tickets: Sequence[Ticket], work: Callable[[], Any]) -> None:
-        """Do `work` after all that was given before; what it returns, or raises, becomes that of the tickets."""
+        """Submit a job; its result, or the exception that it raises, completes the tickets."""
         self._jobs.put((tickets, work))
         if not self._started:
             threading.Thread(target=self._serve, name=self._name, daemon=True).start()
             self._started = True
 
     def close(self) -> None:
-        """Let the thread end once all it was given is done."""
+        """Let the thread end after all jobs that have been submitted."""
         self._jobs.put(None)
 
     def _serve(self) -> None:
         while (job := self._jobs.get()) is not None:
             _do(*job)
-            del job  # it may hold much memory until the next one comes
+            del job  # it may hold much memory, and the next job may come late
 
 
 def _do(tickets: Sequence[Ticket], work: Callable[[], Any]) -> None:
     try:
         result = work()
-    except Exception as error:  # whoever waits for the ticket raises it
+    except Exception as error:  # raised again where the ticket is waited for
         for ticket in tickets:
             ticket.complete(error=error)
     else:

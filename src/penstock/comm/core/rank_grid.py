@@ -1,4 +1,4 @@
-"""Who runs what: w parallel pipelines of d ranks each, all in one process or one process for each."""
+"""The grid of ranks: w parallel pipelines of d ranks each, all in one process or one process per rank."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from penstock.schedule.ir.schedule import Stage
 
 
 class RankKey(NamedTuple):
-    """A rank of one of the parallel pipelines."""
+    """A rank, as the index of its pipeline and its rank in that pipeline."""
 
     pipeline: int
     rank: int
 
 
 class Holder(NamedTuple):
-    """A stage of one of the parallel pipelines."""
+    """A stage of one of the parallel pipelines, which holds a copy of that stage's weights."""
 
     pipeline: int
     stage: Stage
@@ -30,25 +30,23 @@ Members = tuple[Holder, ...]
 
 
 class RankGrid:
-    """All ranks of all parallel pipelines.
+    """All ranks of all parallel pipelines, and the process group that connects them.
 
     Args:
         width: w, the number of pipelines.
-        depth: d, the ranks of each.
-        group: one process per rank, the ranks of a pipeline next to each other; None for one process with all ranks.
-        timeout: seconds that peers may take, for a group that is made here.
+        depth: d, the number of ranks per pipeline.
+        group: one process per rank, the ranks of a pipeline adjacent; None for one process with all ranks.
+        timeout: of the control group, in seconds, if it is made here.
 
     Attributes:
-        local: those of this process.
-        control: a group on the CPU for small messages; None in one process.
+        local: the ranks of this process.
+        control: a process group on the CPU for small messages; None in one process.
 
     Raises:
-        ConfigError: the group has another size.
+        ConfigError: `width` is not a positive integer, or the group's size is not w times d.
     """
 
     def __init__(self, width: int, depth: int, group: dist.ProcessGroup | None, timeout: float) -> None:
-        if isinstance(width, bool) or not isinstance(width, int) or width < 1:
-            raise ConfigError(f"width must be a whole number of at least 1, got {width!r}")
         self.width, self.depth, self.group = width, depth, group
         if group is None:
             self.local = [RankKey(pipeline, rank) for pipeline in range(width) for rank in range(depth)]
@@ -61,32 +59,32 @@ class RankGrid:
         self.control = _control_group(group, timeout)
 
     def global_rank(self, key: RankKey) -> int:
-        """The number of a rank among all; between processes the rank of its process in the group."""
+        """Return the global number of a rank; with several processes it is the rank in the process group."""
         return key.pipeline * self.depth + key.rank
 
     def process(self, holder: Holder) -> int:
-        """The group rank of the process that holds a stage."""
+        """Return the group rank of the process that holds a stage."""
         return self.global_rank(RankKey(holder.pipeline, holder.stage.rank))
 
     @property
     def global_ranks(self) -> Iterator[int]:
-        """The numbers of this process's ranks."""
+        """The global numbers of this process's ranks."""
         return (self.global_rank(key) for key in self.local)
 
     @property
     def pipelines(self) -> list[int]:
-        """The pipelines that this process has a part of."""
+        """The pipelines that this process has a rank of."""
         return sorted({key.pipeline for key in self.local})
 
 
 def backends(group: dist.ProcessGroup) -> dict[str, str]:
-    """Kind of device -> backend, as in {"cpu": "gloo", "cuda": "nccl"}."""
+    """Return device type -> backend of a process group, such as {"cpu": "gloo", "cuda": "nccl"}."""
     parts = dist.get_backend_config(group).split(",")
     return {device: backend for device, _, backend in (part.partition(":") for part in parts)}
 
 
 def _control_group(group: dist.ProcessGroup | None, timeout: float) -> dist.ProcessGroup | None:
-    """A group on the CPU for small messages: the given one, or a gloo group of the same ranks."""
+    """Return the given group if it has gloo on the CPU, else make a gloo group of the same ranks."""
     if group is None or backends(group).get("cpu") == "gloo":
         return group
     ranks, limit = dist.get_process_group_ranks(group), timedelta(seconds=timeout)

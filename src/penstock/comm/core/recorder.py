@@ -1,7 +1,7 @@
-"""What one rank did and when, and what every live byte is for.
+"""Trace recorder: what one rank did and when, and how many bytes of each kind of memory were live.
 
-Times are seconds on a clock common to all ranks (`penstock.comm.collective.clock_sync`), since the pipeline was made.
-The last `keep` intervals are kept, so that a long run does not grow without bound; sums go on for ever.
+Times are seconds since the pipeline was made, on a clock common to all ranks (`penstock.comm.collective.clock_sync`).
+Only the last `keep` intervals are kept, so that a long run does not use ever more memory; sums cover the whole run.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ KEEP = 50_000
 
 
 class Recorder:
-    """Intervals and live bytes of one rank.
+    """Records the intervals and live bytes of one rank.
 
     Args:
         rank: the rank.
-        origin: what `now` counts from, on this process's `time.perf_counter`.
-        keep: intervals and samples to keep.
+        origin: zero of the common clock, on this process's `time.perf_counter`.
+        keep: how many intervals, and samples per kind of memory, to keep.
 
     Attributes:
-        span: the run or evaluation under way, counted from 0.
-        doing: what the rank is doing, for messages.
+        span: the number of the current run or evaluation, from 0.
+        doing: what the rank is doing, for error messages.
     """
 
     def __init__(self, rank: int, origin: float, keep: int = KEEP) -> None:
@@ -41,23 +41,23 @@ class Recorder:
         self.doing = ""
         self.pause()
         self._keep = keep
-        self.roles: set[str] = set()  # of parameter-sized memory, as last told
+        self.roles: set[str] = set()  # of parameter-sized memory, as last recorded
 
     def begin_span(self) -> None:
-        """A run or an evaluation begins, the latter perhaps in the midst of a run."""
+        """Begin a run or an evaluation, which may be within a run."""
         self._spans += 1
         self.span = self._spans
 
     def pause(self) -> None:
-        """Nothing is under way."""
+        """Record that no run is active."""
         self.doing = f"rank {self.rank}, between two runs"
 
     def now(self) -> float:
-        """The common time."""
+        """Return the time on the common clock."""
         return time.perf_counter() - self.origin
 
     def at(self, stamp: float) -> float:
-        """The common time of a stamp of `time.perf_counter`."""
+        """Convert a value of `time.perf_counter` to the common clock."""
         return stamp - self.origin
 
     def add(self, interval: Interval) -> None:
@@ -86,18 +86,18 @@ class Recorder:
             self.hold(kind, self.live.get(kind, 0) + nbytes)
 
     def recording(self) -> dict[str, Any]:
-        """What is kept, in plain values that can travel."""
+        """Return everything that is kept, as plain values that can be serialized."""
         full = len(self.intervals) == self.intervals.maxlen
         return {
             "rank": self.rank,
-            "since": max(self.intervals[0].start, 0.0) if full else 0.0,  # from when on all intervals are kept
+            "since": max(self.intervals[0].start, 0.0) if full else 0.0,  # all intervals after this are kept
             "intervals": list(self.intervals),
             "memory": {kind: list(samples) for kind, samples in self.samples.items()},
         }
 
 
 def merge_recordings(parts: Sequence[dict[str, Any]], ranks: int) -> Timeline:
-    """One timeline of all ranks: of a long run, what every rank still remembers."""
+    """Merge the recordings of all ranks into one timeline, from the time since which every rank has kept all."""
     since = max(part["since"] for part in parts)
     timeline = Timeline(ranks, since=since)
     for part in parts:

@@ -22,7 +22,7 @@ class Ticket:
         nbytes: memory that a posted RECV holds ready.
 
     Attributes:
-        result: of what was posted; for a RECV the parcel, until it is used.
+        result: of what was posted; for a RECV the message, until it is used.
         made_at, done_at: when it was posted and completed, on the clock of `time.perf_counter`.
         error: why it never will.
         done: whether it has completed or failed.

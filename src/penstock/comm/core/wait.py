@@ -1,4 +1,4 @@
-"""How a rank waits: it says for what, and whoever drives it decides how."""
+"""Waiting as a coroutine: a rank yields what it waits for, and its caller decides how to wait."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from penstock.timeline import Interval, Waiting
 
 
 class Wait(NamedTuple):
-    """The rank needs `ticket` before it can go on with `what`."""
+    """A request of a rank to wait for `ticket` before it continues with `what`."""
 
     ticket: Ticket
     what: str
@@ -20,24 +20,24 @@ class Wait(NamedTuple):
 def wait_for(
     recorder: Recorder, ticket: Ticket, what: str, cause: str, kind: Waiting, peer: int = -1
 ) -> Iterator[Wait]:
-    """Wait unless it is done, and take down how long.
+    """Yield a `Wait` unless the ticket is done, and record how long it took.
 
     Args:
         recorder: of the rank.
-        ticket: what is waited for.
-        what: what the rank is about to do, for messages.
-        cause: whom it waits for, and what they have to do.
+        ticket: to wait for.
+        what: what the rank is about to do, for error messages.
+        cause: the peer, and what it still has to do, for the trace.
         kind: of wait.
-        peer: the rank waited for, if it is one.
+        peer: the rank waited for, or -1.
 
     Raises:
-        TransportError: it failed.
+        TransportError: the operation failed.
     """
     if not ticket.done:
         start, recorder.doing = recorder.now(), f"{what}, waiting for {ticket.where}"
         yield Wait(ticket, what)
         recorder.doing = what
-        end = max(start, recorder.at(ticket.done_at))  # not when the rank's turn came, where ranks take turns
+        end = max(start, recorder.at(ticket.done_at))  # not when the rank was resumed, where ranks take turns
         label = f"wait for {cause}"
         recorder.add(Interval(recorder.rank, "compute", start, end, kind, label, cause=cause, peer=peer))
     ticket.check(what)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from penstock.comm.core.ticket import Ticket
-from penstock.comm.p2p.message import Parcel, Structure, copied, dump_structure, form_of, structure_of
+from penstock.comm.p2p.message import Structure, TensorMessage, copied, dump_structure, form_of, structure_of
 from penstock.schedule.machine.instructions import LaneKey
 
 
@@ -20,7 +20,7 @@ class LocalTransport:
     """Lanes between ranks of one process; one object serves them all."""
 
     def __init__(self) -> None:
-        self._sends: defaultdict[LaneKey, deque[tuple[Ticket, Parcel]]] = defaultdict(deque)
+        self._sends: defaultdict[LaneKey, deque[tuple[Ticket, TensorMessage]]] = defaultdict(deque)
         self._receives: defaultdict[LaneKey, deque[Ticket]] = defaultdict(deque)
         self._structures: dict[LaneKey, Structure] = {}
         self._forms: dict[LaneKey, tuple[object, ...] | None] = {}
@@ -32,19 +32,19 @@ class LocalTransport:
         self._match(lane)
         return ticket
 
-    def send(self, lane: LaneKey, parcel: Parcel) -> Ticket:
+    def send(self, lane: LaneKey, message: TensorMessage) -> Ticket:
         """Post a SEND; it completes when the RECV has been posted."""
-        ticket, form = Ticket(lane), form_of(parcel)
+        ticket, form = Ticket(lane), form_of(message)
         if form is None or form != self._forms.get(lane):
-            self._check(lane, parcel)
+            self._check(lane, message)
             self._forms[lane] = form
-        self._sends[lane].append((ticket, Parcel(parcel.header, _copied(parcel.tree), parcel.wants_gradient)))
+        self._sends[lane].append((ticket, TensorMessage(message.header, _copied(message.tree), message.wants_gradient)))
         self._match(lane)
         return ticket
 
-    def _check(self, lane: LaneKey, parcel: Parcel) -> None:
-        """Refuse a parcel that could not travel between processes."""
-        structure = structure_of(parcel, str(lane))
+    def _check(self, lane: LaneKey, message: TensorMessage) -> None:
+        """Refuse a message that could not travel between processes."""
+        structure = structure_of(message, str(lane))
         if structure != self._structures.get(lane):
             dump_structure(structure, str(lane))
             self._structures[lane] = structure
@@ -57,9 +57,9 @@ class LocalTransport:
     def _match(self, lane: LaneKey) -> None:
         sends, receives = self._sends[lane], self._receives[lane]
         while sends and receives:
-            sent, parcel = sends.popleft()
+            sent, message = sends.popleft()
             sent.complete()
-            receives.popleft().complete(parcel)
+            receives.popleft().complete(message)
 
 
 def _copied(tree: object) -> object:

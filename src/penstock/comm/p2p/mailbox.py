@@ -13,7 +13,7 @@ from typing import NamedTuple
 from penstock.comm.core.recorder import Recorder
 from penstock.comm.core.ticket import Ticket
 from penstock.comm.core.wait import Wait, wait_for
-from penstock.comm.p2p.message import Parcel
+from penstock.comm.p2p.message import TensorMessage
 from penstock.comm.p2p.transport import Transport
 from penstock.errors import TransportError
 from penstock.schedule.ir.schedule import Payload, Stage
@@ -23,7 +23,7 @@ from penstock.timeline import Interval, Waiting
 
 
 class Desk:
-    """Parcels of one payload from one stage to another that have arrived, or wait to be sent.
+    """Contents of messages of one payload from one stage to another that have arrived, or wait to be sent.
 
     Args:
         recorder: of the bytes that stages of one rank hand to each other; None where the stages lie on two ranks,
@@ -31,25 +31,25 @@ class Desk:
     """
 
     def __init__(self, recorder: Recorder | None) -> None:
-        self._parcels: dict[Piece, Parcel] = {}
+        self._contents: dict[Piece, TensorMessage] = {}
         self._recorder = recorder
 
-    def put(self, parcel: Parcel) -> None:
-        """Lay a parcel ready."""
-        header = parcel.header
-        self._parcels[header.first, header.piece] = parcel
+    def put(self, content: TensorMessage) -> None:
+        """Lay a content ready."""
+        header = content.header
+        self._contents[header.first, header.piece] = content
         if self._recorder is not None:
-            self._recorder.change("messages", parcel.nbytes)
+            self._recorder.change("messages", content.nbytes)
 
-    def take(self, key: Piece) -> Parcel:
-        """Take the parcel of a microbatch (slice)."""
-        parcel = self._parcels.pop(key)
+    def take(self, key: Piece) -> TensorMessage:
+        """Take the content of a microbatch (slice)."""
+        content = self._contents.pop(key)
         if self._recorder is not None:
-            self._recorder.change("messages", -parcel.nbytes)
-        return parcel
+            self._recorder.change("messages", -content.nbytes)
+        return content
 
     def __contains__(self, key: Piece) -> bool:
-        return key in self._parcels
+        return key in self._contents
 
 
 class Inbox:
@@ -101,19 +101,19 @@ class Inbox:
         ticket, route = self._posted.pop(first), self._route
         if ticket.error is not None:
             ticket.check(what)
-        parcel, ticket.result = ticket.result, None  # the ticket may be kept longer than the parcel lives
-        assert isinstance(parcel, Parcel)
+        content, ticket.result = ticket.result, None  # the ticket may be kept longer than the content lives
+        assert isinstance(content, TensorMessage)
         self._recorder.change("messages", -ticket.nbytes)
-        if parcel.on_use is not None:
-            parcel.on_use()
-        header = parcel.header
+        if content.on_use is not None:
+            content.on_use()
+        header = content.header
         if header.batch != batch or header.first != first or header.piece != self._piece:
             raise TransportError(
                 f"{what}: expected the {route.payload} of microbatch {_named(first, self._piece)} (batch {batch}) "
                 f"from rank {route.source.rank}, got that of microbatch {_named(header.first, header.piece)} (batch "
                 f"{header.batch})"
             )
-        for each in [parcel] if route.count == 1 else _opened(parcel, route.count):
+        for each in [content] if route.count == 1 else _opened(content, route.count):
             self._desk.put(each)
 
 
@@ -198,7 +198,7 @@ class Outbox:
 
     Args:
         route: between which stages.
-        desk: where their parcels lie ready.
+        desk: where their contents lie ready.
         transport: sends them.
         lane: on which they travel.
         recorder: of their bytes.
@@ -222,11 +222,11 @@ class Outbox:
 
     def _send(self, first: int) -> None:
         route, recorder = self._route, self._recorder
-        parcels = [self._desk.take((k, self._piece)) for k in range(first, first + route.count)]
-        parcel = parcels[0] if len(parcels) == 1 else _closed(parcels)
-        nbytes, label, start = parcel.nbytes, f"{route.payload} {first}", recorder.now()
+        contents = [self._desk.take((k, self._piece)) for k in range(first, first + route.count)]
+        content = contents[0] if len(contents) == 1 else _closed(contents)
+        nbytes, label, start = content.nbytes, f"{route.payload} {first}", recorder.now()
         recorder.change("messages", nbytes)
-        ticket = self._transport.send(self._lane.lane, parcel)
+        ticket = self._transport.send(self._lane.lane, content)
         self._lane.add(_Sending(ticket, nbytes, route.source.name, label, first))
         recorder.add(Interval(recorder.rank, "compute", start, recorder.now(), Waiting.POST, f"send {label}"))
 
@@ -281,18 +281,22 @@ class Mailbox:
         return self._recorder.rank - self._rank + rank
 
 
-def _closed(parcels: list[Parcel]) -> Parcel:
-    """One parcel for all microbatches of a unit; the header is the last one's, which knows most of the batch."""
-    wants = tuple(want for parcel in parcels for want in parcel.wants_gradient)
-    return Parcel(parcels[-1].header._replace(first=parcels[0].header.first), [p.tree for p in parcels], wants)
+def _closed(contents: list[TensorMessage]) -> TensorMessage:
+    """One content for all microbatches of a unit; the header is the last one's, which knows most of the batch."""
+    wants = tuple(want for content in contents for want in content.wants_gradient)
+    return TensorMessage(
+        contents[-1].header._replace(first=contents[0].header.first), [p.tree for p in contents], wants
+    )
 
 
-def _opened(parcel: Parcel, count: int) -> list[Parcel]:
-    """The parcels of the microbatches of a unit."""
-    share = len(parcel.wants_gradient) // count
+def _opened(content: TensorMessage, count: int) -> list[TensorMessage]:
+    """The contents of the microbatches of a unit."""
+    share = len(content.wants_gradient) // count
     return [
-        Parcel(parcel.header._replace(first=parcel.header.first + i), tree, parcel.wants_gradient[i * share :][:share])
-        for i, tree in enumerate(parcel.tree)
+        TensorMessage(
+            content.header._replace(first=content.header.first + i), tree, content.wants_gradient[i * share :][:share]
+        )
+        for i, tree in enumerate(content.tree)
     ]
 
 

@@ -1,9 +1,9 @@
-"""What travels between ranks: any pytree of tensors and plain values, with a header, as one block of bytes.
+"""Wire format of messages between stages: a header and a pytree of tensors and plain values, in one block of bytes.
 
-Layout: 64 bytes of header; if the structure differs from the lane's previous parcel, its description as JSON; then the
-tensors, each aligned to 64 bytes, so that a received tensor is a view of the block. Every header names batch and
-microbatch, so that nobody can mistake one message for another, and carries what travels along with data: whether
-another batch follows, a checksum of the samples, and the loss weight of the batch.
+Layout: a header of 64 bytes; then, if the structure differs from that of the lane's previous message, its description
+as JSON; then the tensors, each aligned to 64 bytes, so that a received tensor is a view of the block. The header names
+batch and microbatch, so that a receiver notices a wrong message, and carries what accompanies the data: whether another
+batch follows, a checksum of the samples, and the loss weight of the batch.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from penstock.errors import TransportError
-from penstock.weights.memory.buffers import ALIGNMENT
 
 HEADER_BYTES = 64
-_CONTINUED = 48  # the byte of the header that says that the rest comes as another message
+_ALIGNMENT = 64  # bytes, of every tensor in a block; kernels may round differently on unaligned data
+_CONTINUED = 48  # the byte of the header that marks a message whose rest follows as another send
 _HEADER = struct.Struct("<qqqqqqqd")
 Structure = tuple[pytree.TreeSpec, list[list[Any]], tuple[bool, ...]]
-"""The tree, what each leaf is, and which leaves want a gradient."""
+"""The tree, the kind of each leaf, and whether each leaf requires a gradient."""
 
 
 class Header(NamedTuple):
-    """What accompanies every message.
+    """The metadata at the beginning of every message.
 
     Attributes:
         batch: the batch, counted from the start of training.
         first: the first microbatch, counted from the start of the span.
         more: whether another batch follows this one.
-        checksum: of the samples, from the first stage to the last.
-        weight: the loss weight of the whole batch, once the last stage knows it; NaN before.
+        checksum: of the samples that the data was computed from.
+        weight: the loss weight of the whole batch; NaN until the last stage knows it.
         piece: the slice of the sequence.
     """
 
@@ -51,12 +51,12 @@ class Header(NamedTuple):
 
 
 @dataclass
-class Parcel:
-    """A header and a pytree whose tensors do not require gradients.
+class TensorMessage:
+    """A message between stages: a header and a pytree whose tensors do not require gradients.
 
     Attributes:
-        wants_gradient: per leaf, whether the sender will ask for its gradient.
-        on_use: what the consumer must do first, such as make its stream wait for the data.
+        wants_gradient: per leaf, whether the receiver must send its gradient back.
+        on_use: called by the consumer before it uses the data, for example to make its stream wait.
     """
 
     header: Header
@@ -73,11 +73,13 @@ class Parcel:
 
 
 class Codec:
-    """Turns parcels of one lane into blocks of bytes and back; both ends see the same sequence of parcels.
+    """Encodes the messages of one lane as blocks of bytes, and decodes them.
+
+    Both ends must see the same sequence of messages, as a structure is sent only when it changes.
 
     Args:
-        where: the lane, for messages.
-        inline: tensors travel in the block; otherwise it only describes them and they travel on another way.
+        where: the lane, for error messages.
+        inline: tensors are part of the block; otherwise it only describes them and they are sent separately.
     """
 
     def __init__(self, where: str, inline: bool = True) -> None:
@@ -86,15 +88,15 @@ class Codec:
         self._form: tuple[Any, ...] | None = None
         self._received: Structure | None = None
 
-    def encode(self, parcel: Parcel) -> Tensor:
-        """The parcel as one block (uint8, one dimension, at least `HEADER_BYTES` long)."""
-        leaves = leaves_of(parcel.tree) if self._inline else []
+    def encode(self, message: TensorMessage) -> Tensor:
+        """The message as one block (uint8, one dimension, at least `HEADER_BYTES` long)."""
+        leaves = leaves_of(message.tree) if self._inline else []
         tensors = [as_it_lies(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
-        changed = self._change(parcel)
+        changed = self._change(message)
         offsets, size = _place(tensors, HEADER_BYTES + len(changed))
         block = torch.empty(size, dtype=torch.uint8)
-        raw = bytes_of(block)  # written into at a fraction of what operations on tensors take
-        h = parcel.header
+        raw = bytes_of(block)  # writing to it costs a fraction of operations on tensors
+        h = message.header
         flags = int(h.more) | h.piece << 1
         _HEADER.pack_into(raw, 0, size, len(changed), h.batch, h.first, flags, h.checksum, 0, h.weight)
         raw[HEADER_BYTES : HEADER_BYTES + len(changed)] = changed
@@ -104,22 +106,23 @@ class Codec:
                 target.copy_(tensor)
         return block
 
-    def _change(self, parcel: Parcel) -> bytes:
-        """The description of a parcel's structure, or nothing where it is that of the parcel before."""
-        form = form_of(parcel)
+    def _change(self, message: TensorMessage) -> bytes:
+        """The description of a message's structure, or nothing where it is that of the message before."""
+        form = form_of(message)
         if form is not None and form == self._form:
             return b""
-        self._form, structure = form, structure_of(parcel, self.where)
+        self._form, structure = form, structure_of(message, self.where)
         changed = b"" if structure == self._sent else dump_structure(structure, self.where)
         self._sent = structure
         return changed
 
-    def decode(self, block: Tensor, fetch: Callable[[torch.dtype, list[int]], Tensor] | None = None) -> Parcel:
-        """The parcel in a block.
+    def decode(self, block: Tensor, fetch: Callable[[torch.dtype, list[int]], Tensor] | None = None) -> TensorMessage:
+        """The message in a block.
 
         Args:
-            block: as `encode` made it.
-            fetch: gets the next tensor, where tensors are not inline; else they are views of the block.
+            block: made by `encode`.
+            fetch: (dtype, shape) -> the next tensor, where tensors are not inline; otherwise they are views of the
+                block.
         """
         raw = bytes_of(block)
         size, meta_bytes, batch, first, flags, checksum, _, weight = _HEADER.unpack_from(raw)
@@ -134,17 +137,17 @@ class Codec:
             for kind in kinds
         ]
         header = Header(batch, first, bool(flags & 1), checksum, weight, flags >> 1)
-        return Parcel(header, pytree.tree_unflatten(leaves, spec), wants)
+        return TensorMessage(header, pytree.tree_unflatten(leaves, spec), wants)
 
 
 def as_it_lies(tensor: Tensor) -> Tensor:
-    """The same elements in the sequence in which they lie in memory."""
+    """Return a view of a dense tensor whose dimensions are in the order of its memory."""
     order = _dimensions(tensor)
     return tensor if order is None else tensor.permute(order)
 
 
 def copied(tensor: Tensor) -> Tensor:
-    """A copy that lies in memory as a received tensor would: kernels may round differently where strides differ."""
+    """Copy a tensor into the layout that it would have after transport: kernels may round differently by strides."""
     order = _dimensions(tensor)
     if order is None:
         return tensor.clone(memory_format=torch.contiguous_format)
@@ -152,7 +155,7 @@ def copied(tensor: Tensor) -> Tensor:
 
 
 def _dimensions(tensor: Tensor) -> list[int] | None:
-    """Its dimensions from the longest stride to the shortest; None where that is their own sequence, or leaves gaps."""
+    """The dimensions by decreasing stride; None if they are so already, or if the tensor has gaps."""
     if tensor.is_contiguous():
         return None
     order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
@@ -160,7 +163,7 @@ def _dimensions(tensor: Tensor) -> list[int] | None:
 
 
 def _laid(form: list[Any], fetch: Callable[[list[int]], Tensor]) -> Tensor:
-    """A tensor of a shape, with its dimensions in a sequence of their own."""
+    """Fetch a tensor of a shape whose memory has its dimensions in another order."""
     shape, order = form
     if order is None:
         return fetch(shape)
@@ -168,13 +171,13 @@ def _laid(form: list[Any], fetch: Callable[[list[int]], Tensor]) -> Tensor:
     return fetch([shape[d] for d in order]).permute(places)
 
 
-def structure_of(parcel: Parcel, where: str) -> Structure:
-    """Everything about a parcel but its header and the contents of its tensors.
+def structure_of(message: TensorMessage, where: str) -> Structure:
+    """Describe a message's tree and tensors, without the header and the contents.
 
     Raises:
         TransportError: a leaf is neither a tensor nor a plain value.
     """
-    leaves, spec = pytree.tree_flatten(parcel.tree)
+    leaves, spec = pytree.tree_flatten(message.tree)
     kinds: list[list[Any]] = []
     for leaf in leaves:
         if isinstance(leaf, Tensor):
@@ -186,28 +189,28 @@ def structure_of(parcel: Parcel, where: str) -> Structure:
                 f"{where}: a block returned a {type(leaf).__name__}; between stages only tensors, numbers, strings and "
                 "None can travel, in any nesting of dicts, lists and tuples"
             )
-    return spec, kinds, parcel.wants_gradient
+    return spec, kinds, message.wants_gradient
 
 
-def form_of(parcel: Parcel) -> tuple[Any, ...] | None:
-    """A key that equals only for parcels of the same structure, found without a walk; None where there is none.
+def form_of(message: TensorMessage) -> tuple[Any, ...] | None:
+    """A key that equals only for messages of the same structure, found without a walk; None where there is none.
 
     There is one for a tensor, and for a list of tensors and None.
     """
-    tree = parcel.tree
+    tree = message.tree
     if isinstance(tree, Tensor):
-        return tree.dtype, tree.shape, tree.stride(), parcel.wants_gradient
+        return tree.dtype, tree.shape, tree.stride(), message.wants_gradient
     if type(tree) is list and all(leaf is None or isinstance(leaf, Tensor) for leaf in tree):
         forms = [None if leaf is None else (leaf.dtype, leaf.shape, leaf.stride()) for leaf in tree]
-        return (*forms, parcel.wants_gradient, len(tree))
+        return (*forms, message.wants_gradient, len(tree))
     return None
 
 
 def dump_structure(structure: Structure, where: str) -> bytes:
-    """A structure as JSON.
+    """Encode a structure as JSON.
 
     Raises:
-        TransportError: the receiver could not make the same tree of it.
+        TransportError: it cannot be rebuilt from JSON.
     """
     spec, kinds, wants = structure
     try:
@@ -223,7 +226,7 @@ def dump_structure(structure: Structure, where: str) -> bytes:
 
 
 def _views(block: Tensor, offset: int, size: int, where: str) -> Callable[[torch.dtype, list[int]], Tensor]:
-    """Gets the tensors of a block, one after the other."""
+    """Return a function that returns the tensors of a block one after the other, as views."""
 
     def fetch(dtype: torch.dtype, shape: list[int]) -> Tensor:
         nonlocal offset
@@ -237,19 +240,19 @@ def _views(block: Tensor, offset: int, size: int, where: str) -> Callable[[torch
 
 
 def split(block: Tensor) -> list[Tensor]:
-    """A block in two: its header, marked as continued, and the rest."""
+    """Split a block into its header, which is marked as continued, and the rest."""
     block[_CONTINUED] = 1
     return [block[:HEADER_BYTES], block[HEADER_BYTES:]]
 
 
 def size_and_continued(head: Tensor) -> tuple[int, bool]:
-    """The size of a block, and whether only its header is here, from its first `HEADER_BYTES` bytes."""
+    """Read the size of a whole block, and whether it continues in another send, from its first `HEADER_BYTES` bytes."""
     size, *_, continued, _ = _HEADER.unpack_from(bytes_of(head))
     return size, bool(continued)
 
 
 def bytes_of(block: Tensor) -> memoryview:
-    """The memory of a block."""
+    """Return the memory of a block."""
     return block.numpy().data
 
 
@@ -271,7 +274,7 @@ def _place(tensors: list[Tensor], start: int) -> tuple[list[int], int]:
 
 
 def _aligned(offset: int) -> int:
-    return -(-offset // ALIGNMENT) * ALIGNMENT
+    return -(-offset // _ALIGNMENT) * _ALIGNMENT
 
 
 def leaves_of(tree: Any) -> list[Any]:

@@ -1,7 +1,8 @@
-"""Routing between stages: which stages feed a stage, and which take its output.
+"""Routing between stages: which stages feed a stage, and which consume its output.
 
-A stage has one input, or a tuple of those of several stages, by index. Its output goes to every stage that takes it;
-the gradients that come back are added by index. Stages of one rank hand things over in its memory.
+The input of a stage is the output of one stage, or a tuple of the outputs of several, in the order of their indices.
+The output of a stage goes to every stage that consumes it; the gradients that come back are added in the order of these
+stages. Stages of the same rank pass data in memory, through the mailbox.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from penstock.comm.p2p.mailbox import Mailbox
-from penstock.comm.p2p.message import Header, Parcel, detached
+from penstock.comm.p2p.message import Header, TensorMessage, detached
 from penstock.errors import DataError
 from penstock.schedule.ir.schedule import Op, Payload, Schedule, Stage, passes
 from penstock.schedule.proof.in_flight import Piece
@@ -21,15 +22,15 @@ from penstock.schedule.proof.in_flight import Piece
 Gradients = list[Tensor | None]
 
 
-class Ways(NamedTuple):
-    """The neighbours of one stage, all in its direction.
+class Neighbors(NamedTuple):
+    """The stages that one stage exchanges data with, all of its own direction.
 
     Attributes:
-        inputs: the stages whose outputs are its input, by index; none where data enters.
-        returns: per input, whether a gradient goes back there.
-        outputs: the stages that take its output.
-        gradients: those of them that send a gradient back.
-        has_loss: none does, so it has a loss of its own.
+        inputs: stages whose outputs are its input, by index; none where data enters the pipeline.
+        returns: per input, whether this stage sends a gradient back.
+        outputs: stages that consume its output.
+        gradients: those of the outputs that send a gradient back.
+        has_loss: the stage computes a loss, as no stage sends it a gradient.
     """
 
     inputs: tuple[Stage, ...]
@@ -39,13 +40,13 @@ class Ways(NamedTuple):
     has_loss: bool
 
 
-def ways_of(schedule: Schedule, stage: Stage) -> Ways:
-    """The neighbours of a stage."""
+def neighbors_of(schedule: Schedule, stage: Stage) -> Neighbors:
+    """Return the neighbors of a stage."""
     incoming = sorted(schedule.predecessors[stage.index], key=lambda edge: edge.source)
     outgoing = sorted(schedule.successors[stage.index], key=lambda edge: edge.target)
     at, direction, frozen = schedule.stage_at, stage.direction, schedule.frozen
     gradients = tuple(at[e.target, direction] for e in outgoing if e.backward) if stage.index not in frozen else ()
-    return Ways(
+    return Neighbors(
         tuple(at[e.source, direction] for e in incoming),
         tuple(e.backward and e.source not in frozen and stage.index not in frozen for e in incoming),
         tuple(at[e.target, direction] for e in outgoing),
@@ -55,12 +56,12 @@ def ways_of(schedule: Schedule, stage: Stage) -> Ways:
 
 
 def entrances(schedule: Schedule) -> list[int]:
-    """The indices of the stages where data enters."""
+    """Return the indices of the stages where data enters."""
     return [index for index in range(schedule.num_stages) if not schedule.predecessors[index]]
 
 
 def needs_decisions(schedule: Schedule) -> bool:
-    """Return whether the loss weight of a batch, or a stop request, does not reach every stage along the pipeline."""
+    """Return whether a batch's loss weight, or a stop request, cannot reach every stage along the pipeline."""
     reached, border = {schedule.num_stages - 1}, [schedule.num_stages - 1]
     while border:
         index = border.pop()
@@ -73,9 +74,13 @@ def needs_decisions(schedule: Schedule) -> bool:
 
 
 def reads_of(schedule: Schedule, ranks: Collection[int]) -> list[int]:
-    """Count how often the stages of some ranks read each microbatch of a batch: where data enters, and at losses."""
+    """Count, per microbatch of a batch, how often stages of the given ranks read it: for data, and for a loss."""
     reads = [0] * schedule.microbatches
-    taking = {stage for stage in schedule.stages if not (ways := ways_of(schedule, stage)).inputs or ways.has_loss}
+    taking = {
+        stage
+        for stage in schedule.stages
+        if not (neighbors := neighbors_of(schedule, stage)).inputs or neighbors.has_loss
+    }
     for rank in ranks:
         for action in schedule.programs[rank].period:
             for p in passes(action):
@@ -98,17 +103,17 @@ class StageRoutes:
     """
 
     def __init__(self, schedule: Schedule, stage: Stage, mailbox: Mailbox) -> None:
-        ways = self._ways = ways_of(schedule, stage)
+        neighbors = self._neighbors = neighbors_of(schedule, stage)
         self._stage, self._entrances = stage, entrances(schedule)
-        self.enters = not ways.inputs
-        self._inputs = [mailbox.desk(Payload.ACTIVATION, source, stage) for source in ways.inputs]
-        self._repairs = [mailbox.desk(Payload.REPAIR, source, stage) for source in ways.inputs]
-        self._outputs = [mailbox.desk(Payload.ACTIVATION, stage, target) for target in ways.outputs]
-        self._repaired = [mailbox.desk(Payload.REPAIR, stage, target) for target in ways.outputs]
-        self._gradients = [mailbox.desk(Payload.GRADIENT, source, stage) for source in ways.gradients]
+        self.enters = not neighbors.inputs
+        self._inputs = [mailbox.desk(Payload.ACTIVATION, source, stage) for source in neighbors.inputs]
+        self._repairs = [mailbox.desk(Payload.REPAIR, source, stage) for source in neighbors.inputs]
+        self._outputs = [mailbox.desk(Payload.ACTIVATION, stage, target) for target in neighbors.outputs]
+        self._repaired = [mailbox.desk(Payload.REPAIR, stage, target) for target in neighbors.outputs]
+        self._gradients = [mailbox.desk(Payload.GRADIENT, source, stage) for source in neighbors.gradients]
         self._returned = [
             mailbox.desk(Payload.GRADIENT, stage, source) if returns else None
-            for source, returns in zip(ways.inputs, ways.returns, strict=True)
+            for source, returns in zip(neighbors.inputs, neighbors.returns, strict=True)
         ]
         before = schedule.segment_before(stage.index)
         after = {schedule.segment_before(index): index for index in range(schedule.num_stages)}.get(stage.index)
@@ -116,7 +121,7 @@ class StageRoutes:
         self._again = None if before is None else mailbox.desk(Payload.RECOMPUTE, at[before, direction], stage)
         self._again_to = None if after is None else mailbox.desk(Payload.RECOMPUTE, stage, at[after, direction])
         trains = any(p.op in (Op.B, Op.I) for program in schedule.programs for a in program.period for p in passes(a))
-        self._counts = trains and any(ways.returns) and len(ways.inputs) > 1
+        self._counts = trains and any(neighbors.returns) and len(neighbors.inputs) > 1
         self._sizes: dict[Piece, list[int]] = {}  # leaves of each of several inputs, for the gradients
 
     def own_input(self, given: Any) -> Any:
@@ -137,24 +142,24 @@ class StageRoutes:
 
     def inputs(self, key: Piece) -> tuple[Header, Any, tuple[bool, ...]]:
         """Take the input of a forward: its header, its tree, and which of its leaves want a gradient."""
-        parcels = [self._newest(place, key) for place in range(len(self._inputs))]
+        messages = [self._newest(place, key) for place in range(len(self._inputs))]
         wants = [
-            parcel.wants_gradient if returned is not None else (False,) * len(parcel.wants_gradient)
-            for parcel, returned in zip(parcels, self._returned, strict=True)
+            message.wants_gradient if returned is not None else (False,) * len(message.wants_gradient)
+            for message, returned in zip(messages, self._returned, strict=True)
         ]
-        if len(parcels) == 1:
-            return parcels[0].header, parcels[0].tree, wants[0]
-        self._compare([parcel.header for parcel in parcels])
+        if len(messages) == 1:
+            return messages[0].header, messages[0].tree, wants[0]
+        self._compare([message.header for message in messages])
         if self._counts:
             self._sizes[key] = [len(here) for here in wants]
-        return parcels[0].header, tuple(parcel.tree for parcel in parcels), tuple(w for here in wants for w in here)
+        return messages[0].header, tuple(message.tree for message in messages), tuple(w for here in wants for w in here)
 
-    def _newest(self, place: int, key: Piece) -> Parcel:
+    def _newest(self, place: int, key: Piece) -> TensorMessage:
         """Take an input; where its stage has made it twice, because a version was rejected, the second one."""
-        parcel = self._inputs[place].take(key)
-        return self._repair(place, key) or parcel
+        message = self._inputs[place].take(key)
+        return self._repair(place, key) or message
 
-    def _repair(self, place: int, key: Piece) -> Parcel | None:
+    def _repair(self, place: int, key: Piece) -> TensorMessage | None:
         return self._repairs[place].take(key) if key in self._repairs[place] else None
 
     def repaired(self, key: Piece, value: Any) -> Any:
@@ -173,31 +178,31 @@ class StageRoutes:
             DataError: they do not.
         """
         first = headers[0]
-        for header, source in zip(headers, self._ways.inputs, strict=True):
+        for header, source in zip(headers, self._neighbors.inputs, strict=True):
             if (header.checksum, header.more) != (first.checksum, first.more):
                 what = (
                     "is not the same sample" if header.checksum != first.checksum else "is the last on one of them only"
                 )
                 raise DataError(
                     f"microbatch {first.first} (batch {first.batch}), as it comes to stage {self._stage.name} from "
-                    f"stages {self._ways.inputs[0].name} and {source.name}, {what}; every rank must see the same "
+                    f"stages {self._neighbors.inputs[0].name} and {source.name}, {what}; every rank must see the same "
                     "samples in the same order, and equally many"
                 )
 
-    def hand_on(self, header: Header, output: Any, *, repair: bool = False) -> None:
+    def put_output(self, header: Header, output: Any, *, repair: bool = False) -> None:
         """Lay the output of a forward ready for the stages that take it, or (`repair`) of a forward run again."""
         tree, wants = detached(output)
         for desk in self._repaired if repair else self._outputs:
-            desk.put(Parcel(header, tree, wants))
+            desk.put(TensorMessage(header, tree, wants))
 
-    def input_again(self, key: Piece) -> Any:
+    def recomputed_input(self, key: Piece) -> Any:
         """Take the input of a recompute, where the stage has not kept it; else None."""
         return None if self._again is None else self._again.take(key).tree
 
-    def hand_on_again(self, header: Header, output: Any) -> None:
+    def put_recomputed(self, header: Header, output: Any) -> None:
         """Lay the output of a recompute ready for the next stage of the segment."""
         if self._again_to is not None:
-            self._again_to.put(Parcel(header, *detached(output)))
+            self._again_to.put(TensorMessage(header, *detached(output)))
 
     def gradients(self, key: Piece) -> tuple[float, Gradients | None]:
         """Take the loss weight of the batch, as far as it came along, and the gradients of a forward's output.
@@ -207,21 +212,21 @@ class StageRoutes:
         if not self._gradients:
             return math.nan, None
         if len(self._gradients) == 1:
-            parcel = self._gradients[0].take(key)
-            return parcel.header.weight, parcel.tree
-        parcels = [desk.take(key) for desk in self._gradients]
-        total: Gradients = parcels[0].tree
-        for parcel in parcels[1:]:
-            total = [_sum(mine, other) for mine, other in zip(total, parcel.tree, strict=True)]
-        return next((p.header.weight for p in parcels if not math.isnan(p.header.weight)), math.nan), total
+            message = self._gradients[0].take(key)
+            return message.header.weight, message.tree
+        messages = [desk.take(key) for desk in self._gradients]
+        total: Gradients = messages[0].tree
+        for message in messages[1:]:
+            total = [_sum(mine, other) for mine, other in zip(total, message.tree, strict=True)]
+        return next((p.header.weight for p in messages if not math.isnan(p.header.weight)), math.nan), total
 
-    def hand_back(self, header: Header, gradients: Gradients) -> None:
+    def put_input_gradients(self, header: Header, gradients: Gradients) -> None:
         """Lay the gradients of a forward's input ready for the stages that it came from."""
         place = 0
         sizes = self._sizes.pop((header.first, header.piece), None) or [len(gradients)]
         for desk, size in zip(self._returned, sizes, strict=False):
             if desk is not None:
-                desk.put(Parcel(header, gradients[place : place + size]))
+                desk.put(TensorMessage(header, gradients[place : place + size]))
             place += size
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from penstock.comm.communicators import Links
+from penstock.comm.communicators import Communicators
 from penstock.comm.core.rank_grid import Holder
 from penstock.comm.core.wait import Wait
 from penstock.runtime.execute.make_span import make_span
@@ -46,7 +46,7 @@ class Executor:
         lowered: Lowered,
         specs: Mapping[Stage, StageSpec],
         holders: Mapping[int, tuple[Holder, ...]],
-        links: Links,
+        links: Communicators,
         combine: Combine = REDUCE,
     ) -> None:
         self._state, self._links = state, links

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from penstock.comm.communicators import Links
+from penstock.comm.communicators import Communicators
 from penstock.comm.core.rank_grid import Holder
 from penstock.comm.p2p.mailbox import Mailbox
 from penstock.comm.p2p.routing import StageRoutes
@@ -31,7 +31,7 @@ def make_span(
     lowered: Lowered,
     specs: Mapping[Stage, StageSpec],
     holders: Holders,
-    links: Links,
+    links: Communicators,
     combine: Combine,
 ) -> RankSpan:
     """Build the state of a rank for spans of one schedule; see `penstock.runtime.execute.executor.Executor`."""
@@ -51,7 +51,7 @@ def make_span(
     meetings, holders = _meetings(state, holders, links, combine)
     provisional = RULES[schedule.rule].provisional
     tying = Tying(pipeline, holders, links.ties, sum(bool(runtime.ties) for runtime in state.stages.values()))
-    updates = Updates(pipeline, holders, links.reducer, tying, links.council, decisions, recorder, provisional)
+    updates = Updates(pipeline, holders, links.reducer, tying, links.control, decisions, recorder, provisional)
     forwards = sum(instruction.action.op is Op.F for instruction in lowered.programs[rank].period)
     decides = any(spec.decides for spec in specs.values())
     losses = LossLedger(sum(stage.trained for stage in stages.values()), decides and not provisional)
@@ -63,11 +63,11 @@ def make_span(
     )  # fmt: skip
 
 
-def _meetings(state: RankState, holders: Holders, links: Links, combine: Combine) -> tuple[Meetings, Holders]:
+def _meetings(state: RankState, holders: Holders, links: Communicators, combine: Combine) -> tuple[Meetings, Holders]:
     """How the rank meets other pipelines, and the stages that hold the weights that it updates."""
-    if links.common is None:
+    if links.global_control is None:
         return NoMeetings(), holders
-    party = Party(combine, state.key.pipeline, holders, links.common, state.decisions, state.recorder)
+    party = Party(combine, state.key.pipeline, holders, links.global_control, state.decisions, state.recorder)
     own = {index: tuple(h for h in all_ if h.pipeline == state.key.pipeline) for index, all_ in holders.items()}
     if links.averages is not None:
         return Combining(party, links.averages), own

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from penstock.comm.p2p.mailbox import Desk
-from penstock.comm.p2p.message import Header, Parcel
+from penstock.comm.p2p.message import Header, TensorMessage
 from penstock.runtime.ops.bound import BoundAction, Turn
 from penstock.runtime.ops.messages import Consumer
 from penstock.runtime.rank.span import RankSpan
@@ -41,16 +41,16 @@ class PeerMove(Consumer):
         header, runtime = Header(turn.batch, turn.first, self._span.more, piece=key[1]), self._runtime
         match self.op:
             case Op.OFFLOAD:
-                self._out.put(Parcel(header, runtime.graphs.take_bytes(runtime.flights[key].work)))
+                self._out.put(TensorMessage(header, runtime.graphs.take_bytes(runtime.flights[key].work)))
             case Op.FETCH:
                 runtime.graphs.put_bytes(runtime.flights[key].work, self._in.take(key).tree)
             case Op.HOLD:
-                parcel = self._held[key] = self._in.take(key)
-                self._recorder.change(_ROLE, parcel.nbytes)
+                message = self._held[key] = self._in.take(key)
+                self._recorder.change(_ROLE, message.nbytes)
             case Op.RETURN:
-                parcel = self._held.pop(key)
-                self._recorder.change(_ROLE, -parcel.nbytes)
-                self._out.put(Parcel(header, parcel.tree))
+                message = self._held.pop(key)
+                self._recorder.change(_ROLE, -message.nbytes)
+                self._out.put(TensorMessage(header, message.tree))
 
 
 def bind_move(instruction: Instruction, span: RankSpan) -> BoundAction:

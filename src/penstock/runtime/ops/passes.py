@@ -68,7 +68,7 @@ class Forward(Consumer):
         if loss is not None and stage.is_last:
             span.losses.add(turn.batch, (k, self._number), loss)
         if self._runtime.module.hands_on:
-            routes.hand_on(header, output)
+            routes.put_output(header, output)
         span.reports.forward_done(turn.batch, evaluation=self._evaluates)
         return start
 
@@ -145,7 +145,9 @@ class Backward(Consumer):
             span.losses.learn(batch, weight)
             found = self._run((k, piece), batch, version, gradients, copy)
             # The weight of a batch is known to the last stage before its last backward, so it rides on gradients.
-            routes.hand_back(Header(batch, k, span.more, weight=span.losses.weight(batch), piece=piece), found)
+            routes.put_input_gradients(
+                Header(batch, k, span.more, weight=span.losses.weight(batch), piece=piece), found
+            )
 
 
 class WeightBackward(Consumer):
@@ -165,8 +167,8 @@ class Recompute(Consumer):
         span, routes, version = self._span, self.stage.routes, self.version(turn)
         for k, piece in self._keys:
             k += turn.t * self._m
-            again = self._runtime.recompute((k, piece), version, routes.input_again((k, piece)))
-            routes.hand_on_again(Header(turn.batch, k, span.more, piece=piece), again)
+            again = self._runtime.recompute((k, piece), version, routes.recomputed_input((k, piece)))
+            routes.put_recomputed(Header(turn.batch, k, span.more, piece=piece), again)
 
 
 class Predict(BoundAction):

@@ -37,7 +37,7 @@ class Redo(Consumer):
         if loss is not None and self.stage.is_last:
             span.losses.add(header.batch, key, loss)
         if runtime.module.hands_on:
-            self.stage.routes.hand_on(header, output, repair=True)
+            self.stage.routes.put_output(header, output, repair=True)
 
 
 class Validate(BoundAction):

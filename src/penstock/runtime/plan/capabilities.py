@@ -1,4 +1,7 @@
-"""What the runtime offers so far; every other proven schedule is drawn and simulated, and refused here by name."""
+"""Refuses what the runtime cannot run, by name: schedules, and options that do not go with them.
+
+A schedule that is refused here can still be proven, drawn and simulated.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from penstock.weights.corrections.base import Correction
 _OPS = frozenset(HANDLERS) | {Op.FUSED}  # fused passes are taken apart before they run
 _RULES = frozenset(RULES) - {"frozen"}
 _WIDE = frozenset({Op.B, Op.R})
-"""What may handle several microbatches at once."""
+"""Operations that may handle several microbatches at once."""
 
 
 def check_offered(schedule: Schedule, combine: Combine = REDUCE) -> None:
@@ -67,7 +70,7 @@ def check_offered(schedule: Schedule, combine: Combine = REDUCE) -> None:
 
 
 def _check_provisional(schedule: Schedule) -> None:
-    """What an update needs that does not wait for the others, and what can be done again."""
+    """Make sure that updates can be made before the decision of all stages, and that rejected forwards run again."""
     if needs_decisions(schedule):
         raise CapabilityError(
             f"{schedule.name}: an update before the decision of all stages needs the loss weight of the batch, which "
@@ -87,7 +90,7 @@ def _check_provisional(schedule: Schedule) -> None:
 
 
 def check_slices(schedule: Schedule, recompute: str, slicing: Slicing = EQUAL_SLICES) -> None:
-    """Make sure that what is wanted goes with slices of sequences, or with whole ones.
+    """Make sure that `slicing` and `recompute` go with slices of sequences, or with whole sequences.
 
     Raises:
         ConfigError: it does not.
@@ -114,7 +117,7 @@ def check_recomputed_blocks(schedule: Schedule, recompute: str) -> None:
 
 
 def _check_uncorrected(schedule: Schedule, wanted: str) -> None:
-    """Make sure that nothing is missing where no correction is given."""
+    """Make sure that a schedule needs no correction; `wanted` is that of its method."""
     rule, lacks = RULES[schedule.rule], ""
     if rule.keeps_forward:
         lacks = "backwards read a blend of two versions, and nothing says of what shares"

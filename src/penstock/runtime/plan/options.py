@@ -261,7 +261,10 @@ class PipelineOptions:
                 "divergence; leave one of them out"
             )
         if self.update.divergence is not None and not self.deciding:
-            raise ConfigError("divergence is seen where all stages decide together; set clip, loss_scale or width")
+            raise ConfigError(
+                "a divergence (fallback.when) is noticed where all stages decide together; set clip, loss_scale or "
+                "width"
+            )
 
     @classmethod
     def names(cls) -> frozenset[str]:

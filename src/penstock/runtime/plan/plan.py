@@ -1,10 +1,10 @@
 """The plan of a pipeline: what follows from its blocks, its schedule and its options, checked before anything is made.
 
-A plan needs neither modules nor processes, so `penstock train` makes it before it starts its workers, and `Pipeline`,
-`penstock compare` and `penstock verify` make the same one: each check stands here once. They run in one order, cheap
-ones first. Options by themselves have been checked when they were made; then come the number of blocks, the schedule as
-it is built, and what goes with what. An `UnprovenPlan` has passed all of these; proofs come last, and with them the
-search for the smallest legal number of microbatches where one fails.
+A plan needs no processes, and no modules where blocks are lazy. So `penstock train` makes it before it starts its
+workers, and `Pipeline`, `penstock compare` and `penstock verify` make the same one: each check stands here once. They
+run in one order, cheap ones first. Options by themselves have been checked when they were made; then come the number of
+blocks, the schedule as it is built, and what goes with what. An `UnprovenPlan` has passed all of these; proofs come
+last, and with them the search for the smallest legal number of microbatches where one fails.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ class UnprovenPlan:
         """Check everything but the proof.
 
         Args:
-            blocks: the model, by name; lazy blocks are not made.
+            blocks: the model, by name; of lazy blocks that do not say their cost, it is counted without memory (torch's
+                meta device).
             given: the schedule.
             options: of the pipeline.
 
@@ -171,7 +172,8 @@ class PipelinePlan(UnprovenPlan):
         """Check everything, the proof included.
 
         Args:
-            blocks: the model, by name; lazy blocks are not made.
+            blocks: the model, by name; of lazy blocks that do not say their cost, it is counted without memory (torch's
+                meta device).
             given: the schedule.
             options: of the pipeline.
 

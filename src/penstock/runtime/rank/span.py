@@ -13,7 +13,7 @@ from typing import Any
 from penstock.comm.core.recorder import Recorder
 from penstock.comm.core.wait import Wait
 from penstock.comm.p2p.mailbox import Mailbox
-from penstock.comm.p2p.message import Parcel
+from penstock.comm.p2p.message import TensorMessage
 from penstock.comm.p2p.routing import StageRoutes
 from penstock.partition.sequence_slices import Slicing
 from penstock.runtime.rank.batch_source import BatchSource
@@ -116,7 +116,7 @@ class RankSpan:
     stop: StopRequest
     capture: SnapshotCapture = field(init=False)
     source: BatchSource = field(init=False)
-    held: dict[Stage, dict[Piece, Parcel]] = field(default_factory=dict)
+    held: dict[Stage, dict[Piece, TensorMessage]] = field(default_factory=dict)
     at_border: AtBorder | None = None
     start: int = 0
     older: int = 0

@@ -25,7 +25,7 @@ from penstock.stage.stage_runtime import StageRuntime
 from penstock.weights.optim.updater import OptimizerFactory
 
 
-def make_workers(
+def make_ranks(
     named: Mapping[str, Any],
     plan: PipelinePlan,
     grid: RankGrid,

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from penstock.comm.collective.gather import gather_json
 from penstock.comm.core.rank_grid import Holder, RankGrid
+from penstock.comm.core.tagged_group import Tag
 from penstock.errors import ConfigError
 from penstock.partition.tied import Tie
 from penstock.runtime.rank.batch_source import checksum
@@ -19,8 +20,6 @@ from penstock.runtime.setup.rank_state import RankState
 from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.methods.combine import Combine
 from penstock.stage.stage_runtime import StageRuntime
-
-_TAG = 7  # on the pipelines' group; lanes use others
 
 
 def equalise(ties: Sequence[Tie], schedule: Schedule, grid: RankGrid, ranks: Sequence[RankState]) -> None:
@@ -150,9 +149,9 @@ def _copy(tie: Tie, source: Holder, target: Holder, here: Mapping[Holder, StageR
                 theirs.copy_(mine)
         elif owner is not None:
             for mine in _values(tie, first, owner):
-                dist.send(mine.cpu(), group=grid.control, tag=_TAG, group_dst=grid.process(target))
+                dist.send(mine.cpu(), group=grid.control, tag=Tag.INITIAL_WEIGHTS, group_dst=grid.process(target))
         elif other is not None:
             for theirs in _values(tie, index, other):
                 received = torch.empty(theirs.shape, dtype=theirs.dtype)
-                dist.recv(received, group=grid.control, tag=_TAG, group_src=grid.process(source))
+                dist.recv(received, group=grid.control, tag=Tag.INITIAL_WEIGHTS, group_src=grid.process(source))
                 theirs.copy_(received)

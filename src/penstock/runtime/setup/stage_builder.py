@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from penstock.comm.core.rank_grid import RankKey
 from penstock.comm.core.recorder import Recorder
-from penstock.comm.p2p.routing import ways_of
+from penstock.comm.p2p.routing import neighbors_of
 from penstock.errors import ConfigError
 from penstock.partition.block_delays import BlockDelays
 from penstock.partition.sequence_slices import check_blocks
@@ -163,7 +163,7 @@ class StageBuilder:
         plan, schedule = self._plan, self._plan.schedule
         share_inside(blocks, plan.inside)
         where = f"stage {stage.name} on rank {stage.rank}"
-        ways = ways_of(schedule, stage)
+        ways = neighbors_of(schedule, stage)
         if schedule.slices > 1:
             check_blocks(blocks, where)
         for delays in (plan.delays, plan.backward_delays):
@@ -256,7 +256,7 @@ class StageBuilder:
         )
         ops = {p.op for a in schedule.programs[stage.rank].period for p in passes(a) if p.stage == stage}
         storages = set() if store is None else store.storages | (set() if older is None else older.storages)
-        halved, parks = _halved(schedule, stage, any(ways_of(schedule, stage).returns)), Op.OFFLOAD in ops
+        halved, parks = _halved(schedule, stage, any(neighbors_of(schedule, stage).returns)), Op.OFFLOAD in ops
         keeps = schedule.segment_before(stage.index) is None
         return StageGraphs(module, storages, self._plan.divisor, parts, halved, parks, self._hold, reading, keeps)
 

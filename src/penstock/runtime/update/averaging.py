@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from penstock.comm.collective.all_reduce import Reducer
-from penstock.comm.collective.control_reduce import CONTROL_LANE, Council
+from penstock.comm.collective.control_reduce import CONTROL_LANE, ControlReduce
 from penstock.comm.core.rank_grid import Holder, Members
 from penstock.comm.core.recorder import Recorder
 from penstock.comm.core.ticket import Ticket
@@ -32,7 +32,7 @@ class Party(NamedTuple):
         combine: how pipelines agree.
         pipeline: which of them this is.
         holders: by stage index, the copies of that stage in all pipelines.
-        council: of all stages of all pipelines.
+        control: of all stages of all pipelines.
         decisions: this rank's part in them.
         recorder: takes down what happens.
     """
@@ -40,7 +40,7 @@ class Party(NamedTuple):
     combine: Combine
     pipeline: int
     holders: Mapping[int, tuple[Holder, ...]]
-    council: Council
+    control: ControlReduce
     decisions: Decisions
     recorder: Recorder
 
@@ -153,7 +153,7 @@ class PartyMeetings(Meetings):
     def _vote(self, stage: Stage, batch: int, last: bool) -> None:
         vote = self._votes[stage, batch] = Ticket(f"{CONTROL_LANE} of all pipelines (batch {batch})")
         share = self._decisions.common_share(batch, last)
-        self._party.council.hand_in(Holder(self._party.pipeline, stage), batch, share, vote)
+        self._party.control.contribute(Holder(self._party.pipeline, stage), batch, share, vote)
 
     def _wait_for_vote(self, stage: Stage, batch: int, what: str) -> Iterator[Wait]:
         cause = f"all pipelines: to meet after batch {batch}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from penstock.comm.collective.all_reduce import Reducer
-from penstock.comm.collective.control_reduce import CONTROL_LANE, Council
+from penstock.comm.collective.control_reduce import CONTROL_LANE, ControlReduce
 from penstock.comm.core.rank_grid import Holder
 from penstock.comm.core.recorder import Recorder
 from penstock.comm.core.ticket import Ticket, after_all
@@ -33,7 +33,7 @@ class Updates:
         holders: by stage index, the copies of that stage in all parallel pipelines.
         reducer: adds gradients.
         tying: adds those of parameters that stages share.
-        council: adds what stages know.
+        control: adds what stages know.
         decisions: this rank's part in them.
         recorder: takes down what happens.
         provisional: updates do not wait for decisions.
@@ -45,7 +45,7 @@ class Updates:
         holders: Mapping[int, tuple[Holder, ...]],
         reducer: Reducer,
         tying: Tying,
-        council: Council,
+        control: ControlReduce,
         decisions: Decisions,
         recorder: Recorder,
         provisional: bool,
@@ -53,7 +53,7 @@ class Updates:
         self.provisional = provisional
         self._pipelines = len({holder.pipeline for holder in holders[0]})
         self._pipeline, self._holders = pipeline, holders
-        self._reducer, self._tying, self._council = reducer, tying, council
+        self._reducer, self._tying, self._control = reducer, tying, control
         self._decisions, self._recorder = decisions, recorder
         self._sums: dict[tuple[Stage, int], list[tuple[Op, Ticket]]] = {}
         self._votes: dict[tuple[Stage, int], Ticket] = {}
@@ -98,7 +98,7 @@ class Updates:
                 squares = stage.gradient_squares(batch) if counts else (0.0, 0.0)
                 if taken is not None:
                     taken.complete(stage.all_squares(batch))
-                self._council.hand_in(me, batch, share._replace(squares=squares[0], rest=squares[1]), vote)
+                self._control.contribute(me, batch, share._replace(squares=squares[0], rest=squares[1]), vote)
             except Exception as error:  # this may be the reducer's thread; the executor raises it where it waits
                 vote.complete(error=error)
                 if taken is not None and not taken.done:

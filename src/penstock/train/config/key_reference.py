@@ -1,4 +1,4 @@
-"""Every key of a configuration with its default and its meaning; those that only some methods have, too."""
+"""Lists every key of a configuration with its default and meaning, including options of single methods."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Key = tuple[str, Any, str]
 
 
 def described_keys(schema: type[BaseModel] = TrainConfig) -> list[Key]:
-    """Every key (of sections as `section.key`) with its default and its meaning, and the choices where it has some."""
+    """List every key (of sections as `section.key`) with its default and its meaning, including possible choices."""
     keys = []
     for name, field in schema.model_fields.items():
         section = field.annotation
@@ -34,7 +34,7 @@ def described_keys(schema: type[BaseModel] = TrainConfig) -> list[Key]:
 
 
 def _meaning(field: FieldInfo) -> str:
-    """What a field means, after its choices if it has some that its description does not name."""
+    """Return the description of a field, after its choices if the description does not name them."""
     meaning = field.description or ""
     choices = [choice for choice in _choices(field.annotation) if isinstance(choice, str)]
     if all(re.search(rf"(?<![\w-]){re.escape(choice)}(?![\w-])", meaning) for choice in choices):
@@ -49,19 +49,19 @@ def _choices(annotation: Any) -> list[Any]:
 
 
 def known_keys(schema: type[BaseModel] = TrainConfig) -> list[str]:
-    """Every key, and every section."""
+    """List every key and every section."""
     keys = [key for key, _, _ in described_keys(schema)]
     return [*keys, *sorted({key.partition(".")[0] for key in keys if "." in key})]
 
 
 def with_options(keys: list[Key]) -> list[Key]:
-    """All keys, and under those of sections of options what each method takes there."""
+    """Insert the options that methods have below the keys of sections of options."""
     inner = {"options": list(order_keys()), "correction": list(correction_keys())}
     return [row for key in keys for row in (key, *inner.get(key[0], ()))]
 
 
 def order_keys() -> Iterator[Key]:
-    """The options of orders; where the default is one of the order's own, it is None."""
+    """Yield the options of orders; the default is None where each order has its own."""
     found: dict[str, dict[str, int | None]] = {}
     for row in METHODS.values():
         for option, default in options_of(ORDERS[row.order]).items():
@@ -73,7 +73,7 @@ def order_keys() -> Iterator[Key]:
 
 
 def correction_keys() -> Iterator[Key]:
-    """The options of corrections."""
+    """Yield the options of corrections."""
     options = {name: option for spec in CORRECTIONS.values() for name, option in spec.options.items()}
     for name, option in options.items():
         methods = [row.name for row in METHODS.values() if name in CORRECTIONS[row.correction].options]
@@ -81,7 +81,7 @@ def correction_keys() -> Iterator[Key]:
 
 
 def commented_reference() -> str:
-    """Every key with its default, under a comment with its meaning, as a YAML file that `load_config` reads."""
+    """Write every key with its default, under a comment with its meaning, as YAML that `load_config` can read."""
     lines, section = ["# Every key of a training run with its default. Leave out what you do not change."], ""
     for key, default, meaning in described_keys():
         group, _, last = key.rpartition(".")

@@ -1,4 +1,4 @@
-"""Lags of waves in the folder of a run: `combine.lag=record` leaves them there, `combine.lag=FILE` takes them again.
+"""Records the lags of waves in the run folder (`combine.lag=record`), and replays them (`combine.lag=FILE`).
 
 lags.json    {"pipeline/stage": {"batch": [lag of the updates of each pipeline]}}
 """
@@ -17,19 +17,19 @@ NAME = "lags.json"
 
 
 def lag_of(value: int | Sequence[int] | str | None) -> Any:
-    """What a configuration means by a lag, as `penstock.schedule.methods.combine.Combine` takes it.
+    """Convert a configured lag to the form that `penstock.schedule.methods.combine.Combine` takes.
 
     Raises:
-        ConfigError: it names a file that cannot be read, or holds something else.
+        ConfigError: it names a file that cannot be read or has other content.
     """
     return read_lags(Path(value)) if isinstance(value, str) and value != RECORD else value
 
 
 def read_lags(path: Path) -> Record:
-    """What a run has taken down.
+    """Read the lags that a run has recorded.
 
     Raises:
-        ConfigError: the file cannot be read, or holds something else.
+        ConfigError: the file cannot be read or has other content.
     """
     try:
         found = json.loads(path.read_text())
@@ -39,13 +39,13 @@ def read_lags(path: Path) -> Record:
         }
     except OSError as error:
         raise ConfigError(
-            f"combine.lag: cannot read {str(path)!r}: {error.strerror or error}; give a number of waves, one for each "
-            f"pipeline, {RECORD}, or the {NAME} of a run with that"
+            f"combine.lag: cannot read {str(path)!r}: {error.strerror or error}; give a number of waves, one per "
+            f"pipeline, {RECORD}, or the {NAME} of a run that recorded it"
         ) from None
     except (ValueError, TypeError, AttributeError) as error:
-        raise ConfigError(f"combine.lag: {str(path)!r} is not a {NAME} that a run has written: {error}") from None
+        raise ConfigError(f"combine.lag: {str(path)!r} is not a {NAME} written by a run: {error}") from None
 
 
 def write_lags(folder: Path, parts: Iterable[Mapping[str, Any]]) -> None:
-    """Leave what all processes have taken down in the folder of their run."""
+    """Write the lags that all processes have recorded into the run folder."""
     (folder / NAME).write_text(json.dumps({place: waves for part in parts for place, waves in part.items()}))

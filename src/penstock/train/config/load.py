@@ -1,4 +1,4 @@
-"""From what a user gives to a checked configuration: a YAML file, `key=value`, what a method takes by itself."""
+"""Loads a checked configuration from a YAML file, `key=value` changes, and the settings of the method's paper."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def load_config(path: Path | None, changes: list[str]) -> TrainConfig:
         changes: such as "method=1f1b" or "optimizer.lr=0.001"; values are read as YAML.
 
     Raises:
-        ConfigError: every unknown key (with the nearest known one), every value of a wrong type or range.
+        ConfigError: lists every unknown key (with the nearest known one) and every value of a wrong type or range.
     """
     values: dict[str, Any] = {}
     if path is not None:
@@ -47,14 +47,14 @@ def load_config(path: Path | None, changes: list[str]) -> TrainConfig:
 
 
 def with_settings(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values with those that their method takes where none are given (`Method.settings`).
+    """Add the method's own settings (`Method.settings`) for keys that are not given.
 
-    Those of the optimizer are of one kind of it, so they are left out where another kind is given.
+    Settings of the optimizer apply to one kind of optimizer, so they are omitted if another kind is given.
     """
     filled = copy.deepcopy(dict(values))
     try:
         wanted = find_method(str(values.get("method", TrainConfig.model_fields["method"].default))).settings
-    except ConfigError:  # told later
+    except ConfigError:  # reported by the validation
         return filled
     given = values.get("optimizer")
     kind = given.get("name") if isinstance(given, Mapping) else None
@@ -72,7 +72,7 @@ def validate_config(values: dict[str, Any]) -> TrainConfig:
     """Check values against the schema of a training run.
 
     Raises:
-        ConfigError: lists everything that is wrong.
+        ConfigError: lists all problems.
     """
     return validate(TrainConfig, values)
 
@@ -81,7 +81,7 @@ def validate(schema: type[Section], values: dict[str, Any]) -> Section:
     """Check values against a schema.
 
     Raises:
-        ConfigError: lists everything that is wrong.
+        ConfigError: lists all problems.
     """
     try:
         return schema.model_validate(values)
@@ -101,7 +101,7 @@ def apply_change(schema: type[BaseModel], values: dict[str, Any], change: str) -
         change: `key=value`, of sections `section.key=value`.
 
     Raises:
-        ConfigError: it is not of that form.
+        ConfigError: `change` does not have that form.
     """
     key, separator, text = change.partition("=")
     if not separator or not key:
@@ -133,7 +133,7 @@ def _explain(schema: type[BaseModel], path: tuple[str, ...], kind: str, message:
         return f"unknown configuration key {key!r}{hint}"
     if kind in ("model_type", "dict_type"):
         return f"{key}: expected a section with keys, such as {key}.{_section_keys(schema, key)}, got {value!r}"
-    if kind == "apart":  # of several values, none of which is wrong by itself
+    if kind == "apart":  # a contradiction between values that are each valid
         return f"{key}: {message}"
     if value is None and ":" in path[-1]:  # YAML reads {a:1} as a key without a value
         return f"{key}: write a space after the colon, as in {path[-1].replace(':', ': ')}"

@@ -1,4 +1,4 @@
-"""Real text without a download: the Python sources of the interpreter's own standard library.
+"""Loads the training text; by default the Python sources of the interpreter's standard library, without a download.
 
 Tokens are bytes. A user's own text may be a file, a folder of files, or an array of tokens on disk.
 """
@@ -16,19 +16,19 @@ from numpy.typing import NDArray
 
 from penstock.errors import DataError
 
-_CHECKED_PARTS, _CHECKED_PART = 64, 1 << 20  # of a large corpus; 2^20 tokens each
+_CHECKED_PARTS, _CHECKED_PART = 64, 1 << 20  # parts of a large corpus in its checksum; tokens in each
 SKIPPED_FOLDERS = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib2to3"})
-"""Not every interpreter ships these, so they are left out and the corpus is alike everywhere."""
+"""Parts that not every interpreter ships; they are left out, so that the corpus is the same everywhere."""
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Tokens in a row.
+    """A sequence of tokens.
 
     Attributes:
-        name: for people.
+        name: for display.
         tokens: one dimension, any integer type; may be mapped from disk.
-        vocabulary: one more than the largest token.
+        vocabulary: the largest token plus one.
         text: whether tokens are bytes of text.
     """
 
@@ -39,7 +39,7 @@ class Corpus:
 
     @property
     def fingerprint(self) -> str:
-        """The number of tokens, and a checksum of parts that are spread over them, of all in a small corpus."""
+        """The number of tokens, and a checksum of them; in a large corpus, of evenly spread parts."""
         total, step = 0, max(len(self.tokens) // _CHECKED_PARTS, _CHECKED_PART)
         for first in range(0, len(self.tokens), step):
             total = zlib.crc32(np.ascontiguousarray(self.tokens[first : first + _CHECKED_PART]).tobytes(), total)
@@ -50,12 +50,12 @@ def load_corpus(path: str | None = None, skip: Callable[[Path], bool] = lambda _
     """Load the training text.
 
     Args:
-        path: a text file, a folder (all its text files but hidden ones, in order of their names), a token array
-            (`.npy`, or `.bin` with 16-bit little-endian tokens); None for the standard library.
-        skip: tells which files of a folder are no text of it.
+        path: a text file, a folder (all text files that are not hidden, sorted by name), a token array (`.npy`, or
+            `.bin` with 16-bit little-endian tokens); None for the standard library.
+        skip: returns True for files of a folder to leave out.
 
     Raises:
-        DataError: nothing there, or it cannot be read.
+        DataError: the path does not exist, cannot be read, or holds no text.
     """
     if path is None:
         library = Path(sysconfig.get_paths()["stdlib"])
@@ -108,7 +108,7 @@ def _bytes_corpus(data: bytes, name: str) -> Corpus:
 
 
 def _tokens_corpus(path: Path) -> Corpus:
-    """Map an array of tokens."""
+    """Map an array of tokens from disk."""
     try:
         tokens = np.load(path, mmap_mode="r") if path.suffix == ".npy" else np.memmap(path, dtype="<u2", mode="r")
     except (ValueError, EOFError) as error:
@@ -125,9 +125,9 @@ def _tokens_corpus(path: Path) -> Corpus:
 
 
 def unigram_entropy(train: NDArray[np.int64], held_out: NDArray[np.int64]) -> float:
-    """Cross-entropy in nats per token of held-out text under the token frequencies of the training text.
+    """Return the cross-entropy of held-out text under the token frequencies of the training text, in nats per token.
 
-    What a model reaches that looks at no context at all; every token counts once more than it was seen.
+    A model that uses no context at all can reach it. Every token counts once more than it occurs.
 
     Args:
         train, held_out: how often each token occurs, (V,).

@@ -1,8 +1,8 @@
-"""Which samples a microbatch holds: a pure function of the seed and the global sample number.
+"""Assigns samples to microbatches as a pure function of the seed and the global sample number.
 
 The text is cut into windows of `context` tokens (and one more, the last target). Blocks of neighbouring windows are
-held out for validation; the others are visited in a new order in every epoch. The first and the last stage, pipelines
-and resumed runs all find the same samples without telling each other.
+held out for validation; the others are visited in a different order in every epoch. The first and the last stage,
+parallel pipelines and resumed runs all compute the same samples without communication.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from penstock.errors import DataError
 from penstock.train.data.corpus import Corpus
 
 _ROUNDS = 4
-_PART = 4096  # windows that are counted at once
-_COUNTED = 1 << 27  # tokens that are counted of each, about
-_BLOCK = 32  # neighbouring windows that are held out together, if there are enough
+_PART = 4096  # windows counted at once
+_COUNTED = 1 << 27  # approximate limit of the tokens counted in each text
+_BLOCK = 32  # neighbouring windows that are held out together, if there are enough windows
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Windows:
     seed: int
 
     def __post_init__(self) -> None:
-        """Refuse text that is too short."""
+        """Check that the text is long enough."""
         needed = 2 * self.context + 1
         if len(self.corpus.tokens) < needed:
             raise DataError(
@@ -55,7 +55,7 @@ class Windows:
 
     @property
     def count(self) -> int:
-        """All windows."""
+        """The number of all windows."""
         return (len(self.corpus.tokens) - 1) // self.context
 
     @cached_property
@@ -66,23 +66,23 @@ class Windows:
 
     @cached_property
     def training(self) -> NDArray[np.int64]:
-        """The windows to train on."""
+        """The numbers of the windows to train on."""
         return np.flatnonzero(~self._is_held_out)
 
     @cached_property
     def validation(self) -> NDArray[np.int64]:
-        """The windows held out."""
+        """The numbers of the held-out windows."""
         return np.flatnonzero(self._is_held_out)
 
     def samples(self, first: int, count: int) -> tuple[Tensor, Tensor]:
-        """Training samples number first .. first + count - 1: inputs and targets, each (B, L), int64."""
+        """Return the training samples first .. first + count - 1: inputs and targets, each (B, L), int64."""
         numbers = np.arange(first, first + count, dtype=np.int64)
         epochs, places = np.divmod(numbers, len(self.training))
         order = [shuffled(int(p), len(self.training), self.seed, int(e)) for e, p in zip(epochs, places, strict=True)]
         return self._read(self.training[order])
 
     def validation_samples(self, first: int, count: int) -> tuple[Tensor, Tensor]:
-        """Held-out samples, spread evenly over the held-out text; numbers beyond the end begin again."""
+        """Return held-out samples, spread evenly over the held-out text; numbers beyond the end wrap around."""
         windows = self.validation
         spread = (np.arange(first, first + count) * _spread(len(windows))) % len(windows)
         return self._read(windows[spread])
@@ -93,9 +93,9 @@ class Windows:
         return tokens_BL[:, :-1].contiguous(), tokens_BL[:, 1:].contiguous()
 
     def count_tokens(self, vocabulary: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """How often each token occurs in the training text and in the held-out text.
+        """Count how often each token occurs in the training text and in the held-out text.
 
-        It reads a part at a time, and of a large text only some windows, evenly spread.
+        It reads in parts, and only some evenly spread windows of a large text.
         """
         counts = np.zeros((2, vocabulary), dtype=np.int64)
         rows = self.corpus.tokens[: self.count * self.context].reshape(self.count, self.context)
@@ -107,7 +107,7 @@ class Windows:
 
 
 class Microbatches(Sequence[tuple[Tensor, Tensor]]):
-    """The m microbatches of a batch, from sample number `first` on, each read when it is asked for."""
+    """The m microbatches of a batch, from sample number `first` on, each read on access."""
 
     def __init__(self, windows: Windows, first: int, microbatches: int, size: int, validation: bool = False) -> None:
         self._read = windows.validation_samples if validation else windows.samples
@@ -125,15 +125,15 @@ class Microbatches(Sequence[tuple[Tensor, Tensor]]):
 def batches(
     windows: Windows, first: int, count: int, microbatches: int, size: int, validation: bool = False
 ) -> Iterator[Microbatches]:
-    """Batches of m microbatches of `size` samples, from sample number `first` on."""
+    """Yield batches of m microbatches of `size` samples, from sample number `first` on."""
     for batch in range(count):
         yield Microbatches(windows, first + batch * microbatches * size, microbatches, size, validation)
 
 
 def shuffled(place: int, count: int, seed: int, epoch: int) -> int:
-    """Where `place` goes in a pseudo-random permutation of range(count), without storing the permutation.
+    """Return the image of `place` under a pseudo-random permutation of range(count), without storing the permutation.
 
-    A Feistel network over the next even power of two; values beyond the range are sent on until they fall inside.
+    A Feistel network over the next even power of two; values out of range are mapped again until they are in range.
     """
     half = max((count - 1).bit_length() + 1, 2) // 2
     mask = (1 << half) - 1
@@ -147,7 +147,7 @@ def shuffled(place: int, count: int, seed: int, epoch: int) -> int:
 
 
 def _mix(value: int, seed: int, epoch: int, round_: int) -> int:
-    """A hash of 32 bits (the finaliser of MurmurHash3 over the inputs in turn)."""
+    """Hash the inputs in turn to 32 bits (the finaliser of MurmurHash3)."""
     h = 0x9E3779B9
     for part in (seed ^ (seed >> 32) * 0x9E3779B1, epoch, round_, value):
         h = (h ^ part) & 0xFFFFFFFF
@@ -158,7 +158,7 @@ def _mix(value: int, seed: int, epoch: int, round_: int) -> int:
 
 
 def _spread(count: int) -> int:
-    """A step near the golden section of `count` that visits every place."""
+    """Return a step near the golden section of `count` that visits every place."""
     step = max(int(count * 0.618), 1)
     while np.gcd(step, count) != 1:
         step += 1

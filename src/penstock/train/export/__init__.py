@@ -1,1 +1,1 @@
-"""The weights that a run leaves: format, saving, sampling."""
+"""The trained weights of a run: file format, saving, sampling text."""

@@ -1,4 +1,4 @@
-"""Text from trained weights."""
+"""Samples text from trained weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from penstock.train.export.weights_format import fill_module, load_index, load_w
 
 
 def load_model(folder: Path) -> tuple[nn.Sequential, GPTConfig]:
-    """The trained model of a run folder, on one device, in evaluation mode.
+    """Load the trained model of a run folder, on one device, in evaluation mode.
 
     Raises:
         CheckpointError: the weights are missing, damaged, or not those of a GPT.
@@ -48,12 +48,12 @@ def generate(
 
     Args:
         model: tokens (1, L) -> logits (1, L, V).
-        config: for the context, beyond which the oldest tokens are forgotten.
+        config: of the model; the oldest tokens beyond its context are dropped.
         prompt: at least one token.
-        length: how many tokens to make.
+        length: the number of tokens to sample.
         temperature: below 1 for likelier text, 0 for the likeliest token each time.
-        seed: of the choices.
-        alphabet: make only tokens below this, where the vocabulary is larger (padded); all if None.
+        seed: of the sampling.
+        alphabet: sample only tokens below this, if the vocabulary is padded; all if None.
 
     Raises:
         ConfigError: the prompt is empty or holds unknown tokens.
@@ -79,14 +79,14 @@ def generate(
 def sample_text(
     folder: Path, prompt: str, length: int, temperature: float = 0.8, seed: int = 0, seconds: float = math.inf
 ) -> str:
-    """The prompt and what the model makes of it, what is no text replaced, control characters as escapes.
+    """Return the prompt and its continuation; invalid text is replaced, control characters are escaped.
 
     Args:
         folder: of the run.
-        prompt: what the text begins with.
-        length: how many bytes to make.
-        temperature, seed: as `generate` takes them.
-        seconds: after which there are no more.
+        prompt: the beginning of the text.
+        length: the number of bytes to sample.
+        temperature, seed: see `generate`.
+        seconds: after which sampling stops.
 
     Raises:
         ConfigError: the model was trained on tokens that are not bytes of text.
@@ -105,5 +105,5 @@ def sample_text(
 
 
 def _shown(text: str) -> str:
-    """With control characters as escapes: a model that knows little writes some, and terminals obey them."""
+    """Escape control characters: an untrained model samples some, and terminals would interpret them."""
     return "".join(c if c in "\n\t" or c.isprintable() else ascii(c)[1:-1] for c in text)

@@ -1,4 +1,4 @@
-"""All ranks save their trained weights together: every rank its stage, one of them the index."""
+"""Saves the trained weights of a run: every rank writes its stage, one of them the index."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from penstock.runtime.pipeline import Pipeline
 from penstock.train.export.weights_format import save_index, save_stage
 from penstock.train.setup.prepare import Prepared, describe_model
 
-AVERAGED = "averaged"  # a folder in that of the run
+AVERAGED = "averaged"  # a folder in the run folder
 
 
 def save_weights(pipeline: Pipeline, prepared: Prepared, folder: Path) -> None:
     """Save the newest weights of a run, and averaged ones, if there are any, in a folder of their own.
 
     Raises:
-        CheckpointError: a rank could not.
+        CheckpointError: a rank failed to write.
     """
     _save(pipeline, prepared, folder, folder, averaged=False)
     if prepared.config.average is not None:
@@ -32,12 +32,12 @@ def _save(pipeline: Pipeline, prepared: Prepared, run: Path, folder: Path, avera
     files: dict[str, str] = {}
     failure = None
     try:
-        if rank < stages:  # the other pipelines hold the same, or it speaks for them
+        if rank < stages:  # the first pipeline writes; the others hold the same weights, or it represents them
             state = pipeline.state_dict(averaged=averaged)
             blocks = [
                 f"{block}." for stage in pipeline.stages if not stage.direction for block in pipeline.parts[stage.index]
             ]
-            own = {name: tensor for name, tensor in state.items() if name.startswith(tuple(blocks))}  # of one direction
+            own = {name: tensor for name, tensor in state.items() if name.startswith(tuple(blocks))}  # one direction
             files = save_stage(folder, pipeline.batches, rank, stages, own)
     except (OSError, SafetensorError) as error:
         failure = str(error)
@@ -52,6 +52,6 @@ def _save(pipeline: Pipeline, prepared: Prepared, run: Path, folder: Path, avera
     failures = gather_json(failures, "saving the weights", None)[0]
     if failures:
         raise CheckpointError(
-            f"training is over, but its weights could not be written into {str(folder)!r}: {failures[0]}. Make room "
-            f"and end the run from its last checkpoint: penstock train --resume {run}"
+            f"training has finished, but its weights could not be written into {str(folder)!r}: {failures[0]}. Free "
+            f"space and finish the run from its last checkpoint: penstock train --resume {run}"
         )

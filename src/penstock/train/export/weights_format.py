@@ -1,10 +1,10 @@
-"""Trained weights on disk: one safetensors file per stage and an index, no pickle.
+"""Format of trained weights on disk: one safetensors file per stage and an index, no pickle.
 
     weights/index.json                        schema, model, file of each tensor
     weights/batch-1000-stage-0-of-2.safetensors
 
-Names are canonical (block and parameter), so any other stage of the model can read them. Files appear under their names
-only when they are complete, and the index, which comes last, never names those of two moments.
+Tensors have canonical names (block and parameter), so a model with other stages can read them. Files get their names
+only when they are complete, and the index is written last, so it never mixes files of two moments.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def save_stage(folder: Path, batch: int, stage: int, stages: int, state: Mapping
 
     Args:
         folder: of the run.
-        batch: as many batches they have learnt from.
-        stage, stages: whose, of how many.
+        batch: the number of batches trained.
+        stage, stages: the index of the stage, and the number of stages.
         state: the tensors.
 
     Returns:
@@ -55,9 +55,9 @@ def save_stage(folder: Path, batch: int, stage: int, stages: int, state: Mapping
 
 
 def save_index(folder: Path, files: Mapping[str, str], model: Mapping[str, Any], *, text: bool) -> None:
-    """Write which file holds which tensor, what the model looks like, and whether its tokens are bytes of text.
+    """Write the index: the file of each tensor, the model's configuration, and whether tokens are bytes of text.
 
-    Files that the index before named are removed.
+    Files named by the previous index are removed.
 
     Raises:
         OSError: it cannot be written.
@@ -77,7 +77,7 @@ def load_index(folder: Path) -> dict[str, Any]:
     """Read the index of a run's weights.
 
     Raises:
-        CheckpointError: there is none, or it is of another schema.
+        CheckpointError: there is none, or its schema is another one.
     """
     path = folder / FOLDER / INDEX
     try:
@@ -98,7 +98,7 @@ def load_index(folder: Path) -> dict[str, Any]:
 
 
 def load_weights(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a run, by canonical name.
+    """Return all tensors of a run by canonical name.
 
     Raises:
         CheckpointError: a file is missing or damaged, or lacks a tensor of the index.
@@ -121,7 +121,7 @@ def load_weights(folder: Path) -> dict[str, Tensor]:
 
 
 def fill_module(module: torch.nn.Module, name: str, state: Mapping[str, Tensor]) -> None:
-    """Load a block's tensors.
+    """Load the tensors of a block.
 
     Raises:
         CheckpointError: one is missing or has another shape.

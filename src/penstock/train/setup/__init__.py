@@ -1,1 +1,1 @@
-"""What `penstock train` prepares before its processes start."""
+"""Preparation of `penstock train` before its processes start."""

@@ -1,43 +1,43 @@
-"""When a run ends early because evaluations find nothing better any more.
+"""Early stopping: ends a run when evaluations no longer improve.
 
-The end is a function of what evaluations have found, not of when a rank hears of it, so it is the same batch however
-often the run was started again on the way. All ranks that read data hear of every evaluation a few batches later.
+The end is a function of the evaluations' results, not of when a rank receives them, so it is the same batch however
+often the run was restarted. All ranks that read data receive every result a few batches after the evaluation.
 """
 
 from __future__ import annotations
 
 import math
 
-_HEARD = 6  # batches after the border of an evaluation, until when its result is everywhere: with slack
+_KNOWN = 6  # batches after an evaluation until its result has reached every rank, with slack
 
 
-def heard_after(depth: int, microbatches: int) -> int:
-    """Batches after a batch, until when whoever reads data has heard what was decided about it.
+def known_after(depth: int, microbatches: int) -> int:
+    """Return after how many batches a decision on a batch has reached every rank that reads data.
 
     Args:
-        depth, microbatches: of the pipeline: so many batches may be under way.
+        depth, microbatches: of the pipeline; they bound the batches in flight.
     """
-    return _HEARD + -(-(depth - 1) // microbatches)
+    return _KNOWN + -(-(depth - 1) // microbatches)
 
 
 class Patience:
-    """Counts evaluations that are no better than the best so far.
+    """Counts consecutive evaluations without a better loss.
 
     Args:
-        limit: evaluations in a row without a better loss; None for no end.
-        depth, microbatches: of the pipeline: so many batches may be under way.
+        limit: how many of them end the run; None for no end.
+        depth, microbatches: of the pipeline; they bound the batches in flight.
 
     Attributes:
-        end: the batch before which the run ends; infinite while there is hope.
+        end: the batch before which the run ends; infinite until that is decided.
     """
 
     def __init__(self, limit: int | None, depth: int = 1, microbatches: int = 1) -> None:
         self.end = math.inf
         self._limit, self._best, self._worse, self._seen = limit, math.inf, 0, -1
-        self._lag = heard_after(depth, microbatches)
+        self._lag = known_after(depth, microbatches)
 
-    def hear(self, version: int, loss: float | None) -> None:
-        """Take notice of an evaluation, once of each version: they are found again after a restart."""
+    def record(self, version: int, loss: float | None) -> None:
+        """Record the loss of a version; each version counts once, as results recur after a restart."""
         if version <= self._seen:
             return
         self._seen = version

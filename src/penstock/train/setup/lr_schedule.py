@@ -9,11 +9,11 @@ from penstock.train.config.schema import RateSection
 
 
 def rate_schedule(section: RateSection, updates: int) -> Callable[[int], float]:
-    """A function from the update ordinal (0, 1, ...) to a factor on the peak rate.
+    """Return a function: number of the update (0, 1, ...) -> factor on the peak rate.
 
     Args:
         section: shape of the schedule.
-        updates: how many updates the run makes; the fall ends there.
+        updates: how many updates the run makes; the decay ends there.
     """
     warm_up = min(section.warm_up, updates)
 

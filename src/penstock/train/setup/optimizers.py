@@ -1,4 +1,4 @@
-"""Optimizers by the names that a configuration may use."""
+"""Makes optimizers by the names that a configuration may use."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from penstock.weights.optim.basis_rotation import BasisRotation
 from penstock.weights.optim.updater import OptimizerFactory
 
 OUTER = ("embedding", "head")
-"""Blocks whose matrices hold a row per token or class: as the author of Muon advises, AdamW steps these."""
+"""Blocks whose matrices hold a row per token or class; AdamW steps these, as the author of Muon recommends."""
 
 
 def optimizer_factory(section: OptimizerSection) -> OptimizerFactory:
-    """A factory for one stage; matrices are decayed, vectors (norms, biases) are not.
+    """Return a factory of the optimizer of one stage; matrices have weight decay, vectors (norms, biases) do not.
 
-    Muon and basis rotation step the matrices of hidden layers (`is_hidden`), AdamW with the same rate, betas and decay
-    all else.
+    Muon and basis rotation step the matrices of hidden layers (`is_hidden`); AdamW steps all other parameters with the
+    same rate, betas and decay.
 
     Raises:
         CapabilityError: the library of the optimizer is not installed.
@@ -50,7 +50,7 @@ def optimizer_factory(section: OptimizerSection) -> OptimizerFactory:
                 partial(_foreign, _library("SOAP"), **rate, betas=betas, precondition_frequency=section.refresh),
             )
         case "muon":
-            # With the factor of arXiv 2502.16982, so that AdamW's rate and decay suit both.
+            # Scaled as in arXiv 2502.16982, so that AdamW's rate and decay suit both.
             ahead, like = section.nesterov and section.momentum > 0, "match_rms_adamw"
             muon = partial(optim.Muon, **rate, momentum=section.momentum, nesterov=ahead, adjust_lr_fn=like)
             return partial(_hidden_apart, section, muon)
@@ -60,23 +60,23 @@ def optimizer_factory(section: OptimizerSection) -> OptimizerFactory:
 
 
 def is_hidden(name: str, parameter: nn.Parameter) -> bool:
-    """Whether a parameter is a matrix of a hidden layer: two dimensions, in no block of `OUTER`.
+    """Return whether a parameter is a matrix of a hidden layer: two dimensions, in no block of `OUTER`.
 
-    Kernels of convolutions have more dimensions, and torch's Muon takes none of these, so they are not.
+    Kernels of convolutions have more dimensions, which torch's Muon does not support, so they do not count.
     """
     return parameter.ndim == 2 and name.partition(".")[0] not in OUTER
 
 
 def check_hidden(section: OptimizerSection, optimizers: Iterable[optim.Optimizer], what: str) -> None:
-    """Make sure that an optimizer for matrices of hidden layers has some.
+    """Check that an optimizer for matrices of hidden layers has some.
 
     Args:
-        section: as configured.
+        section: the configuration.
         optimizers: of all stages.
-        what: has these parameters, for the message.
+        what: what has these parameters, for the message.
 
     Raises:
-        CapabilityError: it has none, so that AdamW would step everything.
+        CapabilityError: there are none, so that AdamW would step everything.
     """
     named = [
         n
@@ -87,12 +87,12 @@ def check_hidden(section: OptimizerSection, optimizers: Iterable[optim.Optimizer
     if section.name in ("muon", "basis-rotation") and not any(is_hidden(name, p) for name, p in named):
         raise CapabilityError(
             f"optimizer {section.name} steps matrices of hidden layers, and {what} has none (kernels of convolutions "
-            "are not taken for matrices), so AdamW would step everything; take optimizer.name=adamw"
+            "do not count as matrices), so AdamW would step everything; use optimizer.name=adamw"
         )
 
 
 def _by_shape(section: OptimizerSection, make: Any, named: list[tuple[str, nn.Parameter]]) -> optim.Optimizer:
-    """One optimizer, with a group for what is decayed and one for what is not."""
+    """Make one optimizer, with a group of parameters with weight decay and one without."""
     matrices = [(name, p) for name, p in named if p.ndim >= 2]
     vectors = [(name, p) for name, p in named if p.ndim < 2]
     groups = [
@@ -105,7 +105,7 @@ def _by_shape(section: OptimizerSection, make: Any, named: list[tuple[str, nn.Pa
 
 
 def _hidden_apart(section: OptimizerSection, make: Any, named: list[tuple[str, nn.Parameter]]) -> optim.Optimizer:
-    """One for the matrices of hidden layers, AdamW for all else; either alone where a stage has nothing else."""
+    """Make one optimizer for matrices of hidden layers and AdamW for the rest; only one if a stage has no others."""
     hidden = [(name, p) for name, p in named if is_hidden(name, p)]
     others = [(name, p) for name, p in named if not is_hidden(name, p)]
     parts: list[optim.Optimizer] = [make(hidden, weight_decay=section.weight_decay)] if hidden else []
@@ -116,12 +116,12 @@ def _hidden_apart(section: OptimizerSection, make: Any, named: list[tuple[str, n
 
 
 def _foreign(kind: Any, groups: list[dict[str, Any]], **settings: Any) -> ByParameter:
-    """A class of another library, which remembers by parameter."""
+    """Make an optimizer of another library, whose state is kept per parameter."""
     return ByParameter(kind(groups, **settings))
 
 
 def _library(name: str) -> Any:
-    """A class of pytorch-optimizer."""
+    """Return a class of pytorch-optimizer."""
     try:
         return getattr(importlib.import_module("pytorch_optimizer"), name)
     except ImportError:

@@ -1,4 +1,4 @@
-"""A run that goes on: how far it is, and with what, so that its folder says what trained which batches."""
+"""The folder of a resumed run: how far the run is, and a history of changes to its configuration."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ CONFIG = "config.yaml"
 
 
 def saved_batches(folder: Path) -> int | None:
-    """How many batches the newest whole checkpoint of a run has; None where there is none."""
+    """Return the number of batches of a run's newest intact checkpoint; None if there is none."""
     try:
         newest, _ = open_newest(folder, opened=partial(Checkpoint, share=None))
-    except CheckpointError:  # told by those who load it
+    except CheckpointError:  # reported when the checkpoint is loaded
         return None
     return None if newest is None else newest.batch
 
 
 def how_to_go_on(folder: Path) -> str:
-    """What is to be said under the message of a run that has ended before its time."""
+    """Return the hint for a run that has ended early: how to resume it."""
     batch = saved_batches(folder)
     if batch is None:
-        return f"there is no checkpoint in {folder} to go on from yet"
-    return f"to go on from the checkpoint after {batch} batches:\n  penstock train --resume {folder}"
+        return f"there is no checkpoint in {folder} to resume from yet"
+    return f"to resume from the checkpoint after {batch} batches:\n  penstock train --resume {folder}"
 
 
 def note_changes(config: TrainConfig, folder: Path, batch: int) -> dict[str, dict[str, Any]]:
-    """Write the configuration that a run goes on with into its folder, where it is another one than before.
+    """Write the configuration that a run is resumed with into its folder, if it has changed.
 
-    Above its keys `config.yaml` has a comment for every such change: from which batch on, and what was before.
+    Comments at the top of `config.yaml` record every such change: from which batch on, and the value before.
 
     Args:
-        config: with which it goes on.
+        config: that the run is resumed with.
         folder: of the run.
-        batch: the first one that is trained so.
+        batch: the first batch trained with it.
 
     Returns:
         key -> {"before": value, "now": value} of all that has changed.
@@ -55,7 +55,7 @@ def note_changes(config: TrainConfig, folder: Path, batch: int) -> dict[str, dic
     path = folder / CONFIG
     try:
         before, history = _flat(load_config(path, [])), _comments(path)
-    except ConfigError:  # there is none, or it is of another version
+    except ConfigError:  # there is none, or another version wrote it
         before, history = {}, []
     now = _flat(config)
     changes = {key: {"before": before[key], "now": now[key]} for key in before if before[key] != now[key]}
@@ -71,18 +71,18 @@ def note_changes(config: TrainConfig, folder: Path, batch: int) -> dict[str, dic
         os.replace(temporary, path)
     except OSError as error:
         raise ConfigError(
-            f"cannot write {str(path)!r}, which is to say with what the run goes on: {error.strerror or error}"
+            f"cannot write {str(path)!r}, which records the configuration of the run: {error.strerror or error}"
         ) from None
     return changes
 
 
 def _comments(path: Path) -> list[str]:
-    """Those at the beginning of a file."""
+    """Return the comments at the beginning of a file."""
     return list(takewhile(lambda line: line.startswith("#"), path.read_text().splitlines()))
 
 
 def _flat(config: TrainConfig) -> dict[str, Any]:
-    """Keys of sections as `section.key`, but for values that are dictionaries themselves."""
+    """Flatten sections to keys of the form `section.key`; values that are dictionaries remain."""
     flat: dict[str, Any] = {}
     for key, value in config:
         flat |= {f"{key}.{name}": v for name, v in value} if isinstance(value, Strict) else {key: value}
@@ -90,5 +90,5 @@ def _flat(config: TrainConfig) -> dict[str, Any]:
 
 
 def _written(value: Any) -> str:
-    """As `--set` takes it, on one line."""
+    """Format a value on one line, as `--set` reads it."""
     return value if isinstance(value, str) and value.isprintable() else json.dumps(value)

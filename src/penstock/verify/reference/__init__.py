@@ -1,14 +1,14 @@
-"""What each method computes, one microbatch after the other in one process: the yardstick of the runtime.
+"""Sequential reference: what each method computes, one microbatch after the other in one process.
 
-Written from the equations of the papers; it shares no code with the schedules, the weight store or the runtime.
-W(t) are the weights after t batches (version t), f_t is the mean loss of batch t, opt is one step of the optimizer,
-which has one state whatever the method; s of d is the stage, counted from 0.
+It is written from the equations of the papers and shares no code with the schedules, the weight store or the runtime,
+which are tested against it. W(t) are the weights after t batches (version t), f_t is the mean loss of batch t, opt is
+one step of the optimizer, which has one state whatever the method; s of d is the stage, counted from 0.
 
     flush   W(t+1) = opt(W(t), grad f_t(W(t)))
             GPipe (Huang et al., arXiv 1811.06965); PipeDream-Flush (Narayanan et al., arXiv 2006.09503, sec. 3.2);
-            DAPPLE (Fan et al., arXiv 2007.01045); and all that only run the same passes in another order, on more cuts
-            or in two directions (`parts`). The order changes no number. Slices of sequences come to the same sums in
-            parts, which changes the last bits.
+            DAPPLE (Fan et al., arXiv 2007.01045); and all methods that only run the same passes in another order, on
+            more stages or in two directions (`parts`). The order changes no number. Slices of sequences compute the
+            same sums in parts, which changes the last bits.
     2bw     W(t+1) = opt(W(t), grad f_t(W(max(t-1, 0))))
             2bw, 2bw-eager: PipeDream-2BW (arXiv 2006.09503, sec. 3.1 and 3.3): a delay of one on every stage, whatever
             the order.
@@ -18,9 +18,9 @@ which has one state whatever the method; s of d is the stage, counted from 0.
             g - (d-1-s) backwards of that stage, and each m of them make a version:
             v_s(g) = floor(max(0, g - (d-1-s)) / m), counted from the span's first version.
     vertical-sync
-            The same, but every stage reads what the first one read: v_0(g).
-    newest  As stash, but the backward reads the newest weights, those of version t, wherever its formulas have weights;
-            the activations in them are those that the forward saved. It is the gradient of nothing.
+            As stash, but every stage reads the version that the first stage read: v_0(g).
+    newest  As stash, but the backward uses the newest weights, those of version t, wherever its formulas have weights;
+            the activations in them are those that the forward saved. It is not the gradient of any function.
             PipeMare without its corrections (Yang et al., arXiv 1910.05124); AMPNet, FTPipe's stale pipeline.
 
     wpipe   W(t+1) = opt(W(t), grad f_t(...)), where the first half of the stages reads W(t-1), at the beginning of a
@@ -30,32 +30,33 @@ which has one state whatever the method; s of d is the stage, counted from 0.
             weights of min(b, d-1-s) updates before, b being the number of the batch in its span (TiMePReSt, Dutta et
             al., arXiv 2410.14312; V-TiMePReSt, arXiv 2509.23241, which differs from it in what m may be).
     i-timeprest
-            The same, but the backward reads weights between those of its forward and the newest (`Blend`; I-TiMePReSt,
-            arXiv 2509.23241).
+            As timeprest, but the backward reads weights between those of its forward and the newest (`Blend`;
+            I-TiMePReSt, arXiv 2509.23241).
 
-1F1B and nF1B are derived in `delays`; what another order comes to may be given instead.
+The delays of 1F1B and nF1B are derived in `delays`; those of other orders may be given instead.
 
-What is done about the delay (`corrections`, `predictions`), m microbatches to an update:
+Corrections of the delay (`corrections`, `predictions`), with m microbatches to an update:
 
-    pipemare                    newest, T1 (`Rescheduling`) and T2 (`Discrepancy`); if forwards are run again
-                                (`Order.recompute`), T2 estimates for them, too, at a moment of their own
+    pipemare                    newest, T1 (`Rescheduling`) and T2 (`Discrepancy`); with recompute
+                                (`ReferenceOrder.recompute`) T2 also estimates the weights of recomputed forwards
     spectrain                   forward and backward read two predictions (`Prediction`) by floor(s/2) + d-s-1 and by
-                                floor(s/2) updates over m, rounded half to even (arXiv 1809.02839; m > 1 is our reading)
+                                floor(s/2) updates over m, rounded half to even (arXiv 1809.02839; m > 1 is our
+                                interpretation)
     spectrain-stash             forward and backward read one prediction by d-s-1 updates over m (the authors' code)
-    xpipe                       predictions by (d+m-s/2-2)/m and (m+floor(s/2)-1)/m updates, rounded half to even; what
-                                the batch's first microbatch predicts serves them all (arXiv 1911.04610)
+    xpipe                       predictions by (d+m-s/2-2)/m and (m+floor(s/2)-1)/m updates, rounded half to even; all
+                                microbatches of a batch use the prediction of its first one (arXiv 1911.04610)
     pipeoptim                   forward as spectrain-stash, backward on the newest weights (arXiv 2312.00839)
-    ftpipe, ftpipe-aggregated   prediction by velocities that die away, the latter with the gradient of the open batch
+    ftpipe, ftpipe-aggregated   prediction by decaying velocities, the latter with the gradient of the open batch
                                 (`Decaying`; FTPipe, Eliad et al., USENIX ATC 2021)
     lwp, spike, spike-lwp       linear weight prediction, spike compensation, both (Kosson et al., arXiv 2003.11666)
-    nag-pp, nag-pp-no-stash     NAdam on stash; on newest with T1 and a momentum for each stage (arXiv 2505.01099)
-    gap-aware                   stash, gradients divided by how far the weights have moved (arXiv 1909.10802)
-    error-feedback              2bw; updates make up for what the update before would have been (`Feedback`)
+    nag-pp, nag-pp-no-stash     NAdam on stash; on newest with T1 and a momentum per stage (arXiv 2505.01099)
+    gap-aware                   stash; gradients are divided by how far the weights have moved (arXiv 1909.10802)
+    error-feedback              2bw; each update corrects the error of the previous one (`Feedback`)
 
-Pipelines that make updates of their own and tell each other the sums of waves of them are in `waves` (HetPipe's WSP).
+Pipelines that make their own updates and exchange the sums of waves of them are in `waves` (HetPipe's WSP).
 
-What concerns all stages is decided once per batch, on the gradient of all stages together (Megatron-LM, GPipe and
-others do so after a flush; nothing in it needs one):
+Global decisions are made once per batch, on the gradient of all stages together (Megatron-LM, GPipe and others do so
+after a flush; the equations need none):
 
     clipping        grad f_t times min(1, clip / (norm + 1e-6)), where norm is the Euclidean norm of grad f_t
                     (torch.nn.utils.clip_grad_norm_).
@@ -65,9 +66,9 @@ others do so after a flush; nothing in it needs one):
                     batch that overflows lowers the scale unless it has been lowered since; `interval` finite batches
                     in a row under the present scale raise it.
 
-An update that is not made leaves everything as it is: weights, delta, velocities, what the update before was, and the
-number of updates, on which rates depend. Numbers are rounded as the formulas are written, products before sums, no two
-operations in one.
+A skipped update leaves everything as it is: weights, delta, velocities, the previous update, and the number of updates,
+on which learning rates depend. Numbers are rounded as the formulas are written, products before sums, without fused
+operations.
 """
 
 from penstock.verify.reference.decisions import Scaling

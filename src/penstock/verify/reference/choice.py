@@ -1,4 +1,4 @@
-"""From the name of a method to what its stages do about staleness."""
+"""Configures the stages of the reference for a method, by its name."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from penstock.verify.reference.predictions import LastChange, ReferencePredictio
 from penstock.verify.reference.stage import ReferenceReading, ReferenceStage, step
 
 UNEQUAL = ("pipemare", "nag-pp-no-stash", "spike", "spike-lwp", "spike-lwp-weights", "gap-aware")
-"""Methods whose updates depend on the stage, so that copies of one parameter on two stages would part."""
+"""Methods whose updates depend on the stage, so that copies of a parameter on two stages would diverge."""
 
 
 class ReferencePlace(NamedTuple):
-    """Where a stage is: s of d, counted from 0; m, the microbatches of a pipeline to an update; its delays if given."""
+    """Position of a stage: s of d, counted from 0; m microbatches of a pipeline to an update; its delays, if given."""
 
     stage: int
     depth: int
@@ -40,24 +40,24 @@ class ReferencePlace(NamedTuple):
 def correct(
     stage: ReferenceStage, place: ReferencePlace, method: str, options: Mapping[str, Any], tied: bool
 ) -> Callable[[int], float]:
-    """Give a stage what the method does about staleness.
+    """Set how a stage reads weights and makes updates under a method.
 
     Args:
         stage: a new one.
-        place: where it is.
+        place: its position.
         method: its name.
-        options: all of the method's.
+        options: all options of the method.
         tied: whether stages share parameters.
 
     Returns:
-        From the number of updates made before, the stage's own factor on learning rates.
+        A function: number of updates made before -> the stage's own factor on learning rates.
 
     Raises:
         ConfigError: stages share parameters, and the method would update them differently.
-        CapabilityError: it does not work with this optimizer, or not with several microbatches.
+        CapabilityError: the method does not support this optimizer, or several microbatches.
     """
     if tied and method in UNEQUAL:
-        raise ConfigError(f"{method} updates every stage in its own way, so stages cannot share parameters: untie them")
+        raise ConfigError(f"{method} updates each stage differently, so stages cannot share parameters: untie them")
     stage.reading = _reading(method, options, place, stage.optimizer)
     if stage.optimizer is not None:
         stage.step = _step(method, options, place, stage.optimizer)
@@ -101,6 +101,6 @@ def _step(
         return Feedback()
     if method == "nag-pp" and not isinstance(optimizer, NAdam):
         raise CapabilityError(
-            f"nag-pp is NAdam on stashed weights, but the optimizer is {type(optimizer).__name__}: take NAdam"
+            f"nag-pp is NAdam on stashed weights, but the optimizer is {type(optimizer).__name__}: use NAdam"
         )
     return step

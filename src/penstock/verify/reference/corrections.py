@@ -1,4 +1,4 @@
-"""What is done about delayed weights, stage by stage: on reading them, on the rate, and in the update."""
+"""Corrections for delayed weights, stage by stage: in the weights that are read, the learning rate, and the update."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ class Newest(ReferenceReading):
     """Backwards read the newest weights."""
 
     def read(self, stage: ReferenceStage, version: int) -> tuple[Weights, Weights | None]:
-        """The version, the newest."""
+        """Return the given version for the forward and the newest one for the backward."""
         return stage.versions[version], stage.versions[-1]
 
     def again(self, stage: ReferenceStage, _version: int, moment: int) -> Weights | None:
-        """What is newest then."""
+        """Return the version that is newest at that moment."""
         return stage.versions[moment]
 
 
 class Discrepancy(ReferenceReading):
-    """PipeMare's T2 (arXiv 1910.05124): backwards read an estimate of what their forwards have read.
+    """PipeMare's T2 (arXiv 1910.05124): backwards use an estimate of the weights that their forwards read.
 
     delta <- gamma * delta + (1 - gamma) * (W(t+1) - W(t)) after each update, from 0 on, gamma = decay^(1/delay); the
     backward of a microbatch of batch t whose forward read version v reads W(t) - (t - v) * delta. T2 extrapolates back
-    in time. A stage without delay has no delta. A forward that is run again when version r is newest reads
+    in time. A stage without delay has no delta. A forward that is recomputed when version r is the newest reads
     W(r) - (r - v) * delta of that moment: its backward's estimate if r = t, and W(v) itself if r = v.
 
     Args:
         delay: the mean delay of the stage, in updates.
-        decay: D; what is left of a change after `delay` updates.
+        decay: D; the fraction of a change that is left after `delay` updates.
     """
 
     def __init__(self, delay: float, decay: float) -> None:
@@ -40,8 +40,8 @@ class Discrepancy(ReferenceReading):
         self.delta: Weights = {}
         self.past: dict[int, Weights] = {}  # delta by the version that was newest
 
-    def born(self, stage: ReferenceStage) -> None:
-        """Follow the drift."""
+    def on_version(self, stage: ReferenceStage) -> None:
+        """Update delta."""
         if stage.made and self.gamma is not None:
             before, after = stage.versions[-2:]
             delta = self.delta or {name: torch.zeros_like(w) for name, w in after.items()}
@@ -49,11 +49,11 @@ class Discrepancy(ReferenceReading):
         self.past[len(stage.versions) - 1] = self.delta
 
     def read(self, stage: ReferenceStage, version: int) -> tuple[Weights, Weights | None]:
-        """The version, and an estimate of it from the newest one."""
+        """Return the version, and an estimate of it from the newest one."""
         return stage.versions[version], self.again(stage, version, len(stage.versions) - 1)
 
     def again(self, stage: ReferenceStage, version: int, moment: int) -> Weights:
-        """An estimate of the version from the one that is newest then."""
+        """Return an estimate of the version from the one that is newest at that moment."""
         newest, delta, delay = stage.versions[moment], self.past.get(moment), moment - version
         if not delta or not delay:
             return newest
@@ -65,8 +65,8 @@ class Blend(ReferenceReading):
 
     lambda W(v) + (1 - lambda) W(t), lambda = beta^(t - v), for a microbatch of batch t whose forward read version v.
     The abstract says that the share of the old weights falls exponentially with the updates in between, but neither
-    its base nor whether updates that are not made count: that it is one number, and that they do, is our reading
-    ("penstock"). Without updates in between they are W(v), bit for bit.
+    gives the base nor says whether skipped updates count: our interpretation ("penstock") is that the base is one
+    number, and that they count. Without updates in between they are W(v), bit for bit.
 
     Args:
         beta: from 0 (newest weights wherever there are newer ones) to 1 (those of the forward).
@@ -78,7 +78,7 @@ class Blend(ReferenceReading):
         self.beta = beta
 
     def read(self, stage: ReferenceStage, version: int) -> tuple[Weights, Weights | None]:
-        """The version, and what lies between it and the newest."""
+        """Return the version, and the blend of it with the newest."""
         old, newest, updates = stage.versions[version], stage.versions[-1], len(stage.versions) - 1 - version
         if not updates:
             return old, None
@@ -87,18 +87,18 @@ class Blend(ReferenceReading):
 
 
 class Rescheduling:
-    """PipeMare's T1 (arXiv 1910.05124): the rate of update k, from 0, over max(tau, 1)^(1 - min(k/K, 1)).
+    """PipeMare's T1 (arXiv 1910.05124): divides the rate of update k, from 0, by max(tau, 1)^(1 - min(k/K, 1)).
 
     Args:
         delay: tau, the mean delay of the stage, in updates.
-        updates: K, how many updates it takes until nothing is divided; 0 for never.
+        updates: K, the number of updates until the rate is no longer divided; 0 for never.
     """
 
     def __init__(self, delay: float, updates: float) -> None:
         self.delay, self.updates = max(delay, 1.0), updates
 
     def __call__(self, k: int) -> float:
-        """The factor on the rate."""
+        """Return the factor on the rate."""
         return self.delay ** -(1.0 - min(k / self.updates, 1.0)) if self.updates else 1.0
 
 
@@ -137,10 +137,10 @@ class Spike:
 class ReferenceGapAware:
     """Gap-aware penalty (Barkai et al., arXiv 1909.10802), as in FTPipe's code for SGD on stashed weights.
 
-    The gradient with its decay is divided, element by element, by 1 + |W(t) - W(v)| / C: v was read by its forward, and
-    C is how far an update goes at most, the largest rate so far times (sqrt(ra / (1 - G^n)) + eps) in the n-th update.
-    ra is the running average of the squares of what momentum has gathered before this update (of the gradient itself
-    where there is no momentum), ra <- G ra + (1 - G) b^2. Where the largest rate is 0, nothing is divided.
+    The gradient with its decay is divided, element by element, by 1 + |W(t) - W(v)| / C, where the forward read W(v),
+    and C is the largest possible step: the largest rate so far times (sqrt(ra / (1 - G^n)) + eps) in the n-th update.
+    ra is the running average of the squares of the momentum buffer before this update (of the gradient itself if there
+    is no momentum), ra <- G ra + (1 - G) b^2. Where the largest rate is 0, nothing is divided.
 
     Args:
         average: G.
@@ -149,7 +149,7 @@ class ReferenceGapAware:
         optimizer: of the stage.
 
     Raises:
-        CapabilityError: the optimizer is not SGD, or several microbatches, with gaps of their own, make up an update.
+        CapabilityError: the optimizer is not SGD, or several microbatches, which have different gaps, make an update.
     """
 
     def __init__(self, average: float, eps: float, microbatches: int, optimizer: Optimizer) -> None:
@@ -159,11 +159,11 @@ class ReferenceGapAware:
         self.updates = 0
         if microbatches > 1:
             raise CapabilityError(
-                f"gap-aware divides the gradient of a microbatch by its own gap, but {microbatches} microbatches make "
-                "up an update: set microbatches to 1"
+                f"gap-aware divides the gradient of each microbatch by its own gap, but an update has {microbatches} "
+                "microbatches: set microbatches to 1"
             )
         if not isinstance(optimizer, SGD):
-            raise CapabilityError(f"gap-aware is known for SGD only, not for {type(optimizer).__name__}")
+            raise CapabilityError(f"gap-aware is defined for SGD only, not for {type(optimizer).__name__}")
 
     def __call__(self, stage: ReferenceStage) -> None:
         """Make an update."""
@@ -186,14 +186,15 @@ class ReferenceGapAware:
 
 
 class Feedback:
-    """Error feedback at the level of the update, our reading ("penstock") of arXiv 2606.30634, whose text we lack.
+    """Error feedback at the level of updates: our interpretation ("penstock") of arXiv 2606.30634, not having its text.
 
-    With a delay of one, update t is made of the gradient at W(t-1): it is what update t-1 should have been. u_t is the
-    change that the optimizer makes of it, decay included; the error of update t-1 is u_t - u_{t-1}, and is made up for:
+    With a delay of one, update t is made from the gradient at W(t-1), which is what update t-1 should have used. u_t is
+    the change that the optimizer makes with it, decay included; the error of update t-1 is u_t - u_{t-1}, and is
+    corrected:
 
         W(t+1) = W(t) + u_t + (u_t - u_{t-1}),    the first update made: W + u
 
-    so that by then W has gone by all u up to t, and by u_t once more instead of the update that is not known yet. It
+    so that W has then moved by all u up to t, and once more by u_t in place of the update that is not known yet. It
     takes one buffer, u_{t-1}. The optimizer's state is that of the u.
     """
 
@@ -212,7 +213,7 @@ class Feedback:
 
 
 def adapt_momentum(optimizer: Optimizer, s: int, d: int) -> None:
-    """A momentum for stage s of d: 0.9 + 0.09 (d-1-s)/d, the more the older its gradients (NAG-PP, arXiv 2505.01099).
+    """Set the momentum of stage s of d to 0.9 + 0.09 (d-1-s)/d: older gradients, more momentum (arXiv 2505.01099).
 
     Raises:
         CapabilityError: the optimizer has neither momentum nor betas.
@@ -225,7 +226,7 @@ def adapt_momentum(optimizer: Optimizer, s: int, d: int) -> None:
             group["momentum"] = momentum
         else:
             raise CapabilityError(
-                f"nag-pp-no-stash gives each stage a momentum, which {type(optimizer).__name__} does not have: take "
+                f"nag-pp-no-stash gives each stage a momentum, which {type(optimizer).__name__} does not have: use "
                 "NAdam"
             )
 
@@ -236,7 +237,7 @@ def _check_momentum(optimizer: Optimizer, who: str) -> None:
     )
     if not plain:
         raise CapabilityError(
-            f"{who} is an equation for SGD with momentum, without dampening and Nesterov's momentum; the optimizer is "
+            f"{who} is defined for SGD with momentum, without dampening and Nesterov's momentum; the optimizer is "
             f"{type(optimizer).__name__} with other settings or of another kind: change it"
         )
 

@@ -1,4 +1,4 @@
-"""FTPipe's weight prediction (Eliad et al., USENIX ATC 2021, and its public code): velocities that die away."""
+"""FTPipe's weight prediction (Eliad et al., USENIX ATC 2021, and its public code) with decaying velocities."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from penstock.verify.reference.stage import ReferenceReading, ReferenceStage, We
 
 
 class Known(NamedTuple):
-    """What is known of a parameter when a version is born.
+    """Facts about a parameter when a version is made.
 
     Attributes:
         state: of the optimizer.
-        group: its settings.
+        group: the optimizer's settings.
         rates: of the next updates.
     """
 
@@ -28,30 +28,30 @@ class Known(NamedTuple):
 
 
 class Decaying(ReferenceReading):
-    """Forwards predict the weights of their microbatch's own update, as if no gradient came in between ("msnag").
+    """Forwards predict the weights at their microbatch's own update, as if no gradient came in between ("msnag").
 
-    n is the number of updates that the stage will have made between the forward and that update; lr_j is the rate that
-    the j-th of them will have (`sched_aware`). g is zero, or, aggregated, the gradient of the microbatches that the
-    open batch has had so far on this stage.
+    n is the number of updates that the stage makes between the forward and that update; lr_j is the rate of the j-th of
+    them (`sched_aware`). g is zero or, aggregated, the gradient of those microbatches of the open batch that this stage
+    has finished.
 
         SGD             W - sum_{j=1..n} lr_j gamma^(j-1) * (gamma v + (1 - dampening) g)
         Adam, AdamW     for j = 1..n: W <- W - lr_j / (1 - b1^(i+j)) * b1^(j-1) * (b1 m + (1 - b1) g)
                                                / (sqrt(s / (1 - b2^(i+j))) + eps)
 
     where v is SGD's buffer, also under Nesterov's momentum, m and s are Adam's two moments and i its steps so far. The
-    code has the aggregated form for Adam only; for SGD it is written by analogy ("penstock"). What else is our reading:
-    g is the sum of the gradients of losses over N, the loss weight of the last batch before it that had one, since that
-    of its own is not known before the batch is complete, and it is not clipped; what is infinite or not a number in it
-    is taken for zero, since its batch makes no update; before the first update nothing is predicted (s is 0 then, and
-    the code would go by g / eps); weight decay is no part of a prediction.
+    code has the aggregated form for Adam only; for SGD it is written by analogy ("penstock"). Also our interpretation:
+    g is the sum of the gradients of losses over N, the loss weight of the last earlier batch that had one, as that of
+    the batch itself is not known before it is complete, and g is not clipped; its infinite and NaN elements count as
+    zero, since such a batch makes no update; before the first update nothing is predicted (s is 0 then, and the code
+    would move by g / eps); weight decay is not part of a prediction.
 
     Args:
         updates: the largest n of the stage.
-        stash: backwards read the copy that their forward read, not the newest weights.
-        optimizer: of the stage, if it learns.
+        stash: backwards read the weights that their forward read, not the newest ones.
+        optimizer: of the stage, if it is trained.
 
     Attributes:
-        open: g, by name; it is set before each read. Empty for zero.
+        open: g, by name, set before each read; empty for zero.
 
     Raises:
         CapabilityError: the optimizer is neither SGD with momentum nor Adam nor AdamW.
@@ -64,8 +64,8 @@ class Decaying(ReferenceReading):
         if optimizer is not None:
             _check(optimizer)
 
-    def born(self, stage: ReferenceStage) -> None:
-        """Take down what predictions from this version will need."""
+    def on_version(self, stage: ReferenceStage) -> None:
+        """Record what predictions from this version need."""
         rates = [stage.rate(j) for j in range(self.updates)]
         known = {}
         if stage.optimizer is not None:
@@ -77,7 +77,7 @@ class Decaying(ReferenceReading):
         self.known.append(known)
 
     def read(self, stage: ReferenceStage, version: int) -> tuple[Weights, Weights | None]:
-        """What is predicted from the version; the same for the backward, or the newest."""
+        """Return the prediction from the version for the forward, and for the backward the same or the newest."""
         n = len(stage.versions) - 1 - version
         weights = dict(stage.versions[version])
         for name, known in self.known[version].items():
@@ -87,7 +87,7 @@ class Decaying(ReferenceReading):
 
 
 def _ahead(w: Tensor, n: int, known: Known, g: Tensor | None) -> Tensor:
-    """W after n updates without a gradient but g in the first one."""
+    """Return W after n updates whose gradients are zero, except g in the first one."""
     state, group, rates = known
     g = None if g is None else g.to(w.dtype)
     if "betas" not in group:
@@ -109,25 +109,25 @@ def _ahead(w: Tensor, n: int, known: Known, g: Tensor | None) -> Tensor:
 
 
 class Partials:
-    """What the gradients of stages come to after each microbatch of a batch, pipeline by pipeline.
+    """Sums of the gradients of each stage after each microbatch of a batch, per pipeline.
 
     Attributes:
-        before: loss weights of batches before the first one, where training goes on.
+        before: loss weights of batches before the first one, where training is resumed.
     """
 
     before: Sequence[float] = ()
 
     def __init__(self) -> None:
-        self.sums: dict[tuple[int, int, int], list[Weights]] = {}  # of a stage, batch and part, by microbatches
+        self.sums: dict[tuple[int, int, int], list[Weights]] = {}  # (stage, batch, part) -> by number of microbatches
 
     def note(self, nodes: list[ReferenceStage], t: int, part: int, scale: float) -> None:
-        """One more microbatch of batch t, whose loss is multiplied by `scale`, has gone through a part."""
+        """Record the sums after one more microbatch of batch t, whose loss is multiplied by `scale`, of a part."""
         for s, node in enumerate(nodes):
             self.sums.setdefault((s, t, part), []).append(
                 {name: (g / scale).nan_to_num(0.0, 0.0, 0.0) for name, g in node.part.items()}
             )
 
-    def tell(
+    def set_open(
         self,
         nodes: list[ReferenceStage],
         versions: list[int],
@@ -137,9 +137,9 @@ class Partials:
         c: float,
         weights: list[float],
     ) -> None:
-        """A microbatch of batch t comes to a part; there, each stage has so many of its open batch behind it.
+        """Set g of each stage for the next microbatch of batch t of a part, from the microbatches it has done.
 
-        Losses have been divided by c; `weights` are those of the batches so far.
+        Losses have been divided by c; `weights` are the loss weights of the batches so far.
         """
         for s, (node, version, count) in enumerate(zip(nodes, versions, done, strict=True)):
             if isinstance(node.reading, Decaying):
@@ -152,6 +152,6 @@ def _check(optimizer: Optimizer) -> None:
     fits = isinstance(optimizer, SGD | Adam | AdamW)
     if not fits or any(group.get("momentum") == 0 or group.get("amsgrad") for group in optimizer.param_groups):
         raise CapabilityError(
-            f"FTPipe's prediction is known for SGD with momentum, Adam and AdamW (without amsgrad), not for "
-            f"{type(optimizer).__name__} as it is set: change the optimizer"
+            f"FTPipe's prediction is defined for SGD with momentum, Adam and AdamW (without amsgrad), not for "
+            f"{type(optimizer).__name__} with these settings: change the optimizer"
         )

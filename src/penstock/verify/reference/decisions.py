@@ -1,4 +1,4 @@
-"""What is decided about a batch for all stages together: loss scale, clipping, whether there is an update; and ties."""
+"""Global decisions on a batch: loss scale, clipping, skipped updates; and parameters that stages share."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock.verify.reference.stage import ReferenceStage
 
 
 class Scaling(NamedTuple):
-    """How the loss scale changes: by `growth` after `interval` finite batches, by `backoff` after an overflow."""
+    """Rule of the loss scale: times `growth` after `interval` finite batches, times `backoff` after an overflow."""
 
     initial: float
     growth: float
@@ -22,7 +22,7 @@ class Scaling(NamedTuple):
 
 
 class Scale:
-    """The loss scale, which learns from the batches one after the other."""
+    """The loss scale over the batches of a run."""
 
     def __init__(self, scaling: Scaling | None) -> None:
         self.scaling, self.now = scaling, 1.0 if scaling is None else scaling.initial
@@ -31,7 +31,7 @@ class Scale:
         self.used: list[float] = []
 
     def at(self, known: int) -> float:
-        """S of the next batch, from the first `known` batches."""
+        """Return S of the next batch, computed from the first `known` batches."""
         for used, overflow in zip(self.used[self.heard : known], self.votes[self.heard : known], strict=True):
             if self.scaling is None or overflow is None:
                 continue
@@ -55,7 +55,7 @@ def factor_and_norm(
     votes: bool,
     tied: Collection[str],
 ) -> tuple[float, float]:
-    """What the sum of gradients is multiplied by (0: no update), and the norm of the gradient of the mean loss."""
+    """Return the factor on the sum of gradients (0: no update), and the norm of the gradient of the mean loss."""
     if not weight:
         return 0.0, math.nan
     mean = c / (weight * scale)
@@ -70,7 +70,7 @@ def factor_and_norm(
 
 
 def equal_copies(nodes: list[ReferenceStage], tied: Mapping[str, str]) -> None:
-    """Begin with one value for what is one parameter."""
+    """Initialize all copies of a parameter with one value."""
     everything = {name: (node, parameter) for node in nodes for name, parameter in node.newest.items()}
     for name, owner in tied.items():
         node, copy_ = everything[name]
@@ -79,7 +79,7 @@ def equal_copies(nodes: list[ReferenceStage], tied: Mapping[str, str]) -> None:
 
 
 def tie_gradients(nodes: list[ReferenceStage], tied: Mapping[str, str]) -> None:
-    """All copies of a parameter get the sum of their gradients, the first stage's first."""
+    """Replace the gradient of each copy of a parameter by the sum over all copies, that of the first stage first."""
     holder = {name: node for node in nodes for name in node.gradient}
     for owner in dict.fromkeys(tied.values()):
         names = [owner, *(name for name in holder if tied.get(name) == owner)]

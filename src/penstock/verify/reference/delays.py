@@ -1,20 +1,19 @@
-"""When which weights are read, and how many updates lie between: numbers only, no weights.
+"""Computes which version each pass reads, and the number of updates between passes: numbers only, no weights.
 
-s of d is the stage, counted from 0; m the microbatches of a pipeline to an update. Rules that read what is newest
-depend on the order of the passes: here on that of 1F1B, on that of nF1B, or on delays that are given.
+s of d is the stage, counted from 0; m the microbatches of a pipeline to an update. Rules that read the newest version
+depend on the order of the passes: here that of 1F1B, that of nF1B, or delays that are given.
 
 1F1B (PipeDream, arXiv 1806.03377). Stage s runs d-1-s forwards ahead, then one backward and one forward in turn. So
 the forward of the span's microbatch number g follows max(0, g - (d-1-s)) backwards, each m of which end with an
 update.
 
-nF1B (TiMePReSt, arXiv 2410.14312). All m forwards of a batch stand together, and one backward of the whole batch
-follows them at once on the last stage. A stage before it cannot have that backward sooner than one backward of its
-successor later; in the meantime it goes on with forwards of whole batches, one of them for each stage behind it. That
-is 1F1B with batches in the place of microbatches: stage s runs the forwards of d-1-s batches ahead, then those of one
-batch and the backward of one in turn. So all forwards of the span's batch number b follow max(0, b - (d-1-s))
-backwards, each of which ends with an update; its own backward follows b of them; min(b, d-1-s) updates lie between.
-With d = 2 that is one on the first stage and none on the last. An order that runs fewer batches ahead (backwards may
-be fast) is told by `delays`.
+nF1B (TiMePReSt, arXiv 2410.14312). All m forwards of a batch are consecutive, and on the last stage one backward of the
+whole batch follows them at once. An earlier stage can run that backward no sooner than one backward of its successor
+later; meanwhile it runs forwards of whole batches, one for each stage after it. That is 1F1B with batches in place of
+microbatches: stage s runs the forwards of d-1-s batches ahead, then those of one batch and the backward of one in turn.
+So all forwards of the span's batch number b follow max(0, b - (d-1-s)) backwards, each of which ends with an update;
+its own backward follows b of them; min(b, d-1-s) updates lie between. With d = 2 that is one on the first stage and
+none on the last. For an order that runs fewer batches ahead (where backwards are fast) `delays` are given.
 
 wpipe (WPipe, ICLR 2022). The first half of the stages runs the forwards of batch t+1 before its backwards of batch t,
 so it reads W(t-1) for batch t, at the beginning of a span W(t); the second half runs them after its update, and reads
@@ -32,11 +31,11 @@ from penstock.verify.reference.order import Delays, ReferenceOrder
 
 
 def version_read(method: str, t: int, k: int, m: int, s: int, d: int, first: int, delays: Delays | None = None) -> int:
-    """Which version the forward of microbatch k of batch t reads, or predicts from, in a span from batch `first`.
+    """Return the version that the forward of microbatch k of batch t reads or predicts from, in a span from `first`.
 
     Args:
         method, t, k, m, s, d, first: as above.
-        delays: those of the method's own order if None.
+        delays: given ones; those of the method's own order if None.
     """
     if method in FLUSH:
         return t
@@ -46,7 +45,7 @@ def version_read(method: str, t: int, k: int, m: int, s: int, d: int, first: int
         return t if s >= d // 2 else max(t - 1, first)
     if method == "vertical-sync":
         s = 0
-    if method == "xpipe":  # the others of its batch use the copy that the first one has made
+    if method == "xpipe":  # all microbatches of a batch use the copy made for its first one
         k = 0
     if delays is not None:
         return max(first, t - delays[s][k])
@@ -56,10 +55,10 @@ def version_read(method: str, t: int, k: int, m: int, s: int, d: int, first: int
 
 
 def check_early(method: str, order: ReferenceOrder, d: int, m: int) -> None:
-    """Refuse second runs of forwards before the first ones.
+    """Check that no forward is recomputed before it has run.
 
     Raises:
-        ConfigError: there is one.
+        ConfigError: one is.
     """
     late = max((delay for row in order.delays or () for delay in row), default=d)
     for s, row in enumerate(order.early or ()):
@@ -67,15 +66,15 @@ def check_early(method: str, order: ReferenceOrder, d: int, m: int) -> None:
             delay = late - version_read(method, late, k, m, s, d, 0, order.delays)
             if early > delay:
                 raise ConfigError(
-                    f"stage {s} is to run microbatch {k} again {early} updates before its own, but its first run is no "
-                    f"more than {delay} before: set early[{s}][{k}] to {delay} at most"
+                    f"stage {s} is to recompute microbatch {k}, {early} updates before its own, but its forward runs "
+                    f"only {delay} before: set early[{s}][{k}] to {delay} at most"
                 )
 
 
 def mean_delay(s: int, d: int, m: int, delays: Sequence[int] | None = None) -> float:
-    """The updates that stage s makes between the forward of a microbatch and its own: the mean over a batch.
+    """Return the mean over a batch of the updates that stage s makes between a microbatch's forward and its own update.
 
-    Of a batch so late that nothing is left of the beginning; in 1F1B it comes to (d-1-s)/m.
+    The batch is late enough that the beginning of the span has no influence; in 1F1B it is (d-1-s)/m.
     """
     if delays is not None:
         return sum(delays) / m
@@ -84,24 +83,24 @@ def mean_delay(s: int, d: int, m: int, delays: Sequence[int] | None = None) -> f
 
 
 def largest_delay(s: int, d: int, m: int, delays: Sequence[int] | None = None) -> int:
-    """The most updates that stage s makes between the forward of a microbatch and its own: in 1F1B ceil((d-1-s)/m)."""
+    """Return the most updates of stage s between a microbatch's forward and its own update: 1F1B ceil((d-1-s)/m)."""
     if delays is not None:
         return max(delays)
     return d - version_read("stash", d, 0, m, s, d, 0)
 
 
 def backwards_of_open_batch(t: int, k: int, m: int, s: int, d: int, first: int) -> int:
-    """How many of the open batch stage s has behind it, in 1F1B, when it runs microbatch k of batch t forward."""
+    """Count the backwards of the open batch that stage s has run, in 1F1B, before the forward of microbatch k of t."""
     return max(0, (t - first) * m + k - (d - 1 - s)) % m
 
 
 def horizons(method: str, s: int, d: int, m: int, delays: Sequence[int] | None = None) -> tuple[float, float | None]:
-    """By how many updates forward and backward predict; None: the backward does not predict for itself.
+    """Return by how many updates forward and backward predict; None if the backward has no prediction of its own.
 
     Sources: SpecTrain, arXiv 1809.02839, and its authors' code (spectrain-stash); XPipe, arXiv 1911.04610; PipeOptim,
     arXiv 2312.00839; Kosson et al., arXiv 2003.11666 (lwp). All but XPipe and lwp count microbatches, each of which
-    made an update in their experiments: with m to an update it is the m-th part (variant "penstock"). XPipe's is
-    rounded, half to even.
+    made an update in their experiments; with m to an update, it is one m-th of that (variant "penstock"). XPipe's is
+    rounded half to even.
     """
     if method == "spectrain":
         return (s // 2 + d - s - 1) / m, (s // 2) / m

@@ -1,4 +1,4 @@
-"""The methods that have a reference, and what can be chosen about each."""
+"""The methods that have a reference, and the options of each."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NF1B = ("timeprest", "v-timeprest", "i-timeprest")
 NEWEST = ("newest", "pipemare", "nag-pp-no-stash", "timeprest", "v-timeprest")
 STASH = ("stash", "nag-pp", "gap-aware")
 OWN_DELAYS = (*FLUSH, *DOUBLE_BUFFER, "wpipe")
-"""Methods whose delays follow from what they are, not from the order of a schedule."""
+"""Methods whose delays follow from their definition, not from the order of a schedule."""
 
 PREDICTION = (
     "spectrain",
@@ -51,18 +51,18 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "i-timeprest": {"beta": 0.5},
     }
 )
-"""What each method takes, with the paper's value or, of `gap-aware`, that of FTPipe's code. No paper has a number of
-updates for `reschedule`: a quarter of the first phase of a rate that falls in steps, five times a linear warm-up. The
-`beta` of `i-timeprest` is ours."""
+"""Options and defaults of each method: the paper's values or, for `gap-aware`, those of FTPipe's code. No paper gives a
+number of updates for `reschedule`: a quarter of the first phase if the rate falls in steps, five times a linear
+warm-up. The `beta` of `i-timeprest` is ours."""
 
 _CHOICES = {"bias": ("paper", "adam"), "backward": ("newest", "stash")}
 
 
 def options_of(method: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a method, given or by default.
+    """Return the options of a method, given or by default.
 
     Raises:
-        ConfigError: no such method, no such option or value, or one that has to be given is missing.
+        ConfigError: unknown method, option or value, or a required option is missing.
     """
     if method not in METHODS:
         raise ConfigError(f"no reference of method {method!r}; known: {', '.join(METHODS)}")
@@ -77,5 +77,5 @@ def options_of(method: str, given: Mapping[str, Any]) -> dict[str, Any]:
     options = {**known, **given}
     for name, value in options.items():
         if value == NEEDED:
-            raise ConfigError(f"{method} needs the option {name!r}, for which there is no default: give a number")
+            raise ConfigError(f"{method} needs the option {name!r}, which has no default: give a number")
     return options

@@ -11,14 +11,14 @@ from torch import Tensor
 
 
 def muon_direction(buffer: Tensor, group: Mapping[str, Any]) -> Tensor:
-    """What an update by a rate of 1 subtracts from a matrix whose momentum, so far, is `buffer`.
+    """Return what an update with a rate of 1 subtracts from a matrix whose momentum so far is `buffer`.
 
     Five times (or `ns_steps`) X <- a X + (b A + c A A) X with A = X X^T, from X = M / |M|, in bfloat16, on the side on
-    which A is small: about U V^T where M = U S V^T. It is multiplied by what torch adjusts the rate by: for a matrix
+    which A is small: about U V^T where M = U S V^T. It is multiplied by torch's adjustment of the rate: for a matrix
     with p rows and q columns sqrt(max(1, p/q)), or 0.2 sqrt(max(p, q)) with "match_rms_adamw".
 
-    A step with Nesterov's momentum goes by (1 - momentum) g + momentum M instead of M. The next g is not known, so M it
-    is, as for SGD. Weight decay is not part of it.
+    A step with Nesterov's momentum uses (1 - momentum) g + momentum M instead of M. As the next g is not known, M is
+    used, as for SGD. Weight decay is not part of it.
 
     Args:
         buffer: the momentum, of two dimensions.

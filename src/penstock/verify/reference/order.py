@@ -1,4 +1,4 @@
-"""What only the order of the passes tells, where it is neither 1F1B nor nF1B: numbers, no weights."""
+"""Facts about orders of passes other than 1F1B and nF1B: numbers of updates, no weights."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from penstock.errors import ConfigError
 from penstock.verify.reference.methods import OWN_DELAYS
 
 Delays = Sequence[Sequence[int]]
-"""Per stage and microbatch of a batch, a number of updates that the stage makes between two passes."""
+"""Per stage and microbatch of a batch, the number of updates that the stage makes between two passes."""
 
 
 class ReferenceOrder(NamedTuple):
-    """How many updates lie between passes.
+    """The numbers of updates between passes.
 
     Attributes:
         delays: the updates that a stage makes between the forward of a microbatch and the microbatch's own update, away
             from the beginning of a span; if None, those of 1F1B, or of nF1B for the TiMePReSt methods.
-        recompute: None, "block" or "stage": what keeps its input, and runs forward a second time.
-        segment: of so many stages in a row only the first one keeps its input ("stage"); a number for all segments, or
+        recompute: None, "block" or "stage": the unit that keeps only its input and is recomputed.
+        segment: only the first of so many consecutive stages keeps its input ("stage"); a number for all segments, or
             one for each.
-        early: the updates that a stage makes between the second run and the microbatch's own update; none if None.
+        early: the updates that a stage makes between the recomputation and the microbatch's own update; 0 if None.
     """
 
     delays: Delays | None = None
@@ -30,27 +30,26 @@ class ReferenceOrder(NamedTuple):
     early: Delays | None = None
 
     def of_stage(self, s: int) -> Sequence[int] | None:
-        """The delays of stage s."""
+        """Return the delays of stage s."""
         return None if self.delays is None else self.delays[s]
 
     def sizes(self, d: int) -> list[int]:
-        """How many of d stages each segment has."""
+        """Return the number of stages of each segment, for d stages."""
         if not isinstance(self.segment, int):
             return list(self.segment)
         size = self.segment
         return [min(size, d - s) for s in range(0, d, size)] if size > 0 else [size]
 
     def moment(self, t: int, s: int, k: int, version: int) -> int:
-        """The newest version when stage s runs microbatch k of batch t again, whose forward has read `version`."""
+        """Return the newest version when stage s recomputes microbatch k of batch t, whose forward read `version`."""
         return t if self.early is None else max(version, t - self.early[s][k])
 
     def check(self, method: str, d: int, m: int) -> None:
-        """Refuse what does not fit d stages and m microbatches.
+        """Check that this fits a method with d stages and m microbatches.
 
         Raises:
-            ConfigError: the method has delays of its own; there are not d lists of m numbers, none below 0; wpipe is
-                to divide an odd number of stages into two groups; or something is said about recompute that is not
-                possible, or without it.
+            ConfigError: the method's delays do not depend on an order; the delays are not d lists of m non-negative
+                numbers; wpipe has an odd number of stages; or the settings of recompute contradict each other.
         """
         if self.recompute not in (None, "block", "stage"):
             raise ConfigError(f"recompute is {self.recompute!r}; give None, 'block' or 'stage'")
@@ -62,24 +61,24 @@ class ReferenceOrder(NamedTuple):
             )
         if self.early is not None:
             if self.recompute is None:
-                raise ConfigError("early says when forwards are run again, but recompute is None: leave it out")
+                raise ConfigError("early says when forwards are recomputed, but recompute is None: leave early out")
             _check("early", self.early, d, m)
         if method == "wpipe" and d % 2:
-            raise ConfigError(f"wpipe has two groups of equally many stages, but the model has {d}: take {d + 1}")
+            raise ConfigError(f"wpipe needs two groups of equally many stages, but the model has {d}: use {d + 1}")
         if self.delays is None:
             return
         if method in OWN_DELAYS:
             raise ConfigError(f"the delays of {method} do not depend on an order: leave delays out")
         if method == "ftpipe-aggregated":
             raise ConfigError(
-                "ftpipe-aggregated predicts with what is there of a batch's gradient, which delays do not tell: leave "
-                "delays out"
+                "ftpipe-aggregated predicts from the gradient of a part of the batch, which delays do not specify: "
+                "leave delays out"
             )
         _check("delays", self.delays, d, m)
 
 
 USUAL = ReferenceOrder()
-"""That of the method."""
+"""The method's own order."""
 
 
 def _check(name: str, numbers: Delays, d: int, m: int) -> None:

@@ -1,4 +1,4 @@
-"""One microbatch, forward and backward, with the weights that each stage has for it."""
+"""One microbatch, forward and backward, on the weights that each stage reads for it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Loss = Callable[[Any, Any], "Tensor | tuple[Tensor, float | Tensor]"]
 
 
 def draw_for(seed: int | None, t: int, k: int, name: str) -> None:
-    """Before block `name` runs on microbatch k of batch t: random numbers depend on nothing else."""
+    """Seed the generators before block `name` runs on microbatch k of batch t; they depend on nothing else."""
     if seed is not None:
         digest = hashlib.blake2b(f"{seed}/{name}/{t}/{k}/0".encode(), digest_size=8).digest()
         for generator in (torch.default_generator, *torch.cuda.default_generators):  # torch.manual_seed takes 2 ms
@@ -37,9 +37,13 @@ def run_microbatch(
     """Add the gradient of one microbatch to that of its part.
 
     Args:
-        reads: per stage, the weights of the forward, and those of the backward if they are others.
-        draw: is called before each block, with its name.
+        nodes: the stages.
+        sample: input and target.
+        reads: per stage, the weights of the forward, and those of the backward if they differ.
+        draw: called before each block, with its name.
+        loss: (output, target) -> sum and weight, or a sum of weight 1.
         c, scale: the loss is multiplied by scale / c before its backward.
+        precision: of the passes; None for that of the weights.
 
     Returns:
         The sum of the loss, and its weight.
@@ -59,33 +63,33 @@ def run_microbatch(
     )
     for node, weights in zip(nodes, leaves, strict=True):
         for name in weights:
-            if (gradient := next(gradients)) is not None:  # a parameter that the loss does not see learns nothing
+            if (gradient := next(gradients)) is not None:  # None for a parameter that does not affect the loss
                 node.part[name] += gradient
     return float(sum_.detach()), weight
 
 
 def leaves_of(weights: Weights, precision: torch.dtype | None) -> Weights:
-    """Copies of weights for one graph, in the precision of the passes."""
+    """Copy weights for one graph, in the precision of the passes."""
     return {name: cast(w, precision).detach().clone().requires_grad_() for name, w in weights.items()}
 
 
 def weighted(result: Tensor | tuple[Tensor, float | Tensor]) -> tuple[Tensor, float]:
-    """What a loss has returned: the sum, in at least fp32, and its weight."""
+    """Return the sum that a loss has computed, in at least fp32, and its weight."""
     sum_, weight = result if isinstance(result, tuple) else (result, 1.0)
     return sum_.to(torch.promote_types(sum_.dtype, torch.float32)), float(weight)
 
 
 def unguarded() -> saved_tensors_hooks:
-    """What is saved for the backward shares its memory with what was saved, and may be changed.
+    """Let tensors saved for the backward share memory with the originals, which may be changed.
 
-    So a weight that a formula of the backward contains is whatever the leaf holds by then; activations, and whatever
-    the forward has computed from weights, stay what they were.
+    So a weight in a formula of the backward has whatever value its leaf holds by then; activations, and whatever the
+    forward has computed from weights, keep theirs.
     """
     return saved_tensors_hooks(lambda x: x.detach(), lambda x: x)
 
 
 def replace(leaves: Mapping[str, Tensor], others: Weights) -> None:
-    """What the leaves hold from now on."""
+    """Overwrite the values of the leaves."""
     with torch.no_grad():
         for name, leaf in leaves.items():
             leaf.copy_(others[name])

@@ -1,6 +1,6 @@
-"""Passes on weights that are predicted: W + what the next updates will do to it, as far as one can tell.
+"""Passes on predicted weights: W plus the expected change by the next updates.
 
-A velocity is what an update by a rate of 1 subtracts if gradients stay as they are: of SGD with momentum, also with
+A velocity is what an update with a rate of 1 subtracts if gradients stay as they are: of SGD with momentum, also with
 Nesterov's, its buffer v; of Adam and AdamW m' / (sqrt(v') + eps), with m' = m / (1 - beta1^n), v' = v / (1 - beta2^n)
 after n updates; of Muon the orthogonalised buffer (`muon_direction`). Decoupled weight decay is not part of it. It is
 zero before the first update. An optimizer may step some groups of its parameters as Muon does, others as AdamW.
@@ -21,12 +21,12 @@ from penstock.verify.reference.stage import ReferenceReading, ReferenceStage, We
 
 
 class ReferencePrediction(ReferenceReading):
-    """W_hat = W - (horizon * lr) * velocity; W is newest, lr is the rate of the next update.
+    """W_hat = W - (horizon * lr) * velocity, where W is the newest version and lr the rate of the next update.
 
     Args:
         forward: how many updates ahead forwards predict.
-        backward: and backwards; None if they do not predict.
-        stash: where backwards do not predict, they read the copy that their forward read, not the newest weights.
+        backward: how many updates ahead backwards predict; None if they do not.
+        stash: backwards that do not predict read the weights of their forward, not the newest ones.
         bias: "adam" for the velocity above; "paper" for XPipe's, in which n is 1 in both corrections.
     """
 
@@ -36,20 +36,20 @@ class ReferencePrediction(ReferenceReading):
         self.ahead: list[Weights] = []  # per version, what forwards predict from it
         self.next: Weights = {}  # what backwards predict from the newest version
 
-    def born(self, stage: ReferenceStage) -> None:
+    def on_version(self, stage: ReferenceStage) -> None:
         """Predict from the newest version."""
         self.ahead.append(self.predict(stage, self.horizon))
         if self.back is not None:
             self.next = self.predict(stage, self.back)
 
     def read(self, stage: ReferenceStage, version: int) -> tuple[Weights, Weights | None]:
-        """What has been predicted from the version; for the backward from the newest one, or that itself."""
+        """Return the prediction from the version, and for the backward that from the newest one, or the newest."""
         if self.back is not None:
             return self.ahead[version], self.next
         return self.ahead[version], None if self.stash else stage.versions[-1]
 
     def predict(self, stage: ReferenceStage, horizon: float) -> Weights:
-        """From the newest weights."""
+        """Return the prediction from the newest weights."""
         result, rate = {}, stage.rate()
         groups = [] if stage.optimizer is None else stage.optimizer.param_groups
         rates = {p: initial * rate for g, initial in zip(groups, stage.rates, strict=True) for p in g["params"]}
@@ -62,11 +62,11 @@ class ReferencePrediction(ReferenceReading):
 
 
 class LastChange(ReferenceReading):
-    """W_hat = W + horizon * (the change that the last update made to W): weight form of linear weight prediction.
+    """W_hat = W + horizon * (the change by the last update): the weight form of linear weight prediction.
 
     Args:
         forward: how many updates ahead forwards predict.
-        stash: backwards read the copy that their forward read, not the newest weights.
+        stash: backwards read the weights that their forward read, not the newest ones.
     """
 
     def __init__(self, forward: float, stash: bool) -> None:
@@ -74,7 +74,7 @@ class LastChange(ReferenceReading):
         self.ahead: list[Weights] = []
         self.change: Weights | None = None
 
-    def born(self, stage: ReferenceStage) -> None:
+    def on_version(self, stage: ReferenceStage) -> None:
         """Predict from the newest version."""
         newest = stage.versions[-1]
         if stage.made:
@@ -83,22 +83,22 @@ class LastChange(ReferenceReading):
         self.ahead.append(newest if change is None else {n: w + self.horizon * change[n] for n, w in newest.items()})
 
     def read(self, stage: ReferenceStage, version: int) -> tuple[Weights, Weights | None]:
-        """What has been predicted from the version, and the same or the newest one."""
+        """Return the prediction from the version, and for the backward the same or the newest version."""
         return self.ahead[version], None if self.stash else stage.versions[-1]
 
 
 def check_velocity(optimizer: Optimizer) -> None:
-    """Refuse an optimizer whose velocity is not known.
+    """Check that the velocity of an optimizer is defined.
 
     Raises:
-        CapabilityError: it is neither SGD with momentum nor Adam nor AdamW nor Muon, alone or beside AdamW.
+        CapabilityError: it is neither SGD with momentum nor Adam nor AdamW nor Muon, alone or with AdamW.
     """
     muon = [group for group in optimizer.param_groups if _is_muon(group)]
     others = [group for group in optimizer.param_groups if not _is_muon(group)]
     fits = isinstance(optimizer, SGD | Adam | AdamW) or (muon and all("betas" in group for group in others))
     if not fits or any(group.get("momentum") == 0 or group.get("amsgrad") for group in optimizer.param_groups):
         raise CapabilityError(
-            f"{type(optimizer).__name__} has no velocity to predict weights by: take SGD with momentum, Adam, AdamW "
+            f"{type(optimizer).__name__} has no velocity to predict weights from: use SGD with momentum, Adam, AdamW "
             "(without amsgrad) or Muon"
         )
 
@@ -108,7 +108,7 @@ def _is_muon(group: Mapping[str, Any]) -> bool:
 
 
 def velocity(optimizer: Optimizer, parameter: nn.Parameter, bias: str) -> Tensor | None:
-    """Of one parameter, after the updates made so far; None before the first one."""
+    """Return the velocity of one parameter after the updates made so far; None before the first one."""
     state = optimizer.state.get(parameter)
     if not state:
         return None

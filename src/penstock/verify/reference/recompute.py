@@ -1,12 +1,12 @@
-"""One microbatch whose forwards are run again before its backward, on weights of that moment (PipeMare's recompute).
+"""One microbatch whose forwards are recomputed before its backward, on weights of that moment (PipeMare's recompute).
 
-Of the first run only inputs stay: of each block, or of the first stage of each segment. The second run begins from
-them, on other weights; inside a segment a stage gets what the one before it has made in its second run. The second
-graph is the one that goes back: its activations, and wherever a formula of the backward contains a weight, the
-backward's. The loss is run again with the last block, so its gradient is taken at the second output. What is reported
-is the loss of the first run.
+The first run keeps only inputs: of each block, or of the first stage of each segment. The second run starts from them,
+on other weights; inside a segment a stage gets the output of the previous stage's second run. The backward goes through
+the second graph: it uses its activations and, wherever a formula of the backward contains a weight, the backward's
+weights. The loss is recomputed with the last block, so its gradient is taken at the second output. The reported loss is
+that of the first run.
 
-Both runs draw the same random numbers and see module buffers as they were; only the first one changes them.
+Both runs draw the same random numbers and see the same module buffers; only the first one changes them.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from penstock.verify.reference.passes import Loss, leaves_of, replace, unguarded
 from penstock.verify.reference.stage import ReferenceStage, Weights, cast
 
 Piece = list[tuple[int, str]]
-"""Blocks in a row of which one input is kept: stage and name of each."""
+"""Consecutive blocks that share one kept input: stage and name of each."""
 
 
 def pieces_of(nodes: Sequence[ReferenceStage], how: str, sizes: Sequence[int]) -> list[Piece]:
-    """What is run again from one input: each block, or each segment of so many stages."""
+    """Divide the blocks into the units of recompute: single blocks, or segments of the given numbers of stages."""
     blocks = [[(s, name) for name in node.blocks] for s, node in enumerate(nodes)]
     if how == "block":
         return [[block] for stage in blocks for block in stage]
@@ -48,12 +48,12 @@ def run_again(
     scale: float,
     precision: torch.dtype | None,
 ) -> tuple[float, float]:
-    """As `run_microbatch`, with recompute.
+    """Run a microbatch as `run_microbatch` does, with recompute.
 
     Args:
-        nodes, sample, reads, draw, loss, c, scale, precision: as there.
+        nodes, sample, reads, draw, loss, c, scale, precision: see `run_microbatch`.
         again: per stage, the weights of the second run.
-        pieces: what is run again, from the first stage to the last.
+        pieces: the units of recompute, from the first stage to the last.
 
     Returns:
         The sum of the loss in the first run, and its weight.
@@ -90,7 +90,7 @@ def _first_run(
     pieces: list[Piece],
     draw: Callable[[str], None],
 ) -> tuple[list[Any], dict[str, dict[str, Tensor]]]:
-    """The input of every piece and the output, cut from what made them; the buffers of each block as it found them."""
+    """Return the input of every piece and the output, detached; and the buffers of each block before the run."""
     inputs, buffers = [x], dict[str, dict[str, Tensor]]()
     for piece in pieces:
         for s, name in piece:
@@ -119,7 +119,7 @@ def _second_run(
 
 
 def _differentiable(x: Any) -> Any:
-    """The same numbers, whose gradient can be asked for."""
+    """Detach a value so that its gradient can be computed."""
 
     def one(value: Any) -> Any:
         if not isinstance(value, Tensor):
@@ -134,7 +134,7 @@ def _tensors(x: Any) -> list[Tensor]:
 
 
 def _slopes(ys: list[Tensor], slopes: Sequence[Tensor | None], xs: list[Tensor]) -> list[Tensor | None]:
-    """The gradients by xs, from those by ys; None where there is none."""
+    """Return the gradients by xs from those by ys; None where there is none."""
     known = [(y, slope) for y, slope in zip(ys, slopes, strict=True) if y.requires_grad and slope is not None]
     asked = [x for x in xs if x.requires_grad]
     if not known or not asked:
@@ -150,7 +150,7 @@ def _buffers(node: ReferenceStage, name: str) -> dict[str, Tensor]:
 
 @contextmanager
 def _as_then(node: ReferenceStage, name: str, then: Mapping[str, Tensor]) -> Iterator[None]:
-    """The buffers of a block are copies of these; afterwards they are what they were."""
+    """Give a block copies of these buffers, and its own ones back afterwards."""
     now = _buffers(node, name)
     _put(node, name, {own: b.clone() for own, b in then.items()})
     try:

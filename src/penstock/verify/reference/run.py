@@ -1,4 +1,4 @@
-"""The run: batches one after the other, each microbatch by microbatch, each update by all stages."""
+"""Trains the reference: batch after batch, microbatch after microbatch, then the update of all stages."""
 
 from __future__ import annotations
 
@@ -32,10 +32,11 @@ class Reference:
         losses: per batch, the sum of the losses over the sum of the weights; nan for a batch of weight 0.
         weights: per batch, N, the sum of the weights that the loss returned.
         versions: per version (one more than batches), the trainable parameters by canonical name.
-        gradients: per batch, what the optimizer was given, by canonical name; empty where the update was skipped.
-        norms: per batch, the norm of grad f_t before clipping; only where something is decided by it.
+        gradients: per batch, the gradient given to the optimizer, by canonical name; empty where the update was
+            skipped.
+        norms: per batch, the norm of grad f_t before clipping; only where a decision depends on it.
         scales: per batch, S_t.
-        optimizers: per stage, the state of its optimizer at the end; empty for a stage that trains nothing.
+        optimizers: per stage, the state of its optimizer at the end; empty for a stage without trainable parameters.
         buffers: the persistent buffers of all modules at the end, by canonical name.
     """
 
@@ -68,26 +69,26 @@ def train_reference(
     options: Mapping[str, Any] = MappingProxyType({}),
     order: ReferenceOrder = USUAL,
 ) -> Reference:
-    """Train a copy of a model as the equations of a method say.
+    """Train a copy of a model by the equations of a method.
 
     Args:
         stages: the model: per stage its blocks by name, applied in a row. A parameter is called
             `block name.parameter name`; one that a stage holds several times goes by its first name.
-        loss: of a microbatch, from the last stage's output and the target: sum and weight, or a sum of weight 1.
-        batches: the microbatches of each batch, all batches having equally many.
+        loss: (last stage's output, target) -> sum and weight over a microbatch, or a sum of weight 1.
+        batches: the microbatches of each batch, equally many in all batches.
         method: one of `METHODS`.
         optimizer: makes the optimizer of a stage from its named parameters.
-        rate: what the initial learning rates are multiplied by, from the number of updates made before. Methods that
-            predict weights ask for the rates of the next updates as soon as one is made, also after the last.
+        rate: number of updates made before -> factor on the initial learning rates. Methods that predict weights ask
+            for the rates of the next updates as soon as one is made, also after the last.
         divisor: the constant c that the loss is divided by before its backward; m if None.
-        drains: batches before which the pipeline was drained, so that stash begins again without delay.
+        drains: batches before which the pipeline was drained, so that stash starts again without delay.
         clip: the largest norm of a gradient.
         scaling: of the loss.
-        seed: of the random numbers of blocks; torch's generator goes on by itself if None.
-        parts: the microbatches of each of parallel pipelines (or of the directions of one); each sums its gradients in
-            the order given, and the sums are added in theirs. One with all of them if None.
-        precision: what passes compute in: weights are cast to it, updates are made in their own precision.
-        tied: name of a parameter -> name of the one, on a stage before, that it is the same as.
+        seed: of the random numbers of blocks; torch's generators are left alone if None.
+        parts: the microbatches of each parallel pipeline (or of each direction of one); each part sums its gradients
+            in the order given, and the sums are added in the order of the parts. One part with all of them if None.
+        precision: of the passes: weights are cast to it, updates are made in their own precision.
+        tied: name of a parameter -> name of the parameter, on an earlier stage, that it shares its value with.
         options: of the method (`methods.OPTIONS`): reschedule (K of T1 in updates, 0 for no T1) and decay (D of T2,
             None for no T2); bias ("paper" or "adam": XPipe's corrections); backward ("newest" or "stash") of spike
             compensation, linear weight prediction, FTPipe's; average and eps of gap-aware; beta of i-timeprest.
@@ -96,8 +97,8 @@ def train_reference(
     Raises:
         ConfigError: unknown method or option; tied parameters, whose stages the method updates differently; an order
             that does not fit.
-        CapabilityError: the method does not work with this optimizer, or not with several microbatches.
-        DataError: batches of different numbers of microbatches.
+        CapabilityError: the method does not support this optimizer, or several microbatches.
+        DataError: batches have different numbers of microbatches.
     """
     chosen = options_of(method, options)
     nodes = [ReferenceStage(blocks, optimizer) for blocks in stages]
@@ -113,7 +114,7 @@ def train_reference(
 
 @dataclass
 class Run:
-    """A run under way; the attributes are the arguments of `train_reference`."""
+    """The state of a run; the attributes are the arguments of `train_reference`."""
 
     nodes: list[ReferenceStage]
     loss: Loss
@@ -130,20 +131,18 @@ class Run:
     precision: torch.dtype | None
     order: ReferenceOrder
     result: Reference = field(default_factory=Reference)
-    size: int = 0  # of a batch, in microbatches
-    m: int = 0  # those of one pipeline
-    first: int = 0  # batch of the span
+    size: int = 0  # microbatches of a batch
+    m: int = 0  # microbatches of one pipeline
+    first: int = 0  # batch that the span starts with
     updates: int = 0
     partials: Partials = field(default_factory=Partials)
 
     def train(self, t: int, batch: Sequence[tuple[Any, Any]]) -> None:
-        """Batch t."""
+        """Train on batch t."""
         self.first = t if t in self.drains else self.first
         self.size = self.size or self.begin(len(batch))
         if not batch or len(batch) != self.size:
-            raise DataError(
-                f"batch {t} has {len(batch)} microbatches, batch 0 has {self.size}: give every batch equally many"
-            )
+            raise DataError(f"batch {t} has {len(batch)} microbatches, batch 0 has {self.size}: make them equal")
         c = float(self.size if self.divisor is None else self.divisor)
         s = self.scale.at(known=max(t - (self.method in DOUBLE_BUFFER), 0))
         total, weight = self.accumulate(t, batch, c, s)
@@ -161,7 +160,7 @@ class Run:
         result.weights.append(weight)
 
     def begin(self, size: int) -> int:
-        """The number of microbatches is known, and so are all delays."""
+        """Set up everything that depends on the number of microbatches, such as delays; return it."""
         self.m = len(self.parts[0]) if self.parts else size
         self.order.check(self.method, len(self.nodes), self.m)
         check_early(self.method, self.order, len(self.nodes), self.m)
@@ -169,20 +168,20 @@ class Run:
             place = ReferencePlace(s, len(self.nodes), self.m, self.order.of_stage(s))
             momentary = correct(node, place, self.method, self.options, bool(self.tied))
             node.rate = partial(self.rate_of, momentary)
-            node.reading.born(node)
+            node.reading.on_version(node)
             if self.order.recompute is not None and not node.reading.repeats:
                 raise CapabilityError(
-                    f"{self.method}: no equation says what forwards read that are run again where their backward reads "
-                    "something else: leave recompute out"
+                    f"{self.method}: it is undefined which weights a recomputed forward reads if its backward reads "
+                    "other ones: leave recompute out"
                 )
         return size
 
     def rate_of(self, momentary: Callable[[int], float], ahead: int = 0) -> float:
-        """What the initial rates of a stage are multiplied by in the next update, or so many updates later."""
+        """Return the factor on the initial rates of a stage in the next update, or `ahead` updates later."""
         return self.rate(self.updates + ahead) * momentary(self.updates + ahead)
 
     def accumulate(self, t: int, batch: Sequence[tuple[Any, Any]], c: float, s: float) -> tuple[float, float]:
-        """The gradients of batch t, times s / c; returns the sum of its losses and of their weights."""
+        """Accumulate the gradients of batch t, times s / c; return the sums of its losses and of their weights."""
         results = []
         for number, part in enumerate(self.parts or [range(self.size)]):
             for place, k in enumerate(part):
@@ -197,12 +196,12 @@ class Run:
     def microbatch(
         self, t: int, part: int, place: int, k: int, sample: tuple[Any, Any], c: float, s: float
     ) -> tuple[float, float]:
-        """Number k of batch t, which is the one at `place` of its part."""
+        """Run microbatch k of batch t, which is number `place` of its part; return its loss and weight."""
         m, d = len(self.parts[part]) if self.parts else self.size, len(self.nodes)
         versions = [self.version(t, place, m, i) for i in range(d)]
         if self.method == "ftpipe-aggregated":
             done = [backwards_of_open_batch(t, place, m, i, d, self.first) for i in range(d)]
-            self.partials.tell(self.nodes, versions, part, t, done, c, self.result.weights)
+            self.partials.set_open(self.nodes, versions, part, t, done, c, self.result.weights)
         reads = [n.reading.read(n, v) for n, v in zip(self.nodes, versions, strict=True)]
         draw = partial(draw_for, self.seed, t, k)
         rest = draw, self.loss, c, s, self.precision
@@ -217,24 +216,24 @@ class Run:
         return run_microbatch(self.nodes, sample, reads, *rest)
 
     def version(self, t: int, k: int, m: int, s: int) -> int:
-        """Which one stage s reads, or predicts from, for microbatch k of batch t."""
+        """Return the version that stage s reads, or predicts from, for microbatch k of batch t."""
         return version_read(self.method, t, k, m, s, len(self.nodes), self.first, self.order.delays)
 
     def update(self, t: int, factor: float) -> dict[str, Tensor]:
-        """Step every stage, or copy its weights if there is nothing to learn; returns what optimizers were given."""
+        """Step every stage, or copy the weights if the update is skipped; return the optimizers' gradients."""
         given: dict[str, Tensor] = {}
         for s, node in enumerate(self.nodes):
             if factor:
                 given |= node.update(factor, self.version(t, 0, self.m, s))
-            node.bear(made=bool(factor))
-        self.updates += bool(factor)  # the rate stands still where no update is made
+            node.add_version(made=bool(factor))
+        self.updates += bool(factor)  # a skipped update does not advance the learning rate
         for node in self.nodes:
-            node.reading.born(node)
+            node.reading.on_version(node)
         return given
 
 
 def with_end(result: Reference, nodes: list[ReferenceStage]) -> Reference:
-    """Add what is known when the run is over."""
+    """Add the values at the end of the run."""
     versions = zip(*(node.versions for node in nodes), strict=True)
     result.versions = [{name: w for stage in parts for name, w in stage.items()} for parts in versions]
     result.optimizers = [node.optimizer.state_dict() if node.optimizer else {} for node in nodes]

@@ -1,4 +1,4 @@
-"""A stage: blocks in a row, all versions of their weights, and the optimizer that makes the next one."""
+"""A stage of the reference: consecutive blocks, all versions of their weights, and the optimizer."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ Weights = dict[str, Tensor]
 
 
 class ReferenceReading:
-    """What the passes of a stage read: forwards a version, backwards the same. Others say what they do instead.
+    """Which weights the passes of a stage read: here the version, for forward and backward; subclasses differ.
 
     Attributes:
-        repeats: whether it is known what forwards read that are run again.
+        repeats: whether it is defined what recomputed forwards read.
     """
 
     repeats = True
 
-    def born(self, stage: ReferenceStage) -> None:
-        """A version is there: the first one, or the next, by an update (`stage.made`) or without one."""
+    def on_version(self, stage: ReferenceStage) -> None:
+        """Take note of a new version: the first one, or the next, by an update (`stage.made`) or a skipped one."""
 
     def read(self, stage: ReferenceStage, version: int) -> tuple[Weights, Weights | None]:
-        """The weights of a forward that runs when `version` is the newest, and of its backward (None: the same).
+        """Return the weights of a forward that runs when `version` is the newest, and of its backward (None: the same).
 
-        Backwards run when all updates but that of their batch are made.
+        Backwards run when all updates before that of their own batch are made.
         """
         return stage.versions[version], None
 
     def again(self, stage: ReferenceStage, version: int, moment: int) -> Weights | None:
-        """The weights of that forward when it is run again and `moment` is the newest version; None: the same."""
+        """Return that forward's weights when it is recomputed while `moment` is the newest version; None: the same."""
 
 
 def step(stage: ReferenceStage) -> None:
-    """Make an update, when gradients and rates are set, as the optimizer does. Corrections have others."""
+    """Make an update with the optimizer, when gradients and rates are set; corrections use other functions."""
     if stage.optimizer is not None:
         stage.optimizer.step()
 
@@ -56,16 +56,16 @@ class ReferenceStage:
 
     Attributes:
         newest: the parameters that the optimizer changes, by canonical name.
-        versions: what they were after each batch.
+        versions: their values after each batch.
         gradient: of the present batch, when its parts have been added.
-        made: whether the newest version has been made by an update.
-        read: the version from which the forward of the present batch's first microbatch read.
-        rate: what the initial learning rates are multiplied by in the next update, or so many updates later.
-        reading, step: what is done about staleness.
+        made: whether the newest version was made by an update.
+        read: the version that the forward of the present batch's first microbatch read.
+        rate: number of updates ahead -> factor on the initial learning rates in that update.
+        reading, step: how weights are read and updates are made.
     """
 
     def __init__(self, blocks: Mapping[str, Block], factory: Factory) -> None:
-        self.blocks = copy.deepcopy(dict(blocks))  # in one go, so that what blocks share stays shared
+        self.blocks = copy.deepcopy(dict(blocks))  # in one go, so that what blocks share remains shared
         self.names: dict[str, dict[str, str]] = {}  # block -> its own name of a parameter -> the canonical name
         self.newest: dict[str, nn.Parameter] = {}
         self.modules = {name: block for name, block in self.blocks.items() if isinstance(block, nn.Module)}
@@ -87,28 +87,28 @@ class ReferenceStage:
         self.clear()
 
     def cast_frozen(self, precision: torch.dtype | None) -> None:
-        """What is not trained is cast once."""
+        """Cast parameters that are not trained, once."""
         for module in self.modules.values():
             for parameter in module.parameters():
                 if not parameter.requires_grad:
                     parameter.data = cast(parameter.data, precision)
 
     def copy_newest(self) -> Weights:
-        """The newest weights, safe from the next update."""
+        """Return a copy of the newest weights, which the next update does not change."""
         return {name: parameter.detach().clone() for name, parameter in self.newest.items()}
 
     def clear(self) -> None:
-        """Start the gradient of a pipeline's part of a batch; it is summed in at least fp32."""
+        """Start the gradient of one part of a batch; it is summed in at least fp32."""
         dtypes = {name: torch.promote_types(p.dtype, torch.float32) for name, p in self.newest.items()}
         self.part = {name: torch.zeros_like(p, dtype=dtypes[name]) for name, p in self.newest.items()}
 
     def end_part(self) -> None:
-        """A pipeline has seen its part of the batch: its gradient is added to that of the pipelines before it."""
+        """End a part of the batch: store its gradient with those of the parts before it."""
         self.parts.append(self.part)
         self.clear()
 
     def add_parts(self) -> None:
-        """The gradient of the batch: the sum of the parts, added in their order."""
+        """Set the gradient of the batch: the sum of the parts, in their order."""
         self.gradient = {name: reduce(torch.add, [part[name] for part in self.parts]) for name in self.newest}
         self.parts.clear()
 
@@ -125,11 +125,11 @@ class ReferenceStage:
         return functional_call(self.modules[name], own, (x,)) if own else self.blocks[name](x)
 
     def update(self, factor: float, read: int) -> Weights:
-        """One update of the newest weights.
+        """Make one update of the newest weights.
 
         Args:
             factor: what the gradient is multiplied by.
-            read: the version from which the forward of the batch's first microbatch read.
+            read: the version that the forward of the batch's first microbatch read.
 
         Returns:
             The gradient that the optimizer was given.
@@ -147,20 +147,20 @@ class ReferenceStage:
         return {name: p.grad.clone() for name, p in self.newest.items() if p.grad is not None}
 
     def add(self, change: Weights, share: float) -> None:
-        """Add a share of a change to the newest version, before anybody has read it."""
+        """Add a share of a change to the newest version, before any pass has read it."""
         with torch.no_grad():
             for name, parameter in self.newest.items():
                 parameter.copy_(parameter + share * change[name])
         self.versions[-1] = self.copy_newest()
 
-    def bear(self, made: bool) -> None:
-        """The newest weights are the next version, which an update has made or not."""
+    def add_version(self, made: bool) -> None:
+        """Append the newest weights as the next version, which an update has made or not."""
         self.made = made
         self.versions.append(self.copy_newest())
 
 
 def cast(value: Any, precision: torch.dtype | None) -> Any:
-    """Every tensor in float32, if that is too precise."""
+    """Cast every tensor of higher precision to float32."""
     if precision is None:
         return value
     return tree_map(lambda x: x.to(precision) if isinstance(x, Tensor) and x.dtype == torch.float32 else x, value)

@@ -1,18 +1,18 @@
 """Wave-synchronous parallel pipelines (WSP of HetPipe, Park et al., USENIX ATC 2020, arXiv 2005.14038).
 
-w pipelines make updates of their own. A wave is H batches, and the clock counts waves. u_r^c is what the updates that
-pipeline r made in wave c have changed: its weights after them less those before, whatever came from others being in
-both. After the last update of wave c pipeline r adds to its newest weights what it has not added yet of
+w pipelines make updates of their own. A wave is H batches, and the clock counts waves. u_r^c is the change by the
+updates of pipeline r in wave c: its weights after them minus those before, both including what came from others. After
+the last update of wave c pipeline r adds to its newest weights what it has not added yet of
 
     W_r = W(0) + sum_{c' <= c} u_r^c' + share * sum_{q != r} sum_{c' <= c - lag} u_q^c'
 
-product by product, by wave and, in a wave, by pipeline; its own updates are in as its optimizer has made them. With
+product by product, by wave and, in a wave, by pipeline; its own updates are included as its optimizer made them. With
 lag 0 all have all sums at the end of each wave; a lag of at most D is what HetPipe's clock distance D allows. Passes
-under way go on with the versions that they read.
+in flight continue with the versions that they read.
 
-Read into it ("penstock"): HetPipe adds updates as they are, so `share` is 1 by default, and it applies to others
-only; a pipeline that is drained may add all that is outstanding (`settle`), and lags begin anew; what pipelines have
-in common is W(0) + share * the sum of all updates of complete waves, each one's own included.
+Our interpretation ("penstock"): HetPipe adds updates as they are, so `share` is 1 by default, and it applies to the
+updates of others only; a pipeline that is drained may add everything outstanding (`settle`), and lags start anew; the
+common model is W(0) + share * the sum of all updates of complete waves, each pipeline's own included.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from penstock.verify.reference.run import Reference, Run, with_end
 from penstock.verify.reference.stage import Block, Factory, ReferenceStage, Weights
 
 APART = (*FLUSH, *(m for m in DOUBLE_BUFFER if m != "error-feedback"), "wpipe", "stash", "vertical-sync", "newest")
-"""Methods that remember nothing of how weights have moved, which is not the same as what their updates were here."""
+"""Methods that keep no history of the weights, which would include changes by the updates of other pipelines."""
 
 Lag = int | Sequence[int] | Callable[[int, int, int, int], int]
-"""By how many waves sums come late: always, by sender, or by stage, receiver, sender and wave."""
+"""By how many waves sums come late: a constant, a number per sender, or f(stage, receiver, sender, wave)."""
 
 
 class Wsp(NamedTuple):
-    """How parallel pipelines meet.
+    """Settings of the exchange of updates between parallel pipelines.
 
     Attributes:
-        width: w, how many there are.
+        width: w, the number of pipelines.
         every: H, the batches of a wave.
-        lag: how late the sums of others come.
+        lag: by how many waves the sums of others come late.
         share: what these are multiplied by.
         settle: batches, multiples of H, before which (or after the last of which) all was drained and added.
     """
@@ -58,23 +58,21 @@ class Wsp(NamedTuple):
     settle: Collection[int] = ()
 
     def check(self) -> None:
-        """Refuse what cannot be.
+        """Check the numbers.
 
         Raises:
-            ConfigError: numbers below what is possible, or not whole waves.
+            ConfigError: one is out of range, or not a multiple of a wave.
         """
         for name, number, least in (("width", self.width, 1), ("every", self.every, 1), ("lag", self.lag, 0)):
             if isinstance(number, int) and number < least:
                 raise ConfigError(f"{name} is {number}: give {least} or more")
         if isinstance(self.lag, Sequence) and (len(self.lag) != self.width or min(self.lag) < 0):
-            raise ConfigError(
-                f"lag is {list(self.lag)}: give {self.width} numbers, one for each pipeline, none below 0"
-            )
+            raise ConfigError(f"lag is {list(self.lag)}: give {self.width} non-negative numbers, one for each pipeline")
         if apart := [t for t in self.settle if t % self.every]:
             raise ConfigError(f"settle has batch {min(apart)}: give multiples of {self.every}, where waves end")
 
     def late(self, s: int, r: int, q: int, wave: int) -> int:
-        """By how many waves the sums of pipeline q come late to stage s of pipeline r at the end of a wave."""
+        """Return by how many waves the sums of pipeline q come late to stage s of pipeline r at the end of a wave."""
         if callable(self.lag):
             return self.lag(s, r, q, wave)
         return self.lag if isinstance(self.lag, int) else self.lag[q]
@@ -82,11 +80,11 @@ class Wsp(NamedTuple):
 
 @dataclass
 class ReferenceWaves:
-    """The numbers of pipelines that meet in waves.
+    """The numbers of pipelines that exchange updates in waves.
 
     Attributes:
-        pipelines: those of each; version t+1 is what it has when it has met the others after batch t.
-        common: per complete wave, and before the first one, the weights that the pipelines have in common.
+        pipelines: the numbers of each; version t+1 includes the updates of others that were added after batch t.
+        common: before the first wave and after each complete one, the weights that the pipelines have in common.
     """
 
     pipelines: list[Reference]
@@ -111,22 +109,22 @@ def train_wsp(
     precision: torch.dtype | None = None,
     order: ReferenceOrder = USUAL,
 ) -> ReferenceWaves:
-    """Train copies of a model in parallel pipelines that tell each other their updates, wave by wave.
+    """Train copies of a model in parallel pipelines that exchange their updates wave by wave.
 
     Args:
-        stages, loss, method, optimizer, rate, drains, clip, scaling, seed, tied, precision, order: as of
-            `train_reference`, for each pipeline by itself: norms, loss scales and skipped updates are its own.
+        stages, loss, method, optimizer, rate, drains, clip, scaling, seed, tied, precision, order: as in
+            `train_reference`, for each pipeline separately: norms, loss scales and skipped updates are its own.
         batches: the microbatches of each batch, those of the first pipeline first.
-        wsp: how the pipelines meet.
+        wsp: how the pipelines exchange updates.
         divisor: the constant c of one pipeline; m if None.
 
     Raises:
-        ConfigError: as `train_reference`; the method does not go with waves; or `wsp` cannot be.
-        DataError: batches that cannot be divided, or of different numbers of microbatches.
+        ConfigError: as `train_reference`; the method does not support waves; or `wsp` is out of range.
+        DataError: batches cannot be divided, or have different numbers of microbatches.
     """
     wsp.check()
     if method not in APART:
-        raise ConfigError(f"{method} does not go with waves; known: {', '.join(APART)}")
+        raise ConfigError(f"{method} does not support waves; methods that do: {', '.join(APART)}")
     chosen, drains, runs = options_of(method, {}), {*drains, *wsp.settle}, []
     for _ in range(wsp.width):
         nodes = [ReferenceStage(blocks, optimizer) for blocks in stages]
@@ -144,11 +142,11 @@ def train_wsp(
 
 
 class _Meeting:
-    """Pipelines between two waves.
+    """Exchanges updates between pipelines at the end of waves.
 
     Args:
         runs: of the pipelines.
-        wsp: how they meet.
+        wsp: how they exchange updates.
     """
 
     def __init__(self, runs: list[Run], wsp: Wsp) -> None:
@@ -160,11 +158,11 @@ class _Meeting:
         self.common = [{name: w for weights in self.before[0] for name, w in weights.items()}]
 
     def train(self, t: int, batch: Sequence[tuple[Any, Any]]) -> None:
-        """Batch t of all pipelines, one after the other; then they meet, if it ends a wave."""
+        """Train all pipelines on batch t, one after the other, and exchange updates if it ends a wave."""
         m, rest = divmod(len(batch), len(self.runs))
         if rest or not m:
             raise DataError(
-                f"batch {t} has {len(batch)} microbatches for {len(self.runs)} pipelines: give each equally many"
+                f"batch {t} has {len(batch)} microbatches for {len(self.runs)} pipelines: give each one equally many"
             )
         for r, run in enumerate(self.runs):
             run.parts = [range(r * m, (r + 1) * m)]
@@ -176,7 +174,7 @@ class _Meeting:
             self.add(dict.fromkeys(self.seen, len(self.sums)))
 
     def end_wave(self) -> None:
-        """All have made the last update of a wave."""
+        """End a wave after the last update of all pipelines."""
         wave, own = len(self.sums), []
         for run, before in zip(self.runs, self.before, strict=True):
             own.append([_less(node.copy_newest(), old) for node, old in zip(run.nodes, before, strict=True)])
@@ -188,7 +186,7 @@ class _Meeting:
         self.add({key: wave + 1 - self.wsp.late(*key, wave) for key in self.seen})
 
     def add(self, visible: Mapping[tuple[int, int, int], int]) -> None:
-        """Add so many waves of each sender, as far as they are not in."""
+        """Add the given number of waves of each sender, as far as they have not been added."""
         for s in self.stages:
             for r, run in enumerate(self.runs):
                 others = [q for q in range(len(self.runs)) if q != r]

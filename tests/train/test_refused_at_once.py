@@ -1,0 +1,103 @@
+"""`penstock train` says what is wrong before it proves a schedule, let alone searches for a legal one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from penstock import cli
+from penstock.compare.config import comparison_config, contenders
+from penstock.compare.contenders import enter
+from penstock.compare.tasks import make_task
+from penstock.errors import ConfigError, PenstockError
+from penstock.runtime.plan.options import PipelineOptions
+from penstock.schedule import build
+from penstock.train.config.load import load_config
+from penstock.train.config.schema import TrainConfig
+from penstock.train.data.corpus import load_corpus
+from penstock.train.setup.pipeline_options import pipeline_options
+from penstock.train.setup.prepare import model_shape, prepare
+
+
+@pytest.fixture(autouse=True)
+def unproven(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever proves a schedule fails the test."""
+
+    def check(*_: object) -> None:
+        raise AssertionError("a schedule was proven")
+
+    monkeypatch.setattr(build, "check", check)
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> str:
+    path = tmp_path / "text.txt"
+    path.write_text("the quick brown fox jumps over the lazy dog\n" * 40)
+    return f"data={path}"
+
+
+WRONG = [
+    (["stages=100"], "the model has 6 blocks, which cannot be cut into 100 stages; use fewer stages"),
+    (["stages=6", "method=interleaved"], "the model has 6 blocks, which cannot be cut into 12 stages"),
+    (["balance=[6]"], "must hold 6 positive numbers that add up to the model's 6 blocks"),
+    (["segments=2"], "segments=2 is for recompute='stage'"),
+    (["recompute=stage", "segments=7"], "from 1 to 6 here"),
+    (["delays=2"], "delays need version rule 'flush'"),
+    (["combine.kind=average"], "takes parallel pipelines; set a width of at least 2"),
+    (["combine.kind=average", "width=2", "average=0.9"], "average=0.9 and combine=average do not go together"),
+    (["combine.kind=average", "width=2", "combine.every=7"], "batches is 1000, but with combine.kind=average"),
+    (["method=pipemare", "model.tied=true"], "correction 'pipemare' steps every stage in its own way"),
+    (["method=wpipe", "stages=3", "clip=1"], "wait for a decision of all stages, which clip needs"),
+    (["method=ftpipe", "optimizer.name=muon"], "not for Muon"),
+    (["undo=in-place"], "method '2bw' never takes an update back"),
+    (["sync.batches=3", "sync.method=stash"], "sync.method must be synchronous"),
+    (["sync.batches=3", "sync.method=zb-v"], "sync.method: 2bw cannot be followed by zb-v: they differ in stages"),
+    (
+        ["fallback.when=[spike]", "clip=null"],
+        "a divergence (fallback.when) is noticed where all",
+    ),
+    (["evaluate.every=5", "evaluate.patience=2", "clip=null"], "evaluate.patience needs stages that decide together"),
+    (["prompt="], "prompt must not be empty"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), WRONG)
+def test_what_is_wrong_is_said_before_a_proof(changes: list[str], message: str, text: str) -> None:
+    """Of 6 stages with 2 microbatches, which are too few for most methods here."""
+    small = ["stages=6", "microbatches=2", "microbatch_size=1", "model.layers=4", "model.context=8", "held_out=0.2"]
+    with pytest.raises(PenstockError) as refused:
+        prepare(load_config(None, [*small, text, *changes]))
+    assert message in str(refused.value)
+
+
+def test_the_command_says_at_once_that_there_are_too_few_blocks(
+    text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["penstock", "train", "--set", "stages=100", "--set", text])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 2
+    assert "which cannot be cut into 100 stages" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("method", ["2bw", "2bw:sync=2"])
+def test_a_comparison_says_so_at_once(method: str, text: str) -> None:
+    config = comparison_config([text, "stages=8", "model.layers=2", "model.context=8", f"methods={method}"], {})
+    (contender,) = contenders(config)
+    with pytest.raises(ConfigError, match="the model has 4 blocks, which cannot be cut into 8 stages"):
+        enter(config, make_task(config), contender)
+
+
+def test_a_key_with_the_name_of_an_option_is_that_option(text: str) -> None:
+    changes = {
+        "width": "2", "reduce": "fast", "precision": "bf16", "recompute": "stage", "segments": "auto", "clip": "0.5",
+        "average": "0.9", "seed": "3", "balance": "[3, 3]", "timeout": "7.5", "delays": "{head: 1}",
+        "backward_delays": "2",
+    }  # fmt: skip
+    config = load_config(None, [text, *(f"{key}={value}" for key, value in changes.items())])
+    options = pipeline_options(config, model_shape(config, load_corpus(config.data)))
+    found = {name: value for group in vars(options).values() for name, value in vars(group).items()}
+    assert {key: found[key] for key in changes} == {key: getattr(config, key) for key in changes}
+    named = {"combine", "correction", "rate"}  # whose values are of another kind
+    assert PipelineOptions.names() & TrainConfig.model_fields.keys() == changes.keys() | named
