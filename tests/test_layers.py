@@ -13,7 +13,7 @@ import penstock
 
 ROOT = Path(penstock.__file__).parent
 DESIGN = Path(__file__).parents[1] / "docs" / "design.md"
-TORCH_FREE = ("errors", "schedule", "timeline", "idle_time", "simulate")
+TORCH_FREE = ("errors", "checks", "schedule", "timeline", "idle_time", "simulate")
 
 
 def floors():

@@ -1,4 +1,4 @@
-"""The exceptions that Penstock raises for mistakes a person can mend.
+"""The exceptions that Penstock raises for mistakes that a user can correct.
 
 Every message says what is wrong, where (config key, rank, stage, microbatch), the numbers, and what to do.
 `assert` is kept for our own bugs.
@@ -8,10 +8,10 @@ import signal
 
 
 class PenstockError(Exception):
-    """Base of all errors that Penstock raises on purpose.
+    """Base class of all errors that Penstock raises on purpose.
 
     Attributes:
-        hint: what the command line says under the message.
+        hint: advice that the command line prints below the message.
     """
 
     hint: str = ""
@@ -30,7 +30,7 @@ class ScheduleError(PenstockError, ValueError):
 
 
 class VersionError(PenstockError, RuntimeError):
-    """Weights were read that are not, or are no longer, the version that the schedule names."""
+    """A pass tried to read weights that are not, or are no longer, the version that the schedule names."""
 
 
 class TransportError(PenstockError, RuntimeError):
@@ -46,7 +46,7 @@ class CapabilityError(PenstockError, RuntimeError):
 
 
 class WorkerError(PenstockError):
-    """A worker of the job ended with an error.
+    """A worker process of the job failed with an error.
 
     Attributes:
         trace: the traceback of the first worker that failed.
@@ -58,14 +58,14 @@ class WorkerError(PenstockError):
 
 
 class EndedError(PenstockError):
-    """This worker has been told to end, because another one has failed."""
+    """This worker was told to stop because another worker failed."""
 
 
 class InterruptedRunError(PenstockError):
-    """A second signal has ended the job at once; the workers are gone.
+    """A second signal stopped the job at once; all worker processes are gone.
 
     Attributes:
-        signal: which.
+        signal: the second signal.
     """
 
     def __init__(self, number: int) -> None:

@@ -1,25 +1,27 @@
-"""Room 2: why ranks stood idle. Every idle moment of a timeline, simulated or measured, has exactly one cause.
+"""Causes of idle time: every idle moment of a timeline, simulated or measured, is assigned exactly one cause.
 
 A *section* lies between two moments at which the pipeline is empty: no microbatch is between its first pass anywhere
 and its last. So a method that flushes has a section per batch, and one that does not has one per span. The cause of an
 idle moment is the first of these that holds:
 
     data           the rank reads samples
-    communication  it posts a message; or the one it waits for, or that a peer has still to take, is under way
-    drain          its last pass of the section is over, and not those of all others (at the end of the timeline, until
-                   there); or it waits for a gradient, with no forward left to run
-    control        it waits for others, to add up gradients or to decide together
-    fill           its first pass of the section is to come; or it waits for its first gradient
-    imbalance      it waits for a peer that is still at work, or waits itself
-    engine         it waits for nothing that is known: Python between actions, the caller's loop, the turns of other
+    communication  the rank posts a message; or a message is in transit that the rank waits for, or that its peer has to
+                   receive before the rank may post the next one
+    drain          the rank has finished its last pass of the section and other ranks have not (after the last section,
+                   until the end of the timeline); or it waits for a gradient and has no forward left to run
+    control        the rank waits for other ranks in a sum of gradients or a global decision
+    fill           the rank has not begun its first pass of the section; or it waits for its first gradient
+    imbalance      the rank waits for a peer that is still working, or that is waiting itself
+    engine         the rank waits for nothing recorded: Python between actions, the caller's loop, or the turns of other
                    ranks where one process runs them all
 
-Waits for the first gradient fill the pipeline, too: the first microbatch has to go all the way and come back. And where
-forwards and backwards alternate, the last gradients come a forward later than they are needed, because the rank has no
-forward of its own any more. So equal stages whose messages take no time have no imbalance, in any order.
+Waits for the first gradient count as fill because the first microbatch has to pass through all stages and back. Where
+forwards and backwards alternate, the last gradients arrive one forward later than the rank could use them, because it
+has no forward of its own left; those waits count as drain. So equal stages whose messages take no time have no
+imbalance, in any order.
 
-A measured timeline holds its waits. A simulated one holds none, but its ranks are never idle for nothing: before a pass
-they wait for what another rank did last for the same microbatch, before an update for its collectives.
+A measured timeline contains its waits. A simulated one does not, so they are derived: before a pass the rank waits for
+what another rank did last for the same microbatch, and before an update for its collectives.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ _SENT = ("F", *_BACKWARD)  # passes whose results travel
 
 
 class Idle(NamedTuple):
-    """Idle time by cause; see the module."""
+    """Idle time by cause, in the unit of the timeline; the module defines the causes."""
 
     fill: float = 0.0
     drain: float = 0.0
@@ -52,13 +54,13 @@ class Idle(NamedTuple):
 
 @dataclass(frozen=True)
 class TimeSplit:
-    """Where the time went.
+    """Working time, and idle time by cause, of every rank.
 
     Attributes:
-        makespan: from the first start to the last end of work on any rank.
+        makespan: time from the first start to the last end of work on any rank.
         busy: working time per rank.
         idle: the rest of the makespan, per rank.
-        partial: it is that of the end of a run alone; the rest of the timeline was not kept.
+        partial: True if only the end of the run is covered, because the timeline before it was dropped.
     """
 
     makespan: float
@@ -67,7 +69,8 @@ class TimeSplit:
     partial: bool = False
 
     def shares(self, rank: int | None = None) -> dict[str, float]:
-        """Work, and idleness by cause, as parts of the time of a rank, or of all: those add up to the bubble."""
+        """Return work and idle time by cause as fractions of the time of one rank or of all; the idle ones sum to the
+        bubble."""
         ranks = range(len(self.busy)) if rank is None else (rank,)
         times = zip(*((self.busy[r], *self.idle[r]) for r in ranks), strict=True)
         total = len(ranks) * self.makespan or 1.0
@@ -75,7 +78,7 @@ class TimeSplit:
 
 
 def split_time(timeline: Timeline) -> TimeSplit:
-    """Say where the time went: of every rank, work and idle times add up to the makespan."""
+    """Split the makespan of every rank into working time and idle time by cause."""
     bubble, facts, idle = timeline.bubble(), _Facts(timeline), []
     for rank in range(timeline.ranks):
         causes = dict.fromkeys(Idle._fields, 0.0)
@@ -88,12 +91,12 @@ def split_time(timeline: Timeline) -> TimeSplit:
 
 @dataclass
 class _Section:
-    """What runs between two moments at which the pipeline is empty.
+    """The passes between two moments at which the pipeline is empty.
 
     Attributes:
-        start, end: of its passes on any rank.
-        forwards: per rank, how many.
-        alternates: some rank runs a forward after a backward.
+        start, end: first start and last end of its passes on any rank.
+        forwards: the number of forwards per rank.
+        alternates: True if some rank runs a forward after a backward.
     """
 
     start: float
@@ -104,16 +107,16 @@ class _Section:
 
 @dataclass
 class _Gap:
-    """An idle stretch of a rank.
+    """An idle interval of a rank between two of its actions.
 
     Attributes:
-        start, end: of it.
+        start, end: times.
         before, after: the sections of the passes before and after it.
-        first: it ends with the rank's first backward of the section.
-        spent: the rank has no forwards left in the section.
-        waits: of the rank at that time.
-        made: when the message that it waits for had been made.
-        peers: the work of those that have still to take a message of the rank.
+        first: True if the gap ends with the rank's first backward of the section.
+        spent: True if the rank has no forwards left in the section.
+        waits: the waits of the rank that overlap the gap.
+        made: the time at which the message that the rank waits for had been produced.
+        peers: the work of the ranks that have not yet received a message of this rank.
     """
 
     start: float
@@ -127,19 +130,18 @@ class _Gap:
     peers: Sequence[Interval] = ()
 
     def __post_init__(self) -> None:
-        """Find where the section before ends and the section after begins."""
         self._empty = -math.inf if self.before is None else self.before.end
         self._begun = -math.inf if self.after is None else self.after.start
 
     def split(self) -> Iterator[tuple[str, float]]:
-        """Its causes and their times."""
+        """Yield (cause, time) for each part of the gap that has one cause."""
         changes = {self.start, self.end, self.made, self._empty, self._begun}
         changes.update(time for i in (*self.waits, *self.peers) for time in (i.start, i.end))
         for start, end in pairwise(sorted(time for time in changes if self.start <= time <= self.end)):
             yield self._cause(start), end - start
 
     def _cause(self, time: float) -> str:
-        """From `time` to the next change."""
+        """Return the cause of the idle time from `time` to the next change."""
         wait = next((w.what for w in self.waits if w.start <= time < w.end), "")
         if wait == Waiting.DATA:
             return "data"
@@ -162,7 +164,7 @@ class _Gap:
 
 
 class _Facts:
-    """A timeline, sorted by what the causes ask for."""
+    """The intervals of a timeline, indexed for finding the causes of gaps."""
 
     def __init__(self, timeline: Timeline) -> None:
         self._work: defaultdict[int, list[Interval]] = defaultdict(list)
@@ -184,7 +186,7 @@ class _Facts:
         self._end = max((i.end for work in self._work.values() for i in work), default=self._start)
 
     def gaps(self, rank: int) -> Iterator[_Gap]:
-        """The idle stretches of a rank, in order."""
+        """Yield the idle intervals of a rank, in order."""
         work = self._work[rank]
         following = [self._section(i) for i in work] + [None]
         for place in reversed(range(len(work))):
@@ -209,7 +211,7 @@ class _Facts:
         return self._sections.get((action.span, action.microbatch))
 
     def _explain(self, gap: _Gap, rank: int, action: Interval | None) -> None:
-        """Add the waits of a gap, and when what `action` needs had been made."""
+        """Add the waits of a gap, and the time at which the input of `action` had been produced."""
         if action is None:
             return
         gap.waits = self._derived(gap, action) if self._derives else _during(self._waits[rank], gap)
@@ -217,10 +219,10 @@ class _Facts:
         peers = {w.peer for w in gap.waits if w.what == Waiting.MESSAGE} - {-1}
         for i in self._sent.get((action.span, action.microbatch), ()):
             if i.start < action.start and i.rank != rank and (not peers or i.rank in peers):
-                gap.made = i.end  # of the last one
+                gap.made = i.end  # the end of the last one
 
     def _derived(self, gap: _Gap, action: Interval) -> list[Interval]:
-        """The waits of a simulated rank."""
+        """Derive the waits of a simulated rank, whose timeline has none."""
         wait = Interval(action.rank, "compute", gap.start, gap.end, Waiting.MESSAGE, "")
         if action.what != "STEP":
             return [wait]
@@ -229,13 +231,13 @@ class _Facts:
 
 
 def _during(intervals: list[Interval], gap: _Gap) -> list[Interval]:
-    """Those that a gap overlaps (and perhaps one before), of a lane in order."""
+    """Return the intervals of a lane, sorted by time, that overlap a gap (and perhaps one before it)."""
     first = bisect_left(intervals, gap.start, key=lambda i: i.start)
     return intervals[max(first - 1, 0) : bisect_left(intervals, gap.end, key=lambda i: i.start)]
 
 
 def _sections(passes: Iterable[Interval]) -> dict[tuple[int, int], _Section]:
-    """The section of every (span, microbatch); the passes of each rank come in order."""
+    """Map every (span, microbatch) to its section; the passes of each rank must be in order."""
     passes = list(passes)
     extents: dict[tuple[int, int], tuple[float, float]] = {}
     for i in passes:
@@ -248,7 +250,7 @@ def _sections(passes: Iterable[Interval]) -> dict[tuple[int, int], _Section]:
             section = _Section(start, end)
         section.end = max(section.end, end)
         found[key] = section
-    turned: dict[int, _Section] = {}  # of each rank's last backward
+    turned: dict[int, _Section] = {}  # rank -> section of its last backward
     for i in passes:
         section = found[i.span, i.microbatch]
         if i.what in _BACKWARD:

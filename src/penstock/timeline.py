@@ -1,4 +1,4 @@
-"""Room 2: what happened when, predicted or measured, and the one definition of bubble.
+"""Timelines: what happened when, predicted or measured, and the one definition of bubble.
 
 A `Timeline` holds intervals per rank and lane, and how memory changed over time. Simulator and runtime make the same
 type, so everything that reads one (drawings, traces, tables, comparisons) reads both. Times are in the unit of the
@@ -16,21 +16,21 @@ from penstock.schedule.ir.ops import Lane
 
 
 class Waiting(StrEnum):
-    """What a rank does that does no work."""
+    """Reasons for which a rank does no work."""
 
     MESSAGE = "wait"  # for a message
-    POST = "post"  # it hands a message to whatever moves it
-    ROOM = "room"  # until a peer has taken an earlier message, before it may post the next one
-    DATA = "data"  # it reads samples
-    CONTROL = "control"  # for others, to add up gradients or to decide together
-    CALLER = "caller"  # whoever runs the pipeline has the report of a batch
+    POST = "post"  # handing a message to the transport
+    ROOM = "room"  # until a peer has received an earlier message, so that the next may be posted
+    DATA = "data"  # reading samples
+    CONTROL = "control"  # for other ranks, in a sum of gradients or a global decision
+    CALLER = "caller"  # the caller of the pipeline is handling the report of a batch
 
 
 _WAITING = frozenset(Waiting)
 
 
 class Interval(NamedTuple):
-    """Something that occupied a lane.
+    """One operation or wait that occupied a lane for some time.
 
     Attributes:
         rank: the rank.
@@ -40,11 +40,11 @@ class Interval(NamedTuple):
         label: what to print, such as "F3".
         stage, direction: the stage.
         batch: the batch it belongs to, counted from the start of training; -1 where none.
-        version: the weights read or born; -1 where none.
+        version: the weight version read or created; -1 where none.
         cause: for a wait, the peer and action waited for.
-        microbatch: of a pass or a message, counted through the span; -1 where none.
-        span: to which a pass or a message belongs: runs and evaluations, counted from 0.
-        peer: for a message and whoever waits for one, the rank at the other end; -1 where none.
+        microbatch: the microbatch of a pass or message, counted from the start of the span; -1 where none.
+        span: the span of a pass or message; runs and evaluations are counted together from 0.
+        peer: the rank at the other end of a message, or of a wait for one; -1 where none.
     """
 
     rank: int
@@ -64,18 +64,18 @@ class Interval(NamedTuple):
 
     @property
     def is_work(self) -> bool:
-        """Whether the rank's compute lane was busy."""
+        """True if the rank's compute lane was busy with an operation rather than waiting."""
         return self.lane == Lane.COMPUTE.value and self.what not in _WAITING
 
 
 @dataclass
 class Timeline:
-    """Intervals and memory of one run of `ranks` ranks.
+    """The intervals and the memory use of one run on `ranks` ranks.
 
     Attributes:
         memory: per rank and kind, (time, amount held from then on): activations in units of one microbatch on the
             rank's whole share when simulated, bytes of each kind when measured.
-        since: intervals that began before are not kept; of a long measured run there is only the end.
+        since: intervals that began before this time were dropped, as a long measured run keeps only its end.
     """
 
     ranks: int
@@ -85,21 +85,21 @@ class Timeline:
     since: float = 0.0
 
     def work(self, rank: int | None = None) -> list[Interval]:
-        """The busy intervals of the compute lane, of one rank or of all."""
+        """Return the busy intervals of the compute lane, of one rank or of all."""
         return [i for i in self.intervals if i.is_work and (rank is None or i.rank == rank)]
 
     @property
     def start(self) -> float:
-        """When the first work began."""
+        """The time at which the first work began."""
         return min((i.start for i in self.intervals if i.is_work), default=0.0)
 
     @property
     def makespan(self) -> float:
-        """From the first start to the last end of work on any rank."""
+        """The time from the first start to the last end of work on any rank."""
         return max((i.end for i in self.intervals if i.is_work), default=0.0) - self.start
 
     def bubble(self) -> Bubble:
-        """How much of the time the ranks stood idle."""
+        """Measure how much of the makespan the ranks were idle."""
         busy, spans = [0.0] * self.ranks, [0.0] * self.ranks
         first: dict[int, float] = {}
         last: dict[int, float] = defaultdict(float)
@@ -113,16 +113,16 @@ class Timeline:
         return Bubble(self.makespan, max(spans, default=0.0), tuple(busy))
 
     def peak(self, kind: str) -> list[float]:
-        """Per rank, the most memory of one kind that was live at once."""
+        """Return per rank the most memory of one kind that was live at once."""
         return [max((a for _, a in self.memory.get((rank, kind), ())), default=0.0) for rank in range(self.ranks)]
 
 
 @dataclass(frozen=True)
 class Bubble:
-    """Idle time by the house definitions (docs/design.md, section 3).
+    """Idle time by the definitions of docs/design.md, section 3.
 
     Attributes:
-        makespan: from the first start to the last end on any rank.
+        makespan: time from the first start to the last end on any rank.
         rank_span: the longest (last end - first start) of a rank.
         busy: working time per rank.
     """

@@ -255,7 +255,7 @@ def test_every_configuration_key_can_be_listed(monkeypatch, capsys):
         (["train", "--set", "stages=two"], "stages: input should be a valid integer"),
         (
             ["train", "--set", "method=spike", "--set", "optimizer.name=adam"],
-            "spike compensation takes the place of momentum in SGD",
+            "spike compensation replaces the momentum of SGD",
         ),
         (["train", "--set", "method=pipemare", "--set", "correction={decya: 0.1}"], "has no option 'decya'"),
         (
@@ -269,7 +269,7 @@ def test_every_configuration_key_can_be_listed(monkeypatch, capsys):
             "have it: none",
         ),
         (["train", "--set", "stages=6"], "2bw with 6 stages needs at least 5 microbatches"),
-        (["train", "--set", "method=dualpipe", "--set", "microbatches=2"], "at least twice as many; got 2 and 2"),
+        (["train", "--set", "method=dualpipe", "--set", "microbatches=2"], "at least twice as large; got 2 and 2"),
         (["train", "--set", "stages=7", "--set", "method=1f1b"], "cannot be cut into 7 stages"),
         (["train", "--set", "balance=[6]"], "must hold 2 positive numbers that add up to the model's 6 blocks"),
         (["train", "--set", "model.heads=5"], "must be a multiple of twice model.heads"),

@@ -43,7 +43,7 @@ def test_the_command_from_beginning_to_end_and_again(tmp_path):
 
     again = compare("--out", out)
     assert again.exit_code == 0
-    assert "4 of 4 runs have finished earlier" in again.output
+    assert "4 of 4 runs had finished before" in again.output
     assert ": validation loss " not in again.output
     assert {name: (out / name).read_bytes() for name in tables} == tables
 

@@ -69,7 +69,7 @@ def test_told_to_end_it_saves_what_it_has_done(tmp_path: Path, text: str, starte
     wait_for_lines(out, 5, started)
     process.send_signal(signal.SIGTERM)
     printed, _ = process.communicate(timeout=90)
-    assert "ended early; a checkpoint holds all of the" in printed
+    assert "stopped early; a checkpoint holds all" in printed
     assert len(checkpoints(only_folder(out))) == 1
 
 

@@ -228,14 +228,18 @@ def test_a_block_keeps_as_many_versions_as_the_later_pass_needs() -> None:
 @pytest.mark.parametrize(
     ("case", "given", "message"),
     [
-        (long_case(recompute="block"), BOTH, "with recompute a forward is run again for its backward"),
-        (long_case(recompute="stage"), BOTH, "with recompute a forward is run again"),
-        (long_case("zb-h1", 2, 3), BOTH, "backward_delays: zb-h1 runs backwards in two halves"),
-        (long_case("bpipe", 4, 4), BOTH, "backward_delays: bpipe moves activations away"),
+        (long_case(recompute="block"), BOTH, "backward_delays cannot be combined with recompute"),
+        (long_case(recompute="stage"), BOTH, "cannot be combined with recompute"),
+        (long_case("zb-h1", 2, 3), BOTH, "backward_delays: zb-h1 splits backwards into two halves"),
+        (long_case("bpipe", 4, 4), BOTH, "backward_delays: bpipe offloads activations"),
         (long_case("stash"), {"backward_delays": 1}, "backward_delays need version rule 'flush'"),
         (long_case(), {"backward_delays": {"haed": 1}}, "backward_delays: the model has no block 'haed'"),
         (long_case(), {"backward_delays": {"tanh": 1}}, "backward_delays: block 'tanh' has no trained parameters"),
-        (long_case(), {"backward_delays": {"head": -1}}, "backward_delays: block 'head' is given -1"),
+        (
+            long_case(),
+            {"backward_delays": {"head": -1}},
+            "backward_delays: the delay of block 'head', in updates, must be a whole number of at least 0, got -1",
+        ),
         (long_case(), {"backward_delays": "1f1b:7"}, "backward_delays: profile '1f1b:7' has 7 stages"),
         (
             long_case(tied=True),

@@ -339,17 +339,17 @@ def test_nothing_is_read_that_has_been_overwritten() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"haed": 3}, "delays: the model has no block 'haed'; did you mean 'head'?"),
-        ({"zzz": 3}, "delays: the model has no block 'zzz'; blocks: table, first, tanh"),
-        ({"tanh": 3}, "delays: block 'tanh' has no trained parameters, so it cannot be 3 updates behind"),
+        ({"haed": 3}, "delays: the model has no block 'haed'. Did you mean 'head'?"),
+        ({"zzz": 3}, "delays: the model has no block 'zzz'. Blocks: table, first, tanh"),
+        ({"tanh": 3}, "delays: block 'tanh' has no trained parameters, so a delay of 3 updates has no effect"),
         ([1] * 6, "delays: block 'tanh' has no trained parameters"),
         ([1] * 5, "delays: 5 numbers were given, but the model has 6 blocks"),
-        ({"head": -1}, "delays: block 'head' is given -1; a delay is a whole number of updates, 0 or more"),
-        ({"head": 1.5}, "block 'head' is given 1.5"),
-        ({"head": True}, "block 'head' is given True"),
-        (True, "is given True"),
+        ({"head": -1}, "delays: the delay of block 'head', in updates, must be a whole number of at least 0, got -1"),
+        ({"head": 1.5}, "the delay of block 'head', in updates, must be a whole number of at least 0, got 1.5"),
+        ({"head": True}, "the delay of block 'head', in updates, must be a whole number of at least 0, got True"),
+        (True, "got True"),
         (2.5, "delays must be a number, a profile such as '1f1b:8', a list, a dict or a function, got 2.5"),
-        ("1f1b:7", "profile '1f1b:7' has 7 stages, but the model only 6 blocks"),
+        ("1f1b:7", "profile '1f1b:7' has 7 stages, but the model has only 6 blocks"),
         ("1f1b", "there is no profile '1f1b'"),
     ],
     ids=str,
@@ -376,7 +376,7 @@ def test_corrections_are_refused() -> None:
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_shared_parameter_has_one_delay(depth: int) -> None:
-    message = r"blocks 'table' \(3 updates\) and 'head' \(1\) share a parameter, which has one delay"
+    message = r"blocks 'table' \(3 updates\) and 'head' \(1\) share a parameter, which can have only one delay"
     with pytest.raises(ConfigError, match=message):
         make_pipeline(long_case(depth=depth, tied=True), delays={"table": 3, "head": 1})
     blocks = make_blocks("mixed")

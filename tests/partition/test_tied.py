@@ -164,7 +164,7 @@ def test_only_stages_that_share_wait_for_each_other() -> None:
     [
         (
             {"nobody.weight": "table.weight"},
-            "no block that 'nobody.weight' could be a parameter of; blocks: table, first",
+            "'nobody.weight' is not a parameter of any block; blocks: table, first",
         ),
         ({"head.wait": "table.weight"}, "(trains|has) no parameter 'head.wait'"),
         ({"head.bias": "table.weight"}, "have shapes|has shape"),
@@ -206,7 +206,7 @@ def test_three_names_of_one_parameter(balance: tuple[int, ...]) -> None:
 
 
 def test_names_that_go_round_in_a_circle() -> None:
-    with pytest.raises(ConfigError, match="is the same as itself"):
+    with pytest.raises(ConfigError, match="is tied to itself"):
         make_pipeline(Case("1f1b", 2, 2), tied={"head.weight": "table.weight", "table.weight": "head.weight"})
 
 

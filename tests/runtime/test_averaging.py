@@ -422,13 +422,13 @@ AVERAGE = Combine("average", every=2)
 @pytest.mark.parametrize(
     ("method", "changes", "said"),
     [
-        ("1f1b", {"width": 1, "combine": AVERAGE}, "combine=average takes parallel pipelines; set a width of at least"),
+        ("1f1b", {"width": 1, "combine": AVERAGE}, "combine=average needs parallel pipelines; set width to at least"),
         ("1f1b", {"combine": Combine("elastic", pull=0.6)}, "pull must be at most 1/w = 0.5 with 2 pipelines, got 0.6"),
-        ("1f1b", {"combine": AVERAGE, "reduce": "fast"}, "reduce=fast does not go with combine=average"),
+        ("1f1b", {"combine": AVERAGE, "reduce": "fast"}, "reduce=fast cannot be used with combine=average"),
         ("1f1b", {"combine": AVERAGE, "average": 0.9}, "average=0.9 and combine=average do not go together"),
         ("1f1b", {"combine": "average"}, "combine must be a Combine, such as Combine('average', every=4)"),
         ("zb-h2-post", {"combine": AVERAGE}, "take the method without post-validation"),
-        ("newest", {"combine": AVERAGE}, "under which a microbatch reads several weights"),
+        ("newest", {"combine": AVERAGE}, "under which a microbatch reads several versions"),
         ("1f1b", {"combine": AVERAGE, "delays": 2}, "delays do not go with combine=average"),
         ("1f1b", {"combine": AVERAGE, "divergence": Divergence()}, "so they would not agree on a divergence"),
     ],

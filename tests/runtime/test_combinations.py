@@ -391,7 +391,7 @@ WORDS = {
     "sync": "1f1b cannot be followed by",
 }
 """What a refusal says of the feature."""
-ADVICE = re.compile(r"\b(take|leave|set|do without|untie|such as)\b", re.IGNORECASE)
+ADVICE = re.compile(r"\b(use|choose|remove|take|leave|set|untie|such as)\b", re.IGNORECASE)
 
 
 @pytest.fixture(scope="module")

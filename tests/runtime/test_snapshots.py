@@ -224,7 +224,7 @@ def test_an_optimizer_that_cannot_be_saved_is_named() -> None:
     case = Case("1f1b", 1, 2, spans=(1,), skips=())
     pipeline = make_pipeline(case, optimizer=lambda named: Remembering(named, lr=0.1))
     list(pipeline.run(make_batches(case)))
-    with pytest.raises(CapabilityError, match=r"Remembering remembers a list \(history of"):
+    with pytest.raises(CapabilityError, match=r"Remembering has a list in its state \(history of"):
         pipeline.snapshots()
 
 

@@ -395,16 +395,19 @@ def test_a_record_that_does_not_fit_is_refused() -> None:
     case = case_of("stash", 2, 2, 2, "adamw", spans=(4,))
     _, lags = recorded(None, case)
     longer = make_pipeline(case, combine=replace(RECORDED, lag=lags))
-    with pytest.raises(ConfigError, match="taken down at ./. after batches 1 to 3, and not after batch 5"):
+    with pytest.raises(ConfigError, match="recorded at ./. after batches 1 to 3, but not after batch 5"):
         list(longer.run(make_batches(replace(case, spans=(6,)))))
-    with pytest.raises(ConfigError, match=r"taken down at 0/2 \(pipeline/stage\), which is here"):
+    with pytest.raises(ConfigError, match=r"not recorded at 0/2 \(pipeline/stage\) of this run"):
         make_pipeline(replace(case, depth=3), combine=replace(RECORDED, lag=lags))
-    with pytest.raises(ConfigError, match="taken down with 2 pipelines, and here are 3"):
+    with pytest.raises(ConfigError, match="recorded with 2 pipelines, but this run has 3"):
         make_pipeline(replace(case, width=3), combine=replace(RECORDED, lag=lags))
     with pytest.raises(ConfigError, match="they must be whole numbers from 0 to distance=0"):
         replace(RECORDED, distance=0, lag=lags)
     for changes in ({"tied": True}, {"method": "chimera", "m": 4}):
-        with pytest.raises(ConfigError, match="each stage takes what has come to it, so those that hold the same par"):
+        with pytest.raises(
+            ConfigError,
+            match="unless lag is a number, each stage adds the updates that have",
+        ):
             make_pipeline(replace(case, **changes), combine=RECORDED)
 
 
@@ -470,12 +473,12 @@ def test_waves_that_never_come_are_named() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"kind": "wsp", "distance": -1}, "distance must be a whole number of waves, at least 0, got -1"),
+        ({"kind": "wsp", "distance": -1}, "distance must be a whole number of at least 0, got -1"),
         ({"kind": "wsp", "distance": True}, "distance must be a whole number of waves"),
         ({"kind": "wsp", "lag": 1}, "lag must be a whole number of waves from 0 to distance=0, or one for each pipe"),
-        ({"kind": "wsp", "distance": 2, "lag": [0, 3]}, "from 0 to distance=2, or one for each pipeline, or 'record'"),
-        ({"kind": "wsp", "distance": 2, "lag": []}, "or what that has taken down; got ()"),
-        ({"kind": "wsp", "distance": 2, "lag": "soon"}, "or what that has taken down; got 'soon'"),
+        ({"kind": "wsp", "distance": 2, "lag": [0, 3]}, "from 0 to distance=2, one for each pipeline, 'record'"),
+        ({"kind": "wsp", "distance": 2, "lag": []}, "or recorded lags; got ()"),
+        ({"kind": "wsp", "distance": 2, "lag": "soon"}, "or recorded lags; got 'soon'"),
         ({"kind": "wsp", "share": 0.0}, "share must be a positive number, got 0.0"),
         ({"kind": "wsp", "optimizer_state": "average"}, "optimizer_state is an option of average, bmuf, elastic, not"),
         ({"kind": "average", "distance": 1}, "distance is an option of wsp, not of average"),
@@ -495,14 +498,14 @@ WAVES = Combine("wsp", every=2, distance=1)
 @pytest.mark.parametrize(
     ("method", "changes", "said"),
     [
-        ("1f1b", {"width": 1}, "combine=wsp takes parallel pipelines; set a width of at least 2"),
+        ("1f1b", {"width": 1}, "combine=wsp needs parallel pipelines; set width to at least 2"),
         ("1f1b", {"combine": Combine("wsp", distance=1, lag=[0, 1, 0])}, "lag has 3 numbers for 2 pipelines; give one"),
-        ("1f1b", {"reduce": "fast"}, "reduce=fast does not go with combine=wsp"),
+        ("1f1b", {"reduce": "fast"}, "reduce=fast cannot be used with combine=wsp"),
         ("1f1b", {"average": 0.9}, "average=0.9 and combine=wsp do not go together"),
         ("1f1b", {"delays": 2}, "delays do not go with combine=wsp"),
         ("1f1b", {"divergence": Divergence()}, "so they would not agree on a divergence"),
         ("zb-h2-post", {}, "take the method without post-validation"),
-        ("newest", {}, "under which a microbatch reads several weights"),
+        ("newest", {}, "under which a microbatch reads several versions"),
     ],
     ids=str,
 )

@@ -36,7 +36,7 @@ def test_a_version_that_has_been_read_is_not_averaged_any_more():
     text = str(extend(make_schedule("stash", 2, 2), averages=2).schedule)
     late = text.replace("AVERAGE[t-1]%2 F1^t B0^t-1", "F1^t AVERAGE[t-1]%2 B0^t-1")
     assert late != text
-    with pytest.raises(ScheduleError, match="must stand between a STEP and the next read of what it bore"):
+    with pytest.raises(ScheduleError, match="must come between a STEP and the first read of its new version"):
         check(parse_schedule(late))
 
 
@@ -48,7 +48,7 @@ def test_what_goes_with_which_rule(kind):
         assert fault == combine_fault(kind, rule.name)
         own = rule.provisional or rule.rebinds or rule.copies_forward
         assert (fault is not None) == (kind != "reduce" and own)
-    assert "is not offered yet" in (compatible(order, RULES["flush"], combine="gossip") or "")
+    assert "is not supported" in (compatible(order, RULES["flush"], combine="gossip") or "")
 
 
 def test_when_pipelines_meet():

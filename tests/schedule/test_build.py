@@ -42,10 +42,10 @@ def test_every_row_names_an_order_and_a_rule_that_exist():
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("zb-1p", r"unknown method 'zb-1p'\. Take 'zb-auto' with .* ranks: options limit=4 for 4 stages\."),
+        ("zb-1p", r"unknown method 'zb-1p'\. Use 'zb-auto' with .* ranks: options limit=4 for 4 stages\."),
         (
             "ZB_exact",
-            r"It is an order, which may take minutes to find: zb-auto with order zb-exact",
+            r"It is an order, whose search may take minutes: zb-auto with order zb-exact",
         ),
     ],
 )
@@ -91,9 +91,9 @@ def test_numbers_must_be_positive_whole_numbers(stages, microbatches, what):
 def test_choices_nobody_offers_yet_are_named():
     order, rule = ORDERS["1f1b"](2, 2), RULES["flush"]
     assert compatible(order, rule) is None
-    assert "correction 'magic' is not offered yet" in compatible(order, rule, correction="magic")
-    assert "sharding 'zero-3' is not offered yet" in compatible(order, rule, sharding="zero-3")
-    assert "combine 'gossip' is not offered yet" in compatible(order, rule, combine="gossip")
+    assert "correction 'magic' is not supported" in compatible(order, rule, correction="magic")
+    assert "sharding 'zero-3' is not supported" in compatible(order, rule, sharding="zero-3")
+    assert "combine 'gossip' is not supported" in compatible(order, rule, combine="gossip")
 
 
 # --- a user's own order ----------------------------------------------------------------------------------------------
@@ -163,7 +163,7 @@ def test_a_row_with_a_choice_that_is_not_offered_is_refused(monkeypatch):
     """Not built without it."""
     row = replace(METHODS["newest"], name="corrected", correction="prediction")
     monkeypatch.setattr("penstock.schedule.build.find_method", lambda name: row)
-    with pytest.raises(ConfigError, match="corrected: correction 'prediction' is not offered yet"):
+    with pytest.raises(ConfigError, match="corrected: correction 'prediction' is not supported"):
         make_schedule("corrected", 2, 2)
 
 

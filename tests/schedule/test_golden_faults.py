@@ -33,7 +33,7 @@ GATHERING = [
     ("GATHER[t]@2^t", "GATHER[t]@2", "GATHER[0]@2 on rank 0 ... names no version"),
     ("GATHER[t]@2^t", "GATHER[t]@2^t-1", "GATHER[1]@2^0 on rank 0 ... reads version 0, which no longer exists"),
     ("REDUCE[t]@2 STEP[t]@2", "STEP[t]@2 REDUCE[t]@2", "STEP[0]@2 on rank 0"),
-    ("B1@2^t RELEASE[t]@2 REDUCE[t]@2", "RELEASE[t]@2 REDUCE[t]@2 B1@2^t", "REDUCE[0]@2 ... stands before 1 of"),
+    ("B1@2^t RELEASE[t]@2 REDUCE[t]@2", "RELEASE[t]@2 REDUCE[t]@2 B1@2^t", "REDUCE[0]@2 ... comes before 1 of"),
     ("REDUCE[t]@2 ", "REDUCE[t]@2 REDUCE[t]@2 ", "stage 2 on rank 0 has 2 REDUCEs per batch"),
     ("REDUCE[t]@2 ", "REDUCE[t]%2@2 ", "REDUCE"),  # every batch has a gradient to reduce
 ]  # fmt: skip
@@ -59,7 +59,7 @@ SHARED_CUTS = [
 
 SPLIT_BACKWARD = [
     ("I0^t W0^t", "W0^t I0^t", "W0@0^0 on rank 0 needs the backward of microbatch 0 on stage 0, which stands later"),
-    (" W3^t STEP[t]", " STEP[t] W3^t", "STEP[0]@0 on rank 0 ... stands before 1 of batch 0's backwards"),
+    (" W3^t STEP[t]", " STEP[t] W3^t", "STEP[0]@0 on rank 0 ... comes before 1 of batch 0's backwards"),
     (" W2^t", "", "microbatch 2, stage 0 needs one B, or one I and one W, per batch; it has 0 B, 1 I, 0 W"),
     ("I2^t W2^t", "W2^t", "microbatch 2, stage 0 needs one B, or one I and one W, per batch; it has 0 B, 0 I, 1 W"),
     (
@@ -74,7 +74,7 @@ SLICES = [
     ("B0:1/2^t F1:1/2^t B0:0/2^t", "B0:0/2^t F1:1/2^t B0:1/2^t", "B0:0/2@0^0 on rank 0 needs the backward of"),
     ("F1:1/2^t ", "", "microbatch 1, slice 1, stage 0 has 0 forwards per batch instead of 1"),
     ("F1:1/2^t ", "F1:1/3^t ", "slice"),  # a third of a sequence and a half
-    ("F1:1/2^t ", "F1^t ", "all slices are of one size"),  # the second half trained alone, and the whole
+    ("F1:1/2^t ", "F1^t ", "all units must have the same number of slices"),  # half and whole
 ]  # fmt: skip
 
 RECOMPUTE = [
@@ -86,9 +86,9 @@ RECOMPUTE = [
     ),
     ("R0^t B0^t F1^t", "R0^t-1 B0^t F1^t", "R2@1^0 on rank 1 ... must read version 1"),
     ("R0^t B0^t F1^t", "R0^t R0^t B0^t F1^t", "microbatch 0, stage 1 has 2 recomputes per batch"),
-    ("segments 0,1", "segments 0,1 1", "stage 1 stands twice in segments"),
+    ("segments 0,1", "segments 0,1 1", "stage 1 appears twice in segments"),
     ("segments 0,1", "segments 0,2", "there is no stage 2 to be frozen or in a segment"),
-    ("segments 0,1", "segments 1,0", "in a segment stage 1 must be all that stage 0 has its input from"),
+    ("segments 0,1", "segments 1,0", "in a segment stage 1 must be the only input of stage 0"),
     ("R0^t B0^t F1^t R1^t B1^t", "B0^t F1^t B1^t", "stage 1 is in a segment, but does not recompute"),
 ]
 
@@ -109,14 +109,14 @@ PREDICTIONS = [
     ("F0^t-1~f0", "F0^t-1", "F0@0^0 on rank 0 ... must read a copy that a PREDICT made"),
     ("PREDICT0^t-1~f0 F0^t-1~f0", "PREDICT0^t-2~f0 F0^t-2~f0", "PREDICT4@0^0~f4 ... version 0, which no longer"),
     ("F1^t-1~f0", "F1^t~f0", "copy f2 was made of other versions"),
-    ("PREDICT0^t-1~f0 ", "PREDICT0^t-1 ", "PREDICT0@0^0 on rank 0 ... must bear a copy of its own"),
-    ("PREDICT0^t-1~f0 ", "PREDICT0^t-1~f0 PREDICT0^t-1~g0 ", "bears a copy that nobody reads"),
-    ("PREDICT0^t-1~f0 ", "PREDICT0^t-1~f0 PREDICT0^t-1~f0 ", "bears a copy that nobody reads or that exists already"),
+    ("PREDICT0^t-1~f0 ", "PREDICT0^t-1 ", "PREDICT0@0^0 on rank 0 ... must make a copy of its own"),
+    ("PREDICT0^t-1~f0 ", "PREDICT0^t-1~f0 PREDICT0^t-1~g0 ", "makes a copy that no pass reads"),
+    ("PREDICT0^t-1~f0 ", "PREDICT0^t-1~f0 PREDICT0^t-1~f0 ", "makes a copy that no pass reads or that already exists"),
 ]  # fmt: skip
 
 BLEND = [
     ("PREDICT-1^t-2,t-1~i-1 B-1^t-2,t-1", "PREDICT-1^t-3,t-1~i-1 B-1^t-3,t-1", "version 0, which no longer exists"),
-    ("PREDICT-1^t-2,t-1~i-1 B-1^t-2,t-1", "PREDICT-1^t-2,t~i-1 B-1^t-2,t", "reads version 1, which is not born yet"),
+    ("PREDICT-1^t-2,t-1~i-1 B-1^t-2,t-1", "PREDICT-1^t-2,t~i-1 B-1^t-2,t", "reads version 1, which does not exist yet"),
     ("B-1^t-2,t-1~i-1 STEP", "B-1^t-1,t-1~i-1 STEP", "on rank 0, rule 'blended'"),  # the copy was made of others
     # Not the version that the forward read, and not the newest one: alive, but no blend of the two.
     ("PREDICT-1^t-2,t-1~i-1 B-1^t-2,t-1", "PREDICT-1^t-1,t-1~i-1 B-1^t-1,t-1", "on rank 0, rule 'blended'"),
@@ -127,7 +127,7 @@ OFFLOAD = [
     ("FETCH2 B1^t FETCH3 B2^t", "FETCH3 B1^t B2^t FETCH2", "B2@0^0 ... needs activations that are offloaded"),
     ("FETCH2 ", "", "B2@0^0 ... needs activations that are offloaded"),
     ("F2^t OFFLOAD2", "OFFLOAD2 F2^t", "OFFLOAD2@0 on rank 0 ... its activations are not in flight"),
-    ("FETCH2 ", "FETCH2 FETCH2 ", "FETCH2@0 on rank 0 ... or are already there"),
+    ("FETCH2 ", "FETCH2 FETCH2 ", "FETCH2@0 on rank 0 ... or were already moved"),
 ]  # fmt: skip
 
 AVERAGING = [  # after every fourth batch: the fault shows only there
@@ -144,8 +144,8 @@ GRAPHS = [
     ("evaluation", "rank 1: Fe0 Fe1", "rank 1: Fe0 Fe1 B0", "must have no backward"),
     ("evaluation", "rank 1: Fe0 Fe1", "rank 1: Fe0 Fe1 STEP[t]", "stage 1 on rank 1 has 1 STEPs per batch"),
     ("local_losses", "rank 0: F0^t B0^t", "rank 0: F0^t", "microbatch 0, stage 0 needs one B"),
-    ("two_branches", "edges 0>2 1>2", "edges 0>2 1>3", "edge 1>3 does not join two stages"),
-    ("two_branches", "edges 0>2 1>2", "edges 0>2 1>1", "edge 1>1 does not join two stages"),
+    ("two_branches", "edges 0>2 1>2", "edges 0>2 1>3", "edge 1>3 does not connect two stages"),
+    ("two_branches", "edges 0>2 1>2", "edges 0>2 1>1", "edge 1>1 does not connect two stages"),
     ("two_branches", "edges 0>2 1>2", "edges 0>2 2>0", "rank 0 at F0@0 waits for the activation of microbatch 0"),
     ("two_branches", "rank 2: F0^t B0^t", "rank 2: B0^t F0^t", "needs the forward of microbatch 0 on stage 2"),
 ]  # fmt: skip
@@ -217,13 +217,15 @@ def test_a_unit_across_a_batch_border_is_refused():
 def test_an_average_behind_the_next_reader_is_refused(every):
     """The forward would have read what its own pipeline bore, the backward what all agreed on."""
     text = f"microbatches 1\nnodes 0@0\nrank 0: F0^t AVERAGE[t-1]{every} B0^t STEP[t]\n"
-    with pytest.raises(ScheduleError, match=r"AVERAGE.* must stand between a STEP and the next read of what it bore"):
+    with pytest.raises(
+        ScheduleError, match=r"AVERAGE.* must come between a STEP and the first read of its new version"
+    ):
         check(parse_schedule(text + f"drain 0: AVERAGE[t-1]{every}\n"))
 
 
 def test_an_average_ahead_of_its_own_update_is_refused():
     text = "microbatches 1\nnodes 0@0\nrank 0: AVERAGE[t] F0^t B0^t STEP[t]\n"
-    with pytest.raises(ScheduleError, match=r"AVERAGE\[0\]@0 on rank 0.* must stand between a STEP and the next read"):
+    with pytest.raises(ScheduleError, match=r"AVERAGE\[0\]@0 on rank 0.* must come between a STEP and the first read"):
         check(parse_schedule(text))
 
 
@@ -257,7 +259,7 @@ def test_a_prediction_too_late_for_the_backward():
 
 def test_a_whole_microbatch_is_not_the_first_slice_of_one():
     text = "microbatches 1\nnodes 0@0\nrank 0: F0^t F0:1/2^t B0:1/2^t B0^t STEP[t]\n"
-    with pytest.raises(ScheduleError, match=r"F0@0\^0 on rank 0.* all slices are of one size"):
+    with pytest.raises(ScheduleError, match=r"F0@0\^0 on rank 0.* all units must have the same number of slices"):
         check(parse_schedule(text))
 
 
@@ -271,7 +273,7 @@ def test_a_segment_does_not_skip_a_cut():
         rank 1: F0^t B0^t STEP[t]
         rank 2: F0^t R0^t B0^t STEP[t]
     """
-    with pytest.raises(ScheduleError, match="stage 0 must be all that stage 2 has its input from"):
+    with pytest.raises(ScheduleError, match="stage 0 must be the only input of stage 2"):
         check(parse_schedule(text))
 
 

@@ -111,7 +111,7 @@ def test_further_ahead() -> None:
         for made in (make_schedule("timeprest", 3, 4, options={"ahead": ahead}) for ahead in (2, 3, 4))
     ]
     assert bubbles[0] > bubbles[1] > bubbles[2] == 0
-    with pytest.raises(ScheduleError, match="give at least 2"):
+    with pytest.raises(ScheduleError, match="set ahead to at least 2"):
         make_schedule("timeprest", 3, 4, options={"ahead": 1})
     with pytest.raises(ScheduleError, match=r"3 stages with ahead=4 need at least 6 microbatches"):
         make_schedule("v-timeprest", 3, 4, options={"ahead": 4})
@@ -220,9 +220,9 @@ def test_a_message_for_each_backward(method: str, messages: int) -> None:
 
 
 def test_what_cannot_be_blended() -> None:
-    with pytest.raises(ScheduleError, match="backwards on a blend of two versions are whole ones"):
+    with pytest.raises(ScheduleError, match="a backward on a blend of two versions must be a full backward"):
         make_schedule("i-timeprest", 2, 4, order="zb-h1")
-    with pytest.raises(ConfigError, match="goes with version rule blended, not with 'newest'"):
+    with pytest.raises(ConfigError, match="needs version rule blended, not 'newest'"):
         make_schedule("i-timeprest", 2, 4, rule="newest")
     wide = "schedule wide\nrule flush\nmicrobatches 2\nnodes 0@0\nrank 0: F0..1^t B0..1^t STEP[t]\n"
     with pytest.raises(CapabilityError, match="wide: the runtime offers passes of one training microbatch"):

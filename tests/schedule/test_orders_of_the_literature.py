@@ -203,12 +203,12 @@ def test_chunks_and_groups(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "p", "m", "options", "message"),
     [
-        ("chimera", 3, 3, {}, "chimera takes a multiple of 2 stages .two per pair of pipelines., got 3"),
-        ("chimera", 6, 6, {"pairs": 2}, "chimera takes a multiple of 4 stages .two per pair of pipelines., got 6"),
+        ("chimera", 3, 3, {}, "chimera needs a multiple of 2 stages .two per pair of pipelines., got 3"),
+        ("chimera", 6, 6, {"pairs": 2}, "chimera needs a multiple of 4 stages .two per pair of pipelines., got 6"),
         ("chimera", 8, 3, {"pairs": 2}, "cannot run with the given microbatches, but with 4 "),
         ("chimera", 4, 4, {"pairs": 0}, "chimera: pairs must be a whole number of at least 1, got 0"),
-        ("dualpipe", 4, 6, {}, "of at least twice as many; got 4 and 6"),
-        ("dualpipe", 4, 9, {}, "of at least twice as many; got 4 and 9"),
+        ("dualpipe", 4, 6, {}, "at least twice as large; got 4 and 6"),
+        ("dualpipe", 4, 9, {}, "at least twice as large; got 4 and 9"),
         ("dualpipe-v", 4, 7, {}, "at least twice as many microbatches as stages; got 7 for 4"),
         ("bitpipe", 2, 3, {}, "an even number of stages and of microbatches, got 2 and 3"),
         ("interleaved", 4, 8, {"group": 3}, "at least as large as the number of stages, 4; got 3"),

@@ -168,7 +168,7 @@ def test_an_action_on_another_ranks_stage_is_refused(data):
     other = schedule.stages[(rank + data.draw(st.integers(1, schedule.ranks - 1))) % schedule.ranks]
     wrong = schedule.programs[rank][part][i]._replace(stage=other)
     message = refused(edited(schedule, rank, part, lambda row: row.__setitem__(i, wrong)))
-    assert f"stands in the program of rank {rank}, which holds no such stage" in message
+    assert f"is in the program of rank {rank}, which holds no such stage" in message
     assert f"{wrong.op}" in message
 
 
@@ -187,7 +187,7 @@ def test_a_step_too_early_is_refused(data):
     message = refused(edited(schedule, rank, part, lambda r: r.insert(to, r.pop(i))))
     assert f"on rank {rank}" in message
     assert "STEP" in message
-    assert "stands before" in message
+    assert "comes before" in message
 
 
 # --- one fault each, with its message --------------------------------------------------------------------------------
@@ -219,7 +219,7 @@ def test_a_2bw_step_behind_the_forward_that_should_read_it():
     schedule = make_schedule("2bw", 1, 2)
     message = text_fault(schedule, "rank 0: STEP[t-2] F0^t-1 B0^t-1", "rank 0: F0^t-1 STEP[t-2] B0^t-1")
     assert "F4@0^1 on rank 0" in message
-    assert "version 1, which is not born yet" in message
+    assert "version 1, which does not exist yet" in message
 
 
 def test_a_second_gradient_finds_no_buffer():
@@ -247,7 +247,7 @@ def test_flush_refuses_an_update_under_a_microbatch_in_flight():
     text = "rank 0: F0^t F1^t B0^t B1^t STEP[t]"
     schedule = make_schedule("gpipe", 1, 2)
     message = text_fault(schedule, text, "rank 0: F0^t B0^t F1^t STEP[t] B1^t")
-    assert "STEP[0]@0 on rank 0, rule 'flush': stands before 1 of batch 0's backwards" in message
+    assert "STEP[0]@0 on rank 0, rule 'flush': comes before 1 of batch 0's backwards" in message
 
 
 def test_stash_reads_again_what_the_forward_read():
@@ -274,4 +274,4 @@ def test_an_unknown_rule_is_refused_with_the_known_ones():
 def test_two_steps_out_of_turn_are_refused():
     message = text_fault(make_schedule("2bw", 1, 1), "drain 0: STEP[t-2] STEP[t-1]", "drain 0: STEP[t-1] STEP[t-2]")
     assert "STEP[1]@0 on rank 0" in message
-    assert "starts from version 1, but the newest valid one is another" in message
+    assert "starts from version 1, which is not the newest valid version" in message

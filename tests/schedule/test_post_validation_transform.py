@@ -136,11 +136,11 @@ def test_nothing_that_was_made_of_a_rejected_version_is_used(monkeypatch: pytest
 def test_refused() -> None:
     chunks = make_schedule("interleaved", 2, 4, rule="provisional")
     places = [i for i, a in enumerate(chunks.programs[0].period) if a.op is Op.VALIDATE]
-    with pytest.raises(ScheduleError, match="the VALIDATEs of rank 0 must stand next to each other"):
+    with pytest.raises(ScheduleError, match="the VALIDATEs of rank 0 must be adjacent"):
         check(changed(chunks, 0, (places[0], places[0] - 1)))
-    with pytest.raises(ScheduleError, match="cannot be provisional where sequences are cut into slices"):
+    with pytest.raises(ScheduleError, match="post-validation does not support sequence slices"):
         make_schedule("seq1f1b", 2, 4, rule="provisional")
-    with pytest.raises(ScheduleError, match="REDO is not written in a schedule"):
+    with pytest.raises(ScheduleError, match="REDO must not be written in a schedule"):
         check(parse_schedule(GOLDEN.read_text().replace("VALIDATE[t-1] F2^t", "VALIDATE[t-1] REDO0^t F2^t")))
 
 

@@ -73,7 +73,7 @@ def test_smallest_microbatches_beyond_a_number(beyond, legal):
 
 
 def test_the_message_says_which_action_came_too_early():
-    with pytest.raises(ScheduleError, match=r"STEP\[0\]@0 on rank 0.*stands before 1 of batch 0's backwards"):
+    with pytest.raises(ScheduleError, match=r"STEP\[0\]@0 on rank 0.*comes before 1 of batch 0's backwards"):
         make_schedule("2bw", 4, 2)
 
 

@@ -258,8 +258,8 @@ def test_a_token_that_cannot_be_read_is_named_with_its_line(token):
         ("F0@7", "no such stage here; stages: 1"),
         ("F0@0", "no such stage here; stages: 1"),  # rank 0's
         ("F0@1.1", "no such stage here; stages: 1"),
-        ("F1..0", "a range runs upwards"),
-        ("F0:2/2", "slice j of k has j < k"),
+        ("F1..0", "a range must be ascending"),
+        ("F0:2/2", "slice j of k must have j < k"),
         ("[F0^t]", "needs at least two passes"),
         ("SEND0@1>5/gradient", "no such stage here; stages: 0, 1"),
     ],
@@ -279,7 +279,7 @@ def test_a_payload_that_does_not_exist_is_named():
 def test_a_rank_with_several_nodes_must_say_which():
     message = message_of("microbatches 1\nnodes 0@0 1@0\nrank 0: F0 F0@1\n")
     assert message.startswith("file.txt:3: ")
-    assert "say which stage, @STAGE; stages: 0, 1" in message
+    assert "add the stage, @STAGE; stages: 0, 1" in message
 
 
 @pytest.mark.parametrize(
@@ -335,7 +335,7 @@ def test_a_rule_that_blends_versions_completes_an_order():
 @pytest.mark.parametrize("passes", ["F0 I0 W0", "F0 F1 B0 [F2+B1] B2"])
 def test_blends_are_for_whole_backwards(passes):
     m = passes.count("F")
-    with pytest.raises(ScheduleError, match="backwards on a blend of two versions are whole ones"):
+    with pytest.raises(ScheduleError, match="a backward on a blend of two versions must be a full backward"):
         parse_schedule(f"rule blended\nmicrobatches {m}\nnodes 0@0\nrank 0: {passes}\n")
 
 

@@ -125,9 +125,9 @@ def test_who_parks_with_whom(p: int, pairs: list[tuple[int, int]]) -> None:
         (" HOLD1@1<0/parked", "", "OFFLOAD and HOLD move the activations of 1 from stage 0 to stage 1 1 and 0 times"),
         ("HOLD1@1<0/parked", "HOLD1@1<0/parked HOLD1@1<0/parked", "from stage 0 to stage 1 1 and 2 times"),
         ("FETCH1@0<1/parked", "FETCH1", "from stage 1 to stage 0 1 and 0 times"),
-        ("OFFLOAD1@0>1/parked", "OFFLOAD1@0>1/activation", "moves parked activations: write /parked"),
+        ("OFFLOAD1@0>1/parked", "OFFLOAD1@0>1/activation", "moves activations, so its payload must be /parked"),
         (" FETCH1@0<1/parked", "", "from stage 1 to stage 0 1 and 0 times"),
-        ("HOLD1@1<0/parked", "HOLD1@1", "HOLD and RETURN name the other end"),
+        ("HOLD1@1<0/parked", "HOLD1@1", "HOLD and RETURN must name the peer"),
         ("F0^t HOLD1@1<0/parked", "HOLD1@1<0/parked F0^t", ""),
     ],
 )

@@ -33,7 +33,7 @@ def test_changes_are_read_as_the_field_means_them():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (["combine.kind=average"], "combine=average takes parallel pipelines; set a width of at least 2"),
+        (["combine.kind=average"], "combine=average needs parallel pipelines; set width to at least 2"),
         (["combine.kind=bmuf", "combine.pull=0.1"], "pull is an option of elastic, not of bmuf"),
         (["combine.kind=elastic", "combine.pull=0.9", "width=2"], "pull must be at most 1/w = 0.5 with 2 pipelines"),
         (["combine.kind=average", "width=2", "combine.every=7"], "batches is 1000, but with combine.kind=average"),
@@ -43,15 +43,15 @@ def test_changes_are_read_as_the_field_means_them():
         ),
         (["combine.kind=average", "width=2", "evaluate.patience=2"], "evaluate.patience needs to hear of evaluations"),
         (["combine.kind=average", "width=2", "average=0.9"], "average=0.9 and combine=average do not go together"),
-        (["combine.kind=average", "width=2", "reduce=fast"], "reduce=fast does not go with combine=average"),
+        (["combine.kind=average", "width=2", "reduce=fast"], "reduce=fast cannot be used with combine=average"),
         (["combine.kind=average", "width=2", "delays=2", "method=1f1b"], "delays do not go with combine=average"),
         (
             ["combine.kind=average", "width=2", "sync.batches=10"],
             "sync.method: parallel pipelines with combine=average cannot",
         ),
-        (["combine.kind=average", "width=2", "method=pipemare"], "is not offered with correction 'pipemare'"),
+        (["combine.kind=average", "width=2", "method=pipemare"], "is not supported with correction 'pipemare'"),
         (["combine.kind=average", "width=2", "method=zb-h2-post"], "take the method without post-validation"),
-        (["combine.kind=wsp"], "combine=wsp takes parallel pipelines; set a width of at least 2"),
+        (["combine.kind=wsp"], "combine=wsp needs parallel pipelines; set width to at least 2"),
         (["combine.kind=wsp", "width=2", "combine.lag=2"], "lag must be a whole number of waves from 0 to distance=0"),
         (
             ["combine.kind=wsp", "width=3", "combine.distance=2", "combine.lag=[2, 0]"],
@@ -73,9 +73,9 @@ def test_what_does_not_go_with_a_way_to_combine_is_refused_before_the_start(chan
     ("changes", "message"),
     [
         ([], None),
-        (["stages=2"], "combine.lag: lag was not taken down at 0/1 (pipeline/stage), which this run has"),
-        (["combine.every=3"], "lag was taken down where waves ended after 2 batches, and here they have 3"),
-        (["batches=12"], "lag was taken down in a run of about 6 batches, and this one is to have 12"),
+        (["stages=2"], "combine.lag: lag was not recorded at 0/1 (pipeline/stage) of this run"),
+        (["combine.every=3"], "lag was recorded where waves ended after 2 batches, but here they have 3"),
+        (["batches=12"], "lag was recorded in a run of about 6 batches, but this run has 12"),
     ],
 )
 def test_lags_of_another_run_are_refused_before_the_start(tmp_path, changes, message):

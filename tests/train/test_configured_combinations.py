@@ -80,7 +80,7 @@ def test_what_cannot_be_built_is_refused_before(method: str, feature: str, data:
 
 
 def test_low_precision_is_refused_whatever_it_is(data: Path) -> None:
-    with pytest.raises(REFUSALS, match="blends of two versions are offered in fp32 so far"):
+    with pytest.raises(REFUSALS, match="blends of two versions need fp32"):
         prepare(load_config(None, [*changes_of("i-timeprest", "resume", data), "precision=fp16"]))
 
 
@@ -89,7 +89,7 @@ def test_low_precision_is_refused_whatever_it_is(data: Path) -> None:
     [
         ("seq1f1b", "recompute block", "seq1f1b: recompute='block' does not go with slices of sequences"),
         ("pipemare", "tied", "pipemare: correction 'pipemare' steps every stage in its own way"),
-        ("spectrain", "combine", "combine 'average' is not offered with correction 'spectrain'"),
+        ("spectrain", "combine", "combine 'average' is not supported with correction 'spectrain'"),
         ("zb-v", "sync", "sync.method: zb-v cannot be followed by 1f1b: they differ in stages"),
         ("2bw", "delays", "delays need version rule 'flush'"),
         ("wpipe", "clip", "wait for a decision of all stages, which clip needs; set clip to null"),

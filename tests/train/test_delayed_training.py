@@ -48,15 +48,18 @@ def test_every_form_can_be_written_and_read_back(value: str, wanted: Any, tmp_pa
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (["delays={layer.1: 2}"], "delays: the model has no block 'layer.1'; did you mean 'layers.1'?"),
+        (["delays={layer.1: 2}"], "delays: the model has no block 'layer.1'. Did you mean 'layers.1'?"),
         (["delays=[1, 2]"], "delays: 2 numbers were given, but the model has 4 blocks"),
-        (["delays=-1"], "delays: block 'embedding' is given -1"),
-        (["delays=1f1b:5"], "delays: profile '1f1b:5' has 5 stages, but the model only 4 blocks"),
+        (
+            ["delays=-1"],
+            "delays: the delay of block 'embedding', in updates, must be a whole number of at least 0, got -1",
+        ),
+        (["delays=1f1b:5"], "delays: profile '1f1b:5' has 5 stages, but the model has only 4 blocks"),
         (["method=2bw", "delays=1"], "delays need version rule 'flush'"),
         (["model.tied=true", "delays=1f1b:2"], "blocks 'embedding' (1 updates) and 'head' (0) share a parameter"),
         (["backward_delays={layer.1: 2}"], "backward_delays: the model has no block 'layer.1'"),
-        (["backward_delays=1", "recompute=block"], "backward_delays: with recompute a forward is run again"),
-        (["backward_delays=1", "method=zb-h1"], "backward_delays: zb-h1 runs backwards in two halves"),
+        (["backward_delays=1", "recompute=block"], "backward_delays cannot be combined with recompute"),
+        (["backward_delays=1", "method=zb-h1"], "backward_delays: zb-h1 splits backwards into two halves"),
         (["backward_delays=1", "method=2bw"], "backward_delays need version rule 'flush'"),
         (["backward_delays=1", "sync.batches=2"], "sync.method: a pipeline with delays of its own choice cannot go on"),
         (["backward_delays=1", "width=2", "combine.kind=average"], "delays do not go with combine=average"),
@@ -88,7 +91,7 @@ def test_the_command_trains_what_one_process_does(tmp_path: Path, text: str) -> 
     out = tmp_path / "runs"
     result = start("-m", "penstock", "train", *settings(f"out={out}", *changes))
     assert result.returncode == 0, result.stderr
-    assert "weights are read late by choice: delays 1f1b:4" in result.stdout
+    assert "weights are read with chosen delays: delays 1f1b:4" in result.stdout
     prepared = prepare(load_config(None, [*TINY, *changes]))
     torch.set_num_threads(1)
     pipeline = make_pipeline(prepared)

@@ -88,7 +88,7 @@ def test_it_goes_on_bit_for_bit(tmp_path, text, send, number):
         return
     resumed = start("-m", "penstock", "train", "--resume", folder)
     assert resumed.returncode == 0, resumed.stderr
-    assert f"going on from the checkpoint after {interrupted} batches" in resumed.stdout
+    assert f"resuming from the checkpoint after {interrupted} batches" in resumed.stdout
     assert sorted(line["batch"] for line in lines_of(folder, "batch")) == list(range(60))
     assert len(checkpoints(folder)) == 2
     whole = start("-m", "penstock", "train", "--data", text, *settings(f"out={tmp_path / 'whole'}", *SHORT))

@@ -410,7 +410,7 @@ def test_names_in_a_configuration() -> None:
         (["method=zb-h2-post", "undo=in-place", "optimizer.name=basis-rotation"], "BasisRotation cannot be undone"),
         (
             ["method=2bw", "width=2", "combine.kind=average", "combine.optimizer_state=average", "optimizer.name=soap"],
-            "SOAP remembers bases",
+            "SOAP holds orthogonal bases",
         ),
     ],
     ids=str,

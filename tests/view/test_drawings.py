@@ -251,8 +251,8 @@ def test_a_wish_to_end_is_answered(tmp_path, terminal):
     observer.progress(Progress(25, 1000, 2.5, 10.0, 4000, 1234.0, 0.003, 0.125, {0: {"weights": 1}}, 250))
     observer.ending()
     observer.close()
-    (said,) = [line for line in screen() if "ending after the batches under way" in line]
-    assert said.startswith("ending after")
+    (said,) = [line for line in screen() if "stopping after the batches in flight" in line]
+    assert said.startswith("stopping after")
 
 
 def test_without_a_terminal_a_line_holds_every_figure():

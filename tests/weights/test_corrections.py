@@ -160,11 +160,11 @@ def test_the_table_says_what_a_correction_keeps(name: str) -> None:
     [
         ("pipemare", {"tied": True}, "steps every stage in its own way, so parameters which stages share would part"),
         ("spectrain", {"recompute": "stage"}, "needs an order that places its own recomputes"),
-        ("spectrain", {"recompute": "block"}, "do without recompute"),
+        ("spectrain", {"recompute": "block"}, "set recompute=none"),
         ("spectrain", {"optimizer": "adafactor"}, "not of Adafactor"),
         ("spectrain", {"correction": None}, r"pass correction=correction_of\('spectrain'\)"),
         ("spike", {"optimizer": "sgd"}, "without nesterov"),
-        ("nag-pp", {"optimizer": "adamw"}, "a way to use NAdam, not AdamW"),
+        ("nag-pp", {"optimizer": "adamw"}, "needs NAdam, not AdamW"),
         ("gap-aware", {"optimizer": "adamw"}, "need SGD with momentum, not AdamW"),
         ("newest", {"correction": correction_of("spike-lwp")}, "goes with version rule predicted-forward"),
     ],
@@ -197,8 +197,8 @@ def test_gap_aware_gradients_are_for_one_microbatch() -> None:
 
 def test_options_are_checked() -> None:
     for options, message in (
-        ({"decay": 0.1}, "say over how many updates rates rise"),
-        ({"reschedule": -1}, "reschedule takes a whole number from 0 on, or null; got -1"),
+        ({"decay": 0.1}, "set the number of updates over which rates rise"),
+        ({"reschedule": -1}, "reschedule takes a whole number of at least 0, or null; got -1"),
         ({"reschedule": 1, "decay": 1.5}, "must lie between 0 and 1"),
         ({"speed": 1}, "has no option 'speed'; it has: reschedule, decay"),
     ):
@@ -209,8 +209,8 @@ def test_options_are_checked() -> None:
 @pytest.mark.parametrize(
     ("method", "option", "wrong", "takes"),
     [
-        ("pipemare", "reschedule", 0.9, "a whole number from 0 on, or null; got 0.9"),
-        ("nag-pp-no-stash", "reschedule", math.inf, "a whole number from 0 on, or null; got inf"),
+        ("pipemare", "reschedule", 0.9, "a whole number of at least 0, or null; got 0.9"),
+        ("nag-pp-no-stash", "reschedule", math.inf, "a whole number of at least 0, or null; got inf"),
         ("pipemare", "decay", math.nan, "a number, or null; got nan"),
         ("ftpipe", "weight_decay", 0.01, "0 or 1; got 0.01"),
         ("ftpipe-aggregated", "ahead", None, "0 or 1; got null"),

@@ -112,7 +112,7 @@ def test_bases_are_not_averaged(name: str, refused: bool) -> None:
     case = case_of(name, "1f1b", spans=(4,), width=2, skips=())
     make: dict[str, Any] = {"combine": Combine("average", every=2, optimizer_state="average")}
     if refused:
-        with pytest.raises(CapabilityError, match="remembers bases, and the mean of several is none"):
+        with pytest.raises(CapabilityError, match="holds orthogonal bases, whose mean is not orthogonal"):
             make_pipeline(case, **make)
         return
     for _ in make_pipeline(case, **make).run(make_batches(case)):

@@ -287,7 +287,7 @@ def test_the_horizon_is_what_ftpipe_s_scheduler_expects(d: int, m: int) -> None:
 @pytest.mark.parametrize(
     ("optimizer", "message"),
     [
-        (torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0), "without momentum remembers nothing"),
+        (torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0), "without momentum has no state"),
         (torch.optim.AdamW([nn.Parameter(torch.zeros(1))], amsgrad=True), "maximize or amsgrad"),
         (torch.optim.NAdam([nn.Parameter(torch.zeros(1))]), "not for NAdam; take one of these"),
         (torch.optim.Muon([nn.Parameter(torch.zeros(1, 1))]), "not for Muon"),
@@ -304,7 +304,7 @@ def test_other_optimizers_are_refused(optimizer: torch.optim.Optimizer, message:
 def test_what_it_does_not_go_with() -> None:
     arguments: dict[str, Any] = {"loss": lambda y, _: y.sum(), "balance": [1, 1]}
     optimizer = {"optimizer": lambda named: OPTIMIZERS["sgd"](named, 0.0)}
-    with pytest.raises(CapabilityError, match="do without recompute"):
+    with pytest.raises(CapabilityError, match="set recompute=none"):
         Pipeline(
             [nn.Linear(2, 2), nn.Linear(2, 2)],
             prove("ftpipe", 2, 1),

@@ -534,7 +534,7 @@ def test_a_load_leaves_no_estimate_of_other_weights() -> None:
         ("2bw", {"recompute": "stage", "segments": 0}, "got 0"),
         ("2bw", {"recompute": "stage", "segments": True}, "got True"),
         ("spectrain", {"recompute": "stage", "segments": 2}, "needs an order that places its own recomputes"),
-        ("seq1f1b", {"recompute": "stage", "segments": 2}, "for backwards of one whole microbatch"),
+        ("seq1f1b", {"recompute": "stage", "segments": 2}, "need backwards of one whole microbatch"),
         ("chimera", {"recompute": "stage", "segments": 3}, "segments of 3 stages .* do not go with this order"),
     ],
 )

@@ -380,7 +380,7 @@ def test_what_every_byte_is_for(method: str) -> None:
 @pytest.mark.parametrize(
     ("method", "changes", "message"),
     [
-        ("i-timeprest", {"precision": "bf16"}, "blends of two versions are offered in fp32 so far"),
+        ("i-timeprest", {"precision": "bf16"}, "blends of two versions need fp32"),
         ("i-timeprest", {"recompute": "stage"}, "needs an order that places its own recomputes"),
         ("i-timeprest", {"correction": None}, r"pass correction=correction_of\('i-timeprest'\)"),
         ("timeprest", {"correction": correction_of("i-timeprest")}, "goes with version rule blended"),

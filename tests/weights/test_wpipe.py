@@ -146,7 +146,7 @@ def test_whatever_else_a_run_does(changes: dict[str, Any]) -> None:
         ({"width": 2, "combine": Combine("average", every=2)}, "which combine 'average' needs; set width to 1, or"),
         (
             {"tied": {"head.weight": "table.weight"}},
-            "stages 0, 3 cannot share parameters, whose gradients are added up",
+            "stages 0, 3 cannot share parameters, whose gradients are summed",
         ),
     ],
     ids=["clip", "loss scale", "fp16", "width", "average", "tied"],

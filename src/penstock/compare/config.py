@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field
 
+from penstock.checks import did_you_mean
 from penstock.errors import ConfigError
 from penstock.schedule.ir.order import options_of as order_options
 from penstock.schedule.methods.corrections import CORRECTIONS, options_of
@@ -177,9 +177,8 @@ class Contender:
                 f"neither {order} nor {correction} has an option {option!r}; the order has: "
                 f"{', '.join(known) or 'none'}; the correction has: {', '.join(self._corrections) or 'none'}"
             )
-        near = difflib.get_close_matches(option, [*known, *self._corrections], n=1, cutoff=0.5)
-        if near:
-            return f"{said}. Did you mean {near[0]!r}?"
+        if hint := did_you_mean(option, [*known, *self._corrections]):
+            return f"{said}.{hint}"
         owners = [name for name, function in ORDERS.items() if option in order_options(function)]
         return f"{said}. Leave it out, or use an order that has it: {', '.join(owners)}" if owners else said
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.checkpoint.format import sync_file
+from penstock.checks import finite_or_none
 from penstock.compare.config import ComparisonConfig, Key, contenders
 from penstock.compare.held_out import Score
 from penstock.compare.tasks import Task
@@ -136,9 +137,9 @@ class Records:
             **result.key._asdict(),
             "diverged": result.diverged,
             "seconds": result.seconds,
-            "scores": [{**score._asdict(), "loss": _finite(score.loss)} for score in result.scores],
-            "losses": [_finite(loss) for loss in result.losses],
-            "norms": [_finite(norm) for norm in result.norms],
+            "scores": [{**score._asdict(), "loss": finite_or_none(score.loss)} for score in result.scores],
+            "losses": [finite_or_none(loss) for loss in result.losses],
+            "norms": [finite_or_none(norm) for norm in result.norms],
         }
         path = self.folder / RUNS / result.key.file
         try:
@@ -180,11 +181,6 @@ def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def _shown(value: Any) -> str:
     return "unknown" if value is _MISSING else "not set" if value is None else str(value)
-
-
-def _finite(value: float) -> float | None:
-    """Replace values that JSON cannot represent by None."""
-    return value if math.isfinite(value) else None
 
 
 def _number(value: float | None) -> float:

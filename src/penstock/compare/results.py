@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from penstock.checks import finite_or_none
 from penstock.compare.config import ComparisonConfig, Key
 from penstock.compare.contenders import Entrant
 from penstock.compare.held_out import Score
@@ -138,7 +139,7 @@ class Findings:
             samples * self.task.units if self.task.unit == "tokens" else None,
             entrant.times[score.updates],
             _mean(result.losses[before : score.updates]),
-            _finite(score.loss),
+            finite_or_none(score.loss),
             score.accuracy,
             _mean(result.norms[before : score.updates]),
             delays[0],
@@ -248,14 +249,10 @@ def _verdict(differences: Sequence[float]) -> str:
 
 def _mean(values: Iterable[float]) -> float | None:
     known = list(values)
-    return _finite(sum(known) / len(known)) if known else None
+    return finite_or_none(sum(known) / len(known)) if known else None
 
 
 def _spread(values: Iterable[float]) -> float | None:
     """Return the sample standard deviation; None for fewer than two values."""
     known = list(values)
     return statistics.stdev(known) if len(known) > 1 else None
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None

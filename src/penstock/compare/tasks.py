@@ -5,7 +5,6 @@ To add a task, write a class with the members of `Task` and add it to `TASKS`.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -15,6 +14,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from penstock.checks import did_you_mean
 from penstock.compare.config import ComparisonConfig
 from penstock.compare.digits import DigitsTask
 from penstock.errors import ConfigError
@@ -152,8 +152,7 @@ def make_task(config: ComparisonConfig, own: Path | None = None) -> Task:
         DataError: its data are missing or too few.
     """
     if config.task not in TASKS:
-        near = difflib.get_close_matches(config.task, TASKS, n=1, cutoff=0.5)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
+        hint = did_you_mean(config.task, TASKS)
         raise ConfigError(f"unknown task {config.task!r}.{hint} Known tasks: {', '.join(TASKS)}.")
     return TASKS[config.task](config, own)
 

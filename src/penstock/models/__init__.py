@@ -1,1 +1,1 @@
-"""Models that can be cut into blocks."""
+"""Example models as lists of blocks."""

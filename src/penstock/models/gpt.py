@@ -1,4 +1,4 @@
-"""A clean modern GPT as a list of blocks: pre-norm, rotary positions, scaled dot-product attention.
+"""A GPT as a list of blocks: pre-norm, rotary positions, scaled dot-product attention.
 
 Shapes: B microbatch, L positions, D width, H heads, K width of a head (D = H K), V vocabulary.
 """
@@ -26,8 +26,8 @@ class GPTConfig:
     Attributes:
         layers: transformer layers.
         width: D.
-        heads: H; must divide the width into even parts.
-        context: the most positions a sequence may have.
+        heads: H; the width must be a multiple of 2 H.
+        context: the maximal length of a sequence.
         vocabulary: V.
     """
 
@@ -38,19 +38,18 @@ class GPTConfig:
     vocabulary: int = 256
 
     def __post_init__(self) -> None:
-        """Refuse shapes that cannot be."""
         for name, value in vars(self).items():
             if value < 1:
                 raise ConfigError(f"model.{name} must be at least 1, got {value}")
         if self.width % (2 * self.heads):
             raise ConfigError(
-                f"model.width {self.width} must be a multiple of twice model.heads ({2 * self.heads}): rotary "
-                "positions turn pairs of a head's entries"
+                f"model.width {self.width} must be a multiple of twice model.heads ({2 * self.heads}), as rotary "
+                "positions rotate pairs of a head's entries"
             )
 
     @property
     def parameters(self) -> int:
-        """Trained parameters, input and output embedding counted apart."""
+        """Number of trained parameters, with input and output embedding counted separately."""
         layer = 12 * self.width**2 + 2 * self.width
         return self.layers * layer + 2 * self.vocabulary * self.width + self.width
 
@@ -70,11 +69,11 @@ PRESETS: Mapping[str, GPTConfig] = MappingProxyType(
 
 
 KeysValues = tuple[Tensor, Tensor]
-"""Of the tokens so far, each (B, H, L, K)."""
+"""Keys and values of the tokens so far, each (B, H, L, K)."""
 
 
 class Embedding(nn.Module):
-    """Tokens to vectors: (B, L) -> (B, L, D)."""
+    """Embedding of tokens: (B, L) -> (B, L, D)."""
 
     tokenwise = True
 
@@ -84,7 +83,7 @@ class Embedding(nn.Module):
         nn.init.normal_(self.weight, std=0.02)
 
     def forward(self, tokens_BL: Tensor) -> Tensor:
-        """Look the tokens up."""
+        """Look up the vectors of the tokens."""
         return F.embedding(tokens_BL, self.weight)
 
 
@@ -103,25 +102,25 @@ class Layer(nn.Module):
         self.mlp_out = nn.Linear(4 * d, d, bias=False)
         for linear in (self.query_key_value, self.mlp_in):
             nn.init.normal_(linear.weight, std=0.02)
-        for linear in (self.attention_out, self.mlp_out):  # so that the sum of 2 x layers branches keeps its scale
+        for linear in (self.attention_out, self.mlp_out):  # keeps the scale of the sum of 2 x layers branches
             nn.init.normal_(linear.weight, std=0.02 * (2 * config.layers) ** -0.5)
         cos_LK, sin_LK = rotary_table(config.context, d // config.heads)
         self.register_buffer("cos", cos_LK, persistent=False)
         self.register_buffer("sin", sin_LK, persistent=False)
 
     def forward(self, x_BLD: Tensor) -> Tensor:
-        """Attention and MLP, each on a normed copy and added back."""
+        """Apply attention and MLP, each to a normalized copy and added to the residual stream."""
         return self.forward_slice(x_BLD, None)[0]
 
     def forward_slice(self, x_BLD: Tensor, carry: KeysValues | None) -> tuple[Tensor, KeysValues]:
-        """The same on a slice of the sequence; keys and values of the slices before are carried along."""
+        """Process a slice of the sequence, with the keys and values of the slices before in `carry`."""
         y_BLD, carry = self.attend(self.attention_norm(x_BLD), carry)
         x_BLD = x_BLD + y_BLD
         mlp_BLD: Tensor = self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x_BLD))))
         return x_BLD + mlp_BLD, carry
 
     def attend(self, x_BLD: Tensor, carry: KeysValues | None) -> tuple[Tensor, KeysValues]:
-        """Causal self-attention with rotary positions, also on what is carried; P tokens came before."""
+        """Apply causal self-attention with rotary positions, also over the carried tokens; P tokens came before."""
         b, length, d = x_BLD.shape
         before = 0 if carry is None else carry[0].shape[2]
         qkv = self.query_key_value(x_BLD).view(b, length, 3, self.heads, d // self.heads)
@@ -139,7 +138,7 @@ class Layer(nn.Module):
 
 
 class Head(nn.Module):
-    """Vectors to logits: (B, L, D) -> (B, L, V)."""
+    """Projection of vectors to logits: (B, L, D) -> (B, L, V)."""
 
     tokenwise = True
 
@@ -150,30 +149,30 @@ class Head(nn.Module):
         nn.init.normal_(self.out.weight, std=0.02)
 
     def forward(self, x_BLD: Tensor) -> Tensor:
-        """Norm and project."""
+        """Normalize and project."""
         logits: Tensor = self.out(self.norm(x_BLD))
         return logits
 
 
 def rotary_table(length: int, head_width: int, base: float = 10000.0) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of RoPE (Su et al., arXiv 2104.09864, eq. 34), each (L, K)."""
+    """Return the cosines and sines of RoPE (Su et al., arXiv 2104.09864, eq. 34), each (L, K)."""
     rates_K = base ** (-torch.arange(0, head_width, 2, dtype=torch.float64) / head_width).repeat(2)
     angles_LK = torch.arange(length, dtype=torch.float64)[:, None] * rates_K
     return angles_LK.cos().float(), angles_LK.sin().float()
 
 
 def rotate(x_BHLK: Tensor, cos_LK: Tensor, sin_LK: Tensor) -> Tensor:
-    """Turn each pair (x_i, x_{i + K/2}) by the angle of its position."""
+    """Rotate each pair (x_i, x_{i + K/2}) by the angle of its position."""
     first, second = x_BHLK.chunk(2, dim=-1)
     return x_BHLK * cos_LK + torch.cat((-second, first), dim=-1) * sin_LK
 
 
 def gpt_blocks(config: GPTConfig, seed: int) -> dict[str, LazyBlock]:
-    """The model as blocks, each with an initialisation of its own seed, so that it does not depend on the partition.
+    """Return the model as blocks, each initialized from its own seed, independently of the partition.
 
     Args:
         config: the shape.
-        seed: of the whole model.
+        seed: seed of the whole model.
     """
     d, context = config.width, config.context
     layer = 12 * d * d + 2 * context * d  # multiplications per token
@@ -187,17 +186,17 @@ def gpt_blocks(config: GPTConfig, seed: int) -> dict[str, LazyBlock]:
 
 
 TIED_EMBEDDINGS: Mapping[str, str] = MappingProxyType({"head.out.weight": "embedding.weight"})
-"""What `penstock.runtime.pipeline.Pipeline` takes as `tied` for input and output embedding to be one parameter."""
+"""The `tied` argument of `penstock.runtime.pipeline.Pipeline` that ties input and output embedding."""
 
 
 def language_loss(logits_BLV: Tensor, targets_BL: Tensor) -> tuple[Tensor, float]:
-    """Sum of the cross-entropy over all tokens, in nats, and their number."""
+    """Return the sum of the cross-entropy over all tokens, in nats, and their number."""
     total = F.cross_entropy(logits_BLV.flatten(0, 1).float(), targets_BL.flatten(), reduction="sum")
     return total, float(targets_BL.numel())
 
 
 def preset(name: str, **changes: int) -> GPTConfig:
-    """A shape by name, with some numbers changed.
+    """Return a shape by name, with some numbers changed.
 
     Raises:
         ConfigError: no such preset.

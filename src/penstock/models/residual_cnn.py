@@ -1,7 +1,7 @@
-"""A small residual network for images as a list of blocks: pre-activation, GroupNorm, no statistics over a batch.
+"""A small residual network for images as a list of blocks: pre-activation, GroupNorm, no batch statistics.
 
-Pre-activation as in He et al., arXiv 1603.05027, fig. 4e; GroupNorm as in Wu and He, arXiv 1803.08494: a stage sees
-one microbatch at a time, and statistics over it would depend on how a batch is divided.
+Pre-activation as in He et al., arXiv 1603.05027, fig. 4e; GroupNorm as in Wu and He, arXiv 1803.08494, because
+statistics over a microbatch would depend on how a batch is divided.
 
 Shapes: B microbatch, C channels, H height, W width, K classes.
 """
@@ -28,10 +28,10 @@ class CNNConfig:
     """The shape of a residual network.
 
     Attributes:
-        layers: residual blocks, of two convolutions each; from the middle one on images have half the height and width,
+        layers: residual blocks of two convolutions each; from the middle one on, images have half the height and width,
             and twice the channels.
         width: channels of the first half; a multiple of 4, the groups of GroupNorm.
-        channels: of the images.
+        channels: channels of the images.
         size: height and width of the images.
         classes: K.
     """
@@ -43,7 +43,6 @@ class CNNConfig:
     classes: int = 10
 
     def __post_init__(self) -> None:
-        """Refuse shapes that cannot be."""
         for name, value in vars(self).items():
             if value < 1:
                 raise ConfigError(f"model.{name} must be at least 1, got {value}")
@@ -52,14 +51,14 @@ class CNNConfig:
 
 
 class Stem(nn.Module):
-    """Images to channels: (B, C, H, W) -> (B, width, H, W)."""
+    """First convolution: (B, C, H, W) -> (B, width, H, W)."""
 
     def __init__(self, config: CNNConfig) -> None:
         super().__init__()
         self.conv = nn.Conv2d(config.channels, config.width, 3, padding=1, bias=False)
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
-        """Convolve."""
+        """Convolve the images."""
         y_BCHW: Tensor = self.conv(x_BCHW)
         return y_BCHW
 
@@ -77,7 +76,7 @@ class Residual(nn.Module):
         self.shortcut = nn.Conv2d(before, after, 1, stride, bias=False) if changes else nn.Identity()
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
-        """Each convolution on a normed copy; the sum goes on."""
+        """Add two convolutions, each of a normalized input, to the shortcut."""
         y_BCHW = self.conv1(F.relu(self.norm1(x_BCHW)))
         y_BCHW = self.conv2(F.relu(self.norm2(y_BCHW)))
         total_BCHW: Tensor = self.shortcut(x_BCHW) + y_BCHW
@@ -85,7 +84,7 @@ class Residual(nn.Module):
 
 
 class Classifier(nn.Module):
-    """Channels to logits: (B, C, H, W) -> (B, K)."""
+    """Projection of channels to logits: (B, C, H, W) -> (B, K)."""
 
     def __init__(self, config: CNNConfig) -> None:
         super().__init__()
@@ -93,17 +92,17 @@ class Classifier(nn.Module):
         self.out = nn.Linear(2 * config.width, config.classes)
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
-        """Norm, mean over the image, project."""
+        """Normalize, average over the image, and project."""
         logits_BK: Tensor = self.out(F.relu(self.norm(x_BCHW)).mean((2, 3)))
         return logits_BK
 
 
 def residual_cnn_blocks(config: CNNConfig, seed: int) -> dict[str, LazyBlock]:
-    """The model as blocks, each with an initialisation of its own seed, so that it does not depend on the partition.
+    """Return the model as blocks, each initialized from its own seed, independently of the partition.
 
     Args:
         config: the shape; there are `config.layers + 2` blocks.
-        seed: of the whole model.
+        seed: seed of the whole model.
     """
     w, pixels = config.width, config.size**2
     middle = config.layers // 2
@@ -124,10 +123,10 @@ def residual_cnn_blocks(config: CNNConfig, seed: int) -> dict[str, LazyBlock]:
 
 
 def class_loss(logits_BK: Tensor, classes_B: Tensor) -> tuple[Tensor, float]:
-    """Sum of the cross-entropy over all images, in nats, and their number."""
+    """Return the sum of the cross-entropy over all images, in nats, and their number."""
     return F.cross_entropy(logits_BK.float(), classes_B, reduction="sum"), float(classes_B.numel())
 
 
 def count_correct(logits_BK: Tensor, classes_B: Tensor) -> int:
-    """How many images have their own class as the likeliest."""
+    """Count the images whose most likely class is their own."""
     return int(torch.count_nonzero(logits_BK.argmax(-1) == classes_B))

@@ -1,1 +1,1 @@
-"""How a model becomes stages: blocks, tied parameters, sequence slices, chosen delays."""
+"""Partition a model into stages: blocks, tied parameters, sequence slices, chosen delays."""

@@ -1,29 +1,30 @@
-"""Delays by choice: what an asynchronous pipeline would read, on a synchronous schedule of any depth.
+"""Chosen delays per block: read stale weights, as in an asynchronous pipeline, on a synchronous schedule of any depth.
 
-Batch t reads of a block with delay tau the weights W(max(t - tau, 0)), in forward and backward; the update is made
-synchronously: W(t+1) comes from the newest weights W(t) and the gradient at the older ones. So staleness can be studied
-without the pipeline that causes it, on one machine, and the numbers depend on neither depth nor order.
+Batch t reads the weights W(max(t - tau, 0)) of a block with delay tau, in forward and backward; the update is made
+synchronously: W(t+1) is computed from the newest weights W(t) and the gradient at the older ones. So staleness can be
+studied without the pipeline that causes it, on one machine, and the results depend on neither depth nor order.
 
 Backwards may have delays of their own, tau_b: wherever their formulas contain weights, these are W(max(t - tau_b, 0));
-activations stay as the forward made them, on W(max(t - tau, 0)). That is what happens in pipelines without a stash
-(PipeMare, arXiv 1910.05124, u_fwd and u_bkwd). It is the gradient of nothing, but where tau_b = tau.
+activations are those of the forward on W(max(t - tau, 0)). This is what happens in pipelines without a stash
+(PipeMare, arXiv 1910.05124, u_fwd and u_bkwd). Unless tau_b = tau, the result is not the gradient of any function.
 """
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
+from penstock.checks import check_whole, did_you_mean
 from penstock.errors import ConfigError
 from penstock.schedule.delay_profiles import delays_of_profile
-from penstock.schedule.ir.schedule import Op, Schedule, passes
+from penstock.schedule.ir.schedule import Op, Schedule
 
 Delays = int | str | Sequence[int] | Mapping[str, int] | Callable[[str], int]
-"""Of all blocks; of a profile such as "1f1b:8"; in a row; by name, the others without; or by a function of the name."""
+"""One delay for all blocks, a profile such as "1f1b:8", a list, delays by name (others are 0), or a function of the
+name."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +32,9 @@ class BlockDelays:
     """The delay of every block.
 
     Attributes:
-        by_block: in updates.
-        chosen: each was given for its block, so none may be without effect.
-        what: for messages, "delays" or "backward_delays".
+        by_block: delay of each block, in updates.
+        chosen: True if delays were given block by block, so that each must have an effect.
+        what: name of the option for error messages, "delays" or "backward_delays".
     """
 
     by_block: Mapping[str, int]
@@ -41,14 +42,14 @@ class BlockDelays:
     what: str = "delays"
 
     def by_parameter(self, names: Collection[str]) -> dict[str, int]:
-        """The delays of parameters, by their canonical names."""
+        """Return the delays of parameters, by their canonical names."""
         return {name: self.by_block[block_of(name, self.by_block)] for name in names}
 
     def check_trained(self, blocks: Mapping[str, Any]) -> None:
-        """Make sure that what was chosen to be delayed changes at all.
+        """Raise an error if a block with a chosen delay has no trained parameters.
 
         Args:
-            blocks: some of them, made.
+            blocks: some of the blocks, built.
 
         Raises:
             ConfigError: a block has no trained parameters.
@@ -57,43 +58,40 @@ class BlockDelays:
             trained = isinstance(block, nn.Module) and any(p.requires_grad for p in block.parameters())
             if self.by_block[name] and not trained:
                 raise ConfigError(
-                    f"{self.what}: block {name!r} has no trained parameters, so it cannot be {self.by_block[name]} "
-                    "updates behind; leave it out, or give it 0"
+                    f"{self.what}: block {name!r} has no trained parameters, so a delay of {self.by_block[name]} "
+                    "updates has no effect; remove it, or set it to 0"
                 )
 
 
 def resolve_delays(
     given: Delays | None, blocks: Mapping[str, Any], tied: Mapping[str, str], rule: str, what: str = "delays"
 ) -> BlockDelays:
-    """What a user's delays say about every block.
+    """Return the delay of every block for the delays that a user gave.
 
     Args:
-        given: in one of its forms.
+        given: the delays in any accepted form; None for no delays.
         blocks: the model.
-        tied: name of a parameter -> that of the one it is the same as.
+        tied: name of a parameter -> name of the parameter it is tied to.
         rule: the schedule's version rule.
-        what: for messages.
+        what: name of the option for error messages.
 
     Raises:
-        ConfigError: unknown blocks, a number that is no delay, another rule than flush, or one parameter with several
-            delays.
+        ConfigError: a block is unknown, a delay is not a whole number of at least 0, the rule is not flush, or one
+            parameter has several delays.
     """
     delays = _by_block(given, list(blocks), what)
     for name, delay in delays.items():
-        if isinstance(delay, bool) or not isinstance(delay, int) or delay < 0:
-            raise ConfigError(
-                f"{what}: block {name!r} is given {delay!r}; a delay is a whole number of updates, 0 or more"
-            )
+        check_whole(f"{what}: the delay of block {name!r}, in updates,", delay, 0)
     if any(delays.values()) and rule != "flush":
         raise ConfigError(
-            f"{what} need version rule 'flush', under which batch t would read W(t) everywhere; rule {rule!r} chooses "
-            f"versions itself. Take a method that flushes, such as 1f1b, or leave {what} out"
+            f"{what} need version rule 'flush', under which batch t reads W(t) everywhere; rule {rule!r} chooses "
+            f"versions itself. Use a method that flushes, such as 1f1b, or remove {what}"
         )
     for first, other in _sharing(blocks, tied):
         if delays[first] != delays[other]:
             raise ConfigError(
                 f"{what}: blocks {first!r} ({delays[first]} updates) and {other!r} ({delays[other]}) share a "
-                "parameter, which has one delay; give both the same, or untie them"
+                "parameter, which can have only one delay; give both the same delay, or untie them"
             )
     return BlockDelays(delays, isinstance(given, Mapping | Sequence) and not isinstance(given, str), what)
 
@@ -101,7 +99,7 @@ def resolve_delays(
 def resolve_backward_delays(
     given: Delays | None, forward: BlockDelays, blocks: Mapping[str, Any], tied: Mapping[str, str], rule: str
 ) -> BlockDelays | None:
-    """The delays of backwards, as `resolve_delays` finds them; None where they are those of forwards.
+    """Return the delays of backwards, as `resolve_delays` does; None if they equal those of forwards.
 
     Raises:
         ConfigError: as `resolve_delays`.
@@ -120,7 +118,7 @@ def resolve_both(
     schedule: Schedule,
     recompute: str,
 ) -> tuple[BlockDelays, BlockDelays | None]:
-    """The delays of forwards, and those of backwards where they are others.
+    """Return the delays of forwards, and those of backwards if they differ.
 
     Raises:
         ConfigError: as `resolve_delays`, `check_backward_delays`.
@@ -132,38 +130,38 @@ def resolve_both(
 
 
 def check_backward_delays(schedule: Schedule, backward: BlockDelays | None, recompute: str) -> None:
-    """Make sure that backwards can look up other weights than their forwards read.
+    """Raise an error if backwards cannot read other weights than their forwards.
 
     Raises:
-        ConfigError: they come in two halves, what they need is moved away, or forwards are run again for them.
+        ConfigError: backwards are split into I and W, activations are offloaded, or forwards are recomputed.
     """
     if backward is None:
         return
-    operations = {p.op for program in schedule.programs for a in program.period for p in passes(a)}
+    operations = {p.op for p in schedule.passes()}
     if recompute != "none" or Op.R in operations:
         raise ConfigError(
-            "backward_delays: with recompute a forward is run again for its backward, and nothing says on which "
-            "weights; leave recompute or backward_delays out"
+            "backward_delays cannot be combined with recompute: it is undefined which weights the recomputed forward "
+            "should use. Remove one of them"
         )
-    fault = "runs backwards in two halves" if Op.W in operations else None
-    fault = "moves activations away" if Op.OFFLOAD in operations else fault
+    fault = "splits backwards into two halves" if Op.W in operations else None
+    fault = "offloads activations" if Op.OFFLOAD in operations else fault
     if fault is not None:
         raise ConfigError(
-            f"backward_delays: {schedule.name} {fault}, which is offered where backwards read the weights of their "
-            "forward; take another method that flushes, such as 1f1b, or leave backward_delays out"
+            f"backward_delays: {schedule.name} {fault}, which requires backwards to read the weights of their forward; "
+            "use another method that flushes, such as 1f1b, or remove backward_delays"
         )
 
 
 def block_of(parameter: str, blocks: Collection[str]) -> str:
-    """The block that a parameter belongs to, by its canonical name.
+    """Return the block that a parameter belongs to, by its canonical name.
 
     Raises:
-        ConfigError: none of them.
+        ConfigError: it belongs to no block.
     """
     for block in blocks:
         if parameter.startswith(f"{block}."):
             return block
-    raise ConfigError(f"{parameter!r} is a parameter of no block; blocks: {', '.join(blocks)}")
+    raise ConfigError(f"{parameter!r} is not a parameter of any block; blocks: {', '.join(blocks)}")
 
 
 def _by_block(given: Delays | None, names: list[str], what: str) -> dict[str, int]:
@@ -173,16 +171,15 @@ def _by_block(given: Delays | None, names: list[str], what: str) -> dict[str, in
         stages = delays_of_profile(given)
         if len(stages) > len(names):
             raise ConfigError(
-                f"{what}: profile {given!r} has {len(stages)} stages, but the model only {len(names)} blocks; name a "
-                "smaller number of stages"
+                f"{what}: profile {given!r} has {len(stages)} stages, but the model has only {len(names)} blocks; use "
+                "a smaller number of stages"
             )
         return {name: stages[i * len(stages) // len(names)] for i, name in enumerate(names)}
     if isinstance(given, Mapping):
         unknown = next((name for name in given if name not in names), None)
         if unknown is not None:
-            near = difflib.get_close_matches(str(unknown), names, n=1, cutoff=0.5)
-            hint = f"; did you mean {near[0]!r}?" if near else f"; blocks: {', '.join(names)}"
-            raise ConfigError(f"{what}: the model has no block {unknown!r}{hint}")
+            hint = did_you_mean(unknown, names) or f" Blocks: {', '.join(names)}"
+            raise ConfigError(f"{what}: the model has no block {unknown!r}.{hint}")
         return {name: given.get(name, 0) for name in names}
     if isinstance(given, Sequence) and not isinstance(given, str):
         if len(given) != len(names):
@@ -196,7 +193,7 @@ def _by_block(given: Delays | None, names: list[str], what: str) -> dict[str, in
 
 
 def _sharing(blocks: Mapping[str, Any], tied: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Pairs of blocks that share a trained parameter."""
+    """Return the pairs of blocks that share a trained parameter."""
     pairs = [(block_of(b, blocks), block_of(a, blocks)) for a, b in tied.items()]
     first: dict[int, str] = {}
     for name, block in blocks.items():

@@ -1,4 +1,4 @@
-"""A model as a list of blocks, and how the list is cut into stages."""
+"""Models as lists of blocks, and their partition into stages."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from penstock.errors import ConfigError
 from penstock.schedule.ir.schedule import Stage
 
 Blocks = Mapping[str, Any] | Sequence[Any]
-"""Modules, plain functions or `LazyBlock`s, by name or in a row (then their names are "0", "1", ...)."""
+"""Modules, plain functions or `LazyBlock`s, by name or in sequence (with the names "0", "1", ...)."""
 
 
 @dataclass(frozen=True)
 class LazyBlock:
-    """A block that is made only on the rank that holds it, and with a random state of its own.
+    """A block that is built only on the rank that holds it, with a random state of its own.
 
     Attributes:
-        build: makes the module.
-        seed: seeds its initialisation, so that it does not depend on where the model is cut.
-        cost: relative time of its forward, for cutting; parameters of the built module if None.
+        build: builds the module.
+        seed: seed of its initialization, which so does not depend on the partition.
+        cost: relative time of its forward, for balancing stages; the number of parameters if None.
     """
 
     build: Callable[[], nn.Module]
@@ -40,10 +40,10 @@ class LazyBlock:
 
 
 def named_blocks(blocks: Blocks) -> dict[str, Any]:
-    """The blocks by name.
+    """Return the blocks by name.
 
     Raises:
-        ConfigError: there is none, one is neither a module nor a function, or two could share names of parameters.
+        ConfigError: there is no block, one is neither a module nor a function, or parameter names could collide.
     """
     if isinstance(blocks, nn.ModuleDict):
         named = dict(blocks.items())
@@ -61,14 +61,14 @@ def named_blocks(blocks: Blocks) -> dict[str, Any]:
         outer = next((other for other in named if name.startswith(f"{other}.")), None)
         if outer is not None:
             raise ConfigError(
-                f"blocks {outer!r} and {name!r} may give two parameters one name; a block's name must not begin with "
-                "that of another one and a dot"
+                f"blocks {outer!r} and {name!r} could give two parameters the same name; a block's name must not begin "
+                "with that of another one and a dot"
             )
     return named
 
 
 def cost_of(block: Any) -> float:
-    """The relative cost of a block: what it says itself, or its number of parameters."""
+    """Return the relative cost of a block: its attribute `cost`, or its number of parameters."""
     if isinstance(block, LazyBlock) and block.cost is None:
         with torch.device("meta"):
             block = block.build()
@@ -91,15 +91,15 @@ def check_enough(blocks: Mapping[str, Any], num_stages: int) -> None:
 
 
 def cut_blocks(blocks: Mapping[str, Any], num_stages: int, balance: Sequence[int] | None = None) -> list[list[str]]:
-    """The names of the blocks of each stage, consecutive and none empty.
+    """Partition the blocks into consecutive, non-empty stages, and return the names of the blocks of each.
 
     Args:
         blocks: the model.
-        num_stages: how many stages.
-        balance: blocks per stage; chosen so that the costliest stage costs least if None.
+        num_stages: the number of stages.
+        balance: blocks per stage; if None, chosen to minimize the cost of the most expensive stage.
 
     Raises:
-        ConfigError: there are fewer blocks than stages, or `balance` does not fit.
+        ConfigError: there are fewer blocks than stages, or `balance` does not match them.
     """
     check_enough(blocks, num_stages)
     names = list(blocks)
@@ -117,15 +117,16 @@ def cut_blocks(blocks: Mapping[str, Any], num_stages: int, balance: Sequence[int
 def deal(
     blocks: Mapping[str, Any], parts: Sequence[Sequence[str]], stages: Iterable[tuple[int, Stage]]
 ) -> dict[int, dict[Stage, dict[str, Any]]]:
-    """The blocks of every stage in this process: those given for the first to hold a stage, copies for the others.
+    """Distribute the blocks to the stages in this process: the given ones to the first copy of a stage, copies to
+    others.
 
     Args:
         blocks: the model.
         parts: names of the blocks of each stage.
-        stages: of this process, each with its pipeline.
+        stages: the stages of this process, each with the index of its pipeline.
 
     Returns:
-        By pipeline and stage.
+        The blocks by pipeline and stage.
     """
     dealt: dict[int, dict[Stage, dict[str, Any]]] = {}
     held: set[int] = set()
@@ -137,7 +138,8 @@ def deal(
 
 
 def _best_balance(costs: list[float], num_stages: int) -> list[int]:
-    """Sizes of consecutive, non-empty parts with the least maximal cost (dynamic program over block and part)."""
+    """Return the sizes of consecutive, non-empty parts with the least maximal cost (dynamic program over block and
+    part)."""
     sums = [0.0, *accumulate(costs)]
     n = len(costs)
     best = [[float("inf")] * (n + 1) for _ in range(num_stages + 1)]

@@ -1,9 +1,9 @@
-"""Slices of sequences: how they are cut, and blocks that hand something on from one slice to the next.
+"""Slices of sequences: their lengths, and blocks that carry state from one slice to the next.
 
-A block that looks at other tokens of a sequence has a method `forward_slice(x, carry) -> (y, carry)`: x is its input
-for one slice, carry what it returned for the slice before (None for the first), such as keys and values, in any nesting
-of dicts, lists and tuples. The gradient of what is carried comes back the same way. Other blocks must say that they
-look at each token alone: `tokenwise = True`; of torch's own modules that is known.
+A block that reads other tokens of a sequence has a method `forward_slice(x, carry) -> (y, carry)`: x is its input for
+one slice, carry the value it returned for the slice before (None for the first), such as keys and values, in any
+nesting of dicts, lists and tuples. The gradient of the carry flows back the same way. Other blocks must declare that
+they process each token separately: `tokenwise = True`; for torch's own modules this is known.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ Lengths = Callable[[int, int], Sequence[int]]
 
 
 def equal_lengths(length: int, slices: int) -> list[int]:
-    """As equal as can be, longer ones first."""
+    """Return lengths that are as equal as possible, longer ones first."""
     return [length // slices + (j < length % slices) for j in range(slices)]
 
 
 def equal_time_lengths(quadratic: float) -> Lengths:
-    """Slices that take equal time under causal attention (Seq1F1B, arXiv 2406.03488: computation-wise partition).
+    """Return a function for slices of equal time under causal attention (Seq1F1B, arXiv 2406.03488, sec. on partition).
 
     Args:
         quadratic: q, where the first n tokens of a sequence cost n + q n^2 in any unit; 1 / (12 d) for a transformer of
@@ -56,18 +56,18 @@ def equal_time_lengths(quadratic: float) -> Lengths:
 
 @dataclass(frozen=True)
 class Slicing:
-    """How the sequences of a microbatch are cut.
+    """How the sequences of a microbatch are cut into slices.
 
     Attributes:
-        dimension: of the sequence, in every tensor of inputs and targets that has so many.
-        lengths: of the slices.
+        dimension: the dimension of the sequence, in every tensor of inputs and targets that has it.
+        lengths: returns the lengths of the slices.
     """
 
     dimension: int = 1
     lengths: Lengths = equal_lengths
 
     def part(self, tree: Any, piece: tuple[int, int]) -> Any:
-        """Slice j of k of every tensor.
+        """Return slice j of k of every tensor.
 
         Raises:
             DataError: a sequence is shorter than the number of slices.
@@ -90,15 +90,15 @@ EQUAL_SLICES = Slicing()
 
 
 def check_blocks(blocks: Mapping[str, Any], where: str) -> None:
-    """Make sure that every block says how it works on slices.
+    """Raise an error if a block does not declare how it processes slices.
 
     Raises:
-        ConfigError: one does not.
+        ConfigError: a block does not.
     """
     for name, block in blocks.items():
         if not hasattr(block, "forward_slice") and not _is_tokenwise(block):
             raise ConfigError(
-                f"{where}: block {name!r} does not say how it works on a slice of a sequence. If it looks at other "
+                f"{where}: block {name!r} does not declare how it processes a slice of a sequence. If it reads other "
                 "tokens, give it forward_slice(x, carry) -> (y, carry); if not, set tokenwise = True on it"
             )
 
@@ -115,21 +115,21 @@ def _is_tokenwise(block: Any) -> bool:
 
 
 def _runs_as(block: Any, kind: type[nn.Module]) -> bool:
-    """Whether it is a module of a kind, with the forward of its kind: a subclass may do anything in its own."""
+    """Return whether a block is a module of a kind with the unmodified forward of that kind."""
     return isinstance(block, kind) and type(block).forward is kind.forward and "forward" not in vars(block)
 
 
 Carry = tuple[Any, tuple[bool, ...]]
-"""A tree, cut off from its graph, and which of its leaves want a gradient."""
+"""A tree of detached values, and which of its leaves need a gradient."""
 NOTHING: Carry = ({}, ())
 
 
 def with_carry(value: Any, wants: Sequence[bool], carry: Carry) -> tuple[Any, tuple[bool, ...]]:
-    """The input of a slice together with what is carried."""
-    missing = len(pytree.tree_leaves(value)) - len(wants)  # the model's own input wants none
+    """Return the input of a slice together with the carried values, and which leaves need a gradient."""
+    missing = len(pytree.tree_leaves(value)) - len(wants)  # the model's own input needs none
     return (value, carry[0]), (*wants, *[False] * missing, *carry[1])
 
 
 def storages(carry: Carry) -> set[int]:
-    """Addresses of its tensors."""
+    """Return the addresses of its tensors."""
     return {t.untyped_storage().data_ptr() for t in pytree.tree_leaves(carry[0]) if isinstance(t, torch.Tensor)}

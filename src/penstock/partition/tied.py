@@ -1,7 +1,7 @@
 """Parameters that stages share, such as an input and an output embedding.
 
-Every stage has a copy of its own. The copies begin equal, are given the same summed gradient, and are stepped alike; so
-they stay equal. In the global norm they count once, with the stage that comes first.
+Every stage has its own copy. The copies start equal and get the same summed gradient and the same optimizer step, so
+they stay equal. In the global norm they count once, with the first of their stages.
 """
 
 from __future__ import annotations
@@ -19,41 +19,41 @@ from penstock.partition.blocks import LazyBlock
 
 @dataclass(frozen=True)
 class Tie:
-    """Parameters that the same stages share.
+    """Parameters that are shared by the same stages.
 
     Attributes:
-        stages: in their order; the first one counts in the norm.
-        names: per stage, what the parameters are called there, in one order.
+        stages: the stages in order; the first one counts in the norm.
+        names: per stage, the names of the parameters there, in the same order.
     """
 
     stages: tuple[int, ...]
     names: tuple[tuple[str, ...], ...]
 
     def names_at(self, index: int) -> tuple[str, ...]:
-        """What the parameters are called at a stage."""
+        """Return the names of the parameters at a stage."""
         return self.names[self.stages.index(index)]
 
 
 def find_ties(
     blocks: Mapping[str, Any], parts: Sequence[Sequence[str]], tied: Mapping[str, str]
 ) -> tuple[list[Tie], dict[str, str]]:
-    """What stages share: parameters that are one object, and those that the user says are one.
+    """Find the parameters that stages share: those that are one object, and those that the user ties.
 
     Args:
         blocks: the model.
         parts: names of the blocks of each stage.
-        tied: name of a parameter -> name of the one it is the same as.
+        tied: name of a parameter -> name of the parameter it is tied to.
 
     Returns:
-        What different stages share, and of `tied` what lies within one stage.
+        The ties between stages, and the entries of `tied` within one stage.
 
     Raises:
-        ConfigError: `tied` names a parameter of no block.
+        ConfigError: `tied` names a parameter that belongs to no block.
     """
     stages, alias = _first_names(blocks, parts)
     for name in (*tied, *tied.values()):
         stages.setdefault(name, _stage_of(name, blocks, parts))
-    places: dict[str, dict[int, str]] = defaultdict(dict)  # the one parameter -> stage -> its name there
+    places: dict[str, dict[int, str]] = defaultdict(dict)  # first name of a parameter -> stage -> its name there
     inside: dict[str, str] = {}
     for name in sorted(stages, key=lambda n: (stages[n], n in tied)):
         here = places[_root(name, tied, alias)].setdefault(stages[name], name)
@@ -68,10 +68,10 @@ def find_ties(
 
 
 def _first_names(blocks: Mapping[str, Any], parts: Sequence[Sequence[str]]) -> tuple[dict[str, int], dict[str, str]]:
-    """The stage of every trained parameter, and for further names of one object the first.
+    """Return the stage of every trained parameter, and for further names of one object the first.
 
     Raises:
-        ConfigError: stages share a module, in which each would put weights of its own.
+        ConfigError: stages share a module, but each needs its own weights in it.
     """
     stages: dict[str, int] = {}
     alias: dict[str, str] = {}
@@ -98,10 +98,10 @@ def _first_names(blocks: Mapping[str, Any], parts: Sequence[Sequence[str]]) -> t
 
 
 def _root(name: str, tied: Mapping[str, str], alias: Mapping[str, str]) -> str:
-    """The name that stands for all of one parameter.
+    """Return the name that represents all names of one parameter.
 
     Raises:
-        ConfigError: the names go round in a circle.
+        ConfigError: the names form a cycle.
     """
     seen = {name}
     while True:
@@ -109,26 +109,26 @@ def _root(name: str, tied: Mapping[str, str], alias: Mapping[str, str]) -> str:
         if following == name:
             return name
         if following in seen:
-            raise ConfigError(f"tied: {name!r} is the same as itself, by way of {following!r}")
+            raise ConfigError(f"tied: {name!r} is tied to itself, by way of {following!r}; remove one of the entries")
         seen.add(following)
         name = following
 
 
 def _stage_of(name: str, blocks: Mapping[str, Any], parts: Sequence[Sequence[str]]) -> int:
-    """The stage of the block that a parameter belongs to."""
+    """Return the stage of the block that a parameter belongs to."""
     for index, part in enumerate(parts):
         for prefix in part:
             if name.startswith(f"{prefix}.") and isinstance(blocks[prefix], nn.Module | LazyBlock):
                 return index
-    raise ConfigError(f"tied: there is no block that {name!r} could be a parameter of; blocks: {', '.join(blocks)}")
+    raise ConfigError(f"tied: {name!r} is not a parameter of any block; blocks: {', '.join(blocks)}")
 
 
 def share_inside(modules: Mapping[str, Any], tied: Mapping[str, str]) -> None:
-    """Make parameters of one stage one object.
+    """Replace tied parameters of one stage by one object.
 
     Args:
-        modules: the blocks of the stage, made.
-        tied: name of a parameter -> name of the one it is the same as; those of other stages are left out.
+        modules: the blocks of the stage, built.
+        tied: name of a parameter -> name of the parameter it is tied to; those of other stages are ignored.
 
     Raises:
         ConfigError: a block has no such parameter, or their shapes differ.
@@ -140,14 +140,14 @@ def share_inside(modules: Mapping[str, Any], tied: Mapping[str, str]) -> None:
             mine, theirs = getattr(module, key), getattr(other, other_key)
             if mine.shape != theirs.shape:
                 raise ConfigError(
-                    f"tied: {name} has shape {tuple(mine.shape)}, {owner} has {tuple(theirs.shape)}; what is one "
-                    "parameter has one shape"
+                    f"tied: {name} has shape {tuple(mine.shape)}, {owner} has {tuple(theirs.shape)}; tied parameters "
+                    "must have the same shape"
                 )
             setattr(module, key, theirs)
 
 
 def _place(name: str, modules: Mapping[str, Any]) -> tuple[nn.Module, str]:
-    """The module that holds a parameter, and its name there."""
+    """Return the module that holds a parameter, and its name there."""
     prefix = next(p for p in modules if name.startswith(f"{p}."))
     path, _, key = name.removeprefix(f"{prefix}.").rpartition(".")
     try:

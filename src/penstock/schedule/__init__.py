@@ -1,1 +1,1 @@
-"""What each rank does when, and on which weights. Never imports torch."""
+"""Schedules: what each rank runs, in which order, and on which weights. Never imports torch."""

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from penstock.checks import check_whole
 from penstock.errors import ConfigError, ScheduleError
 from penstock.schedule.ir.order import (
     NO_OPTIONS,
@@ -356,8 +357,7 @@ def call_order(function: OrderFunction, stages: int, microbatches: int, options:
     defaults, ours = options_of(function), function in ORDERS.values()
     for what, value in (("stages", stages), ("microbatches", microbatches), *options.items()):
         least = 0 if what in options and (not ours or defaults[what] == 0) else 1
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ConfigError(f"{name}: {what} must be a whole number of at least {least}, got {value!r}")
+        check_whole(f"{name}: {what}", value, least)
     result = function(stages, microbatches, **options)
     if isinstance(result, Order):
         return result

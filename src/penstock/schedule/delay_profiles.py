@@ -1,17 +1,17 @@
-"""Delays that a schedule without flushes would give to the stages of a pipeline, by a short name such as "1f1b:8"."""
+"""Delay profiles: the delay of every stage under a schedule without flushes, by a short name such as "1f1b:8"."""
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
+from penstock.checks import nearest
 from penstock.errors import ConfigError
 from penstock.schedule.build import prove
 
 _KINDS: Mapping[str, tuple[str, Callable[[int], int]]] = MappingProxyType(
     {
-        "1f1b": ("stash", lambda _: 1),  # the method, and its microbatches per update
+        "1f1b": ("stash", lambda _: 1),  # method, and microbatches per update
         "vertical-sync": ("vertical-sync", lambda _: 1),
         "2bw": ("2bw", lambda stages: stages),
     }
@@ -19,9 +19,9 @@ _KINDS: Mapping[str, tuple[str, Callable[[int], int]]] = MappingProxyType(
 
 
 def delays_of_profile(name: str) -> tuple[int, ...]:
-    """The delay of every stage, the first one's first, in updates between the version read and the one updated.
+    """Return the delay of every stage, the first one's first, in updates between the version read and the one updated.
 
-    They are read off the schedule, in its steady state.
+    The delays are those of the schedule in its steady state.
 
     Args:
         name: "KIND:STAGES", where the kind is "1f1b" (endless 1F1B with an update for each microbatch, whose backwards
@@ -33,8 +33,7 @@ def delays_of_profile(name: str) -> tuple[int, ...]:
     """
     kind, _, number = name.partition(":")
     if kind not in _KINDS or not number.isascii() or not number.isdigit() or int(number) < 1:
-        near = difflib.get_close_matches(kind, _KINDS, n=1, cutoff=0.5)
-        example = f"{near[0] if near else '1f1b'}:{number if number.isdigit() and int(number) else 8}"
+        example = f"{nearest(kind, _KINDS) or '1f1b'}:{number if number.isdigit() and int(number) else 8}"
         raise ConfigError(
             f"delays: there is no profile {name!r}; give one of {', '.join(_KINDS)} and a number of stages, as in "
             f"{example!r}"

@@ -1,4 +1,4 @@
-"""Schedules from a user's file: an order function in Python, our text form, or torch's CSV."""
+"""Load schedules from a user's file: an order function in Python, the text form, or torch's CSV."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from penstock.schedule.torch_csv import from_torch_csv
 
 
 def prove_file(path: Path, stages: int, microbatches: int, options: Options = NO_OPTIONS) -> Proof:
-    """The proof of the schedule in a file.
+    """Load the schedule in a file and prove it.
 
     Args:
-        path: `*.py` with a function (stages, microbatches, *, options) that returns an order: what is called `order`,
-            or the only function. `*.csv` as `torch.distributed.pipelining` writes it. Else our text form.
-        stages, microbatches, options: for a function; the other forms hold a finished schedule.
+        path: `*.py` with a function (stages, microbatches, *, options) that returns an order: the one called `order`,
+            or the only function. `*.csv` as `torch.distributed.pipelining` writes it. Otherwise, the text form.
+        stages, microbatches, options: arguments of the function; the other forms hold a finished schedule.
 
     Raises:
         ConfigError: the file cannot be read, or its function fails.
@@ -35,7 +35,7 @@ def prove_file(path: Path, stages: int, microbatches: int, options: Options = NO
         except PenstockError:
             raise
         except (Exception, SystemExit) as error:
-            raise ConfigError(_told(path, error)) from error
+            raise ConfigError(_failure(path, error)) from error
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
@@ -44,10 +44,10 @@ def prove_file(path: Path, stages: int, microbatches: int, options: Options = NO
 
 
 def load_function(path: Path) -> OrderFunction:
-    """The order function in a Python file, which is run for that.
+    """Import a Python file and return the order function in it.
 
     Raises:
-        ConfigError: the file cannot be run, or it is not clear which of its functions is meant.
+        ConfigError: the file cannot be imported, or it is ambiguous which of its functions is the order.
     """
     spec = importlib.util.spec_from_file_location(f"penstock order in {path.stem}", path)
     if spec is None or spec.loader is None or not path.is_file():
@@ -57,7 +57,7 @@ def load_function(path: Path) -> OrderFunction:
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
-        raise ConfigError(_told(path, error)) from error
+        raise ConfigError(_failure(path, error)) from error
     finally:
         del sys.modules[spec.name]
     own = {
@@ -75,8 +75,8 @@ def load_function(path: Path) -> OrderFunction:
     return found
 
 
-def _told(path: Path, error: BaseException) -> str:
-    """What went wrong in a user's file, and in which line."""
+def _failure(path: Path, error: BaseException) -> str:
+    """Return the error in a user's file, with the line."""
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if Path(frame.filename).absolute() == path.absolute()]
     where = f", line {lines[-1]}" if lines else ""

@@ -1,4 +1,4 @@
-"""The text form of schedules: what `str(schedule)` prints, what golden files hold, what the parser reads.
+"""The text form of schedules, printed by `str(schedule)` and parsed by `parse_schedule`.
 
     schedule 1f1b                     # the name; '#' starts a comment
     rule flush
@@ -7,21 +7,21 @@
     edges 0>1                         # a chain when left out; 0|1 is an edge without a backward
     frozen 0                          # stages that are not trained
     segments 0,1 2,3                  # stages that recompute together
-    window 4                          # messages outstanding on a lane, where that is enough; 2 when left out
+    window 4                          # messages that may be outstanding on a lane; 2 when left out
     rank 0: F0^t F1^t B0^t B1^t STEP[t]
     rank 1: F0^t B0^t F1^t B1^t STEP[t]
     drain 0: ...                      # the epilogue, numbers relative to T
 
-An action is OPERATION UNIT [@NODE] [^READS]:
+An action is OPERATION UNIT [@STAGE] [^READS]:
 
     F3        microbatch 3 of batch t; B-2 the last but one of batch t-1; B0..3 microbatches 0 to 3 as one unit;
               F3:1/2 the second of two slices; Fe0 an evaluation microbatch
     STEP[t-2] a batch unit; AVERAGE[t]%4 only after every fourth batch
     @4, @4.1  the stage, by stage and direction; may be left out where the rank holds one stage
-    ^t-1      the version read; ^t,t-1 a blend; ^t~p0 the copy `p` that PREDICT0 bore
+    ^t-1      the version read; ^t,t-1 a blend; ^t~p0 the copy `p` that PREDICT0 made
     [F4+B0]   passes that run as one fused action
 
-A file whose actions name no versions and no updates is an order: the rule fills them in.
+A file whose actions name no versions and no updates is an order: the version rule adds them.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from penstock.schedule.ir.schedule import (
     Unit,
     WeightRef,
     chain,
-    passes,
+    split_fused,
 )
 from penstock.schedule.transforms.apply_rule import apply_rule
 
@@ -61,14 +61,14 @@ _SPLIT_PARTS = re.compile(r"\+(?=[A-Z])")
 
 
 def parse_schedule(text: str, where: str = "schedule") -> Schedule:
-    """Read a schedule from its text form.
+    """Parse a schedule from its text form.
 
     Args:
-        text: see the module's description.
-        where: a file name for messages.
+        text: the text form, as described in the module.
+        where: a file name for error messages.
 
     Raises:
-        ScheduleError: with the line and the token at fault.
+        ScheduleError: the text is malformed; the message names the line and the token.
     """
     header: dict[str, str] = {}
     lines: dict[tuple[str, int], tuple[int, str]] = {}
@@ -122,19 +122,19 @@ def _assemble(header: dict[str, str], lines: dict[tuple[str, int], tuple[int, st
     window = _integer(header["window"], where) if "window" in header else WINDOW
     if window < 1:
         raise ScheduleError(f"{where}: a lane needs room for at least 1 message, got window {window}")
-    everything = [p for program in programs for part in program for a in part for p in passes(a)]
+    everything = [p for program in programs for part in program for p in split_fused(part)]
     if not any(a.reads or a.op is Op.STEP for a in everything) and any(a.op in PASSES for a in everything):
         return apply_rule(Order(programs, stages, edges, frozen, segments, window), RULES[rule], m, name)
     return Schedule(name, m, stages, edges, programs, rule, frozen, segments, window)
 
 
 def parse_action(token: str, stages: tuple[Stage, ...], rank: int) -> Action:
-    """One action with relative numbers.
+    """Parse one action with relative numbers.
 
     Args:
         token: the action's text.
         stages: all stages of the schedule.
-        rank: the rank in whose program the action stands.
+        rank: the rank to whose program the action belongs.
 
     Raises:
         ScheduleError: the token does not follow the grammar or names an unknown operation or stage.
@@ -146,7 +146,7 @@ def parse_action(token: str, stages: tuple[Stage, ...], rank: int) -> Action:
         return Action(Op.FUSED, parts[0].stage, parts[0].unit, parts=parts)
     match = _ACTION.fullmatch(token)
     if match is None or match["op"] not in Op.__members__ or match["op"] == "FUSED":
-        raise ScheduleError(f"cannot read {token!r}; an action is OPERATION UNIT [@NODE] [^READS], as in F3@1^t-1")
+        raise ScheduleError(f"cannot read {token!r}; an action is OPERATION UNIT [@STAGE] [^READS], as in F3@1^t-1")
     op = Op(match["op"])
     reads = None
     if match["versions"]:
@@ -163,14 +163,14 @@ def _unit(text: str) -> Unit:
     if text.startswith("["):
         batch, _, every = text.partition("%")
         if every and int(every) < 1:
-            raise ScheduleError(f"{text}: %{every} would be no batch at all; %1 is every batch")
+            raise ScheduleError(f"{text}: %{every} matches no batch; %1 is every batch")
         return Unit(_offset(batch[1:-1]), kind=Kind.BATCH, every=int(every or 1))
     match = _UNIT.fullmatch(text)
     assert match is not None, text
     evaluation, first, last, piece, pieces = match.groups()
     count = int(last) - int(first) + 1 if last else 1
     if count < 1 or (pieces and int(piece) >= int(pieces)):
-        raise ScheduleError(f"{text}: a range runs upwards and slice j of k has j < k")
+        raise ScheduleError(f"{text}: a range must be ascending, and slice j of k must have j < k")
     part = (int(piece), int(pieces)) if pieces else None
     return Unit(int(first), count, part, Kind.EVAL if evaluation else Kind.TRAIN)
 
@@ -186,14 +186,14 @@ def _find(name: str | None, stages: tuple[Stage, ...], rank: int | None, token: 
         return found[0]
     known = ", ".join(n.name for n in here) or "none"
     raise ScheduleError(
-        f"{token}: {'say which stage, @STAGE' if name is None else 'no such stage here'}; stages: {known}"
+        f"{token}: {'add the stage, @STAGE' if name is None else 'no such stage here'}; stages: {known}"
     )
 
 
 def _stage(token: str, where: str) -> Stage:
     match = re.fullmatch(r"(\d+)(?:\.(\d+))?@(\d+)", token)
     if match is None:
-        raise ScheduleError(f"{where}: cannot read stage {token!r}; write CUT@RANK or CUT.REPLICA@RANK")
+        raise ScheduleError(f"{where}: cannot read stage {token!r}; write STAGE@RANK or STAGE.DIRECTION@RANK")
     return Stage(int(match[1]), int(match[2] or 0), int(match[3]))
 
 

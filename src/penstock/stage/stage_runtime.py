@@ -249,7 +249,7 @@ class StageRuntime:
             write = partial(self.corrector.blend, first, last, newest - older[0])
         else:
             write = partial(self.corrector.predict, self.updater, self.store.master, copy.label)
-        self.store.bear(copy, (versions, copy.label, depends), write)
+        self.store.create_copy(copy, (versions, copy.label, depends), write)
 
     # --- updates ----------------------------------------------------------------------------------------------------
 

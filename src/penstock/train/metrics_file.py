@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from penstock.checks import finite_or_none
 from penstock.runtime.update.events import Evaluated
 from penstock.weights.decision import Decision
 
@@ -33,7 +33,7 @@ class Metrics:
     def add(self, **values: Any) -> None:
         """Add a line."""
         with suppress(OSError), self._path.open("a") as file:
-            file.write(json.dumps({key: _finite(value) for key, value in values.items()}) + "\n")
+            file.write(json.dumps({key: finite_or_none(value) for key, value in values.items()}) + "\n")
 
     def add_updates(self, decided: Iterable[Decision]) -> None:
         """Add a line per update; these are separate, as updates are made later than losses are known."""
@@ -46,8 +46,3 @@ class Metrics:
         """Add a line per evaluation."""
         for e in evaluated:
             self.add(evaluated=e.version, loss=e.loss, weight=e.weight)
-
-
-def _finite(value: Any) -> Any:
-    """Replace values that JSON cannot represent by None."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,1 +1,1 @@
-"""What people see: terminal drawings, SVG, pages, traces, progress."""
+"""Output for people: terminal drawings, SVG, pages, traces, progress."""

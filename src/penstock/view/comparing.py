@@ -1,4 +1,4 @@
-"""A comparison in the terminal: how far it is, and what it has found."""
+"""Show the progress and the results of a comparison in the terminal."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from penstock.view.words import counted
 
 
 class TerminalComparison:
-    """Two bars, for all runs and for the one under way; without a terminal, a line per run."""
+    """Two progress bars, for all runs and for the current one; without a terminal, a line per run."""
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console()
@@ -28,19 +28,19 @@ class TerminalComparison:
         self._bars = Progress(*columns, console=self.console)
         self._all = self._bars.add_task("runs", note="", start=False, total=None)
         self._run = self._bars.add_task("", note="", visible=False)
-        self._here = 0  # runs of this command, whose time says how long the others will take
+        self._here = 0  # runs of this command, from whose time that of the others is estimated
         if self.console.is_terminal:
             self._bars.start()
 
     def entering(self, label: str) -> None:
-        """Say what is being prepared."""
+        """Show what is being prepared."""
         self._bars.update(self._all, note=f"preparing {label}")
 
     def started(self, task: Task, total: int, there: int) -> None:
-        """Say what will be trained."""
+        """Print what will be trained."""
         self.console.print(task.title, markup=False, highlight=False, soft_wrap=True)
         if there:
-            self.console.print(f"{there} of {total} runs have finished earlier", highlight=False)
+            self.console.print(f"{there} of {total} runs had finished before", highlight=False)
         self._bars.update(self._all, total=total - there, note="")
         self._bars.start_task(self._all)
 
@@ -49,11 +49,11 @@ class TerminalComparison:
         self._bars.reset(self._run, description=str(key), total=batches, visible=True, note="")
 
     def progress(self, batches: int, loss: float) -> None:
-        """Move it."""
+        """Advance the bar of the run."""
         self._bars.update(self._run, completed=batches, note=f"loss {loss:.4f}")
 
     def finished(self, result: TrialResult) -> None:
-        """Print a line that stays."""
+        """Print the result of a run in a permanent line."""
         last = result.scores[-1]
         accuracy = "" if last.accuracy is None else f", accuracy {last.accuracy:.1%}"
         found = (
@@ -66,14 +66,14 @@ class TerminalComparison:
         self._bars.update(self._run, visible=False)
 
     def close(self) -> None:
-        """End the live display, whatever happened."""
+        """End the live display."""
         self._bars.update(self._all, visible=False)
         self._bars.update(self._run, visible=False)
         self._bars.stop()
 
 
 def summary_table(findings: Findings) -> Table:
-    """A row per method, at its best rate."""
+    """Return a table with a row per method, at its best rate."""
     config, summaries = findings.config, findings.summaries()
     unit = findings.task.unit
     title = (
@@ -102,7 +102,7 @@ def summary_table(findings: Findings) -> Table:
 
 
 def caption(findings: Findings) -> str:
-    """How to read the summary."""
+    """Explain the columns of the summary."""
     base = findings.baseline
     to = (
         "There is no method without delay to compare with."
@@ -133,7 +133,7 @@ def _verdict(summary: MethodSummary) -> str:
 
 
 def plus_minus(value: float | None, spread: float | None, form: str, unit: str = "") -> str:
-    """`3.4703 ± 0.0102`; a dash for what is not known."""
+    """Format a value and its spread, as in `3.4703 ± 0.0102`; a dash for None."""
     if value is None or not math.isfinite(value):
         return "-"
     around = "" if spread is None else f" ± {spread:{form.lstrip('+')}}"

@@ -1,4 +1,4 @@
-"""A comparison as one page of HTML that needs nothing else: tables, curves, delays, what runs when."""
+"""Write a comparison as one self-contained HTML page: tables, curves, delays, timelines."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from penstock.view.plot import Curve, plot_svg
 from penstock.view.svg import timeline_svg
 from penstock.view.words import counted
 
-_DRAWN = 2000  # actions of a timeline; a larger one could not be read
+_DRAWN = 2000  # most actions of a drawn timeline; a larger one is unreadable
 _STYLE = """
 body { font: 14px/1.5 ui-sans-serif, system-ui, sans-serif; color: #222; margin: 24px auto; max-width: 1180px;
   padding: 0 16px; background: #fff }
@@ -52,7 +52,7 @@ def write_findings(findings: Findings, folder: Path) -> None:
 
 
 def comparison_page(findings: Findings) -> str:
-    """The whole page."""
+    """Return the whole page as HTML."""
     config, task = findings.config, findings.task
     title = f"{' / '.join(entrant.label for entrant in findings.entrants)} on {config.task}"
     batch = config.microbatches * config.microbatch_size * task.units
@@ -67,8 +67,8 @@ def comparison_page(findings: Findings) -> str:
         f"<h1>{escape(title)}</h1><p class='note'>{escape(setting)}</p>",
         _summary(findings),
         f"<p class='note'>{escape(caption(findings))}</p>",
-        "<h2>Curves</h2><p class='note'>At the best rate of each method: means over seeds, and bands from the least to "
-        "the most. A cross marks the last that is known of a run that diverged.</p>",
+        "<h2>Curves</h2><p class='note'>At the best rate of each method: means over seeds, and bands from minimum to "
+        "maximum. A cross marks the last value of a run that diverged.</p>",
         f"<div class='plots'>{''.join(_plots(findings))}</div>",
         _delays(findings.entrants),
         *_rates(findings),
@@ -131,7 +131,7 @@ def _plots(findings: Findings) -> Iterator[str]:
 def _curves(
     findings: Findings, x: Callable[[EvaluationRow], float], y: Callable[[EvaluationRow], float | None]
 ) -> list[Curve]:
-    """Of every method the mean of the runs that end well, and those that diverge, each by itself."""
+    """Return per method the mean curve of the runs that end well, and each diverged run separately."""
     curves = []
     for style, entrant in enumerate(findings.entrants):
         well: dict[float, list[float]] = {}
@@ -154,7 +154,7 @@ def _curves(
 
 
 def _delays(entrants: Sequence[Entrant]) -> str:
-    """The delays as numbers; a method with several stages per rank has more of them."""
+    """List the delays as numbers; a method with several stages per rank has more of them."""
     num_stages = max(len(entrant.delays_forward) for entrant in entrants)
     rows = []
     for entrant in entrants:
@@ -170,7 +170,7 @@ def _delays(entrants: Sequence[Entrant]) -> str:
 
 
 def _rates(findings: Findings) -> Iterator[str]:
-    """All learning rates, where there are several."""
+    """Yield a table and a plot over all learning rates, if there are several."""
     if len(findings.config.rates) < 2:
         return
     rows, curves = [], []
@@ -198,12 +198,12 @@ def _timelines(entrants: Sequence[Entrant]) -> Iterator[str]:
 
 
 def _inside(svg: str) -> str:
-    """A page needs no name of the language of a drawing, which looks like an address."""
+    """Remove the XML namespace of a drawing, which inline SVG does not need."""
     return svg.replace(" xmlns='http://www.w3.org/2000/svg'", "", 1)
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table; cells that begin with an exclamation mark are words, coloured by what they say."""
+    """Return a table; cells that begin with an exclamation mark are words, with their text as CSS class."""
     lines = ["<table><tr>" + "".join(f"<th>{escape(cell)}</th>" for cell in header) + "</tr>"]
     for row in rows:
         cells = [

@@ -1,7 +1,7 @@
-"""Timelines as a trace for ui.perfetto.dev (the Chrome trace event format).
+"""Write timelines as traces for ui.perfetto.dev (the Chrome trace event format).
 
-A slice is called "F6 stage 1 v2", say: operation and microbatch (or batch), stage, version of the weights that are read
-(or made, by an update). A wait says for what. Arrows lead from messages to the passes that take them.
+A slice is named, for example, "F6 stage 1 v2": operation and microbatch (or batch), stage, version of the weights that
+are read (or created, by an update). A wait names its cause. Arrows lead from messages to the passes that receive them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from penstock.schedule.ir.schedule import Op, Payload
 from penstock.timeline import Interval, Timeline
 
 Message = tuple[int, str, int, int]
-"""The rank that takes it, what it carries, span and microbatch."""
+"""The receiving rank, the payload, span and microbatch."""
 _TAKEN_BY: dict[str, str] = {Op.F: Payload.ACTIVATION, Op.B: Payload.GRADIENT}
 
 
@@ -29,10 +29,10 @@ def write_trace(timeline: Timeline, path: str | Path) -> None:
 
 
 def trace_events(timeline: Timeline) -> list[dict[str, Any]]:
-    """The events of a timeline."""
+    """Return the trace events of a timeline."""
     factor = 1e6 if timeline.unit == "s" else 1e3
     events: list[dict[str, Any]] = []
-    rows: dict[tuple[int, str, int], int] = {}  # Perfetto gives the counters of process n to thread n: the compute lane
+    rows: dict[tuple[int, str, int], int] = {}  # Perfetto shows the counters of process n at thread n: the compute lane
     for rank in range(timeline.ranks):
         events.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}})
         rows[rank, "compute", 0] = len(rows)
@@ -71,7 +71,7 @@ def _name(interval: Interval) -> str:
 
 
 def _arguments(interval: Interval) -> dict[str, Any]:
-    """What is known of an interval."""
+    """Return the attributes of an interval."""
     names = ("batch", "microbatch", "version")
     known: dict[str, Any] = {name: getattr(interval, name) for name in names if getattr(interval, name) >= 0}
     if known and interval.what != Op.SEND:
@@ -80,19 +80,19 @@ def _arguments(interval: Interval) -> dict[str, Any]:
 
 
 def _sent(interval: Interval) -> Message | None:
-    """The message that an interval shows, if it does."""
+    """Return the message that an interval shows, or None."""
     if interval.what != Op.SEND:
         return None
     return interval.peer, interval.label.split()[0], interval.span, interval.microbatch
 
 
 def _taken(interval: Interval) -> Message:
-    """The message that a pass takes, if there is one."""
+    """Return the message that a pass would receive."""
     return interval.rank, _TAKEN_BY.get(interval.what, ""), interval.span, interval.microbatch
 
 
 def _rows(intervals: Iterable[Interval]) -> Iterator[tuple[Interval, int]]:
-    """Each interval with a row of its lane: what overlaps, such as messages under way together, needs several."""
+    """Yield each interval with a row of its lane, so that overlapping intervals get different rows."""
     free_from: defaultdict[tuple[int, str], list[float]] = defaultdict(list)
     for interval in sorted(intervals, key=lambda i: i.start):
         ends = free_from[interval.rank, interval.lane]

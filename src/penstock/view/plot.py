@@ -1,4 +1,4 @@
-"""Curves as SVG pictures for pages: lines with bands, a legend, a few ticks; no script, nothing from outside."""
+"""Draw curves as SVG for pages: lines with bands, a legend, a few ticks; without scripts or external files."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from dataclasses import dataclass
 from html import escape
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7a5195", "#666666")
-"""Okabe and Ito's, which people with any colour vision can tell apart; two more at the end."""
-_DASHES = ("", "7 3", "2 3", "10 3 2 3")  # later curves let earlier ones that are the same show through
+"""The colour-blind safe palette of Okabe and Ito, and two more."""
+_DASHES = ("", "7 3", "2 3", "10 3 2 3")  # dashed curves let equal ones below show through
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 14, 34, 44
 _FONT = "font-family='ui-sans-serif, system-ui, sans-serif'"
 
 
 @dataclass(frozen=True)
 class Curve:
-    """One line.
+    """One line of a plot.
 
     Attributes:
-        label: for the legend; none where it is empty.
+        label: name in the legend; not listed if empty.
         points: x, y, and the ends of the band around it, all finite.
         style: number of its colour and dashes; curves that belong together have the same.
-        ends: it stops here before its time, which a cross shows.
+        ends: True if the run ended early, which a cross marks.
     """
 
     label: str
@@ -32,7 +32,7 @@ class Curve:
 
     @property
     def colour(self) -> str:
-        """Of the line and its band."""
+        """The colour of the line and its band."""
         return COLOURS[self.style % len(COLOURS)]
 
 
@@ -47,13 +47,13 @@ def plot_svg(
     width: int = 560,
     height: int = 340,
 ) -> str:
-    """An SVG element to put into a page.
+    """Return a plot as an SVG element.
 
     Args:
-        curves: what to draw; those without points are left out.
-        title, x_label, y_label: what to write.
-        log, log_x: y or x grows by factors; all of them are positive then.
-        width, height: in pixels.
+        curves: the curves; those without points are left out.
+        title, x_label, y_label: labels.
+        log, log_x: use a logarithmic y or x axis, for which all values must be positive.
+        width, height: size in pixels.
     """
     drawn = [curve for curve in curves if curve.points]
     parts = [
@@ -69,7 +69,7 @@ def plot_svg(
 
 
 class _Frame:
-    """Where numbers are on the picture."""
+    """The axes of a plot, and the mapping from values to pixels."""
 
     def __init__(self, curves: Sequence[Curve], log: bool, log_x: bool, width: int, height: int) -> None:
         self._log, self._log_x, self._width, self._height = log, log_x, width, height
@@ -90,7 +90,7 @@ class _Frame:
         return self._height - _BOTTOM - share * (self._height - self._top - _BOTTOM)
 
     def axes(self, x_label: str, y_label: str) -> list[str]:
-        """Ticks with lines behind them, and what the axes mean."""
+        """Draw ticks with grid lines, and the labels of the axes."""
         left, right, bottom = _LEFT, self._width - _RIGHT, self._height - _BOTTOM
         parts = []
         for tick in _ticks(self._x0, self._x1, self._log_x):
@@ -106,7 +106,7 @@ class _Frame:
         return [*parts, _text(14, middle, y_label, "middle", turned)]
 
     def band(self, curve: Curve) -> str:
-        """From the least to the most."""
+        """Draw the band of a curve."""
         if all(low == high for _, _, low, high in curve.points):
             return ""
         there = [f"{self._x(x):.1f},{self._y(high):.1f}" for x, _, _, high in curve.points]
@@ -114,7 +114,7 @@ class _Frame:
         return f"<polygon points='{' '.join(there + back)}' fill='{curve.colour}' fill-opacity='0.15'/>"
 
     def line(self, curve: Curve) -> str:
-        """The curve itself."""
+        """Draw the line of a curve."""
         points = [(self._x(x), self._y(y)) for x, y, _, _ in curve.points]
         drawn = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
         parts = [f"<polyline points='{drawn}' fill='none' stroke='{curve.colour}' stroke-width='1.8'{_dashed(curve)}/>"]
@@ -131,7 +131,7 @@ class _Frame:
         return "".join(parts)
 
     def legend(self) -> list[str]:
-        """Names between title and curves."""
+        """Draw the names of the curves between title and plot."""
         parts = []
         for curve, x, y in self._names:
             parts.append(f"<path d='M{x:.1f} {y}h24' stroke='{curve.colour}' stroke-width='2'{_dashed(curve)}/>")
@@ -145,7 +145,7 @@ def _dashed(curve: Curve) -> str:
 
 
 def _names(curves: Sequence[Curve], width: int) -> list[tuple[Curve, float, int]]:
-    """Where the names of curves go, in as many rows as they need."""
+    """Return the positions of the names of curves, in as many rows as they need."""
     places, x, y = [], float(_LEFT), _TOP
     for curve in curves:
         if curve.label:
@@ -169,7 +169,7 @@ def _scaled(value: float, log: bool) -> float:
 
 
 def _ticks(low: float, high: float, log: bool = False) -> list[float]:
-    """About five round numbers between two others, which are logarithms if `log`."""
+    """Return about five round numbers between two others, which are logarithms if `log`."""
     if log and high - low > 0.7:
         steps = (1, 2, 5) if high - low < 3 else (1,)
         powers = range(math.floor(low), math.ceil(high) + 1)
@@ -184,7 +184,7 @@ def _ticks(low: float, high: float, log: bool = False) -> list[float]:
 
 
 def _short(value: float) -> str:
-    """`600k` and the like."""
+    """Format a number briefly, as in `600k`."""
     for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if abs(value) >= size * (10 if unit == "k" else 1):
             return f"{value / size:g}{unit}"

@@ -1,4 +1,4 @@
-"""The live display of a training run, and its plain form where there is no terminal."""
+"""The live display of a training run, and its plain form without a terminal."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from penstock.view.tables import time_table
 from penstock.view.words import counted
 
 TRACE = "trace.json"
-_PLAIN_EVERY = 5.0  # seconds between two lines where there is no terminal
+_PLAIN_EVERY = 5.0  # seconds between two lines without a terminal
 
 
 class TerminalObserver:
-    """Shows progress and the summary; writes the trace into the run's folder."""
+    """Shows the progress and the summary of a run, and writes its trace."""
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console()
@@ -37,7 +37,7 @@ class TerminalObserver:
         self._latest: Progress | None = None
 
     def started(self, prepared: Prepared, parts: list[list[str]], batch: int) -> None:
-        """Say what will run, and begin the live display."""
+        """Print what will run, and start the live display."""
         config, model = prepared.config, prepared.model
         windows = prepared.windows
         self.console.print(
@@ -55,9 +55,9 @@ class TerminalObserver:
             self.console.print(f"  stage {stage}: {label} ({len(names)} blocks)")
         if config.delayed:
             late = "" if config.backward_delays is None else f", backward_delays {config.backward_delays}"
-            self.console.print(f"weights are read late by choice: delays {config.delays}{late}", markup=False)
+            self.console.print(f"weights are read with chosen delays: delays {config.delays}{late}", markup=False)
         if batch:
-            self.console.print(f"going on from the checkpoint after {batch} batches")
+            self.console.print(f"resuming from the checkpoint after {batch} batches")
         if self.console.is_terminal:
             columns = (
                 TextColumn("[bold]{task.description}"),
@@ -89,21 +89,21 @@ class TerminalObserver:
             )
 
     def _draw(self) -> None:
-        """Renew the live display."""
+        """Refresh the live display."""
         if self._live is not None and self._bar is not None and self._latest is not None:
             said = [line for line in (self._evaluation, self._ending) if line]
             figures, held = _figures(self._latest), _bytes_table(self._latest.live_bytes)
             self._live.update(Group(self._bar, figures, *said, held))
 
     def evaluated(self, found: Evaluated) -> None:
-        """Show what an evaluation in the midst of training has found."""
+        """Show the result of an evaluation during training."""
         loss = "-" if found.loss is None else f"{found.loss:.4f}"
         self._evaluation = f"held-out loss {loss} after {found.version} batches"
         if self._live is None:
             self.console.print(self._evaluation, highlight=False)
 
     def switched(self, switched: Switched) -> None:
-        """Say which method takes over, and why: on a line that stays, above the live display."""
+        """Print which method takes over, and why, in a permanent line."""
         back = "" if switched.came is None else f"back from {switched.came} batches to {switched.batch}; "
         self.console.print(
             f"{back}{switched.method} from batch {switched.batch} on ({switched.why})",
@@ -113,24 +113,24 @@ class TerminalObserver:
         )
 
     def ending(self) -> None:
-        """Say that the wish has been heard."""
-        self._ending = "ending after the batches under way, with a checkpoint; once more ends it at once"
+        """Show that a stop was requested."""
+        self._ending = "stopping after the batches in flight, with a checkpoint; repeat to stop at once"
         self._draw()
         if self._live is None:
             self.console.print(self._ending, highlight=False)
 
     def interrupted(self, folder: Path, batches: int, timeline: Timeline) -> None:
-        """Say where the time went, and where the run goes on."""
+        """Print where the time went, and how to resume the run."""
         self.close()
         print_ = partial(self.console.print, soft_wrap=True, highlight=False, markup=False)
         if timeline.makespan:
             self._trace(timeline, folder)
             self.console.print(time_table(split_time(timeline)))
-        print_(f"\nended early; a checkpoint holds all of the {batches} batches done. To go on:")
+        print_(f"\nstopped early; a checkpoint holds all {batches} batches done. To resume:")
         print_(f"  penstock train --resume {folder}")
 
     def finished(self, summary: RunSummary, timeline: Timeline) -> None:
-        """Show the results and where they are."""
+        """Print the results and where they are."""
         if self._live is not None:
             self._live.stop()
         self._trace(timeline, summary.folder)
@@ -149,7 +149,7 @@ class TerminalObserver:
         if summary.averaged_loss is not None:
             print_(f"with averaged weights {summary.averaged_loss:.4f}", highlight=False)
         if summary.again is not None:
-            print_(f"{summary.again} updates were taken back and made again", highlight=False)
+            print_(f"{summary.again} updates were undone and repeated", highlight=False)
         if summary.time.makespan:
             self.console.print(time_table(summary.time))
         print_(_bytes_table(summary.peak_bytes, "peak bytes"))
@@ -160,21 +160,21 @@ class TerminalObserver:
         )
 
     def _trace(self, timeline: Timeline, folder: Path) -> None:
-        """Write the trace; a run does not fail because the disk is full."""
+        """Write the trace; a failure to write does not fail the run."""
         try:
             write_trace(timeline, folder / TRACE)
         except OSError as error:
             self.console.print(f"no {TRACE}: {error.strerror or error}", markup=False, highlight=False)
 
     def sampled(self, summary: RunSummary, text: str) -> None:
-        """Show what the model writes."""
+        """Print a text sample of the model."""
         print_ = partial(self.console.print, soft_wrap=True, highlight=False)
         print_("\n[bold]sample[/bold]")
         print_(text, markup=False)
         print_(f"\nmore text: penstock sample {summary.folder}", markup=False)
 
     def close(self) -> None:
-        """End the live display, whatever happened."""
+        """End the live display."""
         if self._live is not None:
             self._live.stop()
 
@@ -214,7 +214,7 @@ def _figures(progress: Progress) -> Table:
 
 
 def _bytes_table(by_rank: dict[int, dict[str, int]], title: str = "live bytes") -> Table:
-    """What the bytes of each stage are for: a row per purpose, a column per stage."""
+    """Return a table of bytes with a row per purpose and a column per stage."""
     kinds = sorted({kind for kinds in by_rank.values() for kind, number in kinds.items() if number})
     kinds.sort(key=lambda kind: kind == "total")
     table = Table(title=title, title_justify="left", title_style="dim", box=None, padding=(0, 2), pad_edge=False)
@@ -227,7 +227,7 @@ def _bytes_table(by_rank: dict[int, dict[str, int]], title: str = "live bytes") 
 
 
 def human_bytes(number: int) -> str:
-    """`1.5 MB` and the like, in powers of ten."""
+    """Format a number of bytes in powers of ten, as in `1.5 MB`."""
     value = float(number)
     for unit in ("B", "kB", "MB", "GB"):
         if value < 1000:

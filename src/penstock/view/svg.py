@@ -1,4 +1,4 @@
-"""Timelines as SVG pictures for pages: a row per rank, colour by operation, shade by the version read."""
+"""Draw timelines as SVG: a row per rank, colour by operation, shade by the version read."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _FONT = "font-family='ui-sans-serif, system-ui, sans-serif'"
 
 
 def timeline_svg(timeline: Timeline, title: str, width: int = 1000) -> str:
-    """A complete SVG document.
+    """Return a timeline as a complete SVG document.
 
     Args:
-        timeline: simulated or measured.
-        title: shown above.
-        width: of the picture in pixels.
+        timeline: a simulated or measured timeline.
+        title: title above the drawing.
+        width: width in pixels.
     """
     origin, makespan = timeline.start, timeline.makespan or 1.0
     scale = (width - _LEFT - 12) / makespan

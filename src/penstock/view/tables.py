@@ -1,4 +1,4 @@
-"""Tables for the terminal: methods and figures, each derived from schedules."""
+"""Tables for the terminal: methods, and figures derived from schedules."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class MethodFacts:
     Attributes:
         weight_copies: per rank, weights alive at once, all versions and predicted copies, in units of the rank's whole
             share of the model.
-        buffers: those of the correction beside them, in the same units; stages without a delay may do without.
+        buffers: further buffers of the correction, in the same units; stages without a delay may need none.
         delay: per rank, updates between the version read by a forward and the version updated, mean over a batch.
         activations: per rank, microbatches in flight at once, in units of the rank's whole share.
         bubble: idle / total of one more batch in a long run, with F = 1 and B = 2.
-        problem: why there are no figures at these numbers of stages and microbatches.
+        problem: why there are no figures for these numbers of stages and microbatches.
     """
 
     name: str
@@ -72,31 +72,31 @@ def method_facts(method: Method, stages: int, microbatches: int) -> MethodFacts:
 
 
 def _copies_on(proof: Proof, rank: int) -> float:
-    """Versions and copies of all stages of a rank; one of v chunks counts 1/v, and both directions count."""
+    """Count versions and copies of all stages of a rank; one of v chunks counts 1/v, and both directions count."""
     schedule = proof.schedule
     held = {n: proof.stages[n].versions + proof.stages[n].copies for n in schedule.on_rank(rank)}
     return float(sum(Fraction(number, schedule.chunks[n]) for n, number in held.items()))
 
 
 def delay_on(proof: Proof, rank: int) -> float:
-    """Updates between the version that forwards of a rank read and the version updated, mean over a batch."""
+    """Return the updates between the version read by forwards of a rank and the version updated, mean over a batch."""
     delays = [proof.stages[stage].delay.forward for stage in proof.schedule.on_rank(rank)]
     return sum(delays) / len(delays)
 
 
 def methods_json(stages: int, microbatches: int) -> list[dict[str, Any]]:
-    """Every row as plain values."""
+    """Return every row as plain values."""
     return [asdict(method_facts(method, stages, microbatches)) for method in METHODS.values()]
 
 
 def methods_table(stages: int, microbatches: int, width: int | None = None) -> Group:
-    """Every row as a table; under it, why methods have no figures at these numbers of stages and microbatches.
+    """Return all rows as a table, and below it why methods have no figures for these numbers.
 
     Args:
-        stages: of the pipeline.
-        microbatches: of a batch.
-        width: columns of the terminal: what does not fit is left out, first what `--json` has in words, and nothing is
-            shortened. None for everything.
+        stages: stages of the pipeline.
+        microbatches: microbatches of a batch.
+        width: width of the terminal in characters: columns that do not fit are left out, descriptive ones first. None
+            for all columns.
     """
     facts = [method_facts(method, stages, microbatches) for method in METHODS.values()]
     problems = list(dict.fromkeys(f.problem for f in facts if f.problem is not None))
@@ -117,7 +117,7 @@ _LEAST_NEEDED = ("order", "correction", "version rule", "activations\nin flight"
 
 
 def _methods(title: str, facts: list[MethodFacts], problems: Sequence[str | None], left_out: Sequence[str]) -> Table:
-    """The table without the columns that are left out."""
+    """Return the table without the columns in `left_out`."""
     columns: dict[str, list[str]] = {
         "method": [f"[bold]{f.name}[/bold]" for f in facts],
         "order": [f.order for f in facts],
@@ -159,13 +159,13 @@ DELAY = (
     "Delay: updates between the weights that forwards read and the weights updated, mean over a batch and over the "
     "stages of a rank."
 )
-RANGES = "a .. b: from the first to the last, a to b: from the least to the most"
-UNBOUNDED = 10_000  # columns, more than any table has
-_BRIEF = 10  # characters of figures per rank; beyond it they are summed up
+RANGES = "a .. b: from the first to the last, a to b: from the minimum to the maximum"
+UNBOUNDED = 10_000  # characters, more than any table needs
+_BRIEF = 10  # characters of figures per rank, beyond which they are summarized
 
 
 def briefly(values: list[float] | None) -> str:
-    """Figures of all ranks on one line: where they take much room, the ends of what rises or falls, or the range."""
+    """Format the figures of all ranks in one line; long lists by their ends, if monotonic, or their range."""
     text = _per_rank(values)
     if values is None or len(text) <= _BRIEF:
         return text
@@ -175,26 +175,26 @@ def briefly(values: list[float] | None) -> str:
 
 
 def combines_table() -> Table:
-    """How parallel pipelines may agree."""
-    table = Table(title="how parallel pipelines agree: combine.kind", title_justify="left", box=None)
+    """Return a table of the ways to combine parallel pipelines."""
+    table = Table(title="ways to combine parallel pipelines: combine.kind", title_justify="left", box=None)
     for column in ("kind", "title"):
         table.add_column(column)
     for column in ("copies kept", "while meeting"):
         table.add_column(column, justify="right")
-    table.add_column("what is evaluated and saved", style="dim")
+    table.add_column("evaluated and saved", style="dim")
     for spec in COMBINES.values():
         passing = "w (lag + 1)" if spec.per_wave else str(spec.passing)
         table.add_row(f"[bold]{spec.name}[/bold]", spec.title, str(spec.buffers), passing, spec.model)
     table.caption = (
-        "Copies: blocks of memory as large as the trained weights, on every rank, beside those of the method; w is the "
-        "number of pipelines, lag that of waves."
+        "Copies: buffers as large as the trained weights, on every rank, besides those of the method; w is the "
+        "number of pipelines, lag the number of waves."
     )
     table.caption_justify = "left"
     return table
 
 
 def _per_rank(values: list[int] | list[float] | None) -> str:
-    """One number where all ranks agree, else all of them."""
+    """Format one number if all ranks agree, otherwise all of them."""
     if values is None:
         return "-"
     texts = [f"{value:.3g}" for value in values]
@@ -202,7 +202,7 @@ def _per_rank(values: list[int] | list[float] | None) -> str:
 
 
 def simulation_table(simulation: Simulation, batches: int, in_a_long_run: float) -> Table:
-    """The figures of a simulated span of so many batches, and the bubble of one more batch in a long run."""
+    """Return a table of the figures of a simulated span, and of the bubble of one more batch in a long run."""
     bubble = simulation.bubble
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="bold")
@@ -217,7 +217,7 @@ def simulation_table(simulation: Simulation, batches: int, in_a_long_run: float)
             f"{bubble.bubble:.4f}",
             f"idle / (ranks x makespan), {counted(batches, 'batch')}, drained at the end",
         ),
-        ("bubble in a long run", f"{in_a_long_run:.4f}", "that of one more batch, as in penstock methods"),
+        ("bubble in a long run", f"{in_a_long_run:.4f}", "of one more batch, as in penstock methods"),
         ("bubble of ideal", f"{bubble.bubble_of_ideal:.4f}", "(makespan - ideal) / ideal"),
         ("rank span bubble", f"{bubble.rank_span_bubble:.4f}", "1 - ideal / rank span"),
         ("peak activations", _per_rank(list(simulation.activations)), "microbatches in flight, per rank"),
@@ -236,7 +236,7 @@ def simulation_table(simulation: Simulation, batches: int, in_a_long_run: float)
             str(simulation.messages),
             "sends of activations (also of recomputed ones) and gradients; sums of gradients are not counted",
         ),
-        ("volume", f"{simulation.volume:g}", "what they carry, in outputs of a stage for one microbatch"),
+        ("volume", f"{simulation.volume:g}", "their content, in outputs of a stage for one microbatch"),
         *(
             [("parked", str(simulation.parked), "sends of parked activations, there and back")]
             if simulation.parked
@@ -250,14 +250,14 @@ def simulation_table(simulation: Simulation, batches: int, in_a_long_run: float)
 
 _DELAY = "updates between the weights read and the weights updated, per rank"
 _CAUSES = (
-    "fill, drain: the pipeline fills and empties. imbalance: a peer is still at work. communication: a message is "
-    "posted or under way. data: samples are read. control: gradients are added up, stages decide together. engine: the "
+    "fill, drain: the pipeline fills and empties. imbalance: a peer is still working. communication: a message is "
+    "posted or in transit. data: samples are read. control: gradients are summed, or all stages decide. engine: the "
     "rest. Idle time of all ranks is the bubble."
 )
 
 
 def time_table(split: TimeSplit, unit: str = " s") -> Table:
-    """Where the time of every rank went, and that of all, whose idle shares add up to the bubble."""
+    """Return a table of where the time went, per rank and in total; the idle shares of all ranks sum to the bubble."""
     part = "the last " if split.partial else ""
     title = f"where the time went, % of {part}{split.makespan:.4g}{unit}"
     table = Table(title=title, title_justify="left", title_style="dim", box=None, padding=(0, 0, 0, 1), pad_edge=False)
@@ -274,7 +274,7 @@ def time_table(split: TimeSplit, unit: str = " s") -> Table:
 
 
 def keys_table(keys: list[tuple[str, Any, str]], title: str = "keys of CONFIG.yaml and --set") -> Table:
-    """Configuration keys with their defaults and meanings."""
+    """Return a table of configuration keys with their defaults and meanings."""
     table = Table(title=title, title_justify="left", title_style="dim", box=None, padding=(0, 2))
     for heading in ("key", "default", "meaning"):
         table.add_column(heading, no_wrap=heading == "key")

@@ -1,4 +1,4 @@
-"""Timelines as text: a row per rank, a cell per action, the version read as a superscript.
+"""Draw timelines as text: a row per rank, a cell per action, the version read as a superscript.
 
     rank 0 |F0⁰|F1⁰|F2⁰|F3⁰|·······|B0⁰   |F4⁰|B1⁰   |
     rank 1 |···|F0⁰|F1⁰|F2⁰|B0⁰    |...
@@ -25,16 +25,16 @@ _STYLES = {
     "R": ("white on magenta", "white on purple"),
 }
 _IDLE, _BAR, _UPDATE = "·", "|", "┃"
-_LONGEST = 20_000  # columns; beyond it the scale is reduced and labels are cut
+_LONGEST = 20_000  # columns, beyond which the scale is reduced and labels are cut
 
 
 def superscript(number: int) -> str:
-    """A number in superscript digits."""
+    """Format a number in superscript digits."""
     return str(number).translate(_SUPERSCRIPTS)
 
 
 def wrap_schedule(text: str, width: int) -> str:
-    """A schedule in its text form for so many columns: long lines go on below their first action, none within one."""
+    """Wrap a schedule in its text form; continuation lines are indented to the first action, and no action is split."""
     lines: list[str] = []
     for line in text.splitlines():
         head = re.match(r"\w+ \d+: |", line)
@@ -46,11 +46,11 @@ def wrap_schedule(text: str, width: int) -> str:
 
 
 def draw_timeline(timeline: Timeline, width: int = 120) -> Text:
-    """Draw the compute lanes.
+    """Draw the compute lanes of a timeline.
 
     Args:
-        timeline: simulated or measured.
-        width: columns to wrap at.
+        timeline: a simulated or measured timeline.
+        width: number of columns to wrap at.
     """
     work = [i for i in timeline.work() if i.end > i.start]
     if not work:
@@ -100,7 +100,7 @@ def _row(timeline: Timeline, rank: int, origin: float, scale: float, columns: in
 
 
 def _runs(characters: list[str], styles: list[str]) -> Iterator[tuple[str, str]]:
-    """Neighbouring characters of one style."""
+    """Yield runs of neighbouring characters with the same style."""
     start = 0
     for i in range(1, len(characters) + 1):
         if i == len(characters) or styles[i] != styles[start]:
@@ -113,14 +113,14 @@ def _label(interval: Interval) -> str:
 
 
 def _cell(interval: Interval, columns: int) -> str:
-    """A label in so many columns: rather without its bar, or without its version, than with half of one."""
+    """Fit a label into a number of columns, without its bar, or its version, if there is no room for all of it."""
     label = _label(interval)
     fitting = next((text for text in (_BAR + label, label, interval.label) if len(text) <= columns), interval.label)
     return fitting.ljust(columns)[:columns]
 
 
 def _axis(head: int, start: int, end: int, scale: float, makespan: float) -> str:
-    """Times below a block, at most one every 12 columns; none sticks out, or a terminal would break the line."""
+    """Return the times below a block, at most one every 12 columns, and none beyond the width."""
     step = _round_step(12 / scale)
     line = "time".ljust(head) + " " * (end - start)
     times = [k * step for k in range(int(makespan / step) + 2)]
@@ -134,7 +134,7 @@ def _axis(head: int, start: int, end: int, scale: float, makespan: float) -> str
 
 
 def _round_step(least: float) -> float:
-    """The smallest of 1, 2, 5, 10, 20, ... times a power of ten that is at least `least`."""
+    """Return the smallest of 1, 2, 5, 10, 20, ... times a power of ten that is at least `least`."""
     power = 1.0
     while power > least:
         power /= 10

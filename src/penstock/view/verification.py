@@ -1,8 +1,7 @@
-"""What a verification has found, for the terminal and as plain values."""
+"""Show the results of a verification in the terminal, and as plain values."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict
 from typing import Any
 
@@ -10,12 +9,13 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from penstock.checks import finite_or_none
 from penstock.verify.differences import Difference, TensorPlace
 from penstock.verify.report import Verification
 
 
 def verification_json(found: Verification) -> dict[str, Any]:
-    """Everything as plain values; what is not finite, or has no counterpart, is null."""
+    """Return everything as plain values; numbers that are not finite, or have no counterpart, are null."""
     config = found.config
     return {
         "agrees": found.agrees,
@@ -36,16 +36,14 @@ def _values(difference: Difference) -> dict[str, Any]:
     for which in ("worst", "first"):
         place: TensorPlace | None = getattr(difference, which)
         if place is not None:
-            values[which] = {
-                k: v if not isinstance(v, float) or math.isfinite(v) else None for k, v in place._asdict().items()
-            }
+            values[which] = {k: finite_or_none(v) for k, v in place._asdict().items()}
     return values
 
 
 def verification_table(found: Verification) -> Group:
-    """A row for each run that the pipeline is compared with and each kind of numbers.
+    """Return a table with a row for each run that the pipeline is compared with and each kind of numbers.
 
-    Where all is equal nothing is said of how large a difference is and where.
+    Where all numbers are equal, the cells for the size and place of a difference are empty.
     """
     config = found.config
     wide = f", width {config.width}" if config.width > 1 else ""

@@ -1,10 +1,10 @@
-"""Numbers with their nouns."""
+"""Format numbers with their nouns."""
 
 from __future__ import annotations
 
 
 def counted(number: int, noun: str) -> str:
-    """As in "1 microbatch", "2 microbatches" or "3 stages"."""
+    """Format a count, as in "1 microbatch", "2 microbatches" or "3 stages"."""
     if number == 1:
         return f"{number} {noun}"
     return f"{number} {noun}{'es' if noun.endswith('ch') else 's'}"

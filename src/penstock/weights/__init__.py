@@ -1,1 +1,1 @@
-"""Weight versions on torch: buffers, leaves, epochs, updates."""
+"""Weight versions of a stage in torch: their buffers, leaves, epochs and updates."""

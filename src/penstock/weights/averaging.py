@@ -1,9 +1,8 @@
-"""What becomes of the weights of one stage when parallel pipelines meet; `penstock.schedule.methods.combine` has the
-equations.
+"""Synchronize the weights of one stage with parallel pipelines; `penstock.schedule.methods.combine` has the equations.
 
-`begin` gives tensors whose sums over all pipelines are wanted, `remembered` those of the optimizer; once they hold the
-sums, `end` makes the weights from which the pipeline goes on. All pipelines compute alike from sums of the same bits,
-so what they have in common (the global model, its momentum, the reference) stays equal without being sent.
+`begin` returns the tensors to be summed over all pipelines, `remembered` those of the optimizer state; once they hold
+the sums, `end` computes the weights with which the pipeline continues. All pipelines compute the same from identical
+sums, so their common state (the global model, its momentum, the reference) stays equal without being sent.
 """
 
 from __future__ import annotations
@@ -22,23 +21,23 @@ from penstock.weights.store import VersionStore
 from penstock.weights.written_check import WrittenCheck
 
 COMMON = ("common", "momentum")  # kinds of tensors that `copies` makes
-_PULL = 0.9  # of elastic: the share of the way that the reference goes
+_PULL = 0.9  # default of elastic: the share of its distance to the mean that the reference moves
 
 
 class Agreement:
-    """Of one stage of one pipeline.
+    """Combines the weights of one stage of one pipeline with those of the other pipelines.
 
     Args:
-        combine: how pipelines agree.
-        width: w, how many there are.
-        pipeline: which of them this is.
+        combine: how pipelines are combined.
+        width: w, the number of pipelines.
+        pipeline: the index of this one.
         store, updater: of the stage.
 
     Attributes:
         combine, width, pipeline: as given.
-        model: what pipelines have in common, as large as the weights: V of bmuf, Z of elastic; None of average.
-        motion: D of bmuf; None of the others.
-        watch: notices what is written into the weights between two runs.
+        model: the common model, as large as the weights: V of bmuf, Z of elastic; None for average.
+        motion: D of bmuf; None for the others.
+        watch: detects writes into the weights between two runs.
     """
 
     def __init__(self, combine: Combine, width: int, pipeline: int, store: VersionStore, updater: Updater) -> None:
@@ -55,11 +54,11 @@ class Agreement:
         self.watch = WrittenCheck(store)
         self.watch.look()
         self._passing: list[Tensor] = []  # differences to the reference, and their sums
-        self._learnt = torch.zeros(1)  # whether the optimizer remembers anything; of all pipelines, how many do
+        self._learnt = torch.zeros(1)  # 1 if the optimizer has state; the sum counts the pipelines with state
         self._summed: list[Tensor] = []
 
     def begin(self) -> list[Tensor]:
-        """The tensors whose sums are wanted."""
+        """Return the tensors to be summed over all pipelines."""
         master = self._store.master
         master.rewrite()
         self._learnt = torch.tensor([float(bool(self._updater.remembered()))])
@@ -71,15 +70,15 @@ class Agreement:
         return [*self._passing, self._learnt]
 
     def remembered(self) -> list[Tensor]:
-        """What of the optimizer is to be averaged, too, once the sums of `begin` are there."""
+        """Return the tensors of optimizer state to be summed, too, once the sums of `begin` are there."""
         everybody = self._learnt.item() == self.width
         self._summed = self._updater.remembered() if self.combine.optimizer_state == "average" and everybody else []
         return self._summed
 
     @torch.no_grad()
     def end(self) -> None:
-        """All sums are there."""
-        torch.clear_autocast_cache()  # it remembers casts of leaves whose memory changes now
+        """Compute the new weights from the sums."""
+        torch.clear_autocast_cache()  # it holds casts of leaves whose memory changes now
         for tensor in self._summed:
             tensor.div_(self.width)
         self._summed = []
@@ -96,14 +95,14 @@ class Agreement:
         self._store.publish(self._store.newest)
 
     def _move(self, weights: Buffer) -> None:
-        """From the mean to the global model, or to where it will be if it goes on so."""
+        """Move the weights from the mean to the global model, or with Nesterov momentum beyond it."""
         assert self.model is not None
         assert self.motion is not None
         ahead = self._eta if self.combine.nesterov else 0.0
         self.model.rewrite()
         self.motion.rewrite()
         for own, v, d in zip(weights.flats, self.model.flats, self.motion.flats, strict=True):
-            gained = own.neg_().add_(v)  # in the memory of the weights
+            gained = own.neg_().add_(v)  # in place of the weights
             if ahead:
                 gained.sub_(d, alpha=ahead)
             d.mul_(self._eta).add_(gained, alpha=self.combine.step)
@@ -120,25 +119,25 @@ class Agreement:
             z.add_(total, alpha=self._pull)
         self._passing = []
 
-    # --- what it keeps ----------------------------------------------------------------------------------------------
+    # --- state ------------------------------------------------------------------------------------------------------
 
     def take_over(self) -> None:
-        """Begin anew, as at the start of training, from what has been written into the weights between two runs."""
+        """Restart, as at the start of training, from the weights as they were written between two runs."""
         if self.watch.written:
             self.load({})
             self.watch.taken_over = True
 
     def begin_span(self, batches: int) -> None:
-        """A span begins, after so many batches: before the first there is nothing to go on with."""
+        """Begin a span after `batches` batches; before the first batch there is no state to continue from."""
         if not batches:
             self.load({})
 
     def agrees(self, batch: int) -> bool:
-        """Whether all pipelines have the same newest weights before a batch, which is version `batch`."""
+        """Return whether all pipelines have the same newest weights before a batch, which is version `batch`."""
         return self.combine.agrees and (batch == 0 or self.combine.meets(batch - 1))
 
     def bytes_by_role(self) -> dict[str, int]:
-        """Bytes of what is kept, and of what only lives while pipelines meet."""
+        """Return the bytes of the state, and of the buffers in use during a synchronization."""
         roles = {}
         if self.model is not None:
             roles["common model"] = self.model.nbytes
@@ -149,18 +148,18 @@ class Agreement:
         return roles
 
     def copies(self) -> dict[str, Tensor]:
-        """Copies of what pipelines have in common, by kind and name of the parameter."""
+        """Copy the common state, by kind and name of the parameter."""
         return {f"{kind}/{name}": view.clone() for kind, b in self._kept() for name, view in b.views.items()}
 
     def facts(self) -> dict[str, Any]:
-        """Plain values that belong to it: none."""
+        """Return plain values to be saved: none."""
         return {}
 
     def recall(self, facts: Mapping[str, Any]) -> None:
-        """Go on with what `facts` said."""
+        """Restore what `facts` returned."""
 
     def load(self, saved: Mapping[str, Tensor]) -> None:
-        """Go on with what `copies` said; where that is missing, as at the start of training.
+        """Restore what `copies` returned; where that is missing, restart as at the start of training.
 
         Args:
             saved: by kind and name of the parameter, all of a kind or none.

@@ -1,6 +1,6 @@
-"""What all stages decide about a batch: whether its update is made, and what its gradient is multiplied by.
+"""Decisions of all stages about a batch: whether its update is made, and the factor on its gradient.
 
-Every stage hands in a share; whoever has the sum of all shares comes to the same decision, bit for bit. Gradients were
+Every stage contributes a share, and makes the same decision from the sum of all shares, bit for bit. Gradients were
 accumulated of S * loss sum / c, with a constant c and the loss scale S, so that the gradient of the mean loss is the
 accumulated one times c / (N S), where N is the loss weight of the whole batch.
 """
@@ -18,15 +18,15 @@ _EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
 
 class Share(NamedTuple):
-    """What one stage knows of a batch; what it does not know is zero.
+    """The contribution of one stage to the decision on a batch; unknown values are zero.
 
     Attributes:
         squares: sum of the squares of its accumulated gradient; not finite if an element is not, or if they overflow.
-        rest: what the rounding of that sum has lost.
+        rest: rounding error of that sum.
         loss: sum over the batch, from the last stage.
         weight: N, from the last stage.
         scale: S, from the last stage.
-        stop: 1 where somebody wants the run to end.
+        stop: 1 where a stop of the run was requested.
         evaluated, evaluated_weight: loss sum and weight of an evaluation, from the last stages.
     """
 
@@ -42,15 +42,15 @@ class Share(NamedTuple):
 
 @dataclass(frozen=True)
 class LossScale:
-    """How the loss is scaled, so that small gradients survive in float16.
+    """Settings of the loss scale, which keeps small gradients from underflow in float16.
 
-    The scale of a batch depends on the batches before it, with double-buffered weights on all but the last one, whose
-    update is not made yet when the last stage begins the batch. So a batch may still overflow under a scale that has
+    The scale of a batch depends on the batches before it, except with double-buffered weights the last one, whose
+    update is not decided yet when the last stage begins the batch. So a batch may still overflow under a scale that has
     been lowered since; it does not lower it again.
 
     Attributes:
-        initial: of batch 0.
-        growth: factor after `interval` batches in a row that were finite under the present scale.
+        initial: scale of batch 0.
+        growth: factor after `interval` consecutive finite batches under the current scale.
         backoff: factor after a batch that was not finite.
         interval: None for a scale that never changes.
     """
@@ -61,7 +61,6 @@ class LossScale:
     interval: int | None = 2000
 
     def __post_init__(self) -> None:
-        """Check the numbers."""
         if not (0 < self.initial < math.inf and self.growth >= 1 and 0 < self.backoff <= 1):
             raise ConfigError(f"a loss scale must be positive, its growth >= 1 and its backoff in (0, 1]; got {self}")
         if self.interval is not None and self.interval < 1:
@@ -70,36 +69,34 @@ class LossScale:
 
 @dataclass(frozen=True)
 class Policy:
-    """What stages decide by.
+    """Settings of the decision on a batch.
 
     Attributes:
         clip: the largest global norm of a gradient of the mean loss; larger ones are scaled down to it.
-        loss_scale: None where nothing is scaled.
+        loss_scale: the loss scale; None to scale nothing.
     """
 
     clip: float | None = None
     loss_scale: LossScale | None = None
 
     def __post_init__(self) -> None:
-        """Check the numbers."""
         if self.clip is not None and not 0 < self.clip < math.inf:
             raise ConfigError(f"clip must be a positive number, got {self.clip}")
 
 
 class Decision(NamedTuple):
-    """What became of a batch.
+    """The decision on a batch.
 
     Attributes:
         batch: its number since the start of training.
-        loss: the mean over the whole batch, of all parallel pipelines; NaN where N is zero, and where nobody asked.
+        loss: mean loss over the whole batch, of all parallel pipelines; NaN if N is zero, or if not requested.
         weight: N, the loss weight of the whole batch.
-        norm: global norm of the gradient of the mean loss, before it was clipped; NaN where nobody asked for it, and
-            where N is zero.
-        scale: S, the loss scale that its backwards ran under.
-        finite: no gradient was infinite or not a number, as far as anybody has looked.
-        factor: what its accumulated gradient is multiplied by; zero where the update is skipped.
-        stop: the run ends with the batches that have been announced by then.
-        again: the update had been made before, otherwise, and was taken back (`penstock.weights.provisional`).
+        norm: global norm of the gradient of the mean loss, before clipping; NaN if N is zero, or if not requested.
+        scale: S, the loss scale of its backwards.
+        finite: True unless a gradient was found to be infinite or NaN.
+        factor: the factor on its accumulated gradient; zero if the update is skipped.
+        stop: the run ends with the batches announced by then.
+        again: the update had been made differently before, and was undone (`penstock.weights.provisional`).
     """
 
     batch: int
@@ -114,12 +111,12 @@ class Decision(NamedTuple):
 
     @property
     def skipped(self) -> bool:
-        """Whether the next version is a copy of this one."""
+        """True if the update is skipped, so that the next version is a copy of this one."""
         return not self.factor
 
 
 def add_shares(shares: Sequence[Share]) -> Share:
-    """All shares together; squares and weights are added exactly, losses in the order of the shares."""
+    """Sum all shares; squares and weights are added exactly, losses in the order of the shares."""
     return Share(
         math.fsum(part for share in shares for part in (share.squares, share.rest)),
         0.0,
@@ -133,7 +130,7 @@ def add_shares(shares: Sequence[Share]) -> Share:
 
 
 def decide(batch: int, total: Share, divisor: float, clip: float | None) -> Decision:
-    """The decision on a batch.
+    """Decide on a batch from the sum of all shares.
 
     Args:
         batch: its number.
@@ -154,15 +151,15 @@ def decide(batch: int, total: Share, divisor: float, clip: float | None) -> Deci
 
 
 class Scaler:
-    """The loss scale over time.
+    """The loss scale over the course of a run.
 
     Args:
-        spec: how it changes; None for a scale of one.
+        spec: its settings; None for a constant scale of one.
 
     Attributes:
-        scale: after all decisions that it has learnt.
-        finite_in_a_row: batches under it.
-        before: the scale before the last of these decisions.
+        scale: the scale after all decisions so far.
+        finite_in_a_row: consecutive finite batches under it.
+        before: the scale before the last decision.
     """
 
     def __init__(self, spec: LossScale | None) -> None:
@@ -172,11 +169,11 @@ class Scaler:
 
     @property
     def scales(self) -> bool:
-        """Whether losses are scaled at all."""
+        """True if losses are scaled."""
         return self._spec is not None
 
     def learn(self, decision: Decision) -> None:
-        """Take notice of a decision; they come in the order of their batches."""
+        """Adapt the scale to a decision; decisions come in the order of their batches."""
         spec = self._spec
         self.before = self.scale
         if spec is None or spec.interval is None or not decision.weight:

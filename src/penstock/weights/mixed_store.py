@@ -1,9 +1,9 @@
-"""The version store for training in low precision.
+"""The version store for training in low precision, with a float32 master copy.
 
-Passes read versions in bfloat16 or float16, each cast once, when it is born. There is one master copy in float32, which
-the optimizer steps in place, and gradients accumulate in float32. With double-buffered weights and Adam that is 24
-bytes per parameter: two copies of 2, a master of 4, two gradients of 4 (one waits for its decision while the next one
-grows) and 8 of optimizer state.
+Passes read versions in bfloat16 or float16, each cast once, when it is created. There is one master copy in float32,
+which the optimizer steps in place, and gradients accumulate in float32. With double-buffered weights and Adam that is
+24 bytes per parameter: two copies of 2, a master of 4, two gradients of 4 (one waits for its decision while the next
+one accumulates) and 8 of optimizer state.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from penstock.weights.store import VersionStore
 
 
 class MixedStore(VersionStore):
-    """Versions in low precision, with a master copy.
+    """Versions in low precision, with a float32 master copy.
 
     Args:
         parameters: canonical name -> initial value (version 0).
-        versions: how many are alive at once, as proven.
-        gradients: the same of gradients.
-        precision: of what passes read; parameters that are not float32 stay as they are.
-        where: for messages.
-        apart: updates may have to be made again, so that there is a second master copy to step into.
-        copies: derived copies that are alive at once, as proven.
+        versions: number of versions alive at once, as proven.
+        gradients: number of gradients alive at once, as proven.
+        precision: dtype of the versions that passes read; parameters that are not float32 keep their dtype.
+        where: name of the stage for error messages.
+        apart: updates may have to be repeated, so there is a second master copy to step into.
+        copies: number of derived copies alive at once, as proven.
     """
 
     def __init__(
@@ -55,19 +55,19 @@ class MixedStore(VersionStore):
 
     @property
     def storages(self) -> set[int]:
-        """Addresses of all its memory."""
+        """Return the addresses of all its memory."""
         held = [self._master, *([] if self._second is None else [self._second]), *self._free_gradients]
         return super().storages.union(*(buffer.storages for buffer in held))
 
     def step_apart(self, apart: bool) -> None:
-        """Hold a second master copy to step into, or let go of it."""
+        """Allocate a second master copy to step into, or free it."""
         if not apart:
             self._second = None
         elif self._second is None:
             self._second = Buffer(self.layout, f"second master of {self.where}")
 
     def resize(self, facts: StageFacts, alive: Iterable[int]) -> None:
-        """Hold as many versions, gradients and copies as another schedule takes."""
+        """Hold as many versions, gradients and copies as another schedule needs."""
         self.retain(alive)
         self._hold(facts.versions, facts.copies)
         self._free_gradients = self._free_gradients[: facts.gradients]
@@ -76,22 +76,22 @@ class MixedStore(VersionStore):
 
     @property
     def master(self) -> Buffer:
-        """What the optimizer steps."""
+        """The float32 master copy, which the optimizer steps."""
         return self._master
 
     def refresh(self) -> None:
-        """The master weights may have been written into from outside, between two runs."""
+        """Cast the master weights again, which may have been written from outside between two runs."""
         self.versions[self.newest].load(self._master.views)
 
     def restart(self, batch: int, newest: Mapping[str, Tensor], older: Mapping[str, Tensor] | None) -> None:
-        """Go on with other weights: the newest in full precision, the older ones as they were read."""
+        """Replace all weights: the newest in full precision, the older ones as passes read them."""
         self._master.load(newest)
         super().restart(batch, self._master.views, older)
 
     def update(
         self, batch: int, updater: Updater, factor: float, keeps_old: bool, stepped: Stepped | None = None
     ) -> None:
-        """Bear version batch + 1: step the master copy and cast it."""
+        """Create version batch + 1: step the master copy and cast it."""
         gradient = self._finish(batch)
         if factor:
             updater.in_place(self._master, gradient, factor, stepped)
@@ -101,7 +101,7 @@ class MixedStore(VersionStore):
         self.versions[batch + 1] = buffer
 
     def succeed(self, batch: int, apart: bool) -> tuple[Buffer, Buffer]:
-        """Make room for version batch+1; the optimizer steps from one master copy to the other, or in place."""
+        """Allocate version batch+1; the optimizer steps from one master copy to the other, or in place."""
         super().succeed(batch, apart)
         old = self._master
         if apart:
@@ -110,15 +110,15 @@ class MixedStore(VersionStore):
         return old, self._master
 
     def publish(self, version: int) -> None:
-        """Cast the master copy."""
+        """Cast the master copy, so that passes can read the version."""
         self.versions[version].load(self._master.views)
 
     def release_gradient(self, batch: int) -> None:
-        """The gradient of `batch` is needed no more."""
+        """Free the gradient of `batch`."""
         self._free_gradients.append(self._finish(batch))
 
     def bytes_by_role(self) -> dict[str, int]:
-        """Bytes of weights, master copy, gradients and idle buffers."""
+        """Return the bytes of weights, master copy, gradients and idle buffers."""
         low, full = self.low_layout.nbytes, self.layout.nbytes
         copies = low * (len(self.copied) + len(self._spare) + len(self._estimates))
         return {
@@ -130,5 +130,5 @@ class MixedStore(VersionStore):
 
     def _take_gradient(self, batch: int) -> Buffer:
         if not self._free_gradients:
-            return self._take(f"the gradient of batch {batch}")  # says who holds them all
+            return self._take(f"the gradient of batch {batch}")  # raises the error that lists what holds them
         return self._free_gradients.pop()

@@ -1,8 +1,8 @@
-"""An update that is made before it is decided on, and made again if it was wrong.
+"""Provisional updates: made before the global decision, and repeated if that rejects them.
 
-Apart, the new version is written beside the one it starts from, and what the optimizer remembers is copied, so that the
-second attempt starts from the very same bits. In place, nothing is copied: the first attempt is undone by arithmetic
-(`penstock.weights.optim.undo`), which rounds. The gradient stays until the decision either way.
+With `apart`, the new version is written to a buffer of its own, and the optimizer state is copied, so that a repeated
+update starts from identical bits. In place, nothing is copied: the first attempt is undone by arithmetic
+(`penstock.weights.optim.undo`), which rounds. The gradient is kept until the decision either way.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from penstock.weights.store import VersionStore
 
 
 class Provisional:
-    """The update of one batch on one stage.
+    """The provisional update of one batch on one stage.
 
     Args:
         store, updater: of the stage.
-        batch: whose gradient is complete.
-        apart: keep copies; else the update is in place.
+        batch: the batch, whose gradient is complete.
+        apart: keep copies; otherwise the update is in place.
     """
 
     def __init__(self, store: VersionStore, updater: Updater, batch: int, apart: bool) -> None:
@@ -30,19 +30,19 @@ class Provisional:
         self._gradient = store.gradient(batch)
         self._old, self._new = store.succeed(batch, apart)
         self._before: tuple[int, dict[tuple[str, str], Any]] = updater.updates, _state(updater) if apart else {}
-        self._tried = 0.0  # what the gradient in place has been multiplied by
+        self._tried = 0.0  # the factor on the gradient in an update in place
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the copies of what the optimizer remembers."""
+        """Bytes of the copies of optimizer state."""
         return sum(getattr(value, "nbytes", 0) for value in self._before[1].values())
 
     def make(self, factor: float) -> None:
-        """The first attempt; with a factor of zero, which leaves the weights as they are, where it is sure to fail."""
+        """Make the first attempt; a factor of zero, if it is sure to be rejected, leaves the weights unchanged."""
         self._attempt(factor)
 
     def again(self, factor: float) -> None:
-        """The second attempt, with what all have decided."""
+        """Make the second attempt, with the factor that all stages decided on."""
         if self._apart:
             self._updater.go_back(*self._before)
         elif self._tried:
@@ -50,11 +50,11 @@ class Provisional:
         self._attempt(factor)
 
     def settle(self) -> None:
-        """It is decided on: the gradient is free."""
+        """End the update after the decision, which frees the gradient."""
         self._store.release_gradient(self._batch)
 
     def _attempt(self, factor: float) -> None:
-        torch.clear_autocast_cache()  # it remembers casts of leaves whose memory changes now
+        torch.clear_autocast_cache()  # it holds casts of leaves whose memory changes now
         if not self._apart:
             if factor:
                 self._updater.in_place(self._new, self._gradient, factor / (self._tried or 1.0))
@@ -71,6 +71,6 @@ def _state(updater: Updater) -> dict[tuple[str, str], Any]:
         return updater.state()
     except CapabilityError as error:
         raise CapabilityError(
-            f"an update of {updater.name} cannot be taken back, as post-validation may have to: what it remembers must "
-            f"be in its state, by parameter; take the method without post-validation. ({error})"
+            f"an update of {updater.name} cannot be undone, which post-validation may require: the optimizer must hold "
+            f"all its state by parameter; use the method without post-validation. ({error})"
         ) from None

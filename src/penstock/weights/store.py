@@ -1,9 +1,9 @@
-"""The version store of one stage: which buffer holds which version or gradient.
+"""The version store of one stage, which maps versions and gradients to buffers.
 
-The store has as many buffers as the schedule's proof says, and no more. Its life rule is not its own: after each
-action the books of the schedule (`penstock.schedule.proof.stage_state`) tell which versions are alive, and the store
-frees the rest. Gradients of a batch accumulate in one buffer, in microbatch order; with rotating updates the new
-version is written over that gradient, parameter by parameter, so that three buffers serve two versions and a gradient.
+The store has exactly as many buffers as the schedule's proof derived. After each action the state of the schedule
+(`penstock.schedule.proof.stage_state`) determines which versions are alive, and the store frees the rest. Gradients of
+a batch accumulate in one buffer, in microbatch order; with rotating updates the new version is written over that
+gradient, parameter by parameter, so that three buffers hold two versions and a gradient.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ from penstock.weights.optim.updater import Updater
 
 
 class VersionStore:
-    """Versions and gradients of the trained parameters of one stage.
+    """The versions and gradients of the trained parameters of one stage.
 
     Args:
         parameters: canonical name -> initial value (version 0).
-        buffers: parameter-sized buffers, as proven.
-        where: for messages, such as "stage 0 on rank 0".
-        copies: derived copies that are alive at once, as proven.
+        buffers: number of parameter-sized buffers, as proven.
+        where: name of the stage for error messages, such as "stage 0 on rank 0".
+        copies: number of derived copies alive at once, as proven.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], buffers: int, where: str, copies: int = 0) -> None:
-        self.layout = self._layout = Layout(parameters)  # the latter is that of what passes read
+        self.layout = self._layout = Layout(parameters)  # `_layout` is that of the versions that passes read
         self.where = where
         self._free = [Buffer(self.layout, f"{i} of {where}") for i in range(buffers)]
         self.copied: dict[Copy, Buffer] = {}
         self._spare = [Buffer(self.layout, f"copy {i} of {where}") for i in range(copies)]
-        self._made: dict[Buffer, object] = {}  # what copies were made of
+        self._made: dict[Buffer, object] = {}  # copy -> the key of its content
         self._estimate: Buffer | None = None
-        self._estimated: object = None  # what it was made of
+        self._estimated: object = None  # the key of its content
         self.versions: dict[int, Buffer] = {0: self._take("version 0")}
         self.gradients: dict[int, Buffer] = {}
         self.versions[0].load(parameters)
 
     @property
     def storages(self) -> set[int]:
-        """Addresses of all its memory, to tell weights from activations."""
+        """Return the addresses of all its memory, to tell weights from activations."""
         copies = (*self._spare, *self.copied.values())
         held = (*self._free, *self.versions.values(), *self.gradients.values(), *copies, *self._estimates)
         return set().union(*(buffer.storages for buffer in held))
@@ -59,30 +59,30 @@ class VersionStore:
         """Claim a version.
 
         Raises:
-            VersionError: it is not alive.
+            VersionError: it does not exist.
         """
         buffer = self.versions.get(version)
         if buffer is None:
             alive = ", ".join(map(str, sorted(self.versions)))
-            raise VersionError(f"{self.where}: version {version} of the weights is not alive; alive are {alive}")
+            raise VersionError(f"{self.where}: version {version} of the weights does not exist; existing: {alive}")
         return Handle(buffer, buffer.epoch, version)
 
     def read_copy(self, copy: Copy, version: int) -> Handle:
         """Claim a derived copy, made of a version.
 
         Raises:
-            VersionError: it is not alive.
+            VersionError: it does not exist.
         """
         if copy not in self.copied:
-            raise VersionError(f"{self.where}: copy {copy.label}{copy.first} of the weights is not alive")
+            raise VersionError(f"{self.where}: copy {copy.label}{copy.first} of the weights does not exist")
         return Handle(self.copied[copy], self.copied[copy].epoch, version)
 
-    def bear(self, copy: Copy, made_of: object, write: Callable[[Buffer], None]) -> None:
-        """Make a derived copy of the newest weights, or of two versions.
+    def create_copy(self, copy: Copy, made_of: object, write: Callable[[Buffer], None]) -> None:
+        """Create a derived copy of the newest weights, or of two versions.
 
         Args:
             copy: its name.
-            made_of: tells its content; of a dead copy that equals it, the content is taken.
+            made_of: key of its content; a dropped copy with an equal key is reused without writing.
             write: fills a buffer.
         """
         if not self._spare:
@@ -94,17 +94,17 @@ class VersionStore:
             self._made[buffer] = made_of
 
     def retain_copies(self, alive: Iterable[Copy]) -> None:
-        """Free the buffers of all derived copies but those alive."""
+        """Free the buffers of all derived copies except those in `alive`."""
         for copy in self.copied.keys() - set(alive):
             self._spare.append(self.copied.pop(copy))
 
     def forget_copies(self) -> None:
-        """Weights have come from elsewhere: no old copy is worth anything."""
+        """Invalidate the content of dropped copies, because the weights were replaced."""
         self._made.clear()
         self._estimated = None
 
     def hold_estimate(self, wanted: bool) -> None:
-        """Hold a buffer for estimates of what forwards have read, or let go of it."""
+        """Allocate a buffer for estimates of the weights that forwards read, or free it."""
         self._estimated = None
         if not wanted:
             self._estimate = None
@@ -113,15 +113,15 @@ class VersionStore:
 
     @property
     def estimates(self) -> bool:
-        """Whether it holds one."""
+        """True if there is a buffer for estimates."""
         return self._estimate is not None
 
     def estimate(self, version: int, gap: int, write: Callable[[Buffer], None]) -> Handle:
         """Claim an estimate of the weights `gap` updates before the newest version.
 
         Args:
-            version: the newest; estimates of one gap from one version are the same.
-            gap: in updates.
+            version: the newest version; estimates with the same version and gap are equal.
+            gap: number of updates.
             write: fills the buffer.
         """
         buffer = self._estimate
@@ -143,7 +143,7 @@ class VersionStore:
             handle.buffer.settle()
 
     def gradient(self, batch: int) -> Buffer:
-        """The gradient of a batch whose backwards are all done."""
+        """Return the gradient of a batch whose backwards are all done."""
         gradient = self.gradients[batch]
         gradient.finish_gradient()
         return gradient
@@ -151,14 +151,14 @@ class VersionStore:
     def update(
         self, batch: int, updater: Updater, factor: float, keeps_old: bool, stepped: Stepped | None = None
     ) -> None:
-        """Bear version batch + 1.
+        """Create version batch + 1.
 
         Args:
-            batch: whose gradient is complete.
-            updater: steps.
-            factor: what the gradient is multiplied by first; zero makes the new version a copy.
+            batch: the batch, whose gradient is complete.
+            updater: makes the step.
+            factor: factor on the gradient; zero makes the new version a copy.
             keeps_old: version `batch` stays readable, so the new one is written over the gradient.
-            stepped: told of each parameter that the update changes.
+            stepped: called for each parameter that the update changes.
         """
         if keeps_old:
             old, new = self.rotate(batch)
@@ -182,7 +182,7 @@ class VersionStore:
         return old, new
 
     def overwrite(self, batch: int) -> tuple[Buffer, Buffer]:
-        """Let version batch+1 take the place of version `batch`, in the same buffer.
+        """Replace version `batch` by version batch+1 in the same buffer.
 
         Returns:
             The buffer of the weights and that of the gradient, which is free again after the update.
@@ -194,11 +194,11 @@ class VersionStore:
         return buffer, gradient
 
     def succeed(self, batch: int, apart: bool) -> tuple[Buffer, Buffer]:
-        """Make room for version batch+1, while the gradient of `batch` stays.
+        """Allocate version batch+1, while the gradient of `batch` stays.
 
         Args:
             batch: the newest version.
-            apart: version `batch` stays, too.
+            apart: keep version `batch`, too.
 
         Returns:
             The buffers that the optimizer steps from and to.
@@ -208,14 +208,14 @@ class VersionStore:
         return old, new
 
     def publish(self, version: int) -> None:
-        """The optimizer has made a version: let passes read it."""
+        """Let passes read a version that the optimizer has made."""
 
     def release_gradient(self, batch: int) -> None:
-        """The gradient of `batch` is needed no more."""
+        """Free the gradient of `batch`."""
         self._free.append(self._finish(batch))
 
     def retain(self, alive: Iterable[int]) -> None:
-        """Free the buffers of all versions but those alive."""
+        """Free the buffers of all versions except those in `alive`."""
         for version in self.versions.keys() - set(alive):
             buffer = self.versions.pop(version)
             buffer.gradient = None
@@ -223,12 +223,12 @@ class VersionStore:
             self._free.append(buffer)
 
     def restart(self, batch: int, newest: Mapping[str, Tensor], older: Mapping[str, Tensor] | None) -> None:
-        """Go on with other weights, while nothing is in flight.
+        """Replace all weights, while nothing is in flight.
 
         Args:
             batch: the newest version.
             newest: its weights, by name.
-            older: those of the version before, where passes will still read it.
+            older: the weights of the version before, if passes will still read it.
         """
         self.retain(())
         self.forget_copies()
@@ -238,17 +238,17 @@ class VersionStore:
                 self.versions[version].load(tensors)
 
     def resize(self, facts: StageFacts, alive: Iterable[int]) -> None:
-        """Hold as many buffers as another schedule takes, while nothing is in flight.
+        """Hold as many buffers as another schedule needs, while nothing is in flight.
 
         Args:
-            facts: of the stage, as proven.
-            alive: the versions that stay.
+            facts: the facts of the stage, as proven.
+            alive: the versions to keep.
         """
         self.retain(alive)
         self._hold(facts.buffers, facts.copies)
 
     def _hold(self, buffers: int, copies: int) -> None:
-        """Free the buffers that are too many, and make those that are missing; no copy is worth anything then."""
+        """Free surplus buffers and allocate missing ones; the content of derived copies is lost."""
         self.retain_copies(())
         self.forget_copies()
         self._spare = self._spare[:copies]
@@ -257,32 +257,32 @@ class VersionStore:
         spare = max(buffers - len(self.versions), 0)
         self._free = self._free[:spare]
         for buffer in (*self._free, *self._spare, *self._estimates, *self.versions.values()):
-            buffer.forget_gradient()  # which may be one of those that go
+            buffer.forget_gradient()  # which may be a buffer that is freed
         while len(self._free) < spare:
             self._free.append(Buffer(self._layout, f"{len(self.versions) + len(self._free)} of {self.where}"))
 
     def copies(self, version: int) -> dict[str, Tensor]:
-        """Copies of the weights of a version that is alive, by name."""
+        """Copy the weights of a version that is alive, by name."""
         return {name: view.clone() for name, view in self.versions[version].views.items()}
 
     def newest_copies(self) -> dict[str, Tensor]:
-        """Copies of the newest weights, as the optimizer steps them."""
+        """Copy the newest weights, as the optimizer steps them, by name."""
         return {name: view.clone() for name, view in self.master.views.items()}
 
     @property
     def master(self) -> Buffer:
-        """What the optimizer steps: the newest version."""
+        """The buffer that the optimizer steps: the newest version."""
         return self.versions[self.newest]
 
     def refresh(self) -> None:
-        """The newest weights may have been written into from outside, between two runs."""
+        """Take note that the newest weights may have been written from outside between two runs."""
 
     def newest_tensors(self) -> dict[str, Tensor]:
-        """The parameters of the newest version, by name; they share its memory."""
+        """Return the parameters of the newest version, by name; they share its memory."""
         return dict(self.master.views)
 
     def bytes_by_role(self) -> dict[str, int]:
-        """Bytes of weights, gradients and idle buffers."""
+        """Return the bytes of weights, gradients and idle buffers."""
         size = self.layout.nbytes
         roles = {"weights": self.versions, "gradients": self.gradients, "idle buffers": self._free}
         copies = len(self.copied) + len(self._spare) + len(self._estimates)
@@ -296,11 +296,16 @@ class VersionStore:
         return self._take(f"the gradient of batch {batch}")
 
     def _finish(self, batch: int) -> Buffer:
-        """The gradient of a batch, to which nothing is added any more."""
+        """Remove and return the gradient of a batch, to which nothing is added any more."""
         gradient = self.gradients.pop(batch)
         gradient.finish_gradient()
         copies = (*self.copied.values(), *self._spare, *self._estimates)
-        for buffer in (*self.versions.values(), *copies, *self._free, gradient):  # graphs may be left on what is gone
+        for buffer in (
+            *self.versions.values(),
+            *copies,
+            *self._free,
+            gradient,
+        ):  # graphs may still refer to freed buffers
             if buffer.gradient is gradient:
                 buffer.gradient = None
         return gradient
@@ -309,6 +314,6 @@ class VersionStore:
         if not self._free:
             raise VersionError(
                 f"{self.where}: no buffer is free for {purpose}; versions {sorted(self.versions)} and the gradients of "
-                f"batches {sorted(self.gradients)} hold them all"
+                f"batches {sorted(self.gradients)} occupy them all"
             )
         return self._free.pop()

@@ -1,10 +1,10 @@
-"""What pipelines add to each other's weights wave by wave; `penstock.schedule.methods.combine` has the equations (wsp).
+"""Wave-synchronous updates of pipelines from each other (wsp); `penstock.schedule.methods.combine` has the equations.
 
-At the end of a wave `push` gives what it has changed, to be sent, and room for what the others send. Once they have
-come of as many waves as `due` says, `take` adds them. `pull` ends the count when the pipeline is drained.
+At the end of a wave `push` returns its weight changes, to be sent, and buffers for those of the others. Once as many
+waves have arrived as `due` says, `take` adds them. `pull` resets the count when the pipeline is drained.
 
 All pipelines add the same numbers to the global model in the same order, by wave and then by pipeline, so it stays
-equal without being sent. To their weights they add those of others, in that order too; their own are in already.
+equal without being sent. To their weights they add those of others, in the same order; their own are already included.
 """
 
 from __future__ import annotations
@@ -29,37 +29,38 @@ COMMON = "common"  # the kind of tensors that `copies` makes
 
 @dataclass
 class Wave:
-    """One that not all pipelines are known to have.
+    """A wave that is not known to have reached all pipelines.
 
     Attributes:
-        updates: of each pipeline what it has changed, one flat tensor per dtype; of others, once they have come.
+        updates: per pipeline its weight changes, one flat tensor per dtype; those of others once they have arrived.
     """
 
     updates: list[list[Tensor]]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all of it."""
+        """Bytes of all its updates."""
         return sum(tensor.nbytes for tensors in self.updates for tensor in tensors)
 
 
 class WaveWeights:
-    """Of one stage of one pipeline. Waves are counted from the last drain.
+    """Adds the updates of other pipelines to one stage of one pipeline. Waves are counted from the last drain.
 
     Args:
-        combine: how pipelines agree.
-        width: w, how many there are.
-        pipeline: which of them this is.
-        store: of the stage.
+        combine: how pipelines are combined.
+        width: w, the number of pipelines.
+        pipeline: the index of this one.
+        store: the store of the stage.
+        stage: the name of the stage.
 
     Attributes:
         combine, width, pipeline: as given.
         model: W_g, as large as the weights.
-        motion: there is none.
-        taken: of each pipeline, how many waves the weights have.
-        place: what the stage is called where lags are taken down.
-        record: by batch after which a wave has ended, the lags that were taken, unless they are chosen.
-        watch: notices what is written into the weights between two runs.
+        motion: None.
+        taken: per pipeline, the number of waves that the weights include.
+        place: name of the stage in a record of lags.
+        record: batch after which a wave ended -> recorded lags, unless they are chosen.
+        watch: detects writes into the weights between two runs.
     """
 
     motion: Buffer | None = None
@@ -69,29 +70,31 @@ class WaveWeights:
         self.place, self.record = place_of(pipeline, stage), dict[int, list[int]]()
         self._store, self._known = store, combine.lag.get(self.place, {}) if isinstance(combine.lag, Mapping) else None
         if self._known == {}:
-            raise ConfigError(f"combine: lag was not taken down at {self.place} (pipeline/stage), which is here")
+            raise ConfigError(
+                f"combine: lag was not recorded at {self.place} (pipeline/stage) of this run; use the same stages"
+            )
         self.model = Buffer(store.layout, f"global model of {store.where}")
-        self._begun = Buffer(store.layout, f"beginning of the wave of {store.where}")  # weights when it began
-        self._open: deque[Wave] = deque()  # the oldest first
+        self._begun = Buffer(store.layout, f"beginning of the wave of {store.where}")  # weights at its start
+        self._open: deque[Wave] = deque()  # oldest first
         self.taken = [0] * width
         self.watch = WrittenCheck(store)
         self.load({})
 
     @property
     def complete(self) -> int:
-        """How many waves all pipelines have ended, as far as this one has taken them."""
+        """The number of waves that all pipelines have ended, as far as this one has added them."""
         return min(self.taken)
 
     @property
     def _ended(self) -> int:
-        """How many this pipeline has."""
+        """Return the number of waves that this pipeline has ended."""
         return self.taken[self.pipeline]
 
     # --- the end of a wave ------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def push(self) -> Wave:
-        """The wave that ends: what this pipeline has changed, and room for what the others have."""
+        """End the wave: return this pipeline's weight changes, and buffers for those of the others."""
         master = self._store.master
         own = [now - before for now, before in zip(master.flats, self._begun.flats, strict=True)]
         updates = [own if q == self.pipeline else [torch.empty_like(t) for t in own] for q in range(self.width)]
@@ -100,21 +103,21 @@ class WaveWeights:
         return self._open[-1]
 
     def due(self, batch: int) -> list[int]:
-        """Of each pipeline, how many waves must have come now.
+        """Return, per pipeline, the number of waves that must have arrived now.
 
         Args:
-            batch: after which the wave has ended.
+            batch: the batch after which the wave has ended.
 
         Raises:
-            ConfigError: lags are to be those of a record that has none of this batch.
+            ConfigError: a record is replayed that has no lags for this batch.
         """
         lags: Sequence[int] = self.combine.lags(self.width)
         if self._known is not None:
             if batch not in self._known:
                 raise ConfigError(
-                    f"combine: lag was taken down at {self.place} after batches {min(self._known)} to "
-                    f"{max(self._known)}, and not after batch {batch}, where a wave has ended; begin where that run "
-                    "began, and train no longer"
+                    f"combine: lag was recorded at {self.place} after batches {min(self._known)} to "
+                    f"{max(self._known)}, but not after batch {batch}, where a wave has ended; start where that run "
+                    "started, and do not train longer"
                 )
             lags = self._known[batch]
         counts = [max(self._ended - lag, self.taken[q]) for q, lag in enumerate(lags)]
@@ -122,20 +125,20 @@ class WaveWeights:
         return counts
 
     def all(self) -> list[int]:
-        """The same where there is no later time for those that could come later."""
+        """Return, per pipeline, the number of all waves it has ended, which must arrive before a drain ends."""
         return [self._ended] * self.width
 
-    def take_down(self, batch: int, counts: Sequence[int]) -> None:
-        """Of each pipeline so many waves are taken after a batch."""
+    def record_lags(self, batch: int, counts: Sequence[int]) -> None:
+        """Record that so many waves of each pipeline are added after a batch."""
         self.record[batch] = [self._ended - count for count in counts]
 
     @torch.no_grad()
     def take(self, counts: Sequence[int]) -> None:
-        """Add what has come: of each pipeline so many waves."""
+        """Add the updates of so many waves of each pipeline."""
         first = self.complete
         new = sorted((wave, q) for q, n in enumerate(counts) for wave in range(self.taken[q], n))
         if new:
-            torch.clear_autocast_cache()  # it remembers casts of leaves whose memory changes now
+            torch.clear_autocast_cache()  # it holds casts of leaves whose memory changes now
             self._store.master.rewrite()
         for wave, q in new:
             _add(self._store.master, self._open[wave - first].updates[q], self.combine.share)
@@ -150,7 +153,7 @@ class WaveWeights:
                 _add(self.model, update, 1.0)
 
     def pull(self) -> None:
-        """All waves of all pipelines have been taken, which begin anew from the global model."""
+        """Restart all pipelines from the global model, after all waves have been added."""
         assert not self._open, "pulled with waves under way"
         self.taken = [0] * self.width
         if self.combine.agrees:
@@ -162,13 +165,13 @@ class WaveWeights:
     def _begin_wave(self) -> None:
         self._begun.load(self._store.master.views)
 
-    # --- what it keeps ----------------------------------------------------------------------------------------------
+    # --- state ------------------------------------------------------------------------------------------------------
 
     def begin_span(self, batches: int) -> None:
-        """A span begins: between two, weights may have been written into.
+        """Begin a span; weights may have been written since the last one.
 
         Args:
-            batches: that have been trained on.
+            batches: number of batches trained on so far.
         """
         if self.combine.agrees or not batches:
             self.load({})
@@ -176,11 +179,11 @@ class WaveWeights:
             self._begin_wave()
 
     def agrees(self, batch: int) -> bool:
-        """Whether all pipelines have the same newest weights before a batch, with the pipeline drained."""
+        """Return whether all pipelines have the same newest weights before a batch, once drained."""
         return self.combine.agrees or batch == 0
 
     def bytes_by_role(self) -> dict[str, int]:
-        """Bytes of what is kept, and of the waves that are under way."""
+        """Return the bytes of the state and of the waves in transit."""
         return {
             "common model": self.model.nbytes,
             "weights before the wave": self._begun.nbytes,
@@ -188,22 +191,22 @@ class WaveWeights:
         }
 
     def copies(self) -> dict[str, Tensor]:
-        """Copies of the global model, by kind and name of the parameter, where the newest weights are not that."""
+        """Copy the global model, by kind and name of the parameter, where it differs from the newest weights."""
         views = {} if self.combine.agrees else self.model.views
         return {f"{COMMON}/{name}": view.clone() for name, view in views.items()}
 
     def facts(self) -> dict[str, Any]:
-        """What was taken down of lags, by a name of its own."""
+        """Return the recorded lags, by a name that is unique to this stage."""
         record = {str(batch): lags for batch, lags in self.record.items()}
         return {f"lags.{self.place}": record} if record else {}
 
     def recall(self, facts: Mapping[str, Any]) -> None:
-        """Go on taking down where `facts` ended."""
+        """Restore the recorded lags, to continue the record."""
         found = {} if self.combine.chosen else facts.get(f"lags.{self.place}", {})
         self.record = {int(batch): list(lags) for batch, lags in found.items()}
 
     def load(self, saved: Mapping[str, Tensor]) -> None:
-        """Go on with what `copies` said, or from the newest weights; no wave is under way then.
+        """Restore what `copies` returned, or else start from the newest weights; no wave may be in transit.
 
         Args:
             saved: by kind and name of the parameter, all or none.
@@ -216,13 +219,13 @@ class WaveWeights:
         self.watch.look()
 
     def take_over(self) -> None:
-        """Begin anew, as at the start of training, from what has been written into the weights between two runs."""
+        """Restart, as at the start of training, from the weights as they were written between two runs."""
         if self.watch.written:
             self.load({})
             self.watch.taken_over = True
 
 
 def _add(weights: Buffer, update: Sequence[Tensor], share: float) -> None:
-    """Add a share of what a pipeline has changed."""
+    """Add `share` times the weight changes of a pipeline."""
     for flat, change in zip(weights.flats, update, strict=True):
         flat.add_(change, alpha=share)

@@ -1,4 +1,4 @@
-"""Whether somebody has written into weights from outside, between two runs."""
+"""Detect writes into the weights from outside, between two runs."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ _PART = 1 << 20  # elements at a time
 
 
 class WrittenCheck:
-    """Of the newest weights of a stage.
+    """Detects whether the newest weights of a stage have been written into.
 
-    What is kept of them is a number, which changes with every single element and with their places.
+    It keeps a checksum of them, which changes with every element and with the order of elements.
 
     Args:
-        store: of the stage.
+        store: the store of the stage.
 
     Attributes:
-        seen: that number, when they were last looked at.
-        taken_over: what was written has been taken over since the last run.
+        seen: the checksum at the last `look`.
+        taken_over: weights that were written have been adopted since the last run.
     """
 
     def __init__(self, store: VersionStore) -> None:
         self._store, self.seen, self.taken_over = store, 0, False
 
     def look(self) -> None:
-        """Take the weights as they are for those that the pipeline has made."""
+        """Store the checksum of the weights as they are."""
         self.seen = self._sum()
 
     @property
     def written(self) -> bool:
-        """Whether they are others than when they were looked at."""
+        """Return whether the weights differ from those at the last `look`."""
         return self._sum() != self.seen
 
     def _sum(self) -> int:
@@ -45,5 +45,5 @@ class WrittenCheck:
 
 
 def _whole_numbers(flat: Tensor) -> Tensor:
-    """The bits of a tensor."""
+    """Return the bits of a tensor as integers."""
     return flat.detach().view(torch.int16 if flat.element_size() == 2 else torch.int32)

@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+from penstock.checks import check_whole
 from penstock.comm.core.wait import Wait
-from penstock.errors import ConfigError, DataError
+from penstock.errors import DataError
 from penstock.runtime.execute.executor import Executor
 from penstock.runtime.rank.batch_source import Batches, BatchSource
 from penstock.runtime.setup.rank_state import RankState
@@ -46,8 +47,7 @@ def check_every(what: str, every: int) -> None:
     Raises:
         ConfigError: it is not a whole number of at least 1.
     """
-    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-        raise ConfigError(f"{what}: every must be a whole number of at least 1, got {every!r}")
+    check_whole(f"{what}: every", every)
 
 
 class Evaluator:

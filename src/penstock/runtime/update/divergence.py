@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from statistics import median
 from typing import Any, NamedTuple
 
+from penstock.checks import check_whole
 from penstock.errors import ConfigError
 from penstock.weights.decision import Decision
 
@@ -38,8 +39,7 @@ class Divergence(NamedTuple):
         """
         if self.spike is not None and not self.spike > 1:
             raise ConfigError(f"divergence: spike must be above 1, got {self.spike}")
-        if isinstance(self.window, bool) or not isinstance(self.window, int) or self.window < 1:
-            raise ConfigError(f"divergence: window must be a whole number of at least 1, got {self.window!r}")
+        check_whole("divergence: window", self.window)
 
 
 class Trouble(NamedTuple):

@@ -48,7 +48,7 @@ class WaveCombining(PartyMeetings):
             counts = self._here(stage.key, stage.agreement, stage.agreement.due(batch))
             yield from self._collect(stage.key, stage.agreement, counts, batch, what)
             if not self.combine.chosen:
-                stage.agreement.take_down(batch, counts)
+                stage.agreement.record_lags(batch, counts)
         if (stage.key, batch) in self._votes:
             unread.append(batch)
             if self._is_due(stage.key):

@@ -1,9 +1,9 @@
-"""The registry of operations: on which lane each runs, what it needs and gives, how it changes activation memory.
+"""The registry of operations: the lane, dependencies, results and activation memory of each.
 
 Dependencies are expressed in *facts*. A fact says that something exists at a stage for one microbatch (and slice): its
 forward output ("F"), the same again after a rejected version ("A"), the gradient of its input ("G"), its recomputed
-activations ("R"), those that it has parked with another rank ("P"), or had back from there ("U"). Whoever lowers,
-checks or simulates a schedule asks the registry; nobody else knows what an operation depends on.
+activations ("R"), its activations moved to another rank ("P"), or moved back from there ("U"). Lowering, the proof and
+the simulator read the dependencies of an operation here.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from penstock.schedule.ir.schedule import Action, Kind, Op, Payload, Schedule
 
 
 class Lane(StrEnum):
-    """Where an operation occupies time."""
+    """The kind of lane on which an operation takes time."""
 
     COMPUTE = "compute"
     TRANSFER = "transfer"  # one lane per (peer, direction, payload)
@@ -27,7 +27,7 @@ class Lane(StrEnum):
 
 
 class Fact(NamedTuple):
-    """`what` exists at (stage, direction) for a microbatch and slice."""
+    """States that `what` exists at (stage, direction) for a microbatch and slice."""
 
     what: str
     stage: int
@@ -44,14 +44,14 @@ PAYLOAD_OF_FACT: Mapping[str, Payload] = MappingProxyType(
 
 @dataclass(frozen=True)
 class OpSpec:
-    """What the registry knows of one operation.
+    """The lane, dependencies and activation memory of one operation.
 
     Attributes:
-        lane: where it occupies time.
+        lane: the lane it occupies.
         gives: the facts that hold once it is done.
         needs: the facts that must hold before it starts.
-        memory: activation memory taken at its start and given back at its end, as a function of the schedule, of the
-            activations of the action's unit, and of what of them is left between I and W.
+        memory: activation memory (allocated at its start, freed at its end), as a function of the action, the schedule,
+            the activations of the action's unit, and the part of them that is kept from I to W.
     """
 
     lane: Lane
@@ -76,7 +76,7 @@ def _forward_needs(action: Action, schedule: Schedule) -> Iterator[Fact]:
 
 
 def _redo_needs(action: Action, schedule: Schedule) -> Iterator[Fact]:
-    """What the forwards before have made again; the rest of its input is what it was."""
+    """Return the outputs that preceding stages recomputed after a rejection; the rest of the input is unchanged."""
     for fact in _facts("A", action):
         for edge in schedule.predecessors[fact.stage]:
             yield fact._replace(stage=edge.source)
@@ -103,7 +103,7 @@ def _recompute_needs(action: Action, schedule: Schedule) -> Iterator[Fact]:
 
 
 def recomputes(schedule: Schedule, action: Action) -> bool:
-    """Whether the backward of this action's unit waits for a recompute."""
+    """Return whether the backward of this action's unit waits for a recompute."""
     return action.unit.kind is Kind.TRAIN and action.stage.index in schedule.recomputed
 
 
@@ -114,20 +114,20 @@ def _forward_memory(action: Action, schedule: Schedule, whole: int, _held: int) 
 
 
 def _parked(what: str, action: Action) -> Iterator[Fact]:
-    """Facts of activations that are moved: of the stage's own, or for its peer; none where only the host takes part."""
+    """Return the facts of moved activations, of this stage or of its peer; none where only the host takes part."""
     if action.peer is not None:
         owner = action.peer if action.op in (Op.HOLD, Op.RETURN) else action.stage
         yield from _facts(what, action._replace(stage=owner))
 
 
 def _hold_memory(action: Action, schedule: Schedule, whole: int, _held: int) -> tuple[int, int]:
-    """Of a microbatch that its owner will recompute nothing was sent."""
+    """Nothing is held for microbatches that the owner recomputes."""
     taken = 0 if action.peer is None or action.peer.index in schedule.recomputed else whole
     return (taken, 0) if action.op is Op.HOLD else (0, -taken)
 
 
 def _offload_memory(action: Action, schedule: Schedule, whole: int, _held: int) -> tuple[int, int]:
-    """Of a microbatch that will be recomputed only the input is there to be moved."""
+    """Only the input is moved of a microbatch that will be recomputed."""
     return (0, 0) if recomputes(schedule, action) else (0, -whole)
 
 
@@ -173,9 +173,9 @@ PASSES: frozenset[Op] = frozenset({Op.F, Op.B, Op.I, Op.W, Op.R, Op.REDO})
 """Operations on microbatches that read weights."""
 
 MOVES: frozenset[Op] = frozenset({Op.OFFLOAD, Op.FETCH, Op.HOLD, Op.RETURN})
-"""Operations on microbatches that move what a forward has kept."""
+"""Operations on microbatches that move the activations that a forward has kept."""
 
 
 def gives(action: Action) -> list[Fact]:
-    """The facts that hold once an action is done."""
+    """Return the facts that hold once an action is done."""
     return [fact for part in action.parts or (action,) for fact in OPS[part.op].gives(part)]

@@ -1,7 +1,7 @@
-"""What an order function returns: the passes of each rank, without updates and versions.
+"""Orders: the passes of each rank in sequence, without updates and versions.
 
-An order answers one question only: in which sequence does each rank run its passes? Where the weights are updated
-and which version a pass reads is the business of the version rule (`penstock.schedule.ir.rules`).
+An order only says in which sequence each rank runs its passes. Where the weights are updated
+and which version a pass reads is decided by the version rule (`penstock.schedule.ir.rules`).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class Order:
 
     Attributes:
         programs: per rank, actions without reads; units as in `penstock.schedule.ir.schedule`.
-        stages: the stages; one stage per rank unless told otherwise.
-        edges: data flow between stages; a chain unless told otherwise.
+        stages: every stage with its rank; by default one per rank.
+        edges: data flow between stages; by default a chain.
         frozen, segments, window: as in `penstock.schedule.ir.schedule.Schedule`.
     """
 
@@ -35,7 +35,7 @@ class Order:
 
     @property
     def endless(self) -> bool:
-        """Whether backwards of one batch run in the period of a later one, so that batches overlap."""
+        """True if backwards of a batch run in the period of a later one, so that batches overlap."""
         return any(program.epilogue for program in self.programs)
 
 
@@ -47,7 +47,7 @@ NO_OPTIONS: Options = MappingProxyType({})
 
 
 def options_of(function: OrderFunction) -> dict[str, int | None]:
-    """The options of an order and their defaults."""
+    """Return the options of an order function and their defaults."""
     parameters = inspect.signature(function).parameters.values()
     return {p.name: p.default for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
 
@@ -55,27 +55,27 @@ def options_of(function: OrderFunction) -> dict[str, int | None]:
 def check_options(
     function: OrderFunction, options: Options, others: Mapping[str, OrderFunction] = MappingProxyType({})
 ) -> None:
-    """Make sure that an order has these options.
+    """Raise an error if an order function lacks one of these options.
 
     Args:
-        function: the order.
-        options: that it is to have.
-        others: orders that may have them instead, by name.
+        function: the order function.
+        options: the options to look for.
+        others: other order functions by name, to suggest one that has the option.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: an option is missing.
     """
     known, name = options_of(function), name_of(function, others)
     for option in options:
         if option not in known:
             offers = f"it has {', '.join(known)}" if known else "it has none"
             owners = ", ".join(name for name, other in others.items() if option in options_of(other))
-            hint = f". Leave it out, or take an order that has it: {owners}" if owners else ""
+            hint = f". Remove it, or choose an order that has it: {owners}" if owners else ""
             raise ConfigError(f"order {name} has no option {option!r}; {offers}{hint}")
 
 
 def name_of(function: OrderFunction, known: Mapping[str, OrderFunction]) -> str:
-    """The name under which an order is known, or else that of its function."""
+    """Return the name under which an order is registered, or else that of its function."""
     return next((name for name, other in known.items() if other is function), getattr(function, "__name__", "order"))
 
 
@@ -86,7 +86,7 @@ def make_order(
     edges: tuple[Edge, ...] | None = None,
     window: int = WINDOW,
 ) -> Order:
-    """An order from per-rank lists of passes; a straight chain of one stage per rank unless told otherwise."""
+    """Make an order from per-rank lists of passes; by default a chain of one stage per rank."""
     stages = stages or straight(len(ranks))
     tails: Sequence[Iterable[Action]] = epilogues or [()] * len(ranks)
     programs = tuple(Program(tuple(p), tuple(e)) for p, e in zip(ranks, tails, strict=True))
@@ -95,12 +95,12 @@ def make_order(
 
 
 def pass_of(op: Op, microbatch: int, stage: Stage, kind: Kind = Kind.TRAIN) -> Action:
-    """One pass over one microbatch."""
+    """Make a pass over one microbatch."""
     return Action(op, stage, Unit(microbatch, kind=kind))
 
 
 def alternate(forwards: Sequence[Action], backwards: Sequence[Action], ahead: int) -> list[Action]:
-    """A warm-up of `ahead` forwards, then one forward and one backward in turn, then the backwards that are left."""
+    """Return a warm-up of `ahead` forwards, then one forward and one backward in turn, then the remaining backwards."""
     found = list(forwards[:ahead])
     for k in range(max(len(forwards) - ahead, 0)):
         found += [forwards[ahead + k], backwards[k]]

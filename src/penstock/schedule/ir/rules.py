@@ -1,6 +1,6 @@
-"""Version rules: which weights a pass reads, and when a version is born.
+"""Version rules: which weights each pass reads, and when an update creates a version.
 
-Version v of a stage is its weights after v decided batches; STEP of batch t bears version t+1. A rule says from which
+Version v of a stage is its weights after v decided batches; STEP of batch t creates version t+1. A rule says from which
 `Source` forwards, backwards and recomputes read, and where in the order the updates stand.
 `penstock.schedule.transforms.apply_rule` writes both into an order; `penstock.schedule.proof.check` proves them again,
 independently, by playing the schedule.
@@ -15,18 +15,18 @@ from types import MappingProxyType
 
 
 class Source(StrEnum):
-    """Where the weights of a pass come from."""
+    """Where a pass gets its weights from."""
 
-    BATCH = "batch"  # version t for batch t: every earlier update is in
+    BATCH = "batch"  # version t for batch t: all earlier updates included
     PREVIOUS = "previous"  # version t-1 for batch t
-    NEWEST = "newest"  # whatever the stage has when the pass runs
-    ADMISSION = "admission"  # what the first stage had when the microbatch entered the pipeline
-    FORWARD = "forward"  # what the forward of the same unit read
-    COPY = "copy"  # a derived copy, born by a PREDICT on the same stage
+    NEWEST = "newest"  # the newest version of the stage when the pass runs
+    ADMISSION = "admission"  # the first stage's newest version when the microbatch was admitted
+    FORWARD = "forward"  # the version that the forward of the same unit read
+    COPY = "copy"  # a derived copy, made by a PREDICT on the same stage
 
 
 class Placing(StrEnum):
-    """Where a STEP stands in the order."""
+    """The position of a STEP in the order."""
 
     END = "end"  # at the end of the batch's period, when nothing is in flight
     LATE = "late"  # directly before the first forward of batch t+2
@@ -34,12 +34,12 @@ class Placing(StrEnum):
 
 
 class Update(StrEnum):
-    """Where an update writes the version it bears."""
+    """Where an update writes the new version."""
 
-    IN_PLACE = "in place"  # over the version it starts from
+    IN_PLACE = "in place"  # overwrites the version it starts from
     COPY_ON_WRITE = "copy on write"  # in place, unless something still reads the version it starts from
     ROTATE = "rotate"  # into the buffer of its gradient; the version it starts from stays
-    APART = "apart"  # into a third buffer; version and gradient stay until the update is valid, to do it again if not
+    APART = "apart"  # into a third buffer; version and gradient stay until VALIDATE, as the update may be repeated
 
 
 @dataclass(frozen=True)
@@ -47,14 +47,14 @@ class VersionRule:
     """One row of the table of rules.
 
     Attributes:
-        forward, backward, recompute: where each kind of pass reads its weights.
-        step: where updates stand.
+        forward, backward, recompute: where each kind of pass gets its weights from.
+        step: the position of updates in the order.
         update: where an update writes.
-        bases: how many versions a span hands to the next one (2: the newest and the one before).
-        buffers: parameter-sized buffers (versions and gradients together) per stage, or None: as many as it takes.
-        provisional: a version may be read by forwards before VALIDATE has decided it.
-        keeps_forward: backwards read a copy, but making it takes the version that the forward read.
-        shares: the first microbatch of a batch makes the copies, and all of the batch read them.
+        bases: number of versions that a span hands to the next one (2: the newest and the one before).
+        buffers: limit of parameter-sized buffers (versions and gradients together) per stage; None for no limit.
+        provisional: forwards may read a version before VALIDATE has accepted or rejected it.
+        keeps_forward: backwards read a copy that is made from the version their forward read, among others.
+        shares: copies are made for the first microbatch of a batch and read by all of the batch.
     """
 
     name: str
@@ -72,27 +72,27 @@ class VersionRule:
 
     @property
     def pins(self) -> bool:
-        """Whether a microbatch in flight keeps the version alive that its forward read."""
+        """True if a microbatch in flight keeps the version alive that its forward read."""
         return (self.backward is Source.FORWARD and not self.copies_forward) or self.keeps_forward
 
     @property
     def copies_forward(self) -> bool:
-        """Whether forwards read copies."""
+        """True if forwards read derived copies."""
         return self.forward is Source.COPY
 
     @property
     def copies_backward(self) -> bool:
-        """Whether backwards read copies of their own."""
+        """True if backwards read derived copies of their own."""
         return self.backward is Source.COPY
 
     @property
     def keeps_copy(self) -> bool:
-        """Whether backwards read the copy that their forward read."""
+        """True if backwards read the derived copy that their forward read."""
         return self.copies_forward and self.backward is Source.FORWARD
 
     @property
     def rebinds(self) -> bool:
-        """Whether backwards read other weights than their forwards."""
+        """True if backwards read other weights than their forwards."""
         return self.backward is not Source.FORWARD
 
 
@@ -118,7 +118,7 @@ _RULES = (
     ),
     VersionRule(
         "stash",
-        "forwards read the newest version of their stage and backwards the same one (PipeDream, arXiv 1806.03377)",
+        "forwards read their stage's newest version, backwards that of their forward (PipeDream, 1806.03377)",
         forward=Source.NEWEST,
         backward=Source.FORWARD,
         step=Placing.EARLY,

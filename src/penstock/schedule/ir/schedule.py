@@ -1,4 +1,4 @@
-"""The schedule: which rank does what, in which order, on which weights.
+"""The schedule: which actions each rank runs, in which order, on which weights.
 
 A `Schedule` is a frozen value with one `Program` per rank. A program has a *period*, written once for every
 batch t >= 0, and an *epilogue* that drains the pipeline:
@@ -10,23 +10,23 @@ of batch t-1, `STEP[t-2]` belongs to batch t-2, and version t-1 is the weights a
 that would belong to a batch or microbatch before the first one vanish: that is the prologue. In an epilogue the
 numbers are relative to T, the batch after the last one.
 
-Times, costs and tensors live elsewhere; this module is only the vocabulary (docs/ir.md shows every method in it).
+Schedules hold no times, costs or tensors. docs/ir.md shows every method in this form.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 from typing import NamedTuple
 
-WINDOW = 2  # messages that are outstanding on a lane, unless a schedule needs more
+WINDOW = 2  # default of `Schedule.window`
 
 
 class Op(StrEnum):
-    """What an action does. `penstock.schedule.ir.ops` registers lane, dependencies and memory of each."""
+    """The operation of an action. `penstock.schedule.ir.ops` registers the lane, dependencies and memory of each."""
 
     F = "F"  # forward
     B = "B"  # full backward: gradients of inputs and weights
@@ -34,18 +34,18 @@ class Op(StrEnum):
     W = "W"  # backward for the weights only
     R = "R"  # recompute of a forward
     REDO = "REDO"  # a forward again, because the version it read was rejected; added when a schedule is lowered
-    STEP = "STEP"  # optimizer update: bears version batch+1
-    PREDICT = "PREDICT"  # bears a derived copy of the weights (prediction, correction, blend)
+    STEP = "STEP"  # optimizer update: creates version batch+1
+    PREDICT = "PREDICT"  # creates a derived copy of the weights (prediction, correction, blend)
     VALIDATE = "VALIDATE"  # the global decision on a provisional version
     REDUCE = "REDUCE"  # sum of gradients over the copies of a stage and over parallel pipelines
     TIE = "TIE"  # sum of the gradients of parameters that several stages share
-    DECIDE = "DECIDE"  # what concerns all stages: global norm, votes on overflow, loss weight
+    DECIDE = "DECIDE"  # decision of all stages: global norm, overflow, loss weight
     AVERAGE = "AVERAGE"  # average of weights over parallel pipelines
-    GATHER = "GATHER"  # collect a sharded version
-    RELEASE = "RELEASE"  # drop the gathered version again
-    OFFLOAD = "OFFLOAD"  # move the activations of a unit away, to the host's memory or (with a peer) to another rank
-    FETCH = "FETCH"  # bring them back
-    HOLD = "HOLD"  # take in the activations of a unit of a peer
+    GATHER = "GATHER"  # gather a sharded version
+    RELEASE = "RELEASE"  # free the gathered version
+    OFFLOAD = "OFFLOAD"  # move the activations of a unit to host memory or (with a peer) to another rank
+    FETCH = "FETCH"  # move them back
+    HOLD = "HOLD"  # receive the activations of a peer's unit, to hold them
     RETURN = "RETURN"  # send them back
     SEND = "SEND"
     RECV = "RECV"
@@ -53,7 +53,7 @@ class Op(StrEnum):
 
 
 class Kind(StrEnum):
-    """What a unit counts: training microbatches, forward-only microbatches, or whole batches."""
+    """The kind of a unit: training microbatches, forward-only microbatches, or whole batches."""
 
     TRAIN = "train"
     EVAL = "eval"
@@ -61,13 +61,13 @@ class Kind(StrEnum):
 
 
 class Payload(StrEnum):
-    """What a message carries. Each payload has its own first-in first-out lane between two ranks."""
+    """The content of a message. Each payload has its own first-in first-out lane between two ranks."""
 
     ACTIVATION = "activation"
     GRADIENT = "gradient"
     RECOMPUTE = "recompute"
     PARKED = "parked"  # activations of another rank
-    REPAIR = "repair"  # an activation again, after a rejected version
+    REPAIR = "repair"  # an activation recomputed after a rejected version
 
 
 class Stage(NamedTuple):
@@ -83,12 +83,12 @@ class Stage(NamedTuple):
 
     @property
     def name(self) -> str:
-        """`stage`, or `stage.direction` where the direction is not 0."""
+        """The index, or `index.direction` where the direction is not 0."""
         return f"{self.index}.{self.direction}" if self.direction else str(self.index)
 
 
 class Unit(NamedTuple):
-    """What one action handles: `count` microbatches from `first` on, or slice j of k of one microbatch, or a batch."""
+    """The work of one action: `count` microbatches from `first` on, slice j of k of one microbatch, or a batch."""
 
     first: int
     count: int = 1  # type: ignore[assignment]  # shadows tuple.count, which nobody wants of a unit
@@ -103,7 +103,7 @@ class Unit(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """The name of a derived weight copy: a label and the microbatch for which a PREDICT bore it."""
+    """The name of a derived weight copy: a label, and the microbatch for which a PREDICT made it."""
 
     label: str
     first: int
@@ -112,7 +112,7 @@ class Copy(NamedTuple):
 class WeightRef(NamedTuple):
     """The weights that an action reads: one version, or several that a prediction or blend is made of.
 
-    `derive` names the copy: on a PREDICT the copy it bears, elsewhere the copy that is read.
+    `derive` names the copy: on a PREDICT the copy it makes, elsewhere the copy that is read.
     """
 
     versions: tuple[int, ...]
@@ -120,7 +120,7 @@ class WeightRef(NamedTuple):
 
 
 class Action(NamedTuple):
-    """One entry of a rank's program."""
+    """One operation on one unit at one stage: an entry of a rank's program."""
 
     op: Op
     stage: Stage
@@ -128,14 +128,14 @@ class Action(NamedTuple):
     reads: WeightRef | None = None
     parts: tuple[Action, ...] = ()  # FUSED: the passes that run together
     peer: Stage | None = None  # SEND and RECV, OFFLOAD to RETURN: the other end
-    payload: Payload | None = None  # of the same: what travels
+    payload: Payload | None = None  # of the same operations: what is transferred
 
     def __str__(self) -> str:
         return format_action(self)
 
 
 class Edge(NamedTuple):
-    """Data flows from stage `source` to stage `target`; without `backward` no gradient returns."""
+    """A data flow from stage `source` to stage `target`; without `backward` no gradient returns."""
 
     source: int
     target: int
@@ -143,10 +143,14 @@ class Edge(NamedTuple):
 
 
 class Program(NamedTuple):
-    """What one rank does: the period, repeated for each batch, and the epilogue that drains."""
+    """The actions of one rank: the period, repeated for each batch, and the epilogue that drains the pipeline."""
 
     period: tuple[Action, ...]
     epilogue: tuple[Action, ...] = ()
+
+    def passes(self) -> Iterator[Action]:
+        """Yield the actions of the period, with fused ones split."""
+        return split_fused(self.period)
 
 
 @dataclass(frozen=True)
@@ -157,13 +161,13 @@ class Schedule:
         name: the method's name, for people.
         microbatches: m, the microbatches of a batch (of one update) in this pipeline, both directions together.
         stages: every stage with its rank.
-        edges: data flow between stages; a chain unless told otherwise.
+        edges: data flow between stages.
         programs: one program per rank.
         rule: name of the version rule (`penstock.schedule.ir.rules.RULES`).
         frozen: stages without trainable weights and without a backward.
         segments: groups of consecutive stages that recompute together; only the first of each keeps its input.
-        window: messages that may be outstanding on a lane, on either side; each is memory. Where it is too small,
-            `prove` and `extend` take the least that is enough (`penstock.schedule.machine.window_search`).
+        window: number of messages that may be outstanding on a lane, on either side; each takes memory. Where it is too
+            small, `prove` and `extend` raise it to the least that suffices (`penstock.schedule.machine.window_search`).
     """
 
     name: str
@@ -203,7 +207,7 @@ class Schedule:
 
     @cached_property
     def recomputed(self) -> frozenset[int]:
-        """The stages whose forward is run again before the backward."""
+        """The stages whose forward is recomputed before the backward."""
         return frozenset(a.stage.index for program in self.programs for a in program.period if a.op is Op.R)
 
     @cached_property
@@ -213,28 +217,33 @@ class Schedule:
 
     @cached_property
     def directions(self) -> int:
-        """How many copies of a stage there are, at most."""
+        """The largest number of copies of a stage."""
         return 1 + max(stage.direction for stage in self.stages)
 
     @cached_property
     def chunks(self) -> dict[Stage, int]:
-        """How many stages of its direction the rank of each stage holds: v of an interleaved placement."""
+        """The number of stages of the same direction on the rank of each stage: v of an interleaved placement."""
         held = Counter((n.direction, n.rank) for n in self.stages)
         return {n: held[n.direction, n.rank] for n in self.stages}
 
     def segment_before(self, index: int) -> int | None:
-        """The stage that hands recomputed activations to `stage`, or None where `stage` keeps its own input."""
+        """Return the stage that passes recomputed activations to stage `index`, or None if it keeps its own input."""
         for segment in self.segments:
             if index in segment[1:]:
                 return segment[segment.index(index) - 1]
         return None
 
+    def passes(self) -> Iterator[Action]:
+        """Yield the actions of the period of every rank, rank by rank, with fused ones split."""
+        for program in self.programs:
+            yield from program.passes()
+
     def on_rank(self, rank: int) -> tuple[Stage, ...]:
-        """The stages that a rank holds, by index."""
+        """Return the stages of a rank, by index."""
         return tuple(sorted(n for n in self.stages if n.rank == rank))
 
     def actions(self, rank: int, batches: int, older: int = 0) -> Iterator[Action]:
-        """What a rank does in a span of `batches` batches, with absolute numbers (see `shift`)."""
+        """Yield the actions of a rank in a span of `batches` batches, with absolute numbers (see `shift`)."""
         program = self.programs[rank]
         for t in range(batches):
             yield from _present(program.period, t, self.microbatches, older)
@@ -245,27 +254,33 @@ class Schedule:
 
 
 def chain(num_stages: int) -> tuple[Edge, ...]:
-    """The edges of a model without branches: stage i feeds stage i+1."""
+    """Return the edges of a model without branches: stage i feeds stage i+1."""
     return tuple(Edge(i, i + 1) for i in range(num_stages - 1))
 
 
 def straight(ranks: int) -> tuple[Stage, ...]:
-    """One stage per rank, in order."""
+    """Place one stage on each rank, in order."""
     return tuple(Stage(r, 0, r) for r in range(ranks))
 
 
 def passes(action: Action) -> tuple[Action, ...]:
-    """The parts of a fused action, or the action itself."""
+    """Return the parts of a fused action, or the action itself."""
     return action.parts or (action,)
 
 
+def split_fused(actions: Iterable[Action]) -> Iterator[Action]:
+    """Yield the actions in order, with fused ones split into their passes."""
+    for action in actions:
+        yield from passes(action)
+
+
 def since(unit: Unit, microbatches: int) -> int:
-    """The first batch in whose period (or at whose border, in an epilogue) a unit does not lie before the span."""
+    """Return the first batch in whose period (or at whose border, in an epilogue) a unit is not before the span."""
     return -unit.first if unit.kind is Kind.BATCH else -(unit.first // microbatches)
 
 
 def existing(action: Action, batches: int, microbatches: int) -> Action | None:
-    """What of an action exists in the period (or epilogue) of batch `batches`; its numbers stay relative."""
+    """Return the part of an action that exists in the period (or epilogue) of batch `batches`, not renumbered."""
     unit = action.unit
     if action.parts:
         alive = tuple([p for p in action.parts if batches >= since(p.unit, microbatches)])
@@ -280,14 +295,14 @@ def existing(action: Action, batches: int, microbatches: int) -> Action | None:
 
 
 def shift(action: Action, batches: int, microbatches: int, older: int = 0) -> Action | None:
-    """The action as it stands in the period (or epilogue) of batch `batches`, or None where it vanishes.
+    """Return an action with the numbers of batch `batches`, or None where it lies before the span.
 
     Args:
         action: an action with relative numbers.
         batches: t for a period, T for an epilogue.
         microbatches: m.
-        older: what a version before the span's first one means. A span begins with two base versions, the newest
-            (number 0 here) and an older one: 0 again where both are the same weights, else -1.
+        older: number of the older base version. A span begins with two base versions, the newest (number 0 here) and
+            an older one: 0 again where both are the same weights, else -1.
     """
     found = existing(action, batches, microbatches)
     if found is None:
@@ -317,7 +332,7 @@ def _present(actions: tuple[Action, ...], batches: int, microbatches: int, older
 
 
 def format_unit(unit: Unit, relative: bool = False) -> str:
-    """`3`, `0..3`, `3:1/2`, `e3` for microbatches; `[5]`, or `[t-2]` where numbers are relative, for batches."""
+    """Format a unit: `3`, `0..3`, `3:1/2`, `e3` for microbatches; `[5]`, or `[t-2]` if relative, for batches."""
     if unit.kind is Kind.BATCH:
         every = f"%{unit.every}" if unit.every > 1 else ""
         return f"[{_number(unit.first, relative)}]{every}"
@@ -331,12 +346,12 @@ _GIVING = (Op.SEND, Op.OFFLOAD, Op.RETURN)
 
 
 def format_action(action: Action, relative: bool = False, stage: bool = True) -> str:
-    """The text of an action; `penstock.schedule.text` holds the grammar.
+    """Format an action as text; `penstock.schedule.text` holds the grammar.
 
     Args:
-        action: what to print.
+        action: the action.
         relative: numbers are relative to batch t, as in a period.
-        stage: say at which stage; may be left out where the rank has only one.
+        stage: include the stage, which is redundant where the rank has only one.
     """
     if action.parts:
         return "[" + "+".join(format_action(p, relative, stage) for p in action.parts) + "]"
@@ -353,7 +368,7 @@ def format_action(action: Action, relative: bool = False, stage: bool = True) ->
 
 
 def format_schedule(schedule: Schedule) -> str:
-    """The text form; `penstock.schedule.text.parse_schedule` reads it back to an equal schedule."""
+    """Format a schedule as text; `penstock.schedule.text.parse_schedule` parses it back to an equal schedule."""
     lines = [f"schedule {schedule.name}", f"rule {schedule.rule}", f"microbatches {schedule.microbatches}"]
     lines.append("nodes " + " ".join(f"{n.name}@{n.rank}" for n in schedule.stages))
     if schedule.edges != chain(schedule.num_stages):

@@ -1,6 +1,6 @@
-"""What is done about staleness: a table of corrections, each with its options.
+"""The table of corrections, which are remedies for stale weights, each with its options.
 
-The code is in `penstock.weights` (`methods.py` has them all).
+They are implemented in `penstock.weights.corrections`, whose `registry.py` lists them all.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from penstock.errors import ConfigError
 
 @dataclass(frozen=True)
 class Option:
-    """One number that a correction can be given.
+    """A numeric option of a correction.
 
     Attributes:
-        default: where it is not given.
-        meaning: of its values.
-        kind: a count is a whole number from 0 on, a switch is 0 or 1.
-        nullable: None may be given, too.
+        default: the value if it is not given.
+        meaning: what the values mean.
+        kind: "count" (a whole number of at least 0), "switch" (0 or 1), or "number".
+        nullable: None is accepted, too.
     """
 
     default: float | None
@@ -32,12 +32,12 @@ class Option:
 
     @property
     def takes(self) -> str:
-        """What it can be given, in words."""
-        words = {"count": "a whole number from 0 on", "switch": "0 or 1", "number": "a number"}
+        """The accepted values, in words."""
+        words = {"count": "a whole number of at least 0", "switch": "0 or 1", "number": "a number"}
         return words[self.kind] + (", or null" if self.nullable else "")
 
     def fits(self, value: object) -> bool:
-        """Whether it can be given this."""
+        """Return whether `value` is accepted."""
         if value is None:
             return self.nullable
         if not isinstance(value, int | float) or not math.isfinite(value):
@@ -49,15 +49,15 @@ class Option:
 
 @dataclass(frozen=True)
 class CorrectionSpec:
-    """One row of the table.
+    """One row of the table: a correction.
 
     Attributes:
-        name: in the method table.
+        name: its name in the method table.
         summary: what it does, and its source.
-        rules: the version rules that it goes with; empty for all.
-        buffers: parameter-sized buffers that it takes beside those of the rule.
-        options: by name.
-        alike: all stages are stepped alike, so that what they share stays equal.
+        rules: the version rules that it supports; empty for all.
+        buffers: parameter-sized buffers that it needs besides those of the rule.
+        options: its options by name.
+        alike: all stages make the same updates from the same gradients, so that parameters they share stay equal.
     """
 
     name: str
@@ -196,10 +196,10 @@ CORRECTIONS: Mapping[str, CorrectionSpec] = MappingProxyType({row.name: row for 
 
 
 def options_of(correction: str, given: Mapping[str, float | None]) -> dict[str, float | None]:
-    """The options of a correction, with the defaults where none are given.
+    """Return the options of a correction, with the defaults where none are given.
 
     Raises:
-        ConfigError: it has no such option, or the option does not take what is given.
+        ConfigError: it has no such option, or the option does not accept the value.
     """
     known = CORRECTIONS[correction].options
     for name, value in given.items():

@@ -1,18 +1,18 @@
 """The method table: every published method is a row, not a class.
 
 A row combines an order, a version rule, a correction, a sharding and a way to combine parallel pipelines;
-`compatible` says what cannot go together. Everything else about a method (weight copies, delay, activations in
+`compatible` says what cannot be combined. Everything else about a method (weight copies, delay, activations in
 flight, bubble, the smallest batch) is derived from its schedule by `penstock.schedule.proof.check` and the simulator.
 """
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+from penstock.checks import did_you_mean
 from penstock.errors import ConfigError
 from penstock.schedule.ir.order import Order
 from penstock.schedule.ir.rules import Source, VersionRule
@@ -26,19 +26,18 @@ class Method:
     """One row of the table.
 
     Attributes:
-        name: what `--set method=` takes.
+        name: the value of `--set method=`.
         title: the name in the literature.
         source: paper and section.
         order: a name in `penstock.schedule.orders.ORDERS`.
         rule: a name in `penstock.schedule.ir.rules.RULES`.
-        correction: what is done about staleness.
-        sharding: what of a stage is split over parallel pipelines.
-        combine: how parallel pipelines agree, a name in `penstock.schedule.methods.combine.COMBINES`; users may choose
-            another.
-        aliases: other names people use.
-        limit: (stages, microbatches, options of the order) -> why they do not go together, beyond what the proof finds.
-        settings: keys of `penstock train --set` with the values that they have where the user sets none: what the
-            method cannot do without, and what its paper says.
+        correction: the remedy for stale weights, a name in `penstock.schedule.methods.corrections.CORRECTIONS`.
+        sharding: which part of a stage is split over parallel pipelines.
+        combine: the default way to combine parallel pipelines, a name in
+            `penstock.schedule.methods.combine.COMBINES`.
+        aliases: other names in use.
+        limit: (stages, microbatches, options of the order) -> why they cannot be combined, beyond what the proof finds.
+        settings: defaults of `penstock train --set` keys under this method, as it requires or as its paper says.
     """
 
     name: str
@@ -328,26 +327,25 @@ METHODS: Mapping[str, Method] = MappingProxyType({row.name: row for row in _TABL
 
 
 def find_method(name: str) -> Method:
-    """The row of a method, by name or alias.
+    """Return the row of a method, by name or alias.
 
     Raises:
-        ConfigError: no such method; the message suggests the nearest names.
+        ConfigError: no such method; the message suggests the nearest name.
     """
     names = {alias: row for row in _TABLE for alias in (row.name, *row.aliases)}
     key = name.lower().replace("_", "-")
     if key in names:
         return names[key]
-    near = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
-    hint = _HINTS.get(key) or (f" Did you mean {near[0]!r}?" if near else "")
+    hint = _HINTS.get(key) or did_you_mean(key, names)
     raise ConfigError(f"unknown method {name!r}.{hint} Known methods: {', '.join(METHODS)}.")
 
 
-_COMBINED = " It is how parallel pipelines agree, under most methods: width=2 combine.kind={}."
-_OPTIMIZER = " It is an optimizer, which goes with most methods: optimizer.name={}."
+_COMBINED = " It is a way to combine parallel pipelines, under most methods: width=2 combine.kind={}."
+_OPTIMIZER = " It is an optimizer, for use with most methods: optimizer.name={}."
 _HINTS = MappingProxyType(
     {
-        "zb-1p": " Take 'zb-auto' with as many microbatches on a rank as ranks: options limit=4 for 4 stages.",
-        "zb-exact": " It is an order, which may take minutes to find: zb-auto with order zb-exact (show --order).",
+        "zb-1p": " Use 'zb-auto' with as many microbatches on a rank as ranks: options limit=4 for 4 stages.",
+        "zb-exact": " It is an order, whose search may take minutes: zb-auto with order zb-exact (show --order).",
         "forward-only": " It is the order of evaluations: any method with order forward-only (show --order).",
         **dict.fromkeys(("hetpipe", "wsp"), _COMBINED.format("wsp")),
         **dict.fromkeys(("average", "model-averaging", "local-sgd"), _COMBINED.format("average")),
@@ -356,14 +354,14 @@ _HINTS = MappingProxyType(
         **{name: _OPTIMIZER.format(name) for name in ("basis-rotation", "muon", "nadam", "adan", "soap")},
     }
 )
-"""What leads to a row and options, for names that are none."""
+"""Advice for names that are options, orders or optimizers rather than methods."""
 
 
 def correction_options(method: Method, given: Mapping[str, float | None]) -> dict[str, float | None]:
-    """The options of a method's correction, with the defaults where none are given.
+    """Return the options of a method's correction, with the defaults where none are given.
 
     Raises:
-        ConfigError: it has no correction, or no such option, or the option does not take what is given.
+        ConfigError: it has no correction or no such option, or the option does not accept the value.
     """
     if given and not CORRECTIONS[method.correction].options:
         option = next(iter(given))
@@ -379,7 +377,7 @@ def correction_options(method: Method, given: Mapping[str, float | None]) -> dic
 def compatible(
     order: Order, rule: VersionRule, correction: str = "none", sharding: str = "replicated", combine: str = "reduce"
 ) -> str | None:
-    """Why these choices cannot go together, or None where they can."""
+    """Return why these choices cannot be combined, or None if they can."""
     if rule.forward is Source.BATCH and order.endless:
         return f"rule {rule.name!r} empties the pipeline after each batch, but the order lets batches overlap"
     for what, value, known in (
@@ -388,8 +386,8 @@ def compatible(
         ("combine", combine, tuple(COMBINES)),
     ):
         if value not in known:
-            return f"{what} {value!r} is not offered yet; known: {', '.join(known)}"
+            return f"{what} {value!r} is not supported; known: {', '.join(known)}"
     rules = CORRECTIONS[correction].rules
     if rules and rule.name not in rules:
-        return f"correction {correction!r} goes with version rule {' or '.join(rules)}, not with {rule.name!r}"
+        return f"correction {correction!r} needs version rule {' or '.join(rules)}, not {rule.name!r}"
     return combine_fault(combine, rule.name, correction)

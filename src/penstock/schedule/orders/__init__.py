@@ -62,4 +62,4 @@ ORDERS: Mapping[str, OrderFunction] = MappingProxyType(
         "forward-only": forward_only,
     }
 )
-"""Every order by its name."""
+"""All orders by their names."""

@@ -14,20 +14,20 @@ from penstock.schedule.orders.list_scheduling import greedy
 
 
 def bitpipe(stages: int, microbatches: int, *, backward: int = 2, in_flight: int | None = None) -> Order:
-    """BitPipe.
+    """Two V-shaped pipelines in opposite directions, with one chunk of each direction's V on the way down and up.
 
     Args:
         stages: p, the ranks.
         microbatches: m.
-        backward: how many times as long as a forward a backward takes; the order depends on it.
-        in_flight: microbatches under way at once in each direction; p if None.
+        backward: time of a backward as a multiple of that of a forward; the order depends on it.
+        in_flight: microbatches in flight at once in each direction; p if None.
 
     Raises:
         ScheduleError: an odd number of ranks or of microbatches.
     """
     if stages % 2 or microbatches % 2:
         raise ScheduleError(
-            f"bitpipe takes an even number of stages and of microbatches, got {stages} and {microbatches}"
+            f"bitpipe needs an even number of stages and of microbatches, got {stages} and {microbatches}"
         )
     down, up = zigzag(stages, 2), zigzag(stages, 2, direction=1, reverse=True)
     half = microbatches // 2

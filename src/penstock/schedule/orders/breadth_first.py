@@ -26,7 +26,7 @@ from penstock.schedule.ir.schedule import WINDOW, Op
 
 
 def breadth_first(stages: int, microbatches: int, *, chunks: int = 2, group: int | None = None) -> Order:
-    """Breadth-first.
+    """Run all forwards of a chunk, then those of the next chunk; backwards in the reverse order of chunks.
 
     Args:
         stages: p, the ranks.

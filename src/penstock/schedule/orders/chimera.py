@@ -25,7 +25,7 @@ from penstock.schedule.ir.schedule import Op, Stage
 
 
 def chimera(stages: int, microbatches: int, *, pairs: int = 1) -> Order:
-    """Chimera with pipelines down (even directions) and up (odd ones).
+    """Pipelines down (even directions) and up (odd ones) over the same ranks.
 
     Args:
         stages: D.
@@ -37,7 +37,7 @@ def chimera(stages: int, microbatches: int, *, pairs: int = 1) -> Order:
     """
     ways = 2 * pairs
     if stages % ways:
-        raise ScheduleError(f"chimera takes a multiple of {ways} stages (two per pair of pipelines), got {stages}")
+        raise ScheduleError(f"chimera needs a multiple of {ways} stages (two per pair of pipelines), got {stages}")
     placed = tuple(
         Stage(index, way, (way // 2 * stages // pairs + (stages - 1 - index if way % 2 else index)) % stages)
         for way in range(ways)
@@ -46,7 +46,7 @@ def chimera(stages: int, microbatches: int, *, pairs: int = 1) -> Order:
     slots: list[list[tuple[int, Op, int, Stage]]] = [[] for _ in range(stages)]
     for k in range(microbatches):
         unit, place = divmod(k, stages)
-        size = min(stages, microbatches - unit * stages)  # of the last unit what is left is dealt evenly, too
+        size = min(stages, microbatches - unit * stages)  # the rest in the last unit is dealt evenly, too
         way = place * ways // size
         i = place + -way * size // ways
         for stage in placed[way * stages : (way + 1) * stages]:

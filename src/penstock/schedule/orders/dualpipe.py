@@ -22,14 +22,14 @@ from penstock.schedule.ir.schedule import Action, Op, Stage
 
 
 def dualpipe(stages: int, microbatches: int) -> Order:
-    """DualPipe: two directions, two copies of the weights.
+    """Feed the pipeline from both ends, with two directions and two copies of the weights.
 
     Raises:
         ScheduleError: an odd number of ranks or microbatches, or fewer than 2p microbatches.
     """
     if stages % 2 or microbatches % 2 or microbatches < 2 * stages:
         raise ScheduleError(
-            "dualpipe takes an even number of stages and an even number of microbatches of at least twice as many; got "
+            "dualpipe needs an even number of stages, and an even number of microbatches at least twice as large; got "
             f"{stages} and {microbatches}"
         )
     placed, half = (*looped(stages, 1), *looped(stages, 1, direction=1, reverse=True)), microbatches // 2
@@ -46,14 +46,14 @@ def dualpipe(stages: int, microbatches: int) -> Order:
 
 
 def dualpipe_v(stages: int, microbatches: int) -> Order:
-    """DualPipeV: the same on a V, with one copy of the weights.
+    """Place one copy of the model on a V and pair its passes as DualPipe does.
 
     Raises:
         ScheduleError: fewer than 2p microbatches.
     """
     if microbatches < 2 * stages:
         raise ScheduleError(
-            f"dualpipe-v takes at least twice as many microbatches as stages; got {microbatches} for {stages}"
+            f"dualpipe-v needs at least twice as many microbatches as stages; got {microbatches} for {stages}"
         )
     placed = zigzag(stages, 2)
     return make_order(
@@ -66,14 +66,14 @@ def dualpipe_v(stages: int, microbatches: int) -> Order:
 
 
 def _eight_phases(held: tuple[Stage, Stage], first: tuple[int, int], half: int, rank: int, pairs: int) -> list[Action]:
-    """What both have in common.
+    """Return the passes of one rank in the eight phases that DualPipe and DualPipeV share.
 
     Args:
-        held: the stage of phase 0, where the rank's own microbatches come in, and that of phase 1.
-        first: the first microbatch of each.
-        half: ranks on the way to where the directions meet, or to the fold.
-        rank: counted from the ends of the pipeline, where microbatches enter.
-        pairs: rounds of the steady state.
+        held: the stage of phase 0, where microbatches enter from the rank's own end, and that of phase 1.
+        first: the first microbatch of each phase.
+        half: number of ranks from an end to where the directions meet, or to the fold.
+        rank: the rank, counted from the nearest end at which microbatches enter.
+        pairs: number of rounds in the steady state.
     """
     line = _Line(held, first)
     outer = half - rank - 1
@@ -92,7 +92,7 @@ def _eight_phases(held: tuple[Stage, Stage], first: tuple[int, int], half: int, 
     for _ in range(outer):
         line.backward(1)
         line.pair(1, 0)
-    whole = rank + 1  # of the 2 (rank + 1) backwards, the first so many
+    whole = rank + 1  # the first of the 2 (rank + 1) backwards
     for k in range(2 * (rank + 1)):
         (line.backward if k < whole else line.backward_in_halves)(1 - k % 2)
     for _ in range(outer):
@@ -104,7 +104,7 @@ def _eight_phases(held: tuple[Stage, Stage], first: tuple[int, int], half: int, 
 
 
 class _Line:
-    """The passes of one rank, in microbatch order in each phase; weights that are put off wait in a queue."""
+    """Builds the passes of one rank, in microbatch order per phase; deferred weight backwards wait in a queue."""
 
     def __init__(self, held: tuple[Stage, Stage], first: tuple[int, int]) -> None:
         self.found: list[Action] = []
@@ -113,25 +113,25 @@ class _Line:
         self._late: deque[Action] = deque()
 
     def forward(self, phase: int) -> None:
-        """The next forward."""
+        """Add the next forward of a phase."""
         self.found.append(self._forward(phase))
 
     def backward(self, phase: int) -> None:
-        """The next backward, whole."""
+        """Add the next full backward of a phase."""
         self.found.append(self._backward(phase, Op.B))
 
     def backward_in_halves(self, phase: int) -> None:
-        """The next backward for the inputs; that for the weights is put off."""
+        """Add the next backward for the inputs; that for the weights is deferred."""
         half = self._backward(phase, Op.I)
         self.found.append(half)
         self._late.append(half._replace(op=Op.W))
 
     def weights(self) -> None:
-        """The oldest of those that were put off."""
+        """Add the oldest deferred backward for the weights."""
         self.found.append(self._late.popleft())
 
     def pair(self, ahead: int, back: int, fused: bool = True) -> None:
-        """A forward of one phase and a backward of the other, as one action or one after the other."""
+        """Add a forward of one phase and a backward of the other, as one fused action or one after the other."""
         parts = self._forward(ahead), self._backward(back, Op.B)
         self.found += [Action(Op.FUSED, parts[0].stage, parts[0].unit, parts=parts)] if fused else parts
 

@@ -14,7 +14,7 @@ from penstock.schedule.ir.schedule import Op, straight
 
 
 def gpipe(stages: int, microbatches: int) -> Order:
-    """F0 .. F(m-1) B0 .. B(m-1) on every rank."""
+    """Run F0 .. F(m-1) B0 .. B(m-1) on every rank."""
     return make_order(
         [[pass_of(op, k, stage) for op in (Op.F, Op.B) for k in range(microbatches)] for stage in straight(stages)]
     )

@@ -21,13 +21,13 @@ from penstock.schedule.ir.schedule import WINDOW, Action, Op, Stage
 
 
 def interleaved(stages: int, microbatches: int, *, chunks: int = 2, group: int | None = None) -> Order:
-    """Interleaved 1F1B.
+    """Run groups of microbatches through the chunks of a rank in turn, one forward and one backward at a time.
 
     Args:
         stages: p, the ranks.
         microbatches: m.
         chunks: v, stages per rank.
-        group: g, the microbatches that go through the chunks together; p if None.
+        group: g, the microbatches that run through a chunk together; p if None.
     """
     placed, groups = looped(stages, chunks), groups_of(stages, microbatches, group)
     programs = []
@@ -38,10 +38,10 @@ def interleaved(stages: int, microbatches: int, *, chunks: int = 2, group: int |
 
 
 def groups_of(stages: int, microbatches: int, group: int | None) -> list[range]:
-    """The microbatches that go through the chunks together; the first groups are the larger ones.
+    """Return the microbatches of each group; the first groups are the larger ones.
 
     Raises:
-        ScheduleError: groups are to be smaller than p.
+        ScheduleError: the group size is smaller than p.
     """
     if group is not None and group < stages:
         raise ScheduleError(
@@ -54,11 +54,11 @@ def groups_of(stages: int, microbatches: int, group: int | None) -> list[range]:
 
 
 def window_of(groups: list[range], stages: int) -> int:
-    """How many messages a lane holds: inputs of a chunk arrive while a rank runs a group through the chunk before."""
+    """Return the number of messages a lane holds: inputs of a chunk arrive while a rank runs the chunk before."""
     return max(WINDOW, len(groups[0]) - stages + 2)
 
 
 def passes_in_turns(held: list[Stage], groups: list[range], backward: Op) -> tuple[list[Action], list[Action]]:
-    """The forwards and the backwards of a rank, in their orders."""
+    """Return the forwards and the backwards of a rank, in their orders."""
     turns = [(place, k) for group in groups for place in range(len(held)) for k in group]
     return [pass_of(Op.F, k, held[i]) for i, k in turns], [pass_of(backward, k, held[-1 - i]) for i, k in turns]

@@ -1,7 +1,7 @@
-"""Orders that nobody has written down as a table: each rank takes the most urgent pass that is ready, step by step.
+"""A greedy list scheduler, for orders whose papers give no table: each rank runs the most urgent pass that is ready.
 
-A list scheduler in whole units of time, without communication. Urgent is: a backward before a forward, then the oldest
-microbatch, then the deepest stage.
+It works in whole units of time, without communication. Backwards are more urgent than forwards, then older microbatches
+than younger ones, then later stages than earlier ones.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from penstock.schedule.ir.schedule import Action, Op, Stage
 def greedy(
     ways: Mapping[int, Sequence[Stage]], microbatches: Mapping[int, int], *, backward: int, in_flight: int
 ) -> list[list[Action]]:
-    """The passes of each rank.
+    """Schedule all passes greedily and return those of each rank in order.
 
     Args:
         ways: microbatch -> its stages, from the first stage to the last.
-        microbatches: microbatch -> how urgent it is; the oldest has the lowest number.
-        backward: how long a backward of a stage takes; a forward takes 1.
-        in_flight: microbatches that may be under way at once, of those that enter at the same stage.
+        microbatches: microbatch -> its age rank; the oldest has the lowest number and is the most urgent.
+        backward: time of a backward of a stage; a forward takes 1.
+        in_flight: limit of microbatches in flight at once among those that enter at the same stage.
     """
     ranks = 1 + max(stage.rank for way in ways.values() for stage in way)
     ready: list[list[tuple[tuple[int, int, int], Action, int]]] = [[] for _ in range(ranks)]

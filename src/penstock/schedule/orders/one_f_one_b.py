@@ -30,29 +30,29 @@ from penstock.schedule.ir.schedule import Action, Op, Stage, straight
 
 
 def one_f_one_b(stages: int, microbatches: int) -> Order:
-    """Plain 1F1B, flushed after each batch."""
+    """Run plain 1F1B, flushed after each batch."""
     return make_order([list(_flushed(stage, stages - 1 - stage.rank, microbatches)) for stage in straight(stages)])
 
 
 def eager_1f1b(stages: int, microbatches: int) -> Order:
-    """Eager 1F1B (DAPPLE's P_B), flushed after each batch."""
+    """Run eager 1F1B (DAPPLE's P_B), flushed after each batch."""
     return make_order(
         [list(_flushed(stage, 2 * (stages - 1 - stage.rank), microbatches)) for stage in straight(stages)]
     )
 
 
 def endless_1f1b(stages: int, microbatches: int) -> Order:
-    """Plain 1F1B without flushes."""
+    """Run plain 1F1B without flushes."""
     return _endless(stages, microbatches, [stages - 1 - rank for rank in range(stages)])
 
 
 def endless_eager_1f1b(stages: int, microbatches: int) -> Order:
-    """Eager 1F1B without flushes."""
+    """Run eager 1F1B without flushes."""
     return _endless(stages, microbatches, [2 * (stages - 1 - rank) for rank in range(stages)])
 
 
 def fine_grained(stages: int, microbatches: int) -> Order:
-    """PipeMare's own order: a forward and a backward of each stage in every slot, without flushes."""
+    """Run PipeMare's own order, a forward and a backward of each stage in every slot, without flushes."""
     return _endless(stages, microbatches, [2 * (stages - 1 - rank) + 1 for rank in range(stages)])
 
 

@@ -18,12 +18,12 @@ from penstock.schedule.ir.schedule import Action, Op, Stage, Unit, straight
 
 
 def seq1f1b(stages: int, microbatches: int, *, slices: int = 2) -> Order:
-    """1F1B over slices.
+    """Run 1F1B over slices of sequences.
 
     Args:
         stages: p, the ranks.
         microbatches: m.
-        slices: k, of each sequence.
+        slices: k, the number of slices of each sequence.
     """
     return make_order(
         [
@@ -34,12 +34,12 @@ def seq1f1b(stages: int, microbatches: int, *, slices: int = 2) -> Order:
 
 
 def terapipe(stages: int, microbatches: int, *, slices: int = 2) -> Order:
-    """GPipe over slices.
+    """Run GPipe over slices of sequences.
 
     Args:
         stages: p, the ranks.
         microbatches: m.
-        slices: k, of each sequence.
+        slices: k, the number of slices of each sequence.
     """
     return make_order(
         [[a for half in _passes(stage, microbatches, slices) for a in half] for stage in straight(stages)]
@@ -47,7 +47,7 @@ def terapipe(stages: int, microbatches: int, *, slices: int = 2) -> Order:
 
 
 def _passes(stage: Stage, microbatches: int, slices: int) -> tuple[list[Action], list[Action]]:
-    """All forwards and all backwards of a rank, in their orders."""
+    """Return all forwards and all backwards of a rank, in their orders."""
     forwards = [
         Action(Op.F, stage, Unit(k, slice=(j, slices) if slices > 1 else None))
         for k in range(microbatches)

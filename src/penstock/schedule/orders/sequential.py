@@ -10,7 +10,7 @@ from penstock.schedule.ir.schedule import Op, straight
 
 
 def sequential(stages: int, microbatches: int) -> Order:
-    """F0 B0 F1 B1 ... on every rank."""
+    """Run F0 B0 F1 B1 ... on every rank."""
     return make_order(
         [[pass_of(op, k, stage) for k in range(microbatches) for op in (Op.F, Op.B)] for stage in straight(stages)]
     )

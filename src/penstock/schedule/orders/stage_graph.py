@@ -1,8 +1,8 @@
 """1F1B on stages that do not form a chain: branches, skips, several ends (GraphPipe, Jeon et al., arXiv 2406.17145).
 
-One stage a rank. A stage runs as many forwards ahead as there are stages on the longest way from it to an end, itself
-included, so branches run side by side, and the pipeline is as deep as the graph, not as the number of its stages. Where
-no gradient comes back (an edge without backward, as in PPLL's local losses), a stage is an end.
+Each rank holds one stage. A stage runs as many forwards ahead as there are stages on the longest path from it to an
+end, itself included, so branches run in parallel, and the pipeline is as deep as the graph, not as the number of its
+stages. A stage to which no gradient returns (an edge without backward, as in PPLL's local losses) is an end.
 
 Two towers that are joined, 0>2 1>2 2>3, m=4:
     r0: F0 F1 F2 B0 F3 B1 B2 B3
@@ -23,16 +23,16 @@ from penstock.schedule.ir.schedule import WINDOW, Edge, Op, straight
 
 
 def over(edges: Sequence[Edge | tuple[int, int]], frozen: Collection[int] = ()) -> OrderFunction:
-    """The order function of a graph.
+    """Return the 1F1B order function of a graph of stages.
 
     Args:
-        edges: from stage to stage, each from a lower number to a higher one.
-        frozen: stages that are not trained; no gradient goes back to them.
+        edges: edges between stages, each from a lower number to a higher one.
+        frozen: stages that are not trained and receive no gradient.
     """
     joined = tuple(sorted(Edge(*edge) for edge in edges))
 
     def graph_1f1b(stages: int, microbatches: int) -> Order:
-        """1F1B on the graph.
+        """Run 1F1B on the graph.
 
         Raises:
             ScheduleError: an edge runs backwards or beyond the last stage, or a gradient would have to pass a frozen
@@ -41,21 +41,21 @@ def over(edges: Sequence[Edge | tuple[int, int]], frozen: Collection[int] = ()) 
         wrong = next((e for e in joined if not 0 <= e.source < e.target < stages), None)
         if wrong is not None:
             raise ScheduleError(
-                f"edge {wrong.source}>{wrong.target} of a graph of {stages} stages: edges run from a lower number to a "
-                "higher one"
+                f"edge {wrong.source}>{wrong.target} of a graph of {stages} stages: edges must go from a lower number "
+                "to a higher one"
             )
 
         barred = next((e for e in joined if e.target in frozen and e.source not in frozen and e.backward), None)
         if barred is not None:
             raise ScheduleError(
-                f"no gradient passes stage {barred.target}, which is frozen, so stage {barred.source} before it cannot "
-                f"learn from it: freeze that, too, or make it an edge without backward, ({barred.source}, "
-                f"{barred.target}, False), and give it a loss"
+                f"no gradient passes the frozen stage {barred.target}, so stage {barred.source} before it would get "
+                f"none: freeze it, too, or use an edge without backward, ({barred.source}, {barred.target}, False), "
+                f"and give stage {barred.source} a loss"
             )
 
         @cache
         def ahead(index: int) -> int:
-            """Stages on the longest way to where a loss is."""
+            """Return the number of stages on the longest path to a loss."""
             return 1 + max((ahead(e.target) for e in joined if e.source == index and e.backward), default=0)
 
         programs = []

@@ -1,4 +1,4 @@
-"""WPipe: two groups of stages, of which the first one's forwards run a batch ahead of its backwards.
+"""WPipe: two groups of stages; in the first, forwards run a batch ahead of backwards.
 
 Source: Yang, Zhang, Zhang, Yang and Wei, "Group-based interleaved pipeline parallelism for large-scale DNN training"
 (ICLR 2022); its code (github.com/yangpc615/WPipe, lib/unifieddatainterface.py and lib/callableunit.py) gives the order.
@@ -26,7 +26,7 @@ from penstock.schedule.ir.schedule import WINDOW, Action, Op, Stage
 
 
 def wpipe(stages: int, microbatches: int) -> Order:
-    """WPipe's two groups in turn, without flushes.
+    """Run WPipe's two groups in turn, without flushes.
 
     Args:
         stages: p, the ranks.
@@ -40,11 +40,11 @@ def wpipe(stages: int, microbatches: int) -> Order:
         backwards = [_backward(n, m, first, second) for n in range(-ahead, 2 * m - ahead)]
         periods.append([a for pair in zip(forwards, backwards, strict=True) for a in pair])
         epilogues.append([_backward(n, m, first, second) for n in range(-ahead, 0)])
-    # The outputs of group 1 wait on the way from the last rank to the first until it has run its own m forwards there.
+    # The outputs of group 1 wait on their way to rank 0 until it has run its own m forwards of that group.
     return make_order(periods, epilogues, stages=placed, window=max(WINDOW, m))
 
 
 def _backward(place: int, m: int, first: Stage, second: Stage) -> Action:
-    """The backward at a place in their sequence, in which batch t has places 0 to 2m - 1."""
+    """Return the backward at a position in the sequence, in which batch t has positions 0 to 2m - 1."""
     batch, k = divmod(place, 2 * m)
     return pass_of(Op.B, batch * m + k % m, second if k < m else first)

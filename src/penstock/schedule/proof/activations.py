@@ -1,4 +1,4 @@
-"""Activations in flight on every rank: what actions take and give back, and the most that is held at once."""
+"""Count the activations in flight on every rank, and the most held at once."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from penstock.schedule.ir.schedule import Action, Schedule
 
 
 class Activations:
-    """A running count, in 1 / `scale` microbatches on a rank's whole share.
+    """A running count of activations per rank, in 1 / `scale` microbatches on a rank's whole share.
 
     Args:
-        schedule: whose.
-        left: what of a microbatch's activations is left between I and W; everything, unless told otherwise.
+        schedule: the schedule.
+        left: the part of a microbatch's activations that is kept between I and W; by default all.
 
     Attributes:
-        held, peak: per rank.
+        held, peak: activations held now, and the most so far, per rank.
     """
 
     def __init__(self, schedule: Schedule, left: Fraction = Fraction(1)) -> None:
@@ -30,7 +30,7 @@ class Activations:
         self._changes: dict[tuple[object, ...], tuple[int, int]] = {}
 
     def change(self, action: Action) -> tuple[int, int]:
-        """What an action takes at its start (at least 0), and what it changes at its end (at most 0)."""
+        """Return the activations an action allocates at its start (>= 0), and the change at its end (<= 0)."""
         op, stage, (_, count, piece, kind, _), _, parts, peer, _ = action
         if parts:
             changes = [self.change(p) for p in parts]
@@ -42,18 +42,18 @@ class Activations:
         return self._changes[key]
 
     def add(self, rank: int, amount: int) -> int:
-        """Take (or give back) activations; returns what is held then."""
+        """Add `amount` activations (negative: free them) and return the number held afterwards."""
         self.held[rank] = held = self.held[rank] + amount
         if held > self.peak[rank]:
             self.peak[rank] = held
         return held
 
     def peaks(self) -> tuple[Fraction, ...]:
-        """The most held on each rank, in microbatches on its whole share."""
+        """Return the most held on each rank, in microbatches on its whole share."""
         return tuple(Fraction(peak, self.scale) for peak in self.peak)
 
     def copy(self) -> Activations:
-        """An independent twin."""
+        """Return an independent copy."""
         twin = Activations(self._schedule, self._left)
         twin.held, twin.peak, twin._changes = list(self.held), list(self.peak), self._changes
         return twin

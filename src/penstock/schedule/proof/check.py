@@ -1,18 +1,19 @@
 """The proof of a schedule, before anything runs.
 
-`check` shows three things: every batch gets every pass exactly once (coverage); nobody waits for ever on the machine
-model of `penstock.schedule.machine.lower`; and every pass reads the version its rule names, alive and in a buffer of
-its own.
+`check` shows three things: every batch gets every pass exactly once (coverage); no rank waits forever on the machine
+model of `penstock.schedule.machine.lower`; and every pass reads the version its rule names, while it exists and in a
+buffer of its own.
 
-The second and third hold for spans of any length by induction. The schedule is played batch by batch; what is under
-way at a border (messages; microbatches, versions and gradients), written relative to the border's batch, is its state.
-All ranks run the same period again, so once a state repeats, everything after it repeats, too. (Only once every action
-exists and nothing is read that lies before the span: the first periods are not the same yet.) From every border up
-to there a twin drains the pipeline and must end clean: that covers spans of every length. Messages and versions are
-played apart, because the books of a stage depend on the order of its rank's program alone.
+The second and third hold for spans of any length by induction. The schedule is played batch by batch; the messages,
+microbatches, versions and gradients that exist at a batch border, numbered relative to the border's batch, are its
+state. All ranks run the same period again, so once a state repeats, everything after it repeats, too. (This requires
+that every action exists and that no version or unit from before the span is used, so the first periods do not count.)
+From every border up to there a copy of the state drains the pipeline and must leave nothing behind: that covers spans
+of every length. Messages and versions are played separately, because the versions of a stage depend only on the order
+of its rank's program.
 
-Where versions are provisional, both outcomes of a VALIDATE are played. They leave the same messages under way, so that
-what holds for each of them holds for any mixture.
+Where versions are provisional, both outcomes of a VALIDATE are played. They leave the same messages in transit, so that
+what holds for each outcome holds for any sequence of them.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from fractions import Fraction
 from penstock.errors import ScheduleError
 from penstock.schedule.ir.gc_pause import no_collection
 from penstock.schedule.ir.rules import RULES
-from penstock.schedule.ir.schedule import Action, Kind, Op, Program, Schedule, Stage, existing, passes, since
+from penstock.schedule.ir.schedule import Action, Kind, Op, Program, Schedule, Stage, existing, since, split_fused
 from penstock.schedule.machine.instructions import LOOKAHEAD, Lowered
 from penstock.schedule.machine.lower import lower
 from penstock.schedule.machine.play import Machine
@@ -36,20 +37,20 @@ from penstock.schedule.proof.stage_state import Delay, StageState
 from penstock.schedule.transforms.post_validation import redone
 
 _LIMIT = 8
-"""Batches beyond twice the transient by which every state must have repeated: what was in flight then is long gone."""
+"""Batches beyond twice the transient by which every state must have repeated."""
 
 
 @dataclass(frozen=True)
 class StageFacts:
-    """What the proof found out about a stage.
+    """The facts that the proof derived about a stage.
 
     Attributes:
-        versions: weight versions alive at once, at most.
-        copies: derived copies alive at once, at most.
-        gradients: gradients under way or waiting at once, at most.
+        versions: the most weight versions alive at once.
+        copies: the most derived copies alive at once.
+        gradients: the most gradients accumulating or waiting at once.
         buffers: parameter-sized buffers needed for versions and gradients together.
         delay: updates between the version read and the version updated, mean over a batch, in the steady state.
-        recompute_delay: the same of forwards that are run again; None where none are. So between a forward and its
+        recompute_delay: the same for recomputed forwards; None where there are none. So between a forward and its
             recompute lie `delay.forward - recompute_delay` updates, and from there to its backward `recompute_delay -
             delay.backward`.
     """
@@ -64,12 +65,12 @@ class StageFacts:
 
 @dataclass(frozen=True)
 class Proof:
-    """A schedule that has been checked, with what was derived on the way.
+    """A schedule that has been checked, with the facts that were derived on the way.
 
     Attributes:
         stages: facts per stage.
         activations: per rank, the most activations in flight, in units of one microbatch on the rank's whole share.
-        steady_from: the batch from which on everything repeats.
+        steady_from: the first batch from which on everything repeats.
     """
 
     lowered: Lowered
@@ -83,7 +84,7 @@ class Proof:
         return self.lowered.schedule
 
     def versions_on(self, rank: int) -> int:
-        """Weight versions alive at once on a rank, the most over its stages."""
+        """Return the most weight versions that a stage of this rank has alive at once."""
         return max((self.stages[n].versions for n in self.schedule.on_rank(rank)), default=0)
 
 
@@ -92,12 +93,12 @@ def check(schedule: Schedule, lookahead: int = LOOKAHEAD, window: int | None = N
     """Prove a schedule.
 
     Args:
-        schedule: what to prove.
-        lookahead: actions by which a RECV may be posted ahead.
-        window: outstanding messages per lane and side; as the schedule says if None.
+        schedule: the schedule to prove.
+        lookahead: number of actions by which a RECV may be posted ahead.
+        window: outstanding messages per lane and side; if None, as in the schedule.
 
     Raises:
-        ScheduleError: with the action at fault and why.
+        ScheduleError: the schedule is wrong; the message names the action and the reason.
     """
     if schedule.rule not in RULES:
         raise ScheduleError(f"{schedule.name}: unknown rule {schedule.rule!r}; known: {', '.join(RULES)}")
@@ -129,20 +130,18 @@ def check(schedule: Schedule, lookahead: int = LOOKAHEAD, window: int | None = N
 
 
 def _transient(schedule: Schedule) -> int:
-    """The first batch in whose period nothing lies before the span: no unit, and no version that is read."""
+    """Return the first batch in whose period no unit, and no version that is read, lies before the span."""
     latest = 0
-    for program in schedule.programs:
-        for action in program.period:
-            for p in passes(action):
-                size = 1 if p.unit.kind is Kind.BATCH else schedule.microbatches
-                latest = max(latest, -(p.unit.first // size))
-                if p.reads is not None:
-                    latest = max(latest, -min(p.reads.versions))
+    for p in schedule.passes():
+        size = 1 if p.unit.kind is Kind.BATCH else schedule.microbatches
+        latest = max(latest, -(p.unit.first // size))
+        if p.reads is not None:
+            latest = max(latest, -min(p.reads.versions))
     return latest
 
 
 def _prove_progress(lowered: Lowered) -> None:
-    """Play the messages: in no span, however long, does a rank wait for ever."""
+    """Play the messages: raise an error if a rank waits forever in a span of some length."""
     machine, transient = Machine(lowered), _transient(lowered.schedule)
     machine.play_period(-1, more=True)
     before = machine.state(0)
@@ -151,7 +150,7 @@ def _prove_progress(lowered: Lowered) -> None:
         twin.play_period(t, more=False)
         twin.play_epilogue(t + 1)
         if not any(program.epilogue for program in lowered.programs):
-            return  # no message crosses a border, and RECVs that are posted early only help
+            return  # no message crosses a border, and RECVs that are posted early cannot block
         other = machine.copy() if any(program.rejected for program in lowered.programs) else None
         machine.play_period(t, more=True)
         state = machine.state(t + 1)
@@ -160,27 +159,31 @@ def _prove_progress(lowered: Lowered) -> None:
         if state == before and t >= transient:
             return
         before = state
-    raise ScheduleError(f"{lowered.schedule.name}: after {t + 1} batches the messages under way still change")
+    raise ScheduleError(
+        f"{lowered.schedule.name}: after {t + 1} batches the messages in transit at a batch border still change"
+    )
 
 
 def _prove_rejection(machine: Machine, t: int, accepted: object) -> None:
-    """Nobody waits for ever where a version is rejected either, and what follows is the same: so in any mixture."""
+    """Prove that no rank waits forever after a rejection, and that it leaves the same state as an acceptance."""
     twin = machine.copy()
     twin.play_period(t, more=False, rejected=True)
     twin.play_epilogue(t + 1)
     machine.play_period(t, more=True, rejected=True)
     if machine.state(t + 1) != accepted:
         name = machine.lowered.schedule.name
-        raise ScheduleError(f"{name}: after a rejected version other messages are under way than after an accepted one")
+        raise ScheduleError(
+            f"{name}: the messages in transit after a rejected version differ from those after an accepted one"
+        )
 
 
 class _Books:
-    """The books of every stage, and the activations on every rank.
+    """The state of every stage, and the activations on every rank, while a schedule is played.
 
     Args:
-        schedule: whose.
-        older: the version that stands for everything before the span.
-        rejecting: every provisional version is rejected.
+        schedule: the schedule.
+        older: the number of the version that represents everything before the span.
+        rejecting: reject every provisional version.
     """
 
     def __init__(self, schedule: Schedule, older: int, rejecting: bool = False) -> None:
@@ -189,23 +192,23 @@ class _Books:
         specs = stage_specs(schedule, older)
         self.states = {spec.stage: StageState(spec, rejecting=rejecting) for spec in specs}
         self.activations = Activations(schedule)
-        # A stage's books depend on its own passes only, and on the versions that microbatches were admitted with: so
-        # the stages are played one after the other, those that admit first.
+        # The state of a stage depends only on its own passes and on the versions with which microbatches were admitted,
+        # so the stages are played one after the other, those that admit first.
         self.order = sorted((s.stage for s in specs), key=lambda stage: not self.states[stage].spec.admits)
         self.passes = {
             stage: tuple(self._of_stage(p, stage) for p in self.programs[stage.rank]) for stage in self.order
         }
         self.admitted: dict[int, int] = {}
         self.runs = len({s.stage.index for s in specs if s.share}) * schedule.slices  # forwards of a microbatch
-        self.run: dict[int, int] = {}  # how many of them an admitted microbatch has behind it
+        self.run: dict[int, int] = {}  # admitted microbatch -> forwards that it has run
 
     def _of_stage(self, actions: Iterable[Action], stage: Stage) -> list[tuple[int, Action]]:
-        """What a stage does, with the first batch in which each action exists."""
-        mine = [p for action in actions for p in passes(action) if p.stage == stage]
+        """Return the actions of a stage, with the first batch in which each action exists."""
+        mine = [p for p in split_fused(actions) if p.stage == stage]
         return [(since(p.unit, self.schedule.microbatches), p) for p in mine]
 
     def prove(self) -> int:
-        """Play until the state at a border repeats; the batch from which it does."""
+        """Play until the state at a batch border repeats, and return the batch from which it does."""
         before, transient = self._state(0), _transient(self.schedule)
         for t in range(_LIMIT + 2 * transient):
             self._play(t, epilogue=False)
@@ -223,7 +226,7 @@ class _Books:
         for stage in self.order:
             state = self.states[stage]
             for begins, action in self.passes[stage][epilogue]:
-                if t >= begins and (t or action.op is not Op.REDO):  # nothing is decided on in the first period
+                if t >= begins and (t or action.op is not Op.REDO):  # no version is validated in the first period
                     state.apply(action, t, self.admitted)
                     if self.admitted and action.op is Op.F:
                         self._forget(range(action.unit.first + t * m, action.unit.first + t * m + action.unit.count))
@@ -236,27 +239,27 @@ class _Books:
                     self.activations.add(rank, freed)
 
     def _forget(self, microbatches: Iterable[int]) -> None:
-        """Admissions are asked for by forwards only."""
+        """Drop the admissions of microbatches that have run all their forwards, as only forwards use them."""
         for k in self.admitted.keys() & set(microbatches):
             self.run[k] = self.run.get(k, 0) + 1
             if self.run[k] == self.runs:
                 del self.admitted[k], self.run[k]
 
     def _state(self, t: int) -> object:
-        """What is under way at the border before batch t."""
+        """Return the state at the border before batch t."""
         k = t * self.schedule.microbatches
         admitted = sorted((mb - k, v - t, self.run.get(mb, 0)) for mb, v in self.admitted.items())
         return [s.state(t) for s in self.states.values()], admitted
 
     def _twin(self) -> _Books:
-        """Independent books in the same state."""
+        """Return an independent copy in the same state."""
         twin = copy.copy(self)
         twin.states = {stage: state.copy() for stage, state in self.states.items()}
         twin.admitted, twin.run, twin.activations = dict(self.admitted), dict(self.run), self.activations.copy()
         return twin
 
     def drain(self, batches: int) -> None:
-        """Play the epilogue of a span of `batches` batches; afterwards nothing may be left."""
+        """Play the epilogue of a span of `batches` batches; raise an error if anything is left afterwards."""
         for state in self.states.values():
             state.drain(batches)
         self._play(batches, epilogue=True)
@@ -267,7 +270,7 @@ class _Books:
                 "forwards that read a rejected version": sorted({k for k, _ in state.flights.void}),
                 "gradients of batches": sorted(state.gradients),
                 "derived copies": sorted(state.copies),
-                "activations of other ranks, of microbatches": sorted(unit.first for _, unit in state.held),
+                "activations of other ranks' microbatches": sorted(unit.first for _, unit in state.held),
                 "gathered weights of version": [] if state.gathered is None else [state.gathered],
             }
             for what, items in left.items():
@@ -276,7 +279,7 @@ class _Books:
                     raise ScheduleError(f"{self.schedule.name}: {where} still has {what} {items}")
 
     def absorb(self, other: _Books) -> None:
-        """Take over the peaks of others."""
+        """Raise the peaks to those of another copy."""
         for stage, state in self.states.items():
             twin = other.states[stage]
             state.peak_versions = max(state.peak_versions, twin.peak_versions)
@@ -290,5 +293,5 @@ class _Books:
 
 
 def _always(action: Action) -> Action:
-    """An AVERAGE as if it stood in every period: it changes nothing, and must be in its place wherever it stands."""
+    """Return an AVERAGE with `every` removed: it changes no state, and must be placed correctly in every period."""
     return action._replace(unit=action.unit._replace(every=1)) if action.unit.every > 1 else action

@@ -1,9 +1,9 @@
-"""Is every pass there, exactly once, for every batch, whatever the number of batches?
+"""Prove that every batch has every pass and update exactly once, for any number of batches.
 
-A static argument over the text of the programs. In the period of batch t an action on relative microbatch `o` works on
-microbatch o mod m of batch t + floor(o / m). So the periods do everything once for every batch exactly if each residue
-mod m appears once, with an offset below m. What T periods leave open for an offset o < 0 are the microbatches o, o + m,
-o + 2m, ... below 0, relative to batch T: exactly these the epilogue must hold. Updates, which count batches, are the
+The argument is static, over the text of the programs. In the period of batch t an action on relative microbatch `o`
+works on microbatch o mod m of batch t + floor(o / m). So the periods cover every batch exactly once if and only if each
+residue mod m appears once, with an offset below m. With an offset o < 0, T periods leave out the microbatches o, o + m,
+o + 2m, ... below 0, relative to batch T: the epilogue must contain exactly these. Updates, which count batches, are the
 case m = 1.
 """
 
@@ -16,14 +16,25 @@ from typing import NamedTuple
 
 from penstock.errors import ScheduleError
 from penstock.schedule.ir.ops import MOVES, PASSES
-from penstock.schedule.ir.schedule import Action, Kind, Op, Payload, Schedule, Stage, Unit, format_unit, passes
+from penstock.schedule.ir.schedule import (
+    Action,
+    Kind,
+    Op,
+    Payload,
+    Schedule,
+    Stage,
+    Unit,
+    format_unit,
+    passes,
+    split_fused,
+)
 from penstock.schedule.transforms.batch_ops import COLLECTIVES
 
 _COUNTED = PASSES | {Op.STEP, Op.VALIDATE, Op.REDUCE, Op.TIE, Op.DECIDE, Op.AVERAGE}
 
 
 class _Slot(NamedTuple):
-    """What must appear exactly once per batch: an operation on a stage, in any direction for passes."""
+    """An action that must appear exactly once per batch: an operation on a stage, in any direction for passes."""
 
     place: str  # "stage 3" or "stage 3.1"
     op: Op
@@ -47,11 +58,10 @@ def check_coverage(schedule: Schedule) -> None:
     evaluation = False
     for program in schedule.programs:
         for actions, table in ((program.period, periods), (program.epilogue, epilogues)):
-            for action in actions:
-                for p in passes(action):
-                    evaluation |= p.unit.kind is Kind.EVAL
-                    for slot, offset in _slots(p, schedule.microbatches):
-                        table[slot].append(offset)
+            for p in split_fused(actions):
+                evaluation |= p.unit.kind is Kind.EVAL
+                for slot, offset in _slots(p, schedule.microbatches):
+                    table[slot].append(offset)
     trained = {c for c in range(schedule.num_stages) if c not in schedule.frozen and not evaluation}
     for index in range(schedule.num_stages):
         _check_passes(schedule, index, index in trained, periods)
@@ -62,7 +72,7 @@ def check_coverage(schedule: Schedule) -> None:
 
 
 def _slots(action: Action, microbatches: int) -> Iterator[tuple[_Slot, int]]:
-    """What an action covers, with its offsets."""
+    """Yield the slots that an action covers, with its offsets."""
     op, stage, unit, *_ = action
     if op not in _COUNTED:
         return
@@ -85,63 +95,61 @@ def _check_structure(schedule: Schedule) -> None:
         raise ScheduleError(f"{name}: stages on no rank: {missing}; (stage, direction) held twice: {doubled}")
     for edge in schedule.edges:
         if edge.source not in held or edge.target not in held or edge.source == edge.target:
-            raise ScheduleError(f"{name}: edge {edge.source}>{edge.target} does not join two stages")
+            raise ScheduleError(f"{name}: edge {edge.source}>{edge.target} does not connect two stages")
     twice = [pair for pair, n in Counter((e.source, e.target) for e in schedule.edges).items() if n > 1]
     if twice:
         raise ScheduleError(
-            f"{name}: more than one edge from stage {twice[0][0]} to stage {twice[0][1]}; one carries all"
+            f"{name}: more than one edge from stage {twice[0][0]} to stage {twice[0][1]}; merge them into one"
         )
     _check_segments(schedule, held)
     for rank, program in enumerate(schedule.programs):
         for actions, begun in ((program.period, 1), (program.epilogue, 0)):
             for action in actions:
                 if action.parts and any(p.op not in PASSES for p in action.parts):
-                    raise ScheduleError(f"{name}: {action} on rank {rank} fuses more than passes")
+                    raise ScheduleError(f"{name}: {action} on rank {rank} fuses something other than passes")
                 for p in passes(action):
                     if p.stage not in stages or p.stage.rank != rank:
-                        raise ScheduleError(
-                            f"{name}: {p} stands in the program of rank {rank}, which holds no such stage"
-                        )
+                        raise ScheduleError(f"{name}: {p} is in the program of rank {rank}, which holds no such stage")
                     _check_unit(schedule, p, begun)
 
 
 def _check_segments(schedule: Schedule, held: set[int]) -> None:
-    """A segment is a chain: what one stage recomputes is all the input of the next."""
+    """Check that a segment is a chain: each stage gets all its input from the one before."""
     name, recomputed = schedule.name, schedule.recomputed
     unknown = sorted({*schedule.frozen, *(c for s in schedule.segments for c in s)} - held)
     if unknown:
         raise ScheduleError(f"{name}: there is no stage {unknown[0]} to be frozen or in a segment")
     twice = [index for index, n in Counter(c for s in schedule.segments for c in s).items() if n > 1]
     if twice:
-        raise ScheduleError(f"{name}: stage {twice[0]} stands twice in segments")
+        raise ScheduleError(f"{name}: stage {twice[0]} appears twice in segments")
     for segment in schedule.segments:
         without = [index for index in segment if index not in recomputed]
         if without:
             raise ScheduleError(f"{name}: stage {without[0]} is in a segment, but does not recompute")
         for before, index in pairwise(segment):
             if [edge.source for edge in schedule.predecessors[index]] != [before]:
-                raise ScheduleError(
-                    f"{name}: in a segment stage {before} must be all that stage {index} has its input from"
-                )
+                raise ScheduleError(f"{name}: in a segment stage {before} must be the only input of stage {index}")
 
 
 def _check_unit(schedule: Schedule, action: Action, begun: int) -> None:
-    """A unit lies within one batch that has begun (relative to the action's own: before `begun`)."""
+    """Check that a unit lies within one batch that has begun (relative to the action's own: before `begun`)."""
     op, unit, m = action.op, action.unit, schedule.microbatches
     where = f"{schedule.name}: {action} on rank {action.stage.rank}"
     if op in (Op.SEND, Op.RECV, Op.REDO, Op.FUSED):
-        raise ScheduleError(f"{where}: {op} is not written in a schedule; it is added when that is lowered")
+        raise ScheduleError(f"{where}: {op} must not be written in a schedule; lowering adds it")
     if (unit.kind is Kind.BATCH) is (op in PASSES or op in MOVES or op is Op.PREDICT):
         raise ScheduleError(f"{where}: {op} works on {'microbatches' if unit.kind is Kind.BATCH else 'batches'}")
     if unit.every != 1 and (op is not Op.AVERAGE or unit.every < 1):
-        raise ScheduleError(f"{where}: only an AVERAGE may be left out of some batches; every batch has its {op}")
+        raise ScheduleError(f"{where}: only an AVERAGE may skip batches; every batch needs its {op}")
     if (op in (Op.HOLD, Op.RETURN) and action.peer is None) or (action.peer is not None and op not in MOVES):
         raise ScheduleError(
-            f"{where}: HOLD and RETURN name the other end, as in HOLD2@3<0/parked; OFFLOAD and FETCH may"
+            f"{where}: HOLD and RETURN must name the peer, as in HOLD2@3<0/parked; OFFLOAD and FETCH may"
         )
     pieces = unit.slice[1] if unit.slice else 1
     if unit.count < 1 or (op is not Op.PREDICT and unit.kind is not Kind.BATCH and pieces != schedule.slices):
-        raise ScheduleError(f"{where}: a unit holds at least one microbatch, and all slices are of one size")
+        raise ScheduleError(
+            f"{where}: a unit must hold at least one microbatch, and all units must have the same number of slices"
+        )
     size = 1 if unit.kind is Kind.BATCH else m
     if unit.first // size != (unit.first + unit.count - 1) // size:
         raise ScheduleError(f"{where} crosses the border of a batch")
@@ -191,7 +199,7 @@ def _check_updates(schedule: Schedule, trained: set[int], periods: _Table) -> No
 
 
 def _check_moves(schedule: Schedule) -> None:
-    """What one rank parks with another one, that one takes in and gives back, once."""
+    """Check that activations moved to another rank are received and returned there exactly once."""
     for giving, taking in ((Op.OFFLOAD, Op.HOLD), (Op.RETURN, Op.FETCH)):
         moves: dict[Op, list[tuple[Stage, Stage, Unit]]] = {giving: [], taking: []}
         for program in schedule.programs:
@@ -199,14 +207,16 @@ def _check_moves(schedule: Schedule) -> None:
                 if a.op in moves and a.peer is not None:
                     moves[a.op].append((a.stage, a.peer, a.unit) if a.op is giving else (a.peer, a.stage, a.unit))
                     if a.payload is not Payload.PARKED:
-                        raise ScheduleError(f"{schedule.name}: {a} moves parked activations: write /{Payload.PARKED}")
+                        raise ScheduleError(
+                            f"{schedule.name}: {a} moves activations, so its payload must be /{Payload.PARKED}"
+                        )
         given, taken = Counter(moves[giving]), Counter(moves[taking])
         for (source, target, unit), n in (given | taken).items():
             if n > 1 or given[source, target, unit] != taken[source, target, unit]:
                 what = f"the activations of {format_unit(unit)} from stage {source.name} to stage {target.name}"
                 raise ScheduleError(
                     f"{schedule.name}: {giving} and {taking} move {what} {given[source, target, unit]} and "
-                    f"{taken[source, target, unit]} times; each must stand there once"
+                    f"{taken[source, target, unit]} times; each must appear exactly once"
                 )
 
 
@@ -226,15 +236,15 @@ def _check_epilogues(schedule: Schedule, periods: _Table, epilogues: _Table) -> 
 
 
 def _check_averages(schedule: Schedule, trained: set[int], periods: _Table, epilogues: _Table) -> None:
-    """Every trained stage averages after the same batches, or its copies would drift away from the others' copies."""
+    """Check that every trained stage averages after the same batches, or its copies would diverge."""
     averaged: dict[str, list[tuple[int, int]]] = {f"stage {n.name}": [] for n in schedule.stages if n.index in trained}
     for slot in sorted(s for s in periods.keys() | epilogues.keys() if s.op is Op.AVERAGE):
         starts, rest = periods.get(slot, []), sorted(epilogues.get(slot, []))
-        # The periods reach up to the offset before the end of the span; the epilogue goes on from there.
+        # The periods cover the batches up to the offset from the end of the span, the epilogue those after it.
         if len(starts) != 1 or rest != list(range(starts[0], starts[0] + len(rest))):
             raise ScheduleError(
-                f"{schedule.name}: {slot.place} must AVERAGE once per period, and to drain go on in a row; it has "
-                f"{starts}, then {rest}"
+                f"{schedule.name}: {slot.place} must AVERAGE once per period, and continue without gaps in the "
+                f"epilogue; it has {starts}, then {rest}"
             )
         averaged.setdefault(slot.place, []).append((slot.residue, starts[0] + len(rest) - 1))
     common = next(iter(averaged.values()), [])

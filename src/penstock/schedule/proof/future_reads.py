@@ -1,4 +1,4 @@
-"""Which versions the forwards to come will read: what a stage has to keep alive for them."""
+"""Determine which versions future forwards of a stage will read, and so which ones must be kept alive."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from penstock.schedule.ir.schedule import Action, Op, Schedule, Stage, passes
+from penstock.schedule.ir.schedule import Action, Op, Schedule, Stage, split_fused
 
 
 @dataclass(frozen=True)
 class Forwards:
-    """The forwards of a stage, in the order of its rank's program.
+    """The versions that the forwards of a stage read, in the order of its rank's program.
 
     A position counts forwards from the start of the span, through all periods; in an epilogue, from its start.
 
@@ -26,7 +26,7 @@ class Forwards:
 
     @cached_property
     def _oldest_from(self) -> list[int]:
-        """For each place in a period, the oldest version read from there to the period's end or in the next one."""
+        """For each position in a period, return the oldest version read from there to the end of the next period."""
         following = 1 + min(version for _, version in self.period)
         result = []
         for _, version in reversed(self.period):
@@ -35,10 +35,10 @@ class Forwards:
         return result[::-1]
 
     def settled(self, position: int, batches: int | None = None) -> int:
-        """The same position, or the next one behind forwards that do not exist because they lie before the span.
+        """Return `position`, moved past forwards that do not exist because they lie before the span.
 
         Args:
-            position: in the periods, or in the epilogue.
+            position: a position in the periods, or in the epilogue.
             batches: the length of the span once its epilogue has begun.
         """
         if batches is not None:
@@ -52,7 +52,7 @@ class Forwards:
         return position
 
     def oldest(self, position: int, batches: int | None = None) -> int | None:
-        """The oldest version that the forwards from `position` on read, or None where there are none."""
+        """Return the oldest version that the forwards from `position` on read, or None if there are none."""
         if batches is not None:
             left = self.epilogue[position:]
             return batches + min(version for _, version in left) if left else None
@@ -63,7 +63,7 @@ class Forwards:
 
 
 def forwards_of(schedule: Schedule) -> dict[Stage, Forwards]:
-    """The forwards of every stage that names versions."""
+    """Return the forwards of every stage that names versions."""
     found: dict[Stage, tuple[list[tuple[int, int]], list[tuple[int, int]]]] = {n: ([], []) for n in schedule.stages}
     for program in schedule.programs:
         for part, actions in enumerate(program):
@@ -75,7 +75,4 @@ def forwards_of(schedule: Schedule) -> dict[Stage, Forwards]:
 
 
 def _forwards(actions: Iterable[Action]) -> Iterator[Action]:
-    for action in actions:
-        for p in passes(action):
-            if p.op is Op.F and p.reads is not None:
-                yield p
+    return (p for p in split_fused(actions) if p.op is Op.F and p.reads is not None)

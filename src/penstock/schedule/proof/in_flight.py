@@ -1,4 +1,4 @@
-"""Microbatches between their forward and their backward on one stage."""
+"""Track the microbatches between their forward and their backward on one stage."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ Piece = tuple[int, int]
 
 
 class BooksError(Exception):
-    """Why an action cannot stand where it does; `penstock.schedule.proof.stage_state` adds which action it is."""
+    """The reason why an action is invalid at its position; `stage_state` adds which action it is."""
 
 
 class FlightFacts(NamedTuple):
-    """What is known of a microbatch (slice) in flight."""
+    """The versions and progress of a microbatch (slice) in flight."""
 
     versions: tuple[int, ...]
     derive: Copy | None = None
     recomputed: int | None = None  # the version that its recompute read
-    away: str | None = None  # where its activations are instead: the name of a peer, or the host
-    input_done: bool = False  # I has run, W is still to come
+    away: str | None = None  # where its activations were moved to: the name of a peer, or the host
+    input_done: bool = False  # I has run, W has not
 
 
 @dataclass
@@ -31,7 +31,7 @@ class Flights:
     """The microbatches in flight on a stage, in the order of their forwards."""
 
     held: dict[Piece, FlightFacts] = field(default_factory=dict)
-    void: set[Piece] = field(default_factory=set)  # their forwards have read a version that was rejected
+    void: set[Piece] = field(default_factory=set)  # forwards that read a rejected version
 
     def __iter__(self) -> Iterator[Piece]:
         return iter(self.held)
@@ -43,17 +43,17 @@ class Flights:
         return flight
 
     def begin(self, key: Piece, versions: tuple[int, ...], derive: Copy | None) -> None:
-        """A forward that reads these versions."""
+        """Record a forward that reads these versions."""
         self.held[key] = FlightFacts(versions, derive)
 
     def reject(self, version: int) -> None:
-        """A VALIDATE: what has read this version is void."""
+        """Record a rejection: forwards that read this version are void."""
         self.void |= {key for key, flight in self.held.items() if version in flight.versions}
 
     def redo(self, key: Piece) -> None:
-        """A REDO."""
+        """Record a repeated forward."""
         if key not in self.void:
-            raise BooksError("repeats a forward that has read no rejected version")
+            raise BooksError("repeats a forward that did not read a rejected version")
         self.void.discard(key)
 
     def _usable(self, key: Piece) -> FlightFacts:
@@ -62,45 +62,45 @@ class Flights:
         return self[key]
 
     def recompute(self, key: Piece, version: int) -> None:
-        """An R that reads a version."""
+        """Record a recompute that reads `version`."""
         flight = self._usable(key)
         if flight.recomputed is not None or flight.away:
             raise BooksError("has been recomputed already, or its input is offloaded")
         self.held[key] = flight._replace(recomputed=version)
 
     def backward(self, key: Piece, op: Op, recomputes: bool) -> FlightFacts | None:
-        """A B, I or W; the flight if it ends here."""
+        """Record a B, I or W; return the flight if it ends here."""
         flight = self._usable(key)
         if flight.away or (recomputes and flight.recomputed is None):
             raise BooksError("needs activations that are offloaded or not recomputed yet")
         if flight.input_done != (op is Op.W):
-            raise BooksError("does not fit: I comes before W, and B stands for both")
+            raise BooksError("must follow I if it is W, and must not follow I otherwise")
         if op is Op.I:
             self.held[key] = flight._replace(input_done=True)
             return None
         return self.held.pop(key)
 
     def move(self, key: Piece, away: bool, place: str) -> None:
-        """An OFFLOAD (away) to a place, or a FETCH from there."""
+        """Record an OFFLOAD to a place (`away`), or a FETCH from there."""
         flight = self.held.get(key)
         if flight is None or (flight.away is not None) is away:
-            raise BooksError("its activations are not in flight, or are already there")
+            raise BooksError("its activations are not in flight, or were already moved")
         if away and flight.recomputed is not None:
-            raise BooksError("its activations have been recomputed for a backward that is to come; offload them before")
+            raise BooksError("its activations have already been recomputed for the backward; offload them before that")
         if not away and flight.away != place:
             raise BooksError(f"its activations are not at {place}, but at {flight.away}")
         self.held[key] = flight._replace(away=place if away else None)
 
     def reader(self, version: int) -> int | None:
-        """A microbatch in flight whose forward read a version."""
+        """Return a microbatch in flight whose forward read `version`, or None."""
         return next((k for (k, _), flight in self.held.items() if version in flight.versions), None)
 
     def versions(self) -> set[int]:
-        """All versions that forwards of microbatches in flight read."""
+        """Return all versions that forwards of microbatches in flight read."""
         return {v for flight in self.held.values() for v in flight.versions}
 
     def state(self, t: int, microbatches: int) -> object:
-        """All of it, with numbers relative to batch t."""
+        """Return a comparable state, with numbers relative to batch t."""
         k = t * microbatches
         return sorted(
             (
@@ -111,8 +111,8 @@ class Flights:
                 (f.recomputed is not None, (f.recomputed or t) - t, f[3:]),
             )
             for (mb, piece), f in self.held.items()
-        )  # nothing is void at a border
+        )  # no forward is void at a border
 
     def copy(self) -> Flights:
-        """An independent twin."""
+        """Return an independent copy."""
         return Flights(dict(self.held), set(self.void))

@@ -1,4 +1,4 @@
-"""What the books of a stage need to know before a schedule is played."""
+"""The constants of a stage that the proof derives before it plays a schedule."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from dataclasses import dataclass
 
 from penstock.errors import ScheduleError
 from penstock.schedule.ir.rules import RULES, Source, VersionRule
-from penstock.schedule.ir.schedule import Action, Copy, Op, Schedule, Stage, passes
+from penstock.schedule.ir.schedule import Action, Copy, Op, Schedule, Stage
 from penstock.schedule.proof.future_reads import Forwards, forwards_of
 from penstock.schedule.transforms.batch_ops import COLLECTIVES
 
 
 @dataclass(frozen=True)
 class StageSpec:
-    """What does not change while a stage is played.
+    """The constants of a stage while it is played.
 
     Attributes:
         share: backward passes (microbatches times slices) per batch on this stage; 0 where nothing is trained.
-        forwards: what its forwards read, in the order of the program.
+        forwards: the versions that its forwards read, in the order of the program.
         copy_uses: reads of each derived copy per period, by label and microbatch modulo m.
-        older: the version that stands for everything before the span, 0 or -1.
-        collectives: those of each batch on this stage, in the order in which they must come; an update waits for them.
-        admits: this is the first trained stage, where microbatches are admitted.
+        older: the number of the version that represents everything before the span, 0 or -1.
+        collectives: the collectives of each batch on this stage in their required order; an update waits for them.
+        admits: True for the first trained stage, where microbatches are admitted.
     """
 
     stage: Stage
@@ -39,17 +39,15 @@ class StageSpec:
 
     @property
     def decides(self) -> bool:
-        """Whether an update waits for what all stages decide together."""
+        """True if an update waits for a decision of all stages."""
         return Op.DECIDE in self.collectives
 
 
 def stage_specs(schedule: Schedule, older: int) -> list[StageSpec]:
-    """What the books of each stage need to know beforehand."""
+    """Derive the constants of each stage."""
     actions: dict[Stage, list[Action]] = {stage: [] for stage in schedule.stages}
-    for program in schedule.programs:
-        for action in program.period:
-            for p in passes(action):
-                actions[p.stage].append(p)
+    for p in schedule.passes():
+        actions[p.stage].append(p)
     forwards = forwards_of(schedule)
     for here in actions.values():
         _check_labels(here, RULES[schedule.rule])
@@ -73,10 +71,10 @@ def stage_specs(schedule: Schedule, older: int) -> list[StageSpec]:
 
 
 def _check_labels(actions: list[Action], rule: VersionRule) -> None:
-    """Forwards and backwards have predictions of their own, so no label may serve both.
+    """Check that no label serves forwards and backwards, which have different predictions.
 
     Raises:
-        ScheduleError: one does.
+        ScheduleError: a label is read by both.
     """
     if not rule.forward is rule.backward is Source.COPY:
         return
@@ -87,13 +85,13 @@ def _check_labels(actions: list[Action], rule: VersionRule) -> None:
     if forward & backward:
         where = f"stage {actions[0].stage.name} on rank {actions[0].stage.rank}"
         raise ScheduleError(
-            f"{where}: forwards and backwards read copies of one label, {min(forward & backward)!r}; each pass has a "
+            f"{where}: forwards and backwards read copies of one label, {min(forward & backward)!r}; each needs a "
             "prediction of its own"
         )
 
 
 def _copy_uses(actions: list[Action], microbatches: int) -> Counter[Copy]:
-    """How often each derived copy is read, by microbatch modulo m (each appears in exactly one period)."""
+    """Count the reads of each derived copy, by microbatch modulo m (each appears in exactly one period)."""
     return Counter(
         Copy(a.reads.derive.label, a.reads.derive.first % microbatches)
         for a in actions

@@ -1,7 +1,7 @@
-"""The weights of one stage while a schedule is played: which versions live, who reads them, which buffers they take.
+"""The weights of one stage while a schedule is played: live versions, their readers, and the buffers they occupy.
 
-This is the independent half of the proof of versions: it knows the rule only as "forwards read from this source", keeps
-its own books, and refuses an action that reads anything else, or something that is not born yet or already gone.
+This is the independent half of the proof of versions: it knows the rule only as "forwards read from this source",
+tracks versions itself, and rejects an action that reads another version, or one that does not exist yet or any more.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Gradient:
     forward: int = 0  # sum of the versions read, one per pass
     backward: int = 0
     recompute: int = 0
-    joined: tuple[Op, ...] = ()  # collectives that this stage has joined
+    joined: tuple[Op, ...] = ()  # collectives already done
 
 
 class Delay(NamedTuple):
@@ -38,14 +38,14 @@ class Delay(NamedTuple):
 
 @dataclass
 class StageState:
-    """One stage's books. Versions, microbatches and batches are absolute, counted from the start of the span.
+    """The state of one stage. Versions, microbatches and batches are counted from the start of the span.
 
     Attributes:
         forwards: the position of the next forward; see `Forwards`.
         draining: the number of batches of the span, once its last period is over.
-        newest_read: whether a pass has read the newest version.
-        rotated: whether the last update was written over its gradient instead of over the version it started from.
-        rejecting: the next VALIDATE rejects its version.
+        newest_read: True if a pass has read the newest version.
+        rotated: True if the last update was written over its gradient instead of over the version it started from.
+        rejecting: True if the next VALIDATE rejects its version.
     """
 
     spec: StageSpec
@@ -56,7 +56,7 @@ class StageState:
     gradients: dict[int, Gradient] = field(default_factory=dict)
     copies: Copies = field(init=False)
     gathered: int | None = None
-    held: set[tuple[Stage | None, Unit]] = field(default_factory=set)  # activations of others
+    held: set[tuple[Stage | None, Unit]] = field(default_factory=set)  # activations held for other ranks
     forwards: int = 0
     newest_read: bool = False
     rotated: bool = False
@@ -76,7 +76,7 @@ class StageState:
             self._count()
 
     def copy(self) -> StageState:
-        """An independent twin."""
+        """Return an independent copy."""
         twin = replace(
             self,
             versions=set(self.versions),
@@ -89,7 +89,7 @@ class StageState:
         return twin
 
     def state(self, t: int) -> object:
-        """The books with all numbers relative to batch t."""
+        """Return a comparable state, with numbers relative to batch t."""
         if not self.spec.share:
             return None
         gradients = sorted(
@@ -125,7 +125,7 @@ class StageState:
         try:
             if op is Op.F or op is Op.B or op is Op.I or op is Op.W or op is Op.R:
                 if not self.spec.share:
-                    return  # evaluation or frozen weights: one version for ever, and nothing left behind
+                    return  # evaluation or frozen weights: there is one version, and no state
                 self._pass(action, t, admitted)
             elif op is Op.REDO:
                 self.flights.redo((action.unit.first + t * self.spec.microbatches, 0))
@@ -177,7 +177,7 @@ class StageState:
         admitted: dict[int, int],
         first: int,
     ) -> None:
-        """A pass on microbatches from `first` on must read what the rule names."""
+        """Check that a pass on microbatches from `first` on reads the version that the rule names."""
         spec = self.spec
         batch = key[0] // spec.microbatches
         if source is Source.FORWARD:
@@ -211,13 +211,13 @@ class StageState:
             raise BooksError(f"must read version {wanted}")
 
     def _check_life(self, op: Op, versions: tuple[int, ...]) -> None:
-        """What is read must be alive."""
+        """Check that the versions that are read exist."""
         for version in versions:
             if version not in self.versions:
-                why = "is not born yet" if version > self.newest else "no longer exists"
+                why = "does not exist yet" if version > self.newest else "no longer exists"
                 raise BooksError(f"reads version {version}, which {why}")
             if version in self.provisional and op is not Op.F:
-                raise BooksError(f"reads version {version} before VALIDATE has decided it")
+                raise BooksError(f"reads version {version} before VALIDATE accepts it")
         if self.spec.sharded and versions != (self.gathered,):
             raise BooksError(f"reads version {versions[0]}, which is not gathered")
         if self.newest in versions:
@@ -226,7 +226,7 @@ class StageState:
     def _backward(self, op: Op, key: Piece, versions: tuple[int, ...]) -> None:
         flight = self.flights.backward(key, op, self.spec.recomputed)
         batch = key[0] // self.spec.microbatches
-        if batch not in self.gradients:  # from the first I on: not every weight can be put off
+        if batch not in self.gradients:  # from the first I on, as not every weight gradient can be deferred
             self._allocate(batch)
         if flight is None:
             return
@@ -255,10 +255,10 @@ class StageState:
             self._predict(action, t)
         elif op is Op.AVERAGE:
             if self.newest_read or batch >= self.newest:
-                raise BooksError("must stand between a STEP and the next read of what it bore")
+                raise BooksError("must come between a STEP and the first read of its new version")
         elif op is Op.GATHER:
             if self.gathered is not None or action.reads is None:
-                raise BooksError("names no version, or another one is still gathered")
+                raise BooksError("names no version, or another version is still gathered")
             self.gathered = max(action.reads.versions[0] + t, self.spec.older)
             self._check_life(op, (self.gathered,))
         elif op is Op.RELEASE:
@@ -273,18 +273,20 @@ class StageState:
         elif op in (Op.HOLD, Op.RETURN):
             held = (action.peer, action.unit._replace(first=action.unit.first + t * self.spec.microbatches))
             if (held in self.held) is (op is Op.HOLD):
-                raise BooksError(f"{'has' if op is Op.HOLD else 'does not have'} these activations of its peer already")
+                raise BooksError(
+                    f"{'already holds' if op is Op.HOLD else 'does not hold'} these activations of its peer"
+                )
             self.held ^= {held}
 
     def _complete_gradient(self, batch: int) -> Gradient:
         gradient = self.gradients.get(batch)
         left = self.spec.share if gradient is None else gradient.remaining
         if gradient is None or left:
-            raise BooksError(f"stands before {left} of batch {batch}'s backwards on this stage")
+            raise BooksError(f"comes before {left} of batch {batch}'s backwards on this stage")
         return gradient
 
     def _gradient_before(self, op: Op, batch: int) -> Gradient:
-        """The complete gradient of a batch that has been through all collectives that come before `op`."""
+        """Return the complete gradient of a batch, after all collectives that come before `op`."""
         gradient = self._complete_gradient(batch)
         for earlier in self.spec.collectives:
             if earlier is op:
@@ -296,7 +298,7 @@ class StageState:
     def _step(self, batch: int) -> None:
         gradient, rule = self._gradient_before(Op.STEP, batch), self.spec.rule
         if self.newest != batch or batch in self.provisional:
-            raise BooksError(f"starts from version {batch}, but the newest valid one is another")
+            raise BooksError(f"starts from version {batch}, which is not the newest valid version")
         reader = self.flights.reader(batch) if rule.pins else None
         if rule.update is Update.IN_PLACE and reader is not None:
             raise BooksError(f"overwrites version {batch}, which microbatch {reader} in flight still reads")
@@ -304,7 +306,7 @@ class StageState:
         if rule.update is Update.IN_PLACE or free:
             self.versions.discard(batch)
         self.rotated = rule.update is Update.ROTATE or (rule.update is Update.COPY_ON_WRITE and not free)
-        if not rule.provisional:  # else it stays, for an update that may have to be done again
+        if not rule.provisional:  # otherwise the gradient stays, as the update may have to be repeated
             del self.gradients[batch]
         self.newest = batch + 1
         self.newest_read = False
@@ -317,13 +319,13 @@ class StageState:
                 self.recompute_delay = batch - gradient.recompute / self.spec.share
 
     def _predict(self, action: Action, t: int) -> None:
-        """A copy is made of the newest version, or blends it with the one that its microbatch's forward read."""
+        """Make a copy of the newest version, or a blend of it with the version that the microbatch's forward read."""
         reads, spec = action.reads, self.spec
         if reads is None or reads.derive is None:
-            raise BooksError("must bear a copy of its own, as in PREDICT0^t~p0")
+            raise BooksError("must make a copy of its own, as in PREDICT0^t~p0")
         versions = tuple(max(v + t, spec.older) for v in reads.versions)
         copy = Copy(reads.derive.label, reads.derive.first + t * spec.microbatches)
-        self.copies.bear(copy, versions)
+        self.copies.create(copy, versions)
         self._check_life(action.op, versions)
         wanted: tuple[int, ...] = (self.newest,)
         if spec.rule.keeps_forward:
@@ -337,7 +339,7 @@ class StageState:
     # --- buffers ----------------------------------------------------------------------------------------------------
 
     def _oldest_read(self) -> int:
-        """The oldest version that a forward to come reads; later spans read the last `bases` ones."""
+        """Return the oldest version that future forwards read; later spans read the last `bases` ones."""
         oldest = self.spec.forwards.oldest(self.forwards, self.draining)
         if oldest is not None:
             oldest = max(oldest, self.spec.older)
@@ -347,20 +349,20 @@ class StageState:
         return min(last - self.spec.rule.bases + 1, last if oldest is None else oldest)
 
     def _drop_dead(self) -> None:
-        """Forget versions that no forward to come, no backward in flight and no update will read."""
+        """Drop versions that no future forward, no backward in flight and no update will read."""
         floor = min(self.newest, self._oldest_read(), *(v - 1 for v in self.provisional))
         if min(self.versions) < floor:
             held = self.flights.versions() if self.spec.rule.pins else set()
             self.versions = {v for v in self.versions if v >= floor or v in held}
 
     def _allocate(self, batch: int) -> None:
-        """Take a buffer for a new gradient."""
+        """Allocate a buffer for a new gradient."""
         used, limit = len(self.versions) + len(self.gradients), self.spec.rule.buffers
         if limit is not None and used >= limit:
             raise BooksError(
                 f"needs a buffer for the gradient of batch {batch}, but all {limit} are in use: versions "
-                f"{sorted(self.versions)}, gradients of batches {sorted(self.gradients)}. One would be overwritten too "
-                "early; more microbatches per batch help"
+                f"{sorted(self.versions)}, gradients of batches {sorted(self.gradients)}. One would be overwritten "
+                "too early; use more microbatches per batch"
             )
         self.gradients[batch] = Gradient(self.spec.share)
         self._count()

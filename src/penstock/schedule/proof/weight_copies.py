@@ -1,4 +1,4 @@
-"""Derived copies of the weights of one stage: born by a PREDICT, gone after their last read."""
+"""Track the derived weight copies of one stage: made by a PREDICT, dropped after their last read."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Copies:
 
     Attributes:
         uses: reads of each copy per period, by label and microbatch modulo m.
-        alive: reads left of each copy, and the versions it was made of.
-        peak: the most alive at once.
+        alive: remaining reads of each copy, and the versions it was made of.
+        peak: the most copies alive at once.
     """
 
     uses: Mapping[Copy, int]
@@ -27,19 +27,19 @@ class Copies:
     def __iter__(self) -> Iterator[Copy]:
         return iter(self.alive)
 
-    def bear(self, copy: Copy, versions: tuple[int, ...]) -> None:
-        """A PREDICT makes a copy of these versions."""
+    def create(self, copy: Copy, versions: tuple[int, ...]) -> None:
+        """Record that a PREDICT makes a copy of these versions."""
         uses = self.uses.get(Copy(copy.label, copy.first % self.microbatches), 0)
         if not uses or copy in self.alive:
-            raise BooksError("bears a copy that nobody reads or that exists already")
+            raise BooksError("makes a copy that no pass reads or that already exists")
         self.alive[copy] = uses, versions
         self.peak = max(self.peak, len(self.alive))
 
     def read(self, copy: Copy, versions: tuple[int, ...]) -> None:
-        """A pass reads a copy, which it says was made of these versions."""
+        """Record that a pass reads a copy, and check that it was made of these versions."""
         name = f"{copy.label}{copy.first}"
         if copy not in self.alive:
-            raise BooksError(f"reads copy {name}, which no PREDICT has made or which is already dropped")
+            raise BooksError(f"reads copy {name}, which no PREDICT has made or which was already dropped")
         left, made = self.alive[copy]
         if made != versions:
             raise BooksError(f"copy {name} was made of other versions")
@@ -49,10 +49,10 @@ class Copies:
             del self.alive[copy]
 
     def state(self, t: int) -> object:
-        """All of it, with numbers relative to batch t."""
+        """Return a comparable state, with numbers relative to batch t."""
         k = t * self.microbatches
         return sorted((c.label, c.first - k, n, [v - t for v in made]) for c, (n, made) in self.alive.items())
 
     def copy(self) -> Copies:
-        """An independent twin."""
+        """Return an independent copy."""
         return Copies(self.uses, self.microbatches, dict(self.alive), self.peak)

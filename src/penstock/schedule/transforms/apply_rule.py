@@ -18,7 +18,7 @@ from penstock.schedule.transforms.predictions import with_predictions
 def apply_rule(order: Order, rule: VersionRule, microbatches: int, name: str) -> Schedule:
     """Insert the updates that `rule` asks for and annotate every pass with the version it reads.
 
-    A backward of several microbatches is divided where their forwards read different versions that it has to read.
+    A backward of several microbatches is split where it has to read different versions, as their forwards did.
     """
     with_steps = tuple(
         _insert_steps(program, [n for n in order.stages if n.rank == rank], rule, microbatches, name)
@@ -38,7 +38,7 @@ def apply_rule(order: Order, rule: VersionRule, microbatches: int, name: str) ->
     return with_reductions(made, everywhere=False)
 
 
-# --- where the updates stand ----------------------------------------------------------------------------------------
+# --- positions of the updates ---------------------------------------------------------------------------------------
 
 
 def _insert_steps(program: Program, stages: list[Stage], rule: VersionRule, m: int, name: str) -> Program:
@@ -61,26 +61,25 @@ def _insert_steps(program: Program, stages: list[Stage], rule: VersionRule, m: i
     return with_validations(program, trained) if rule.provisional and trained else program
 
 
-# --- which version each pass reads ----------------------------------------------------------------------------------
+# --- versions read by passes ----------------------------------------------------------------------------------------
 
 
 def _forward_offsets(programs: tuple[Program, ...], rule: VersionRule, m: int) -> dict[tuple[Stage, int], int]:
-    """The version, relative to its batch, that the forward of each (stage, microbatch of its batch) reads."""
+    """Map (stage, microbatch of its batch) to the version that its forward reads, relative to t."""
     reads: dict[tuple[Stage, int], int] = {}
     admission: dict[int, int] = {}
     first = min((a.stage.index for program in programs for a in program.period if a.op is Op.STEP), default=0)
     for program in programs:
         newest = _newest_before_period(program)
-        for action in program.period:
-            if action.op is Op.STEP:
-                newest[action.stage] = action.unit.first + 1
-            for p in passes(action):
-                if p.op is Op.F:
-                    for batch, k in (divmod(number, m) for number in p.unit.microbatches):
-                        here = {Source.BATCH: 0, Source.PREVIOUS: -1}.get(rule.forward, newest.get(p.stage, 0) - batch)
-                        reads[p.stage, k] = here
-                        if p.stage.index == first:
-                            admission[k] = here
+        for p in program.passes():
+            if p.op is Op.STEP:
+                newest[p.stage] = p.unit.first + 1
+            elif p.op is Op.F:
+                for batch, k in (divmod(number, m) for number in p.unit.microbatches):
+                    here = {Source.BATCH: 0, Source.PREVIOUS: -1}.get(rule.forward, newest.get(p.stage, 0) - batch)
+                    reads[p.stage, k] = here
+                    if p.stage.index == first:
+                        admission[k] = here
     if rule.forward is Source.ADMISSION:
         missing = sorted({k for _, k in reads} - admission.keys())
         if missing:
@@ -90,7 +89,7 @@ def _forward_offsets(programs: tuple[Program, ...], rule: VersionRule, m: int) -
 
 
 def _newest_before_period(program: Program) -> dict[Stage, int]:
-    """The newest version of each stage, relative to t, when the period of batch t begins."""
+    """Return the newest version of each stage, relative to t, at the start of the period of batch t."""
     return {a.stage: a.unit.first for a in program.period if a.op is Op.STEP}
 
 

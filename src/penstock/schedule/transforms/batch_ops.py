@@ -1,9 +1,8 @@
-"""Actions on whole batches: what stands directly after the last backward of a batch on a stage.
+"""Add the actions on whole batches that follow the last backward of a batch on a stage.
 
-`with_reductions`, `with_ties` and `with_decisions` add to a schedule what its pipeline needs beside the passes: sums
-over all copies of a stage, sums over stages that share some parameters, and what only all stages
-together can decide. They block no rank; each waits for those before it, and the STEP for them all. `with_averages` adds
-what parallel pipelines do now and then instead of adding up gradients.
+`with_reductions`, `with_ties` and `with_decisions` add collectives to a schedule: sums over all copies of a stage, sums
+over stages that share parameters, and decisions of all stages. They block no rank; each waits for those before it, and
+the STEP for them all. `with_averages` adds the periodic synchronization of pipelines that do not sum their gradients.
 """
 
 from __future__ import annotations
@@ -16,38 +15,38 @@ from penstock.errors import ConfigError
 from penstock.schedule.ir.schedule import Action, Kind, Op, Program, Schedule, Stage, Unit, passes
 
 COLLECTIVES = (Op.REDUCE, Op.TIE, Op.DECIDE)
-"""What a STEP of the same stage and batch waits for, in the order in which they follow the last backward."""
+"""The actions that a STEP of the same stage and batch waits for, in their order after the last backward."""
 
 
 def batch_unit(offset: int) -> Unit:
-    """The unit of a STEP, REDUCE or DECIDE of batch t + offset."""
+    """Return the unit of a STEP, REDUCE or DECIDE of batch t + offset."""
     return Unit(offset, kind=Kind.BATCH)
 
 
 def is_backward(action: Action, stage: Stage) -> bool:
-    """Whether a pass is (a part of) a backward of a stage."""
+    """Return whether a pass is (a part of) a backward of a stage."""
     return action.op in (Op.B, Op.I, Op.W) and action.stage == stage
 
 
 def is_trained(program: Program, stage: Stage) -> bool:
-    """Whether a program has backwards of a stage, so that there is something to update."""
-    return any(is_backward(p, stage) for a in program.period for p in passes(a))
+    """Return whether a program has backwards of a stage, so that there is something to update."""
+    return any(is_backward(p, stage) for p in program.passes())
 
 
 def after_backwards(program: Program, stage: Stage, op: Op, microbatches: int) -> Program:
     """Insert `op` directly after the last backward of each batch, behind the collectives that come before it.
 
     Args:
-        program: of the stage's rank, with backwards of the stage.
-        stage: where.
-        op: on batches.
+        program: the program of the stage's rank, with backwards of the stage.
+        stage: the stage.
+        op: an operation on batches.
         microbatches: m.
     """
     period, epilogue = list(program.period), list(program.epilogue)
     earlier = COLLECTIVES[: COLLECTIVES.index(op)] if op in COLLECTIVES else COLLECTIVES
 
     def last_of(actions: list[Action]) -> dict[int, int]:
-        """Batch offset -> position of the last of its actions that come before."""
+        """Map each batch offset to the position of the last of its actions that come before `op`."""
         last = {}
         for position, action in enumerate(actions):
             for p in passes(action):
@@ -67,12 +66,12 @@ def after_backwards(program: Program, stage: Stage, op: Op, microbatches: int) -
 
 
 def with_reductions(schedule: Schedule, everywhere: bool) -> Schedule:
-    """The schedule with a REDUCE on every trained stage whose weights others hold, too.
+    """Add a REDUCE on every trained stage whose weights are held elsewhere, too.
 
     Args:
-        schedule: without any.
-        everywhere: parallel pipelines hold the same weights, so that every stage needs one; else only those do whose
-            stage has copies in this pipeline.
+        schedule: a schedule without REDUCEs.
+        everywhere: True if parallel pipelines hold the same weights, so that every stage needs one; otherwise only
+            stages with several copies in this pipeline do.
     """
     holders = [stage.index for stage in schedule.stages]
     made = _with(schedule, Op.REDUCE, lambda stage: everywhere or holders.count(stage.index) > 1)
@@ -80,7 +79,7 @@ def with_reductions(schedule: Schedule, everywhere: bool) -> Schedule:
 
 
 def _in_one_order(schedule: Schedule) -> bool:
-    """Whether no two ranks reduce two stages the other way round, for which they would wait for ever."""
+    """Return whether all ranks reduce any two stages in the same order; else they would deadlock."""
     pairs = set()
     for program in schedule.programs:
         stages = [a.stage.index for a in program.period if a.op is Op.REDUCE]
@@ -89,7 +88,7 @@ def _in_one_order(schedule: Schedule) -> bool:
 
 
 def _reduced_at_the_end(schedule: Schedule) -> Schedule:
-    """Every rank reduces after the last of all its backwards, in the order of the stages."""
+    """Move the REDUCEs of every rank behind its last backward, in the order of the stages."""
     programs = []
     for period, epilogue in schedule.programs:
         late = sorted((a for a in period if a.op is Op.REDUCE), key=lambda a: a.stage)
@@ -100,7 +99,7 @@ def _reduced_at_the_end(schedule: Schedule) -> Schedule:
 
 
 def with_ties(schedule: Schedule, stages: Collection[int]) -> Schedule:
-    """The schedule with a TIE on each of these stages that is trained, because they share parameters.
+    """Add a TIE on each of these stages that is trained, because they share parameters.
 
     Raises:
         ConfigError: a stage is updated before another one on its rank has its gradient.
@@ -110,28 +109,28 @@ def with_ties(schedule: Schedule, stages: Collection[int]) -> Schedule:
 
 
 def with_decisions(schedule: Schedule) -> Schedule:
-    """The schedule with a DECIDE on every trained stage: updates wait for what all stages decide together.
+    """Add a DECIDE on every trained stage, so that updates wait for a decision of all stages.
 
     Raises:
         ConfigError: a stage is updated before another one on its rank has its gradient.
     """
-    check_together(schedule, {"decides": "leave decides out"})
+    check_together(schedule, {"decides": "remove decides"})
     return _with(schedule, Op.DECIDE, lambda _: True)
 
 
 def what_decides(clip: bool, loss_scale: bool, fp16: bool, width: int, apart: str | None) -> dict[str, str]:
-    """For what all stages decide together: its name, and how to be without it.
+    """Name the features that need a decision of all stages, each with the setting that turns it off.
 
     Args:
         clip: gradients are clipped.
         loss_scale: losses are scaled.
-        fp16: and that because passes compute in float16.
-        width: parallel pipelines.
-        apart: how they agree, where they have weights of their own.
+        fp16: losses are scaled because passes compute in float16.
+        width: number of parallel pipelines.
+        apart: how the pipelines are combined, if each has its own weights.
     """
     found = {"clip": "set clip to null (None)"} if clip else {}
     if loss_scale:
-        scale = ("the loss scale of fp16", "set precision to bf16 or fp32") if fp16 else ("loss_scale", "leave it out")
+        scale = ("the loss scale of fp16", "set precision to bf16 or fp32") if fp16 else ("loss_scale", "remove it")
         found[scale[0]] = scale[1]
     if width > 1:
         found[f"a width of {width}" if apart is None else f"combine {apart!r}"] = "set width to 1"
@@ -139,11 +138,11 @@ def what_decides(clip: bool, loss_scale: bool, fp16: bool, width: int, apart: st
 
 
 def check_together(schedule: Schedule, decides: Mapping[str, str], tied: Collection[int] = ()) -> None:
-    """Make sure that updates can wait for what other stages know of the same batch.
+    """Raise an error if updates cannot wait for information from other stages about the same batch.
 
     Args:
-        schedule: with its STEPs.
-        decides: for what they wait for a decision of all stages, and how to be without it (`what_decides`).
+        schedule: a schedule with STEPs.
+        decides: features that need a decision of all stages, with how to turn them off (`what_decides`).
         tied: stages that share parameters.
 
     Raises:
@@ -155,25 +154,24 @@ def check_together(schedule: Schedule, decides: Mapping[str, str], tied: Collect
     stage, late = found
     before = (
         f"{schedule.name}: rank {stage.rank} updates stage {stage.index} before stage {late.index} has its gradient "
-        f"of the same "
-        "batch, so "
+        "of the same batch, so "
     )
     if decides:
         raise ConfigError(
             before + f"that update cannot wait for a decision of all stages, which {' and '.join(decides)} "
-            f"need{'' if len(decides) > 1 else 's'}; {', '.join(decides.values())}, or take a method that can wait, "
-            "such as 2bw"
+            f"need{'' if len(decides) > 1 else 's'}; {', '.join(decides.values())}, or use a method whose updates can "
+            "wait, such as 2bw"
         )
     raise ConfigError(
-        before + f"stages {', '.join(map(str, sorted(tied)))} cannot share parameters, whose gradients are added up "
-        "first; untie them, or take a method that can wait, such as 2bw"
+        before + f"stages {', '.join(map(str, sorted(tied)))} cannot share parameters, whose gradients are summed "
+        "before the update; untie them, or use a method whose updates can wait, such as 2bw"
     )
 
 
 def _updated_early(schedule: Schedule) -> tuple[Stage, Stage] | None:
-    """A stage, and another one on its rank whose last backward of a batch stands behind the update of the first."""
+    """Find a stage that is updated before the last backward of the batch on another stage of its rank."""
     for program in schedule.programs:
-        steps: dict[Stage, tuple[int, int]] = {}  # the period, relative to the batch, and the place in it
+        steps: dict[Stage, tuple[int, int]] = {}  # the period, relative to the batch, and the position in it
         backwards: dict[Stage, tuple[int, int]] = {}
         for place, action in enumerate(program.period):
             for p in passes(action):
@@ -184,18 +182,18 @@ def _updated_early(schedule: Schedule) -> tuple[Stage, Stage] | None:
                     backwards[p.stage] = max(backwards.get(p.stage, when), when)
         for stage, step in steps.items():
             late = next((other for other, last in backwards.items() if last > step), None)
-            if late is not None and stage in backwards and backwards[stage] < step:  # else the proof refuses it
+            if late is not None and stage in backwards and backwards[stage] < step:  # otherwise check rejects it
                 return stage, late
     return None
 
 
 def with_averages(schedule: Schedule, every: int, behind: int = 0) -> Schedule:
-    """The schedule with an AVERAGE directly after each STEP: the version that it bears is changed before it is read.
+    """Add an AVERAGE directly after each STEP, which changes the new version before it is read.
 
     Args:
-        schedule: without any.
-        every: only after batches b for which b + 1 is a multiple of it.
-        behind: what is added there are the sums of so many batches before, a multiple of `every`.
+        schedule: a schedule without AVERAGEs.
+        every: average only after batches b for which b + 1 is a multiple of it.
+        behind: number of batches by which the sums added there are older, a multiple of `every`.
     """
 
     def insert(actions: tuple[Action, ...]) -> Iterator[Action]:
@@ -209,7 +207,7 @@ def with_averages(schedule: Schedule, every: int, behind: int = 0) -> Schedule:
 
 
 def without_averages(schedule: Schedule) -> Schedule:
-    """The schedule without its AVERAGEs."""
+    """Remove the AVERAGEs from a schedule."""
     programs = (Program(*(tuple(a for a in part if a.op is not Op.AVERAGE) for part in p)) for p in schedule.programs)
     return replace(schedule, programs=tuple(programs))
 

@@ -1,6 +1,6 @@
-"""Backwards on a blend of the version that their forward read and the newest one: where the blends are made.
+"""Insert PREDICTs that blend the version that a forward read with the newest one, for its backward.
 
-A backward of several microbatches has one blend, so it is divided where their forwards read different versions.
+A backward of several microbatches has one blend, so it is split where their forwards read different versions.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from penstock.errors import ScheduleError
 from penstock.schedule.ir.schedule import Action, Copy, Op, Program, Stage, Unit, WeightRef
 
 BLEND = "i"
-"""The label of the copies."""
+"""The label of the blended copies."""
 
 Reads = Mapping[tuple[Stage, int], int]
 """The version, relative to its batch, that the forward of each (stage, microbatch of its batch) reads."""
 
 
 def divided(program: Program, reads: Reads, microbatches: int) -> Program:
-    """A rank's program whose backwards each belong to forwards that read one version.
+    """Split the backwards of a rank's program so that each belongs to forwards that read one version.
 
     Args:
-        program: whole backwards only are divided.
-        reads: of the forwards.
+        program: the program; only full backwards (B) are split.
+        reads: the versions that forwards read.
         microbatches: m.
     """
 
@@ -38,7 +38,8 @@ def divided(program: Program, reads: Reads, microbatches: int) -> Program:
 
 
 def _runs(action: Action, reads: Reads, m: int) -> list[tuple[int, int]]:
-    """The first microbatch and the number of those in a row whose forwards read one version."""
+    """Split the unit of an action into (first microbatch, count) of consecutive microbatches whose forwards read one
+    version."""
     runs: list[tuple[int, int]] = []
     before = None
     for number in action.unit.microbatches:
@@ -52,15 +53,15 @@ def _runs(action: Action, reads: Reads, m: int) -> list[tuple[int, int]]:
 
 
 def with_blends(program: Program, reads: Reads, microbatches: int) -> Program:
-    """A rank's program with a PREDICT directly before each backward, which reads what it makes.
+    """Add a PREDICT directly before each backward, which reads the blend that it makes.
 
     Args:
-        program: with its STEPs; each backward belongs to forwards that read one version.
-        reads: of the forwards.
+        program: a program with STEPs; each backward belongs to forwards that read one version.
+        reads: the versions that forwards read.
         microbatches: m.
 
     Raises:
-        ScheduleError: a backward comes in two halves, or runs together with another pass.
+        ScheduleError: a backward is split into I and W, or fused with another pass.
     """
     trained = {action.stage: action.unit.first for action in program.period if action.op is Op.STEP}
 
@@ -71,7 +72,7 @@ def with_blends(program: Program, reads: Reads, microbatches: int) -> Program:
                 newest[action.stage] = action.unit.first + 1
             if action.op in (Op.I, Op.W) or any(p.op is not Op.F for p in action.parts):
                 raise ScheduleError(
-                    f"{action}: backwards on a blend of two versions are whole ones, and run by themselves"
+                    f"{action}: a backward on a blend of two versions must be a full backward (B) and not fused"
                 )
             if action.op is not Op.B or action.stage not in trained:
                 yield action

@@ -1,11 +1,11 @@
-"""Steps before the decision, and what happens when they were wrong (Qi et al., arXiv 2401.10241, sec. 4).
+"""Post-validation: updates before the global decision, repaired if it rejects them (arXiv 2401.10241, sec. 4).
 
-A STEP that waits for no other stage bears a provisional version. Until VALIDATE has decided on it, only forwards may
-read it: they are drafts. Where the version is rejected, the update is made again, and directly after VALIDATE every
-rank runs its drafts again (REDO), in their order. What was made of drafts travels again, as a message of its own
-(`Payload.REPAIR`); whoever takes an activation that a draft has made takes its repair as well.
+A STEP that waits for no other stage creates a provisional version. Until VALIDATE has accepted or rejected it, only
+forwards may read it; these are called drafts. If the version is rejected, the update is repeated, and directly after
+VALIDATE every rank recomputes its drafts (REDO), in their order. The outputs of drafts are sent again, as messages of
+their own (`Payload.REPAIR`); a rank that received the activation of a draft receives its repair as well.
 
-So the branch after a rejection is the period with some instructions more, and is proven like it.
+So the branch after a rejection is the period with additional instructions, and is proven like it.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from penstock.schedule.ir.schedule import Action, Op, Program, Schedule, Stage, 
 from penstock.schedule.transforms.batch_ops import batch_unit
 
 Draft = tuple[Stage, int]
-"""A forward by its stage and microbatch, counted through its batch."""
+"""A forward of a provisional version, by its stage and its microbatch within the batch."""
 
 
 def with_validations(program: Program, stages: Sequence[Stage]) -> Program:
-    """A VALIDATE for each stage as late as it may stand: before the first backward, and before the last forward.
+    """Add a VALIDATE for each stage as late as possible: before the first backward, and before the last forward.
 
-    (Before the last forward, because it makes the report of the batch.)
+    It must come before the last forward because that forward creates the report of the batch.
 
     Args:
-        program: of a rank, with STEPs at the end of its period.
-        stages: those of the rank that are trained, at least one.
+        program: the program of a rank, with STEPs at the end of its period.
+        stages: the trained stages of the rank, at least one.
     """
     backwards = [i for i, a in enumerate(program.period) if any(p.op in (Op.B, Op.I, Op.W) for p in passes(a))]
     forwards = [i for i, a in enumerate(program.period) if any(p.op is Op.F for p in passes(a))]
@@ -38,11 +38,11 @@ def with_validations(program: Program, stages: Sequence[Stage]) -> Program:
 
 
 def redone(schedule: Schedule) -> tuple[Schedule, frozenset[Draft]]:
-    """The schedule with a REDO of every draft, and the drafts; without a VALIDATE there are none.
+    """Return the schedule with a REDO of every draft, and the drafts; without a VALIDATE there are none.
 
     Raises:
-        ScheduleError: something stands between the VALIDATEs of a rank, forwards before them are of slices or fused, or
-            they decide on a batch of the same period.
+        ScheduleError: the VALIDATEs of a rank are not adjacent, forwards before them are of slices or fused, or they
+            decide on a batch of the same period.
     """
     programs, drafts = [], set()
     for rank, (period, epilogue) in enumerate(schedule.programs):
@@ -51,16 +51,16 @@ def redone(schedule: Schedule) -> tuple[Schedule, frozenset[Draft]]:
             programs.append(Program(period, epilogue))
             continue
         if schedule.slices > 1:
-            raise ScheduleError(f"{schedule.name}: versions cannot be provisional where sequences are cut into slices")
+            raise ScheduleError(f"{schedule.name}: post-validation does not support sequence slices")
         if len(places) != places[-1] - places[0] + 1:
-            raise ScheduleError(f"{schedule.name}: the VALIDATEs of rank {rank} must stand next to each other")
+            raise ScheduleError(f"{schedule.name}: the VALIDATEs of rank {rank} must be adjacent")
         early = period[: places[0]]
         fused = next((a for a in early if a.parts), None)
         if fused is not None or any(period[place].unit.first >= 0 for place in places):
             what = f"{fused} is fused" if fused is not None else "it decides on a batch of this period"
             raise ScheduleError(
-                f"{schedule.name}: VALIDATE of rank {rank} decides on an earlier batch, behind single forwards "
-                f"that can be run again; {what}"
+                f"{schedule.name}: VALIDATE of rank {rank} must decide on an earlier batch, and the forwards before it "
+                f"must not be fused, so that they can be repeated; {what}"
             )
         before = [a for a in early if a.op is Op.F and a.unit.first >= 0]
         drafts |= {(a.stage, k) for a in before for k in a.unit.microbatches}

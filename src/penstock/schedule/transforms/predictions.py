@@ -1,4 +1,4 @@
-"""Where predictions stand: before each pass that reads one, or before the first of a batch for all of them."""
+"""Insert PREDICTs: before each pass that reads a predicted copy, or once per batch for all of its passes."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ FORWARD, BACKWARD = "f", "b"
 
 
 def with_predictions(program: Program, rule: VersionRule, microbatches: int) -> Program:
-    """A rank's program with PREDICTs, and with what the passes read that read a copy.
+    """Add PREDICTs to a rank's program, and annotate the passes that read their copies.
 
     Args:
-        program: with its STEPs.
-        rule: some of whose passes read copies.
+        program: a program with STEPs.
+        rule: a rule under which some passes read copies.
         microbatches: m.
     """
     return _PredictPlacing(program, rule, microbatches).place()
@@ -30,7 +30,7 @@ class _PredictPlacing:
     def __init__(self, program: Program, rule: VersionRule, m: int) -> None:
         self.program, self.rule, self.m = program, rule, m
         self.borne = {a.stage: a.unit.first for a in program.period if a.op is Op.STEP}
-        # The version, relative to its batch, of which the copy is made that microbatch k of a batch reads.
+        # For microbatch k of a batch: the version, relative to the batch, from which its copy is made.
         self.made: dict[tuple[Stage, str, int], int] = {}
         newest = dict(self.borne)
         for action in program.period:
@@ -42,14 +42,14 @@ class _PredictPlacing:
                 self.made[action.stage, label, k] = newest[action.stage] - batch
 
     def place(self) -> Program:
-        """The program."""
+        """Return the program with its PREDICTs."""
         period, epilogue = (tuple(self._placed(actions)) for actions in self.program)
         return Program(period, epilogue)
 
     def _label(self, action: Action) -> str:
-        """Of the copy that an action reads; empty for none."""
+        """Return the label of the copy that an action reads, or "" if it reads none."""
         if any(p.stage in self.borne for p in action.parts):
-            raise ScheduleError(f"{action}: passes that run together cannot read predictions")
+            raise ScheduleError(f"{action}: fused passes cannot read predictions")
         if action.stage not in self.borne or action.op not in (Op.F, Op.B):
             return ""
         if action.op is Op.B and self.rule.copies_backward:

@@ -1,10 +1,10 @@
-"""Schedules that run forwards again: an R before each backward, not a graph kept since the forward.
+"""Add recomputation to a schedule: an R before each backward, in place of a graph kept since the forward.
 
-Stages may do so in *segments* (PipeMare, arXiv 1910.05124): only the first of a segment keeps its input, and each of
-the others has its input again from the recompute of the one before. Gradients come to the last stage of a segment
-first, so a wave of recomputes runs towards them: where n stages of its segment follow, a stage recomputes n backwards
-ahead. In endless 1F1B that wave goes along with the forwards, and nobody waits for it (in eager order, where twice as
-many microbatches are in flight, it begins twice as early).
+Stages may recompute in *segments* (PipeMare, arXiv 1910.05124): only the first stage of a segment keeps its input, and
+each of the others receives its input again from the recompute of the stage before. Gradients reach the last stage of a
+segment first, so its input has to be recomputed first: a stage that n stages of its segment follow recomputes n
+backwards ahead. In endless 1F1B these recomputes follow the forwards from stage to stage, and no rank waits for them
+(in eager order, where twice as many microbatches are in flight, they start twice as early).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Literal, NamedTuple
 
+from penstock.checks import is_whole
 from penstock.errors import ConfigError, ScheduleError
 from penstock.schedule.ir.rules import RULES, Source
 from penstock.schedule.ir.schedule import Action, Copy, Op, Program, Schedule, Stage, WeightRef, passes
@@ -23,61 +24,61 @@ Segments = int | Literal["auto"]
 """Stages per segment; "auto" is sqrt(stages), rounded."""
 
 _BACKWARDS = (Op.B, Op.I)
-"""The first backward of a unit."""
+"""The operations that can be the first backward of a unit."""
 
 
 def with_recompute(schedule: Schedule, segments: Segments = 1) -> Schedule:
-    """The schedule with a recompute for each backward, on the weights that the version rule names.
+    """Add a recompute for each backward, on the weights that the version rule names.
 
-    A stage whose backwards directly follow their forwards keeps nothing for long, and is left as it is. An R stands
-    directly before the backward of its microbatch, or before that of an earlier one where other stages of the segment
-    wait for it; never before its own forward.
+    A stage whose backwards directly follow their forwards keeps no activations for long and is left unchanged. An R is
+    placed directly before the backward of its microbatch, or before that of an earlier one where other stages of the
+    segment wait for it; never before its own forward.
 
     Args:
-        schedule: without recomputes.
-        segments: how many stages recompute together. The paper's choice is sqrt(stages), which keeps least.
+        schedule: a schedule without recomputes.
+        segments: number of stages per segment. The paper's choice is sqrt(stages), which keeps the least memory.
 
     Raises:
-        ConfigError: there are not as many stages.
-        ScheduleError: backwards read derived copies, so that it takes more to say what a recompute reads; or units are
-            not whole microbatches, which segments are for.
+        ConfigError: there are fewer stages than that.
+        ScheduleError: backwards read derived copies, so that the weights of a recompute are undefined; or there are
+            segments of several stages, and units are not whole microbatches.
     """
     length = length_of(segments, schedule.num_stages)
     rule = RULES[schedule.rule]
     if Source.COPY in (rule.backward, rule.recompute):
         raise ScheduleError(
-            f"{schedule.name}: rule {rule.name!r} needs an order that places its own recomputes; do without recompute"
+            f"{schedule.name}: rule {rule.name!r} needs an order that places its own recomputes; set recompute=none"
         )
     stages = {action.stage.index for program in schedule.programs for action in _delayed(program)}
     groups = _groups(schedule, stages, length)
     ahead = _leads(schedule, groups)
-    units = {p.unit for program in schedule.programs for a in program.period for p in passes(a) if p.op in _BACKWARDS}
+    units = {p.unit for p in schedule.passes() if p.op in _BACKWARDS}
     if any(ahead.values()) and any(unit.count > 1 or unit.slice for unit in units):
         raise ScheduleError(
-            f"{schedule.name}: segments of several stages are for backwards of one whole microbatch; set segments to 1"
+            f"{schedule.name}: segments of several stages need backwards of one whole microbatch; set segments to 1"
         )
     programs = tuple(_inserted(schedule, program, ahead) for program in schedule.programs)
     return replace(schedule, programs=programs, segments=tuple(group for group in groups if len(group) > 1))
 
 
 def length_of(segments: Segments, num_stages: int) -> int:
-    """How many stages recompute together.
+    """Return the number of stages per segment.
 
     Raises:
-        ConfigError: it is no number of stages from 1 to all of them.
+        ConfigError: it is not a number from 1 to the number of stages.
     """
     if segments == "auto":
         return max(round(math.sqrt(num_stages)), 1)
-    if isinstance(segments, bool) or not isinstance(segments, int) or not 1 <= segments <= num_stages:
+    if not is_whole(segments, 1) or segments > num_stages:
         raise ConfigError(
-            f"segments must be how many stages recompute together, from 1 to {num_stages} here, or 'auto'; got "
+            f"segments must be the number of stages per segment, from 1 to {num_stages} here, or 'auto'; got "
             f"{segments!r}"
         )
     return segments
 
 
 def _delayed(program: Program) -> Iterator[Action]:
-    """The backwards that do not directly follow their forward."""
+    """Yield the backwards that do not directly follow their forward."""
     before = None
     for action in (*program.period, *program.epilogue):
         for p in passes(action):
@@ -87,7 +88,8 @@ def _delayed(program: Program) -> Iterator[Action]:
 
 
 def _groups(schedule: Schedule, stages: set[int], length: int) -> list[tuple[int, ...]]:
-    """Consecutive stages that recompute, each with all its input from the one before; as many at a time as wanted."""
+    """Return runs of consecutive stages that recompute and get all their input from the one before, at most `length`
+    each."""
     groups: list[tuple[int, ...]] = []
     for index in sorted(stages):
         last = groups[-1] if groups else ()
@@ -99,7 +101,7 @@ def _groups(schedule: Schedule, stages: set[int], length: int) -> list[tuple[int
 
 
 def _leads(schedule: Schedule, groups: list[tuple[int, ...]]) -> dict[Stage, int]:
-    """By how many backwards each stage that recomputes is ahead."""
+    """Return the number of backwards by which each recomputing stage is ahead."""
     stages = [stage for group in groups for stage in schedule.stages if stage.index in group]
     last = {index: group[-1] for group in groups for index in group}
     held = {stage: _in_flight(schedule, stage) for stage in stages}
@@ -111,13 +113,13 @@ def _leads(schedule: Schedule, groups: list[tuple[int, ...]]) -> dict[Stage, int
 
 
 def _in_flight(schedule: Schedule, stage: Stage) -> int:
-    """Microbatches of a stage between forward and backward at the border of a batch."""
-    backwards = (p for a in schedule.programs[stage.rank].period for p in passes(a) if p.op in _BACKWARDS)
+    """Return the number of microbatches of a stage between forward and backward at a batch border."""
+    backwards = (p for p in schedule.programs[stage.rank].passes() if p.op in _BACKWARDS)
     return sum(len(range(p.unit.first, 0, schedule.microbatches)) for p in backwards if p.stage == stage)
 
 
 class _RecomputePlace(NamedTuple):
-    """An R, by the number of its backward among those of its stage, and the action that it stands before."""
+    """An R, by the number of its backward among those of its stage, and the action it is placed before."""
 
     number: int
     position: int
@@ -125,15 +127,15 @@ class _RecomputePlace(NamedTuple):
 
 
 def _inserted(schedule: Schedule, program: Program, ahead: dict[Stage, int]) -> Program:
-    """A program with the recomputes of its stages."""
+    """Add the recomputes of its stages to a program."""
     period: dict[int, list[Action]] = defaultdict(list)
     epilogue: dict[int, list[Action]] = defaultdict(list)
-    for stage in sorted({p.stage for a in program.period for p in passes(a) if p.stage in ahead}):
+    for stage in sorted({p.stage for p in program.passes() if p.stage in ahead}):
         places = _places(program, stage, ahead[stage], schedule.microbatches)
         for part, found in zip((period, epilogue), places, strict=True):
             for place in sorted(found):
                 part[place.position].append(place.action)
-    newest = {a.stage: a.unit.first for a in program.period if a.op is Op.STEP}  # relative, where a period begins
+    newest = {a.stage: a.unit.first for a in program.period if a.op is Op.STEP}  # relative, at the start of a period
 
     def merge(actions: tuple[Action, ...], extra: dict[int, list[Action]]) -> Iterator[Action]:
         now = dict(newest)
@@ -151,7 +153,7 @@ def _inserted(schedule: Schedule, program: Program, ahead: dict[Stage, int]) -> 
 
 
 def _places(program: Program, stage: Stage, ahead: int, m: int) -> tuple[list[_RecomputePlace], list[_RecomputePlace]]:
-    """Where the recomputes of a stage stand, in the period and in the epilogue.
+    """Return the places of the recomputes of a stage, in the period and in the epilogue.
 
     Backwards are numbered through all periods: number j + t n is the j-th of the n in the t-th period from here.
     """
@@ -166,8 +168,8 @@ def _places(program: Program, stage: Stage, ahead: int, m: int) -> tuple[list[_R
         if p.op is Op.F and p.stage == stage
     }
     found: list[_RecomputePlace] = []
-    leads: dict[tuple[object, ...], int] = {}  # by how many backwards each microbatch of a batch is ahead
-    left: set[tuple[object, ...]] = set()  # what periods leave to the epilogue
+    leads: dict[tuple[object, ...], int] = {}  # number of backwards by which each microbatch of a batch is ahead
+    left: set[tuple[object, ...]] = set()  # units that periods leave to the epilogue
     for j, (_, p) in enumerate(periodic):
         batch, k = divmod(p.unit.first, m)
         begun, after = forwards.get((k, p.unit.slice), (batch, -1))
@@ -188,7 +190,7 @@ def _places(program: Program, stage: Stage, ahead: int, m: int) -> tuple[list[_R
 
 
 def _again(backward: Action, t: int, m: int) -> Action:
-    """The recompute of a backward's unit, `t` periods after it, in the numbers of that period."""
+    """Return the recompute of a backward's unit, `t` periods after it, in the numbers of that period."""
     reads = backward.reads
     if reads is not None:
         derive = reads.derive and Copy(reads.derive.label, reads.derive.first - t * m)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import difflib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import NoneType, UnionType
@@ -12,6 +11,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from penstock.checks import nearest
 from penstock.errors import ConfigError
 from penstock.schedule.methods.table import find_method
 from penstock.train.config.key_reference import correction_keys, known_keys, order_keys
@@ -126,10 +126,8 @@ def _explain(schema: type[BaseModel], path: tuple[str, ...], kind: str, message:
     key = ".".join(path)
     if kind == "extra_forbidden":
         known = known_keys(schema)
-        near = difflib.get_close_matches(key, known, n=1, cutoff=0.5) or difflib.get_close_matches(
-            path[-1], [k.split(".")[-1] for k in known], n=1, cutoff=0.5
-        )
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        near = nearest(key, known) or nearest(path[-1], (k.split(".")[-1] for k in known))
+        hint = f"; did you mean {near!r}?" if near else ""
         return f"unknown configuration key {key!r}{hint}"
     if kind in ("model_type", "dict_type"):
         return f"{key}: expected a section with keys, such as {key}.{_section_keys(schema, key)}, got {value!r}"

@@ -1,1 +1,1 @@
-"""Corrections of staleness, one module for each."""
+"""Corrections for stale weights, one module each."""

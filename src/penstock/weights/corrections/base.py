@@ -1,7 +1,7 @@
-"""Corrections of staleness, under the names of `penstock.schedule.methods.corrections`: what they all have in common.
+"""The interface of corrections for stale weights, which `penstock.schedule.methods.corrections` lists.
 
-A `Correction` says what is wanted, the same for all stages; on each of them it makes a `Corrector`, which takes part in
-updates and backwards there.
+A `Correction` holds the settings, the same for all stages; for each stage it creates a `Corrector`, whose methods are
+called in the updates and backwards of that stage.
 """
 
 from __future__ import annotations
@@ -16,15 +16,21 @@ from penstock.weights.optim.directions import check_predictable
 from penstock.weights.optim.step_info import Step
 from penstock.weights.optim.updater import Updater
 
+NO_RECOMPUTE = (
+    "recompute is not supported: the predicted weights that a forward read are gone before it could be recomputed; set "
+    "recompute=none"
+)
+"""Why corrections that predict weights cannot be used with recompute."""
+
 
 class StagePlace(NamedTuple):
-    """Where a stage is.
+    """The position of a stage in the pipeline.
 
     Attributes:
-        stage, num_stages: which of how many.
+        stage, num_stages: index of the stage, and number of stages.
         microbatches: m.
         delay: updates between the version that its forwards read and the one that is updated, mean over a batch.
-        where: for messages.
+        where: name of the stage for error messages.
     """
 
     stage: int
@@ -35,12 +41,12 @@ class StagePlace(NamedTuple):
 
 
 def rescheduled(delay: float, updates: int, over: int) -> float:
-    """PipeMare's T1: 1 / max(delay, 1)^(1 - min(updates / over, 1)); 1 if `over` is 0."""
+    """Return PipeMare's T1 factor, 1 / max(delay, 1)^(1 - min(updates / over, 1)); 1 if `over` is 0."""
     return float(max(delay, 1.0) ** -(1.0 - min(updates / over, 1.0))) if over else 1.0
 
 
 def check_reschedule(over: int) -> None:
-    """Make sure that a number of updates is one.
+    """Raise an error if `over` is negative.
 
     Raises:
         ConfigError: it is negative.
@@ -50,19 +56,19 @@ def check_reschedule(over: int) -> None:
 
 
 class Corrector:
-    """On one stage; this one does nothing.
+    """Corrects the updates and passes of one stage; this base class does nothing.
 
     Args:
-        layout: of the parameters.
-        place: of the stage.
+        layout: the layout of the parameters.
+        place: the position of the stage.
 
     Attributes:
-        name: of the correction.
-        motion: backwards read the newest weights less n times this, where their forwards read weights that were n
+        name: name of the correction.
+        motion: backwards read the newest weights minus n times this, where their forwards read weights that were n
             updates older; None for the newest weights themselves.
-        watches: whether it is told of each parameter that an update changes.
-        predicts: whether what the optimizer remembers is needed for predictions.
-        began: updates that had been made when the correction began to act.
+        watches: True if `stepped` is to be called for each parameter that an update changes.
+        predicts: True if predictions need the optimizer state.
+        began: updates made before the correction began.
     """
 
     name = ""
@@ -76,57 +82,57 @@ class Corrector:
 
     @property
     def buffers(self) -> dict[str, Buffer]:
-        """All that is parameter-sized, by name; a snapshot holds it."""
+        """Return all parameter-sized buffers, by name; a snapshot saves them."""
         return {}
 
     @property
     def nbytes(self) -> int:
-        """Bytes of it."""
+        """Bytes of the buffers."""
         return sum(buffer.nbytes for buffer in self.buffers.values())
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
-        """Make sure that the correction goes with an optimizer.
+        """Raise an error if the correction does not support the optimizer.
 
         Raises:
-            CapabilityError: it does not.
+            CapabilityError: it is not supported.
         """
         if self.predicts:
             check_predictable(optimizer)
 
     def begin(self, optimizer: torch.optim.Optimizer) -> None:
-        """Look at the optimizer, or change its settings, before it steps.
+        """Inspect the optimizer, or change its settings, before it steps.
 
         Raises:
-            CapabilityError: the correction does not go with it.
+            CapabilityError: the correction does not support it.
         """
         self.check(optimizer)
 
     def rate(self, updates: int) -> float:  # noqa: ARG002
-        """What the learning rate of the stage is multiplied by, after so many updates since it began."""
+        """Return the factor on the learning rate of the stage, `updates` updates after the correction began."""
         return 1.0
 
     def backward_done(self, updater: Updater, read: Buffer, newest: Buffer) -> None:
-        """A backward on weights that its forward has read is over, while these are still there."""
+        """Observe a backward on the weights `read` that its forward read, while they still exist."""
 
     def before_step(self, gradient: Buffer, newest: Buffer, factor: float) -> None:
-        """An update follows.
+        """Adjust the gradient before an update.
 
         Args:
-            gradient: of it, which nothing else reads any more.
-            newest: the weights before it.
-            factor: what the gradient will be multiplied by.
+            gradient: the gradient of the update, which nothing else reads any more.
+            newest: the weights before the update.
+            factor: the factor by which the updater will multiply the gradient.
         """
 
     def stepped(self, step: Step) -> None:
-        """An update has changed a parameter."""
+        """Observe that an update has changed a parameter."""
 
     def estimate(self, weights: Buffer, gap: int, out: Buffer) -> None:
-        """Write what forwards have read before the last `gap` updates: weights - gap * motion, cast once.
+        """Write an estimate of the weights before the last `gap` updates: weights - gap * motion, cast once.
 
         Args:
-            weights: the newest, as the optimizer steps them.
-            gap: in updates.
-            out: where to, in the precision that passes read.
+            weights: the newest weights, as the optimizer steps them.
+            gap: number of updates.
+            out: the buffer to write, in the precision that passes read.
         """
         assert self.motion is not None
         out.rewrite()
@@ -135,16 +141,16 @@ class Corrector:
                 view.copy_(weights.views[name] - gap * self.motion.views[name])
 
     def look_ahead(self, updates: int, gradient: Buffer | None, factor: float) -> object:  # noqa: ARG002
-        """A derived copy is needed; `predict` follows, unless there is one with the same content.
+        """Prepare a derived copy; `predict` follows, unless there is a copy with the same content.
 
         Args:
-            updates: that will be made before the backward of its microbatch, after those that the newest weights have.
-            gradient: what the next of them has gathered so far; None if nothing.
-            factor: c / (N S) makes of it part of a gradient of the mean loss: S is the loss scale that is in it, N the
+            updates: number of updates between the newest weights and the backward of the copy's microbatch.
+            gradient: the gradient accumulated so far for the next of these updates; None if there is none.
+            factor: c / (N S), which scales it to a part of the gradient of the mean loss: S is its loss scale, N the
                 loss weight of the batch before, since that of its own is not known yet.
 
         Returns:
-            What, beside version and label, its content depends on.
+            A key of what the content of the copy depends on, besides version and label.
         """
         return None
 
@@ -152,37 +158,37 @@ class Corrector:
         """Write a derived copy of the newest weights.
 
         Args:
-            updater: of the stage.
-            weights: the newest.
-            label: of the copy, as the schedule has it.
-            out: where to.
+            updater: the updater of the stage.
+            weights: the newest weights.
+            label: label of the copy in the schedule.
+            out: the buffer to write.
         """
         raise NotImplementedError
 
     def blend(self, forward: Buffer, newest: Buffer, updates: int, out: Buffer) -> None:
-        """Write what the backward of a microbatch reads.
+        """Write the weights that the backward of a microbatch reads.
 
         Args:
-            forward: what its forward read.
+            forward: the weights that its forward read.
             newest: the newest weights.
-            updates: how many lie between the two.
-            out: where to.
+            updates: number of updates between the two.
+            out: the buffer to write.
         """
         raise NotImplementedError
 
 
 class Correction(Protocol):
-    """What is wanted of all stages."""
+    """The settings of a correction, the same for all stages."""
 
     @property
     def name(self) -> str:
-        """In the table of corrections."""
+        """Its name in the table of corrections."""
         ...
 
     def refuses(self, precision: torch.dtype | None, recompute: str, /) -> str | None:
-        """Why it does not go with something, or None where it does."""
+        """Return why the correction does not support this precision or recompute mode, or None if it does."""
         ...
 
     def on(self, layout: Layout, place: StagePlace, /) -> Corrector:
-        """For a stage with parameters of this layout."""
+        """Create the corrector of a stage with parameters of this layout."""
         ...

@@ -1,12 +1,12 @@
 """Error feedback for a delay of one update.
 
-Under double-buffered weights the step that is made at update t, u_t, follows from a gradient at W(t-1): it is the step
-that should have been made one update earlier, where u_{t-1} was made. The difference is fed back:
+Under double-buffered weights the step u_t of update t is computed from a gradient at W(t-1): it is the step that should
+have been made one update earlier, in place of u_{t-1}. The difference is fed back:
 
     W(t+1) = W(t) + u_t + share (u_t - u_{t-1})
 
-for one more buffer of the size of the weights. One-Step Gradient Delay is Not a Barrier (arXiv 2606.30634) describes
-such feedback at the level of updates, for any optimizer; its exact form was not at hand, so this is a reading of ours
+This needs one more parameter-sized buffer. One-Step Gradient Delay is Not a Barrier (arXiv 2606.30634) describes such
+feedback at the level of updates, for any optimizer; its exact form was not available, so this is our interpretation
 (variant "penstock").
 """
 
@@ -24,26 +24,25 @@ from penstock.weights.optim.step_info import Step
 
 @dataclass(frozen=True)
 class ErrorFeedback:
-    """What is wanted.
+    """Settings of error feedback.
 
     Args:
-        share: of the difference that is fed back; 0 for none.
+        share: the share of the difference that is fed back; 0 for none.
     """
 
     share: float = 1.0
     name: str = "error-feedback"
 
     def __post_init__(self) -> None:
-        """Make sure that the number makes sense."""
         if not 0 <= self.share <= 1:
             raise ConfigError(f"share must lie between 0 and 1; got {self.share}")
 
     def refuses(self, _precision: torch.dtype | None, _recompute: str) -> str | None:
-        """It goes with everything."""
+        """Return None: every precision and recompute mode is supported."""
         return None
 
     def on(self, layout: Layout, place: StagePlace) -> _ErrorFeedbackOnStage:
-        """For a stage."""
+        """Create the corrector of a stage."""
         return _ErrorFeedbackOnStage(self, layout, place)
 
 
@@ -57,11 +56,11 @@ class _ErrorFeedbackOnStage(Corrector):
 
     @property
     def buffers(self) -> dict[str, Buffer]:
-        """u_{t-1}; zero before the first update, which is made as it is."""
+        """Return u_{t-1}; zero before the first update, which is made without feedback."""
         return {"step": self._last}
 
     def stepped(self, step: Step) -> None:
-        """Feed the difference back."""
+        """Add the difference to the new weights."""
         last, made = self._last.views[step.name], step.after - step.before
         if step.update > self.began:
             step.after.copy_(step.before + made + self._share * (made - last))

@@ -1,25 +1,25 @@
-"""FTPipe's predictors: momentum that decays over the updates to come.
+"""FTPipe's weight prediction from momentum that decays over the coming updates.
 
-Eliad et al., USENIX ATC 2021, and its code (`msnag`, and `aggmsnag` for several microbatches to an update). A forward
-runs on what the weights will be after the n updates that lie between it and its own backward, if all gradients until
-then are zero. For j = 1..n, with lr_j the rate of the j-th update from now (its "sched_aware"):
+Eliad et al., USENIX ATC 2021, and its code (`msnag`, and `aggmsnag` for several microbatches per update). A forward
+reads the weights as they will be after the n updates between it and its own backward, if all gradients until then are
+zero. For j = 1..n, with lr_j the rate of the j-th update from now (its "sched_aware"):
 
     SGD         w <- w - lr_j gamma^j v; all together w - sum_j (lr_j gamma^j) v
     Adam        w <- w - lr_j / (1 - beta1^(t+j)) beta1^j m / (sqrt(s / (1 - beta2^(t+j))) + eps), after t updates
 
-v is SGD's buffer, also under Nesterov's momentum. Aggregated, the gradient g that the next update has gathered so far
-is added at j = 1: v <- gamma v + g, m <- beta1 m + (1 - beta1) g. It is over N, the loss weight of the last batch
-that the stage has been updated with (of those with a weight), since that of its own batch is not known before its last
-microbatch; so the divisor c changes nothing. It is without the loss scale, not clipped, and of this pipeline alone
-where there are several, though N is of all; elements that are not finite count as zero, since their
-batch will make no update, and no others should read what came of it. FTPipe aggregates with Adam and AdamW; the same
-for SGD is our reading (variant "penstock"), and so is what is said of g. Weight decay is no part of a prediction, as
-with the other methods here, unless that is wanted (`decays`); then it goes on as in FTPipe's code: decoupled, w is
-multiplied by 1 - lr_j decay before each update; else decay w is added to the gradient of each.
+v is SGD's momentum buffer, also with Nesterov momentum. If aggregated, the gradient g accumulated so far for the next
+update is added at j = 1: v <- gamma v + g, m <- beta1 m + (1 - beta1) g. It is divided by N, the loss weight of the
+last batch (with a weight) that has updated the stage, since that of its own batch is not known before its last
+microbatch; so the divisor c changes nothing. It excludes the loss scale, is not clipped, and is that of this pipeline
+only where there are several, though N is of all; elements that are not finite count as zero, since their batch will
+make no update and must not affect other batches. FTPipe aggregates with Adam and AdamW; the same for SGD is our
+interpretation (variant "penstock"), and so are these details of g. Weight decay is not part of a prediction, as with
+the other methods here, unless `decays` is set; then it continues as in FTPipe's code: decoupled, w is multiplied by
+1 - lr_j decay before each update; otherwise decay w is added to the gradient of each.
 
-n is what FTPipe's scheduler expects: the microbatches b with done backwards <= b < done forwards that end an update, b
-mod m = m - 1. Here it is the number of the forward's batch less that of the version it finds. Before the first update
-optimizers know nothing, and weights are read as they are.
+n is what FTPipe's scheduler expects: the number of microbatches b with done backwards <= b < done forwards that end an
+update, b mod m = m - 1. Here it is the number of the forward's batch minus that of the newest version. Before the first
+update there is no optimizer state, and the prediction is the weights themselves.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.optim import SGD, Adam, AdamW
 
 from penstock.errors import CapabilityError
-from penstock.weights.corrections.base import Corrector, StagePlace
+from penstock.weights.corrections.base import NO_RECOMPUTE, Corrector, StagePlace
 from penstock.weights.memory.buffers import Buffer, Layout
 from penstock.weights.optim.adapters import name_of
 from penstock.weights.optim.directions import check_predictable
@@ -41,12 +41,12 @@ from penstock.weights.optim.updater import Updater
 
 @dataclass(frozen=True)
 class FTPipe:
-    """What is wanted.
+    """Settings of FTPipe's predictions.
 
     Args:
-        aggregated: with the gradient that the next update has gathered so far.
-        ahead: each update at its own rate; else all at that of the next one.
-        decays: weight decay is part of the prediction.
+        aggregated: include the gradient accumulated so far for the next update.
+        ahead: use the rate of each update; otherwise that of the next one for all.
+        decays: include weight decay in the prediction.
     """
 
     aggregated: bool = False
@@ -55,17 +55,17 @@ class FTPipe:
 
     @property
     def name(self) -> str:
-        """In the table of corrections."""
+        """Its name in the table of corrections."""
         return "ftpipe-aggregated" if self.aggregated else "ftpipe"
 
     def refuses(self, _precision: torch.dtype | None, recompute: str) -> str | None:
-        """A forward that is run again would need its copy again."""
+        """Return why recompute is not supported, since a recomputed forward would need its copy again."""
         if recompute != "none":
-            return "what a forward has read is gone when it would be run again; do without recompute"
+            return NO_RECOMPUTE
         return None
 
     def on(self, layout: Layout, place: StagePlace) -> _FTPipeOnStage:
-        """For a stage."""
+        """Create the corrector of a stage."""
         return _FTPipeOnStage(self, layout, place)
 
 
@@ -79,22 +79,22 @@ class _FTPipeOnStage(Corrector):
         self._gradient: Buffer | None = None
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
-        """It is known of SGD with momentum, of Adam and of AdamW."""
+        """Accept SGD with momentum, Adam and AdamW."""
         if type(optimizer) not in (SGD, Adam, AdamW):
             raise CapabilityError(
-                f"{self._wanted.name} predicts for SGD with momentum, Adam and AdamW, not for {name_of(optimizer)}; "
-                "take one of these, or method lwp"
+                f"{self._wanted.name} supports SGD with momentum, Adam and AdamW, not {name_of(optimizer)}; use one of "
+                "these, or method lwp"
             )
         check_predictable(optimizer)
 
     def look_ahead(self, updates: int, gradient: Buffer | None, factor: float) -> object:
-        """How many updates ahead the copy is, and what of the next one there is; that makes a copy one of its own."""
+        """Store the horizon and the partial gradient for `predict`, and return a key of them."""
         self._updates, self._factor = updates, factor
         self._gradient = gradient if self._wanted.aggregated and updates else None
         return updates if self._gradient is None else (updates, object())
 
     def predict(self, updater: Updater, weights: Buffer, label: str, out: Buffer) -> None:  # noqa: ARG002
-        """As far ahead as `look_ahead` was told."""
+        """Write the prediction that the last `look_ahead` described."""
         updater.foresee(weights, self._guess, out)
 
     def _guess(self, known: Forecast) -> Tensor:
@@ -107,7 +107,7 @@ class _FTPipeOnStage(Corrector):
         return found
 
     def _gathered(self, name: str) -> Tensor | None:
-        """The gradient under way of a parameter; None as long as no backward has reached it."""
+        """Return the partial gradient of a parameter, or None if no backward has reached it."""
         if self._gradient is None or name in self._gradient.unwritten:
             return None
         g = self._gradient.views[name] * self._factor
@@ -118,7 +118,7 @@ def _walk_sgd(known: Forecast, rates: list[float], gathered: Tensor | None, deca
     w, gamma, taken = known.weights, float(known.group["momentum"]), 1.0 - known.group["dampening"]
     v: Tensor = known.optimizer.state[known.parameter]["momentum_buffer"]
     if not decay:
-        begun = gathered is not None  # then v is that of j = 1
+        begun = gathered is not None  # then v already includes j = 1
         v = gamma * v + taken * gathered.to(v.dtype) if gathered is not None else v
         return w - sum(rate * gamma ** (j - begun) for j, rate in enumerate(rates, 1)) * v
     for j, rate in enumerate(rates, 1):
@@ -133,7 +133,7 @@ def _walk_sgd(known: Forecast, rates: list[float], gathered: Tensor | None, deca
 def _walk_adam(known: Forecast, rates: list[float], gathered: Tensor | None, decay: float) -> Tensor:
     (beta1, beta2), eps, w = known.group["betas"], known.group["eps"], known.weights
     state, decoupled = known.optimizer.state[known.parameter], known.group["decoupled_weight_decay"]
-    t, mean, begun = int(state["step"]), state["exp_avg"], 0  # `mean` is that of update `begun` from now
+    t, mean, begun = int(state["step"]), state["exp_avg"], 0  # `mean` is as of `begun` updates from now
     if gathered is not None and (decoupled or not decay):
         mean, begun = beta1 * mean + (1.0 - beta1) * gathered.to(mean.dtype), 1
     for j, rate in enumerate(rates, 1):

@@ -1,4 +1,4 @@
-"""Gap-aware gradients: the further the weights have moved since the forward, the less a gradient counts.
+"""Gap-aware gradients: the further the weights have moved since the forward, the smaller the gradient.
 
 Barkai et al., Gap-Aware Mitigation of Gradient Staleness (arXiv 1909.10802), in the form of FTPipe (Eliad et al.,
 USENIX ATC 2021, and its code), element by element:
@@ -6,8 +6,8 @@ USENIX ATC 2021, and its code), element by element:
     g <- g / (1 + |w_now - w_stash| / (rate (sqrt(r / (1 - G^t)) + eps))),   r <- G r + (1 - G) v^2
 
 with v the momentum of SGD before the update, rate the highest learning rate so far of the parameter's group, and t the
-number of the update, from 1; g with its weight decay, so that this is divided alike. It is made for one microbatch per
-update. The norm by which gradients are clipped is that before the division.
+number of the update, from 1; g includes weight decay, which so is divided, too. It is defined for one microbatch per
+update. Gradients are clipped by their norm before the division.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from penstock.weights.optim.updater import Updater
 
 @dataclass(frozen=True)
 class GapAware:
-    """What is wanted.
+    """Settings of gap-aware gradients.
 
     Args:
         average: G.
-        eps: against division by zero.
+        eps: added to the denominator.
     """
 
     average: float = 0.999
@@ -40,18 +40,17 @@ class GapAware:
     name: str = "gap-aware"
 
     def __post_init__(self) -> None:
-        """Make sure that the numbers make sense."""
         if not 0 <= self.average < 1 or not self.eps > 0:
             raise ConfigError(f"average must lie in [0, 1) and eps above 0; got {self.average} and {self.eps}")
 
     def refuses(self, _precision: torch.dtype | None, _recompute: str) -> str | None:
-        """Low precision has no stash of full weights."""
+        """Return why low precision is not supported: it keeps no stash of full-precision weights."""
         if _precision is not None:
-            return "gap-aware gradients are offered in fp32 so far; set precision to fp32, or take method stash"
+            return "gap-aware gradients need fp32 weights; set precision to fp32, or use method stash"
         return None
 
     def on(self, layout: Layout, place: StagePlace) -> _GapAwareOnStage:
-        """For a stage."""
+        """Create the corrector of a stage."""
         return _GapAwareOnStage(self, layout, place)
 
 
@@ -60,34 +59,36 @@ class _GapAwareOnStage(Corrector):
         super().__init__(layout, place)
         if place.microbatches != 1:
             raise CapabilityError(
-                f"{place.where}: gap-aware gradients are made for one microbatch per update, not {place.microbatches}; "
-                "take microbatches=1, or method stash"
+                f"{place.where}: gap-aware gradients need one microbatch per update, not {place.microbatches}; set "
+                "microbatches=1, or use method stash"
             )
         self._wanted = wanted
-        self._rates: dict[str, float] = {}  # the highest of so many updates, by parameter
+        self._rates: dict[str, float] = {}  # the highest of the first `_rated` updates, by parameter
         self._rated = 0
         self.watches = place.delay > 0
         names = ("squares", "penalty") if self.watches else ()
         self._buffers = {name: Buffer(layout, f"{name} of {place.where}") for name in names}
-        self._decays: dict[str, float] = {}  # of the gradient under way
+        self._decays: dict[str, float] = {}  # weight decay of the gradient being accumulated
 
     @property
     def buffers(self) -> dict[str, Buffer]:
-        """The mean of the squares of momentum, and what the gradient under way will be divided by."""
+        """Return the running mean of the squares of momentum, and the divisor of the current gradient."""
         return self._buffers
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
-        """It reads the momentum of SGD."""
+        """Accept SGD with momentum, whose state is read."""
         if not isinstance(optimizer, SGD) or not all(group["momentum"] for group in optimizer.param_groups):
-            raise CapabilityError(f"gap-aware gradients need SGD with momentum, not {name_of(optimizer)} as it is set")
+            raise CapabilityError(
+                f"gap-aware gradients need SGD with momentum, not {name_of(optimizer)} with these settings"
+            )
 
     def backward_done(self, updater: Updater, read: Buffer, newest: Buffer) -> None:
-        """How far the weights have moved since the forward."""
+        """Update the divisor by the distance that the weights have moved since the forward."""
         if not self.watches:
             return
         assert updater.optimizer is not None
         updates = updater.updates + 1 - self.began
-        while self._rated < updates:  # many at once after a restart
+        while self._rated < updates:  # several updates after a restart
             rates = updater.rates_of(self.began + self._rated)
             self._rates = {name: max(rate, self._rates.get(name, 0.0)) for name, rate in rates.items()}
             self._rated += 1
@@ -104,14 +105,14 @@ class _GapAwareOnStage(Corrector):
                 penalty.copy_(gap.div_(size).add_(1.0) if rate else torch.ones_like(gap))
 
     def _begin(self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.nn.Parameter]) -> None:
-        """The mean begins with the momentum that the first update finds: of a method before this one, or none."""
+        """Start the mean from the momentum found at the first update, which a previous method may have left."""
         for name, squares in self._buffers["squares"].views.items():
             velocity = optimizer.state.get(parameters[name], {}).get("momentum_buffer")
             if velocity is not None:
                 squares.copy_(velocity**2 * (1.0 - self._wanted.average))
 
     def before_step(self, gradient: Buffer, newest: Buffer, factor: float) -> None:
-        """Divide; the optimizer will add the whole decay, so what is too much of it is taken off here."""
+        """Divide the gradient, and compensate the weight decay that the optimizer will add undivided."""
         if not self.watches:
             return
         with torch.no_grad():
@@ -122,7 +123,7 @@ class _GapAwareOnStage(Corrector):
                     view.addcmul_(newest.views[name], 1.0 / penalty - 1.0, value=decay / factor)
 
     def stepped(self, step: Step) -> None:
-        """What momentum is now counts from the next update on."""
+        """Update the mean of squares with the new momentum, for the next update."""
         velocity = step.optimizer.state[step.parameter]["momentum_buffer"]
         squares = self._buffers["squares"].views[step.name]
         squares.mul_(self._wanted.average).add_(velocity**2, alpha=1.0 - self._wanted.average)

@@ -1,12 +1,12 @@
-"""NAG-PP: Nesterov's momentum as the means against delay.
+"""NAG-PP: Nesterov momentum as a remedy for delay.
 
-Ajanthan et al. (ICML 2025, arXiv 2505.01099): the look-ahead of Nesterov's momentum, with its gradient discounted by
-1 - momentum, points where the delay leads; in practice torch's NAdam with beta1 = 0.99, on stashed weights. Without a
+Ajanthan et al. (ICML 2025, arXiv 2505.01099): the look-ahead of Nesterov momentum, with its gradient discounted by
+1 - momentum, compensates for the delay; in practice torch's NAdam with beta1 = 0.99, on stashed weights. Without a
 stash, a stage with delay tau has its rate divided by max(tau, 1)^(1 - min(k / K, 1)) at update k, and the momentum
 0.9 + 0.09 (P - i) / P on stage i of P, counted from 1.
 
-tau is the mean by the schedule, where the paper has floor((2 (P - i) + 1) / (2 K)), its least for K microbatches per
-update; k counts updates from 0, where the paper's code counts from 1.
+tau is the mean delay of the schedule, where the paper has floor((2 (P - i) + 1) / (2 K)), the smallest for K
+microbatches per update; k counts updates from 0, where the paper's code counts from 1.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from penstock.weights.memory.buffers import Layout
 from penstock.weights.optim.adapters import name_of
 
 LEAST, SPREAD = 0.9, 0.09
-"""Momentum of the last stage, and how much more the first one has, nearly."""
+"""Momentum of the last stage, and the (approximate) extra momentum of the first."""
 
 
 @dataclass(frozen=True)
 class NagPP:
-    """What is wanted.
+    """Settings of NAG-PP.
 
     Args:
-        name: in the table of corrections.
-        adapts: the momentum and the rate of a stage follow from its place; for the form without a stash.
-        reschedule: K, updates over which rates rise to the common one; 0 for none.
+        name: its name in the table of corrections.
+        adapts: set the momentum and rate of a stage by its position; for the form without a stash.
+        reschedule: K, the updates over which rates rise to the common one; 0 for none.
     """
 
     name: str
@@ -39,15 +39,14 @@ class NagPP:
     reschedule: int = 0
 
     def __post_init__(self) -> None:
-        """Make sure that the number makes sense."""
         check_reschedule(self.reschedule)
 
     def refuses(self, _precision: torch.dtype | None, _recompute: str) -> str | None:
-        """It goes with everything."""
+        """Return None: every precision and recompute mode is supported."""
         return None
 
     def on(self, layout: Layout, place: StagePlace) -> _NagOnStage:
-        """For a stage."""
+        """Create the corrector of a stage."""
         return _NagOnStage(self, layout, place)
 
 
@@ -57,10 +56,10 @@ class _NagOnStage(Corrector):
         self._wanted = wanted
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
-        """It is a way to use NAdam."""
+        """Accept NAdam."""
         if not isinstance(optimizer, torch.optim.NAdam):
-            instead = "take optimizer nadam" if self._wanted.adapts else "take optimizer nadam with beta1=0.99"
-            raise CapabilityError(f"{self._wanted.name} is a way to use NAdam, not {name_of(optimizer)}; {instead}")
+            instead = "use optimizer nadam" if self._wanted.adapts else "use optimizer nadam with beta1=0.99"
+            raise CapabilityError(f"{self._wanted.name} needs NAdam, not {name_of(optimizer)}; {instead}")
 
     def begin(self, optimizer: torch.optim.Optimizer) -> None:
         """Set the momentum."""
@@ -71,5 +70,5 @@ class _NagOnStage(Corrector):
                 group["betas"] = LEAST + SPREAD * behind / self.place.num_stages, group["betas"][1]
 
     def rate(self, updates: int) -> float:
-        """Lower where the delay is long, at first."""
+        """Return the rate factor, which starts lower where the delay is long."""
         return rescheduled(self.place.delay, updates, self._wanted.reschedule) if self._wanted.adapts else 1.0

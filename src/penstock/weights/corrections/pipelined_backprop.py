@@ -1,13 +1,13 @@
-"""Pipelined backpropagation's means against delay: spike compensation and linear weight prediction, or both.
+"""Pipelined backpropagation's remedies for delay: spike compensation and linear weight prediction, or both.
 
 Kosson et al., Pipelined Backpropagation at Scale (arXiv 2003.11666). With a delay of D updates, momentum m, rate eta:
 
     spike compensation  v <- m v + g;  w <- w - eta (a v + b g),  a = m^D,  b = (1 - m^D) / (1 - m):
-                        a late gradient catches up at once with what it would have contributed by now
+                        a delayed gradient contributes at once what it would have contributed by now
     prediction          forwards read w - eta D v (velocity form), or w + D (w(t) - w(t-1)) (weight form)
 
-D is the mean delay of the stage; the last stage, without one, does what plain training does. At D = 1 spike
-compensation is Nesterov's momentum as torch has it.
+D is the mean delay of the stage; the last stage has none and is trained plainly. At D = 1 spike
+compensation is torch's Nesterov momentum.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch.optim import SGD
 
 from penstock.errors import CapabilityError
-from penstock.weights.corrections.base import Corrector, StagePlace
+from penstock.weights.corrections.base import NO_RECOMPUTE, Corrector, StagePlace
 from penstock.weights.memory.buffers import Buffer, Layout
 from penstock.weights.optim.adapters import name_of
 from penstock.weights.optim.step_info import Step
@@ -30,12 +30,12 @@ Form = Literal["none", "velocity", "weights"]
 
 @dataclass(frozen=True)
 class PipelinedBackprop:
-    """What is wanted.
+    """Settings of spike compensation and linear weight prediction.
 
     Args:
-        name: in the table of corrections.
-        spike: compensate spikes.
-        prediction: which form of prediction.
+        name: its name in the table of corrections.
+        spike: use spike compensation.
+        prediction: the form of prediction, if any.
     """
 
     name: str
@@ -43,13 +43,13 @@ class PipelinedBackprop:
     prediction: Form
 
     def refuses(self, _precision: torch.dtype | None, recompute: str) -> str | None:
-        """A forward that is run again would need its copy again."""
+        """Return why recompute is not supported, since a recomputed forward would need its copy again."""
         if recompute != "none" and self.prediction != "none":
-            return "what a forward has read is gone when it would be run again; do without recompute"
+            return NO_RECOMPUTE
         return None
 
     def on(self, layout: Layout, place: StagePlace) -> _BackpropOnStage:
-        """For a stage."""
+        """Create the corrector of a stage."""
         return _BackpropOnStage(self, layout, place)
 
 
@@ -64,11 +64,11 @@ class _BackpropOnStage(Corrector):
 
     @property
     def buffers(self) -> dict[str, Buffer]:
-        """w(t) - w(t-1), for the weight form."""
+        """Return w(t) - w(t-1), for the weight form."""
         return {} if self._last is None else {"motion": self._last}
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
-        """Spike compensation is a form of momentum."""
+        """Accept plain SGD with momentum for spike compensation, and predictable optimizers for predictions."""
         super().check(optimizer)
         if not self._wanted.spike:
             return
@@ -78,12 +78,12 @@ class _BackpropOnStage(Corrector):
         )
         if not plain:
             raise CapabilityError(
-                "spike compensation takes the place of momentum in SGD, without nesterov, dampening or maximize, not "
-                f"in {name_of(optimizer)} as it is set; take optimizer sgd with momentum, or another method"
+                "spike compensation replaces the momentum of SGD (without nesterov, dampening or maximize), not that "
+                f"of {name_of(optimizer)} with these settings; use optimizer sgd with momentum, or another method"
             )
 
     def stepped(self, step: Step) -> None:
-        """Step as spike compensation does, and take down the motion."""
+        """Replace the step by that of spike compensation, and store the motion."""
         if self._wanted.spike:
             momentum, decay = step.group["momentum"], step.group["weight_decay"]
             gradient = step.gradient.add(step.before, alpha=decay) if decay else step.gradient
@@ -95,7 +95,7 @@ class _BackpropOnStage(Corrector):
             torch.sub(step.after, step.before, out=self._last.views[step.name])
 
     def predict(self, updater: Updater, weights: Buffer, label: str, out: Buffer) -> None:  # noqa: ARG002
-        """D updates ahead."""
+        """Write the weights predicted D updates ahead."""
         if self.predicts or self._last is None:
             updater.predict(weights, self._delay if self.predicts else 0.0, False, out)
             return

@@ -1,4 +1,4 @@
-"""PipeMare: rates by delay, and backwards on estimates of what their forwards read."""
+"""PipeMare: learning rates by delay, and backwards on estimates of the weights that their forwards read."""
 
 from __future__ import annotations
 
@@ -14,20 +14,19 @@ from penstock.weights.optim.step_info import Step
 
 @dataclass(frozen=True)
 class PipeMare:
-    """PipeMare's corrections (arXiv 1910.05124, sec. 3), for the rule that keeps the newest weights only.
+    """Settings of PipeMare's corrections (arXiv 1910.05124, sec. 3), for the rule that keeps the newest weights only.
 
     T1: the learning rate of a stage with delay tau is divided by max(tau, 1)^(1 - min(k / K, 1)) at update k, so it
     acts only where the delay is more than one update. T2: delta <- gamma delta + (1 - gamma) (w(t+1) - w(t)) with
-    gamma = D^(1 / tau); a backward whose forward read weights that were n updates older reads w - n delta. A forward
-    that is run again does the same at its own moment: u = w - n delta, w and delta being those of then, n the updates
-    since it was run first. Without a delay both change nothing. In low precision an estimate is made of the weights in
-    fp32, and cast once.
+    gamma = D^(1 / tau); a backward whose forward read weights that were n updates older reads w - n delta. A recomputed
+    forward reads u = w - n delta, with w and delta as of the recompute, and n the updates since the first forward.
+    Without a delay both change nothing. In low precision an estimate is computed from the fp32 weights, and cast once.
 
-    That the recomputed forward has an estimate of its own is the paper's (tau_fwd - tau_recomp updates lie between);
-    that n counts each microbatch's own updates, here as in the backward, is the variant "penstock".
+    The separate estimate of the recomputed forward follows the paper (tau_fwd - tau_recomp updates lie between);
+    counting n for each microbatch, here as in the backward, is the variant "penstock".
 
     Args:
-        reschedule: K; 0 for none.
+        reschedule: K; 0 for no T1.
         decay: D; None for no T2.
     """
 
@@ -36,23 +35,20 @@ class PipeMare:
     name: str = "pipemare"
 
     def __post_init__(self) -> None:
-        """Make sure that the numbers make sense."""
         check_reschedule(self.reschedule)
         if self.decay is not None and not 0 < self.decay < 1:
             raise ConfigError(f"decay (D) must lie between 0 and 1, such as 0.135; got {self.decay}")
 
     def refuses(self, _precision: torch.dtype | None, _recompute: str) -> str | None:
-        """It goes with everything."""
+        """Return None: every precision and recompute mode is supported."""
         return None
 
     def on(self, layout: Layout, place: StagePlace) -> _PipeMareOnStage:
-        """For a stage."""
+        """Create the corrector of a stage."""
         return _PipeMareOnStage(self, layout, place)
 
 
 class _PipeMareOnStage(Corrector):
-    """What PipeMare does on one stage."""
-
     def __init__(self, wanted: PipeMare, layout: Layout, place: StagePlace) -> None:
         super().__init__(layout, place)
         self._wanted = wanted
@@ -64,14 +60,14 @@ class _PipeMareOnStage(Corrector):
 
     @property
     def buffers(self) -> dict[str, Buffer]:
-        """Delta."""
+        """Return T2's delta, if it is used."""
         return {} if self.motion is None else {"motion": self.motion}
 
     def rate(self, updates: int) -> float:
-        """T1."""
+        """Return the factor of T1."""
         return rescheduled(self.place.delay, updates, self._wanted.reschedule)
 
     def stepped(self, step: Step) -> None:
-        """T2's delta."""
+        """Update T2's delta."""
         assert self.motion is not None
         self.motion.views[step.name].mul_(self._gamma).add_((1.0 - self._gamma) * (step.after - step.before))

@@ -1,7 +1,7 @@
-"""Passes on weights predicted some updates ahead: SpecTrain, XPipe, PipeOptim.
+"""Weight prediction by a fixed horizon per stage: SpecTrain, XPipe, PipeOptim.
 
 These follow the papers' equations. The public code differs: PipeOptim's looks one update further ahead, SpecTrain's
-takes momentum times the buffer plus the last gradient for the velocity, fairscale's scales it by 1 - momentum.
+uses momentum times the buffer plus the last gradient as velocity, fairscale's scales it by 1 - momentum.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from fractions import Fraction
 import torch
 
 from penstock.schedule.transforms.predictions import BACKWARD, FORWARD
-from penstock.weights.corrections.base import Corrector, StagePlace
+from penstock.weights.corrections.base import NO_RECOMPUTE, Corrector, StagePlace
 from penstock.weights.memory.buffers import Buffer, Layout
 from penstock.weights.optim.updater import Updater
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Forwards, and with some methods backwards, read weights predicted some updates ahead.
+    """Settings: forwards, and with some methods backwards, read weights predicted some updates ahead.
 
-    Stages are k of N, counted from 0, with m microbatches per update. XPipe's numbers are of updates, and rounded, half
-    to even. The others' are of microbatches, each of which made an update in their papers (m = 1): they are divided by
-    m here, and not rounded, so that they are the mean numbers of updates.
+    Stages are k of N, counted from 0, with m microbatches per update. XPipe's horizons are in updates, and rounded,
+    half to even. The others' are in microbatches, each of which made an update in their papers (m = 1): they are
+    divided by m here, and not rounded, so that they are mean numbers of updates.
 
         spectrain        forward floor(k / 2) + N - k - 1, backward floor(k / 2) (arXiv 1809.02839)
         spectrain-stash  N - k - 1, for both passes (the second form in its authors' code)
@@ -32,7 +32,7 @@ class Prediction:
 
     Args:
         name: one of these.
-        uncorrected: the direction of Adam with 1 - beta instead of 1 - beta^t, as in XPipe's paper: in the long run
+        uncorrected: use 1 - beta instead of 1 - beta^t in Adam's direction, as in XPipe's paper: in the long run it is
             sqrt(1 - beta2) / (1 - beta1) times the true one, 0.316 with betas of 0.9 and 0.999, 2.24 with 0.9 and 0.95.
     """
 
@@ -40,18 +40,18 @@ class Prediction:
     uncorrected: bool = False
 
     def refuses(self, _precision: torch.dtype | None, recompute: str) -> str | None:
-        """A forward that is run again would need its copy again."""
+        """Return why recompute is not supported, since a recomputed forward would need its copy again."""
         if recompute != "none":
-            return "what a forward has read is gone when it would be run again; do without recompute"
+            return NO_RECOMPUTE
         return None
 
     def on(self, layout: Layout, place: StagePlace) -> _Predicted:
-        """For a stage."""
+        """Create the corrector of a stage."""
         return _Predicted(self, layout, place)
 
 
 def horizons(name: str, k: int, n: int, m: int) -> tuple[float, float]:
-    """How many updates ahead a method predicts on stage k of n, for forwards and for backwards (see `Prediction`)."""
+    """Return how many updates ahead stage k of n predicts for forwards and for backwards (see `Prediction`)."""
     return {
         "spectrain": ((k // 2 + n - k - 1) / m, (k // 2) / m),
         "spectrain-stash": ((n - k - 1) / m, (n - k - 1) / m),
@@ -61,8 +61,6 @@ def horizons(name: str, k: int, n: int, m: int) -> tuple[float, float]:
 
 
 class _Predicted(Corrector):
-    """What is predicted on one stage."""
-
     predicts = True
 
     def __init__(self, wanted: Prediction, layout: Layout, place: StagePlace) -> None:
@@ -71,5 +69,5 @@ class _Predicted(Corrector):
         self._horizons, self._uncorrected = dict(zip((FORWARD, BACKWARD), ahead, strict=True)), wanted.uncorrected
 
     def predict(self, updater: Updater, weights: Buffer, label: str, out: Buffer) -> None:
-        """For forwards or backwards."""
+        """Write the weights predicted for forwards or backwards, by the label."""
         updater.predict(weights, self._horizons[label], self._uncorrected, out)

@@ -1,4 +1,4 @@
-"""The corrections of the method table, with the options that a configuration gives them."""
+"""Create the corrections of the method table from the options in a configuration."""
 
 from __future__ import annotations
 
@@ -26,36 +26,36 @@ PIPELINED_BACKPROP: Mapping[str, tuple[bool, Form]] = MappingProxyType(
         "spike-lwp-weights": (True, "weights"),
     }
 )
-"""Name -> whether spikes are compensated, and the form of prediction."""
+"""Name -> (use spike compensation, form of prediction)."""
 
 
 def correction_of(method: str, **options: float | None) -> Correction | None:
-    """What a method does about staleness; None if nothing.
+    """Create the correction of a method; None if it has none.
 
     Args:
-        method: a row of the method table.
-        options: of its correction, such as reschedule=500.
+        method: name of a row of the method table.
+        options: options of its correction, such as reschedule=500.
 
     Raises:
-        ConfigError: no such method, or option; or one is missing that has no default.
+        ConfigError: the method or option is unknown, or an option without a default is missing.
     """
     row = find_method(method)
     name, given = row.correction, correction_options(row, options)
     if given.get("reschedule", 0) is None:
         raise ConfigError(
-            f"correction {name!r}: say over how many updates rates rise, such as reschedule=500; 0 for none"
+            f"correction {name!r}: set the number of updates over which rates rise, such as reschedule=500; 0 for none"
         )
     return make_correction(name, given, 0, 0)
 
 
 def make_correction(name: str, options: dict[str, float | None], updates: int, warm_up: int) -> Correction | None:
-    """The correction of a method.
+    """Create a correction by its name; None for "none".
 
     Args:
-        name: in the table of corrections.
-        options: all that it has, by name.
-        updates: of the run.
-        warm_up: of the learning rate, in updates.
+        name: its name in the table of corrections.
+        options: all its options, by name.
+        updates: number of updates of the run.
+        warm_up: warm-up of the learning rate, in updates.
     """
     if name == "none":
         return None
@@ -75,7 +75,7 @@ def make_correction(name: str, options: dict[str, float | None], updates: int, w
         return Blending(float(options["beta"] or 0.0))
     if name in ("ftpipe", "ftpipe-aggregated"):
         return FTPipe(name == "ftpipe-aggregated", bool(options["ahead"]), bool(options["weight_decay"]))
-    raise AssertionError(f"no code for correction {name!r}")
+    raise AssertionError(f"correction {name!r} is not implemented")
 
 
 def _reschedule(given: float | None, updates: int, warm_up: int) -> int:

@@ -1,1 +1,1 @@
-"""Where weights live: buffers with epochs, older versions, scratch memory."""
+"""Memory for weights: buffers with epochs, older versions, scratch memory."""

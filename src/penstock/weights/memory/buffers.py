@@ -1,10 +1,10 @@
 """Parameter-sized blocks of memory, each with views, leaves and an epoch.
 
-A `Buffer` holds all trained parameters of a stage in one flat tensor per dtype. It plays different roles over time:
-a version of the weights, the gradient of a batch, or nothing. Whoever keeps something that depends on its content (a
-graph, a recompute, an offloaded copy) keeps a `Handle` with the buffer's epoch; every rewrite begins a new epoch, and
-`Handle.check` then raises. This is the proof of consistency that Penstock itself owns. Autograd's version counter is
-bumped as well, as a second net: it notices a rewrite only where no saved-tensor hooks act.
+A `Buffer` holds all trained parameters of a stage in one flat tensor per dtype. Over time it holds a version of the
+weights, the gradient of a batch, or nothing. Code that keeps something which depends on its content (a graph, a
+recompute, an offloaded copy) keeps a `Handle` with the buffer's epoch; every rewrite begins a new epoch, after which
+`Handle.check` raises. Autograd's version counter is bumped as well, as a second check: it detects a rewrite only where
+no saved-tensor hooks are active.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ALIGNMENT = 64  # bytes; kernels may round differently on unaligned data
 
 @dataclass(frozen=True)
 class Slot:
-    """Where one parameter lies in a buffer's flat tensor of its dtype."""
+    """The place of one parameter in a buffer's flat tensor of its dtype."""
 
     dtype: torch.dtype
     offset: int
@@ -39,13 +39,13 @@ class Slot:
 
     @property
     def padded(self) -> int:
-        """Elements it takes up: the next parameter is aligned, too."""
+        """Elements it occupies, including padding that aligns the next parameter."""
         step = max(ALIGNMENT // self.dtype.itemsize, 1)
         return -(-self.numel // step) * step
 
 
 class Layout:
-    """How the parameters of a stage lie in memory, the same in every buffer.
+    """The memory layout of the parameters of a stage, the same in every buffer.
 
     Args:
         parameters: canonical name -> tensor; only shapes, dtypes and the device are used.
@@ -67,38 +67,38 @@ class Layout:
 
 
 class Readable(Protocol):
-    """What passes compute with: a buffer, or leaves of several (`penstock.weights.memory.older_versions`)."""
+    """Weights that passes compute with: a buffer, or leaves of several (`penstock.weights.memory.older_versions`)."""
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """Its name in error messages."""
         ...
 
     @property
     def epoch(self) -> int:
-        """Raised at every rewrite."""
+        """A counter that is raised at every rewrite."""
         ...
 
     @property
     def leaves(self) -> Mapping[str, Tensor]:
-        """By name; they enter graphs."""
+        """The autograd leaves that enter graphs, by name."""
         ...
 
     @property
     def gradient(self) -> Buffer | None:
-        """Where backwards of graphs on the leaves add to."""
+        """The buffer to which backwards of graphs on the leaves add."""
         ...
 
     def add_to(self, gradient: Buffer) -> None:
-        """Let them add to `gradient`."""
+        """Make backwards of graphs on the leaves add to `gradient`."""
         ...
 
     def settle(self) -> None:
-        """Between two backwards."""
+        """Remove hooks that are no longer needed, between two backwards."""
         ...
 
     def accumulate(self, key: str, found: Tensor) -> None:
-        """Add to the gradient of a leaf what was not found by autograd."""
+        """Add to the gradient of a leaf a part that autograd did not compute."""
         ...
 
 
@@ -109,7 +109,7 @@ class Buffer:
         views: name -> tensor of the parameter's shape, over the flat memory.
         leaves: the same memory as autograd leaves; these, never an optimizer's parameters, enter graphs.
         epoch: raised at every rewrite.
-        gradient: where backwards of graphs on these leaves add to; None before the first.
+        gradient: the buffer to which backwards of graphs on these leaves add; None before the first.
         unwritten: while this is a gradient, the parameters that no backward has reached yet; their views hold old
             content.
     """
@@ -127,12 +127,14 @@ class Buffer:
             for key, slot in layout.slots.items()
         }
         self.leaves = {key: view.detach().requires_grad_() for key, view in self.views.items()}
-        self._gathering: dict[str, RemovableHandle] = {}  # leaves whose next gradient has to be moved to its place
-        self._gathered: list[str] = []  # those of them where that has happened
+        self._gathering: dict[
+            str, RemovableHandle
+        ] = {}  # hooks of leaves whose next gradient has to be moved to its place
+        self._gathered: list[str] = []  # leaves whose hook has done so
 
     @property
     def flats(self) -> list[Tensor]:
-        """All memory, one tensor per dtype."""
+        """The flat tensors, one per dtype."""
         return list(self._flats.values())
 
     @property
@@ -146,24 +148,24 @@ class Buffer:
         return {flat.untyped_storage().data_ptr() for flat in self._flats.values()}
 
     def rewrite(self) -> None:
-        """Begin a new epoch: whatever depends on the old content is void."""
+        """Begin a new epoch, which invalidates everything that depends on the old content."""
         self.epoch += 1
         torch.autograd.graph.increment_version(self._flats.values())
 
     def begin_gradient(self) -> None:
-        """Become a gradient that nothing has been added to; the content stays until the first backward."""
+        """Become an empty gradient; the old content stays until the first backward overwrites it."""
         self.rewrite()
         self.unwritten = set(self.views)
 
     def finish_gradient(self) -> None:
-        """Parameters that no backward has reached have a gradient of zero."""
+        """Zero the gradient of parameters that no backward has reached."""
         with torch.no_grad():
             for key in self.unwritten:
                 self.views[key].zero_()
         self.unwritten = set()
 
     def add_to(self, gradient: Buffer) -> None:
-        """Let backwards of graphs on the leaves add to `gradient`."""
+        """Make backwards of graphs on the leaves add to `gradient`."""
         self.gradient = gradient
         self.settle()
         for key, leaf in self.leaves.items():
@@ -174,29 +176,27 @@ class Buffer:
                 self._gathering[key] = leaf.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     def settle(self) -> None:
-        """Between two backwards: those leaves to whose gradients autograd itself adds need not be looked at any more.
-
-        Each look is Python in the midst of a backward.
-        """
+        """Remove the hooks of leaves to whose gradients autograd now adds itself, since each hook takes time."""
         for key in self._gathered:
             self._gathering.pop(key).remove()
         self._gathered.clear()
 
     def placed(self, key: str, view: Tensor) -> None:
-        """The gradient of a leaf is in its place, where autograd can add to it, unless it is of lower precision."""
+        """Take note that the gradient of a leaf is in its place, where autograd can add to it, unless in lower
+        precision."""
         leaf = self.leaves[key]
         leaf.grad = view if view.dtype == leaf.dtype else None
         if leaf.grad is not None and key in self._gathering:
             self._gathered.append(key)
 
     def forget_gradient(self) -> None:
-        """Let go of the buffer that backwards of graphs on the leaves have added to."""
+        """Drop the buffer to which backwards of graphs on the leaves have added."""
         self.gradient = None
         for leaf in self.leaves.values():
             leaf.grad = None
 
     def accumulate(self, key: str, found: Tensor) -> None:
-        """Add to the gradient of a leaf what was not found by autograd, as autograd would."""
+        """Add to the gradient of a leaf a part that autograd did not compute, as autograd would."""
         gradient = self.gradient
         assert gradient is not None
         view = gradient.views[key]
@@ -208,13 +208,13 @@ class Buffer:
         self.placed(key, view)
 
     def squares(self, without: Collection[str] = ()) -> tuple[float, float]:
-        """The sum of the squares of all elements; not finite if one is not, or if their squares overflow.
+        """Return the sum of the squares of all elements; not finite if one is not, or if their squares overflow.
 
-        The norm of each parameter is taken in its own precision, as torch does when it clips. Their squares are added
-        exactly: the sum, and what its rounding has lost, so that a sum over stages does not depend on the partition.
+        The norm of each parameter is computed in its own precision, as torch does when it clips. Their squares are
+        added exactly and returned as (sum, rounding error), so that a sum over stages does not depend on the partition.
 
         Args:
-            without: parameters that do not count.
+            without: parameters to leave out.
         """
         views = [view for name, view in self.views.items() if name not in without]
         if not views:
@@ -232,14 +232,14 @@ class Buffer:
                 flat.mul_(factor)
 
     def approach(self, other: Buffer, share: float) -> None:
-        """Go a share of the way to another buffer."""
+        """Move by a share of the distance to another buffer."""
         self.rewrite()
         with torch.no_grad():
             for dtype, flat in self._flats.items():
                 flat.lerp_(other._flats[dtype], share)
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Rewrite with the given parameters."""
+        """Rewrite the buffer with the given parameters."""
         self.rewrite()
         with torch.no_grad():
             for key, view in self.views.items():
@@ -247,9 +247,9 @@ class Buffer:
 
 
 def _gather(buffer: weakref.ref[Buffer], key: str) -> Callable[[Tensor], None]:
-    """A hook that moves the first gradient of a leaf to its place (in low precision every one), as soon as it is there.
+    """Make a hook that moves the first gradient of a leaf (in low precision every one) to its place in the buffer.
 
-    Zeroing the place beforehand and adding to it would take memory through the processor once more.
+    Zeroing the place beforehand and adding to it would read and write the memory once more.
     """
 
     def move(leaf: Tensor) -> None:
@@ -270,7 +270,7 @@ def _gather(buffer: weakref.ref[Buffer], key: str) -> Callable[[Tensor], None]:
 
 @dataclass(frozen=True)
 class Handle:
-    """A claim on the present content of a buffer, or of several."""
+    """A claim on the current content of a buffer, or of several."""
 
     buffer: Readable
     epoch: int
@@ -278,12 +278,12 @@ class Handle:
 
     @property
     def whole(self) -> Buffer:
-        """The buffer, where all comes from one."""
-        assert isinstance(self.buffer, Buffer), "delays by choice go with rule flush alone, and with no correction"
+        """The buffer, if all leaves are from one."""
+        assert isinstance(self.buffer, Buffer), "chosen delays require rule flush and no correction"
         return self.buffer
 
     def check(self, who: str) -> None:
-        """Make sure that the content is still the one claimed.
+        """Raise an error if the buffer no longer has the claimed content.
 
         Raises:
             VersionError: the buffer has been rewritten.

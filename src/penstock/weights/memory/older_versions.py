@@ -1,10 +1,10 @@
-"""Older versions of a stage's weights, for passes that are to read them (`penstock.partition.block_delays`).
+"""Keep older versions of a stage's weights, for passes with chosen delays (`penstock.partition.block_delays`).
 
-Training stays synchronous: the store has one version, the newest, and updates start from it. What a parameter that is
-read with a delay of tau needs beside it are the tau versions before. Parameters of one delay lie together, in a ring of
+Training stays synchronous: the store has one version, the newest, and updates start from it. A parameter that is read
+with a delay of tau needs the tau versions before it as well. Parameters with the same delay lie together in a ring of
 tau buffers, so none keeps more than it needs; where backwards have delays of their own, the longer of both counts.
-Directly before an update the newest version is copied over the oldest one of each ring, which nobody will read any
-more; nothing else moves.
+Directly before an update the newest version is copied over the oldest one of each ring, which is not read any more;
+nothing else is copied.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from penstock.weights.memory.buffers import Buffer, Handle, Layout, Readable
 
 
 class Mixture:
-    """What the passes of one batch read: leaves of several buffers, each parameter's from its own version.
+    """The weights that the passes of one batch read: leaves of several buffers, each parameter's of its own version.
 
     Args:
-        name: for messages.
-        owners: name -> the buffer that holds what is read of this parameter.
+        name: name for error messages.
+        owners: name of a parameter -> the buffer from which it is read.
 
     Attributes:
         leaves: name -> leaf.
-        gradient: where backwards of graphs on these leaves add to; None before the first.
+        gradient: the buffer to which backwards of graphs on these leaves add; None before the first.
     """
 
     def __init__(self, name: str, owners: Mapping[str, Readable]) -> None:
@@ -37,36 +37,36 @@ class Mixture:
 
     @property
     def epoch(self) -> int:
-        """Raised when one of the buffers is rewritten."""
+        """A counter that is raised when one of the buffers is rewritten."""
         return sum(buffer.epoch for buffer in self._buffers)
 
     def add_to(self, gradient: Buffer) -> None:
-        """Let backwards of graphs on the leaves add to `gradient`."""
+        """Make backwards of graphs on the leaves add to `gradient`."""
         self.gradient = gradient
         for buffer in self._buffers:
             buffer.add_to(gradient)
 
     def settle(self) -> None:
-        """Between two backwards."""
+        """Remove hooks that are no longer needed, between two backwards."""
         for buffer in self._buffers:
             buffer.settle()
 
     def accumulate(self, key: str, found: Tensor) -> None:
-        """Add to the gradient of a leaf what was not found by autograd."""
+        """Add to the gradient of a leaf a part that autograd did not compute."""
         self._owners[key].accumulate(key, found)
 
 
 class OlderVersions:
     """The versions before the newest one that passes of a stage still read.
 
-    Batch t reads of a parameter with delay tau version max(t - tau, first), where `first` is the oldest there is: that
-    of the start of training, or what a snapshot had.
+    Batch t reads version max(t - tau, first) of a parameter with delay tau, where `first` is the oldest available: the
+    initial version, or the oldest in a snapshot.
 
     Args:
         weights: name -> value, as passes read it; only shapes and dtypes are used.
-        delays: name -> tau, in updates; parameters without one are read as they are.
-        where: for messages.
-        backward: the delays of backwards, where they are others.
+        delays: name -> tau, in updates; for other parameters the newest version is read.
+        where: name of the stage for error messages.
+        backward: the delays of backwards, where they differ.
     """
 
     def __init__(
@@ -78,14 +78,14 @@ class OlderVersions:
     ) -> None:
         self._where, self._forward, self._backward = where, delays, delays if backward is None else backward
         kept = {name: max(delays.get(name, 0), self._backward.get(name, 0)) for name in weights}
-        self._delays = {name: delay for name, delay in kept.items() if delay}  # versions that are kept
-        self._rings: dict[int, list[Buffer]] = {}  # the place of version v is v modulo the delay
+        self._delays = {name: delay for name, delay in kept.items() if delay}  # number of versions kept
+        self._rings: dict[int, list[Buffer]] = {}  # version v is at index v modulo the delay
         for delay in sorted(set(self._delays.values())):
             layout = Layout({name: weights[name] for name, other in self._delays.items() if other == delay})
             self._rings[delay] = [Buffer(layout, f"{i} of delay {delay} of {where}") for i in range(delay)]
         self._first = dict.fromkeys(self._delays, 0)
         self._now: tuple[int, Mixture] | None = None
-        self._then: tuple[int, Mixture] | None = None  # what backwards look up
+        self._then: tuple[int, Mixture] | None = None  # the weights that backwards look up
 
     @property
     def nbytes(self) -> int:
@@ -104,19 +104,19 @@ class OlderVersions:
         return frozenset(name for name in names if self._forward.get(name, 0) != self._backward.get(name, 0))
 
     def read(self, newest: Handle) -> Handle:
-        """What the passes of a batch read.
+        """Return the weights that the passes of a batch read.
 
         Args:
-            newest: claims the version that they would read without delays; its number is that of the batch.
+            newest: the version that they would read without delays, whose number is that of the batch.
         """
         batch = newest.version
-        if self._now is None or self._now[0] != batch:  # graphs of a batch share one, and a new batch a new gradient
+        if self._now is None or self._now[0] != batch:  # graphs of a batch share one; a new batch has a new gradient
             self._now = batch, self._mixture(newest, self._forward)
         mixture = self._now[1]
         return Handle(mixture, mixture.epoch, batch)
 
     def read_backward(self, newest: Handle) -> Mapping[str, Tensor]:
-        """What the formulas of backwards read of a batch, by name.
+        """Return the weights that the backward formulas of a batch read, by name.
 
         Args:
             newest: as for `read`.
@@ -127,12 +127,12 @@ class OlderVersions:
         return self._then[1].leaves
 
     def keep(self, version: int, weights: Mapping[str, Tensor]) -> None:
-        """Keep the newest version, over the oldest one: its update is to be made, and all passes before it are done."""
+        """Copy the newest version over the oldest one, before its update and after all passes that read it."""
         for delay, ring in self._rings.items():
             ring[version % delay].load(weights)
 
     def copies(self, newest: int) -> dict[str, Tensor]:
-        """Copies of all that is kept while version `newest` is the newest: "K/NAME" is the K-th version before it."""
+        """Copy all kept versions while version `newest` is the newest: "K/NAME" is the K-th version before it."""
         return {
             f"{back}/{name}": self._ring_view(name, newest - back).clone()
             for name, delay in self._delays.items()
@@ -141,11 +141,11 @@ class OlderVersions:
         }
 
     def restart(self, newest: int, find: Callable[[int, str, Tensor], Tensor | None]) -> None:
-        """Go on with other weights, while nothing is in flight.
+        """Replace all weights, while nothing is in flight.
 
         Args:
             newest: the newest version.
-            find: (K, name, what it is to look like) -> the K-th version before it, or None where there is none.
+            find: (K, name, tensor of the same shape) -> the K-th version before the newest, or None if there is none.
         """
         self._now = self._then = None
         for buffer in self._buffers():
@@ -165,7 +165,7 @@ class OlderVersions:
         return Mixture(f"of delayed weights of batch {newest.version} of {self._where}", owners)
 
     def _owner(self, name: str, newest: Handle, delay: int) -> Readable:
-        """The buffer of what is read of a parameter."""
+        """Return the buffer from which a parameter is read."""
         version = max(newest.version - delay, self._first[name]) if delay else newest.version
         if version == newest.version:
             return newest.buffer

@@ -1,4 +1,4 @@
-"""The memory into which gradients move while new weights are written over them, a few parameters at a time."""
+"""Scratch memory to which gradients move while new weights are written over them, a few parameters at a time."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ from torch import Tensor
 
 from penstock.weights.memory.buffers import Layout
 
-_CHUNK = 1 << 20  # elements of the scratch, at least: a call of an optimizer costs 0.3 ms, however little it steps
+_CHUNK = 1 << 20  # least number of elements: each call of an optimizer costs 0.3 ms, however few it steps
 
 
 class Scratch:
-    """Of one stage.
+    """The scratch memory of one stage.
 
     Args:
-        layout: its parameters.
-        separable: its optimizer may step some of them at a time; otherwise they are one group.
+        layout: the layout of its parameters.
+        separable: True if the optimizer may step some of them at a time; otherwise they are one group.
 
     Attributes:
-        groups: of parameters that are stepped together, where their gradients go; all groups take the same memory.
-        nbytes: of it.
+        groups: per group of parameters that are stepped together, the places of their gradients; all groups share the
+            same memory.
+        nbytes: its size in bytes.
     """
 
     def __init__(self, layout: Layout, separable: bool) -> None:
@@ -32,7 +33,7 @@ class Scratch:
 
 
 def _chunks(layout: Layout, separable: bool) -> Iterator[list[str]]:
-    """Groups of parameters that are stepped together: no larger than the largest parameter, or than `_CHUNK`."""
+    """Yield groups of parameters that are stepped together, no larger than the largest parameter or `_CHUNK`."""
     if not separable:
         yield list(layout.slots)
         return
@@ -59,7 +60,7 @@ def _memory(layout: Layout, chunks: list[list[str]]) -> dict[torch.dtype, Tensor
 
 
 def _places(layout: Layout, chunk: list[str], memory: dict[torch.dtype, Tensor]) -> dict[str, Tensor]:
-    """Where in the scratch the gradients of a chunk go."""
+    """Return the places in the scratch of the gradients of a group."""
     places, used = {}, dict.fromkeys(memory, 0)
     for name in chunk:
         slot = layout.slots[name]

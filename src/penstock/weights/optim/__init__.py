@@ -1,1 +1,1 @@
-"""Optimizer updates on buffers, and what predictions read from optimizers."""
+"""Optimizer steps on buffers, and predictions from optimizer state."""

@@ -1,9 +1,9 @@
-"""Optimizers that torch does not have in one piece: several as one, and foreign ones that remember by parameter.
+"""Optimizer adapters: several optimizers as one, and optimizers of other libraries with state by parameter.
 
-A stage has one optimizer, which may be stepped with a few parameters at a time and whose memory a snapshot holds by
-parameter, so that it loads at another depth. `Joined` makes one of several, each with parameters of its own (Muon for
-matrices, AdamW for the rest). `ByParameter` is for classes that count steps in their groups or keep lists, as those of
-pytorch-optimizer do: it calls them with one parameter at a time, and keeps what they remember in its own state.
+A stage has one optimizer, which may be stepped with a few parameters at a time and whose state a snapshot holds by
+parameter, so that it loads at another depth. `Joined` joins several, each with its own parameters (Muon for matrices,
+AdamW for the rest). `ByParameter` is for classes that count steps in their groups or keep lists, as those of
+pytorch-optimizer do: it calls them with one parameter at a time, and keeps their state itself.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from penstock.errors import CapabilityError
 from penstock.weights.optim.basis_rotation import BasisRotation
 
 _STEP = "step"
-_COUNT = "length"  # of a list, which a snapshot holds item by item
+_COUNT = "length"  # key of the length of a list, which a snapshot holds item by item
 
 
 class Joined(Optimizer):
     """Several optimizers as one; each steps its own parameters, in the order given.
 
     Args:
-        parts: they share no parameter.
+        parts: the optimizers, which must not share parameters.
     """
 
     def __init__(self, parts: Sequence[Optimizer]) -> None:
@@ -36,14 +36,14 @@ class Joined(Optimizer):
         self._owners = {p: part for part in parts for group in part.param_groups for p in group["params"]}
 
     def part_of(self, parameter: nn.Parameter) -> Optimizer:
-        """The one that steps a parameter."""
+        """Return the optimizer that steps a parameter."""
         return self._owners[parameter]
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Step all of them."""
         loss = None if closure is None else _evaluated(closure)
         first = 0
-        for part in self.parts:  # what `load_state_dict` has put in the place of groups and state counts, too
+        for part in self.parts:  # `load_state_dict` replaces groups and state; the parts need the new ones
             end = first + len(part.param_groups)
             part.param_groups, part.state = self.param_groups[first:end], self.state
             part.step()
@@ -52,14 +52,14 @@ class Joined(Optimizer):
 
 
 class ByParameter(Optimizer):
-    """An optimizer of another library, which is given one parameter at a time and remembers nothing itself.
+    """An optimizer of another library, which is called with one parameter at a time and keeps no state itself.
 
-    What it keeps in lists becomes an entry per item, and what it counts in its groups, the steps, becomes one per
-    parameter. Gradients stay as they are, also where it would write into them. It must treat each parameter by itself:
-    nothing in its settings may look at all of them, such as a norm by which it clips.
+    Lists in its state become an entry per item, and step counters in its groups become one per parameter. Gradients
+    are left unchanged, even if it would write into them. It must treat each parameter independently: no setting may
+    involve all of them, such as a norm by which it clips.
 
     Args:
-        inner: which has not stepped yet.
+        inner: the optimizer, which must not have stepped yet.
     """
 
     def __init__(self, inner: Optimizer) -> None:
@@ -94,7 +94,7 @@ class ByParameter(Optimizer):
 
 
 def name_of(optimizer: Optimizer, parameter: nn.Parameter | None = None) -> str:
-    """What kind of optimizer it is; of several joined ones, that of a parameter where one is given."""
+    """Return the class name of an optimizer; of joined ones, that of the one for `parameter` if given."""
     if isinstance(optimizer, Joined):
         if parameter is not None:
             return name_of(optimizer.part_of(parameter))
@@ -103,28 +103,29 @@ def name_of(optimizer: Optimizer, parameter: nn.Parameter | None = None) -> str:
 
 
 def part_of(optimizer: Optimizer, parameter: nn.Parameter) -> Optimizer:
-    """The optimizer that steps a parameter: itself, or one of those that it joins."""
+    """Return the optimizer that steps a parameter: itself, or one of those that it joins."""
     return optimizer.part_of(parameter) if isinstance(optimizer, Joined) else optimizer
 
 
 def is_separable(optimizer: Optimizer) -> bool:
-    """Whether parameters may be stepped a few at a time; torch's own classes skip those without a gradient."""
+    """Return whether parameters may be stepped a few at a time; torch's own classes skip those without a gradient."""
     if isinstance(optimizer, Joined):
         return all(map(is_separable, optimizer.parts))
     return isinstance(optimizer, ByParameter | BasisRotation) or type(optimizer).__module__.startswith("torch.optim")
 
 
 def check_averages(optimizer: Optimizer, averages: bool) -> None:
-    """Make sure that what an optimizer remembers can be averaged over pipelines, where it is to be.
+    """Raise an error if optimizer state is to be averaged over pipelines and cannot be.
 
     Raises:
-        CapabilityError: it remembers orthogonal matrices, whose mean is none.
+        CapabilityError: it holds orthogonal matrices, whose mean is not orthogonal.
     """
     parts = optimizer.parts if isinstance(optimizer, Joined) else (optimizer,)
     for part in parts:
         if averages and (isinstance(part, BasisRotation) or name_of(part) == "SOAP"):
             raise CapabilityError(
-                f"{name_of(part)} remembers bases, and the mean of several is none; take optimizer_state=keep or reset"
+                f"{name_of(part)} holds orthogonal bases, whose mean is not orthogonal; use optimizer_state=keep or "
+                "reset"
             )
 
 
@@ -140,7 +141,7 @@ def _without_lists(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_lists(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The opposite; an item that is no tensor is an empty list, SOAP's sign for a side without a basis."""
+    """Restore the lists; an item that is no tensor is an empty list, SOAP's sign for a side without a basis."""
     lists = {key.removesuffix(f".{_COUNT}"): n for key, n in state.items() if key.endswith(f".{_COUNT}")}
     found = {key: value for key, value in state.items() if key.partition(".")[0] not in lists}
     for key, n in lists.items():

@@ -1,6 +1,6 @@
-"""Adam in a rotated basis, whose delayed gradients stay of use.
+"""Basis rotation: Adam in a rotated basis, in which delayed gradients remain useful.
 
-Basis Rotation (arXiv 2602.03515, Algorithms 1 and 2; details as in the code that its authors have released). Of a
+Basis Rotation (arXiv 2602.03515, Algorithms 1 and 2; details as in the code that its authors have released). For a
 matrix W with gradient G, at step t from 1:
 
     M <- beta1 M + (1 - beta1) G
@@ -9,12 +9,12 @@ matrix W with gradient G, at step t from 1:
     S <- beta2 S + (1 - beta2) (U^T G V)^2
     W <- W - lr decay W;   W <- W - lr sqrt(1 - beta2^t) / (1 - beta1^t) U [(U^T M V) / (sqrt(S) + eps)] V^T
 
-The first U is that of an eigendecomposition. A refresh orders its columns by u^T L u, the largest first, S along with
-them, and takes the orthogonal factor of L U (one power iteration). With `sides="smaller"` only the shorter side is
-rotated (the right one of square matrices). The estimate from the first moment (S = 1st in the paper) is not offered.
+The first U is from an eigendecomposition. A refresh orders its columns by u^T L u, the largest first, S along with
+them, and computes the orthogonal factor of L U (one power iteration). With `sides="smaller"` only the shorter side is
+rotated (the right one of square matrices). The estimate from the first moment (S = 1st in the paper) is not supported.
 
-With the gradient of the present step in the first basis, S from the first step on, and the refresh before the step this
-is not SOAP to the bit, which begins with a step that only looks.
+This differs from SOAP in that the first basis includes the gradient of the current step, S is updated from the first
+step on, and the refresh precedes the step; SOAP's first step only initializes its state.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ class BasisRotation(Optimizer):
     Args:
         params: matrices, or groups of them.
         lr: learning rate.
-        betas: of the first moment, and of the second ones and of L and R.
+        betas: decay rates of the first moment, and of the second moment, L and R.
         eps: added to the root of the second moment.
         weight_decay: decoupled.
         refresh: steps from one refresh of the bases to the next.
-        sides: which are rotated.
+        sides: the sides that are rotated.
 
     Raises:
-        ConfigError: a parameter is not a matrix, or `refresh` not a number of steps.
+        ConfigError: a parameter is not a real matrix, or `refresh` is less than 1.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class BasisRotation(Optimizer):
             for p in group["params"]:
                 if p.ndim != 2 or not p.is_floating_point():
                     raise ConfigError(
-                        f"basis rotation is for real matrices, not for a parameter of shape {tuple(p.shape)} "
+                        f"basis rotation needs real matrices, not a parameter of shape {tuple(p.shape)} "
                         f"({p.dtype}); step that one with another optimizer (`penstock.weights.optim.adapters.Joined`)"
                     )
 
@@ -106,12 +106,12 @@ def _step(weight: nn.Parameter, gradient: Tensor, group: dict[str, Any], state: 
 
 
 def _rotated(weight: Tensor, sides: Sides) -> tuple[int, ...]:
-    """0 for the rows, which U turns; 1 for the columns, which V turns."""
+    """Return the rotated sides: 0 for the rows, rotated by U; 1 for the columns, rotated by V."""
     return (0, 1) if sides == "both" else (int(weight.shape[0] >= weight.shape[1]),)
 
 
 def _refresh(state: dict[str, Any], sides: tuple[int, ...]) -> None:
-    """Bases of an eigendecomposition where there are none, else one power iteration on."""
+    """Compute the bases by an eigendecomposition where there are none, otherwise by one power iteration."""
     for side in sides:
         basis, covariance = state.get(f"basis_{side}"), state[f"covariance_{side}"]
         if basis is None:
@@ -124,14 +124,14 @@ def _refresh(state: dict[str, Any], sides: tuple[int, ...]) -> None:
 
 
 def _turned(matrix: Tensor, state: dict[str, Any]) -> Tensor:
-    """U^T G V."""
+    """Return U^T G V."""
     if "basis_0" in state:
         matrix = state["basis_0"].T @ matrix
     return matrix @ state["basis_1"] if "basis_1" in state else matrix
 
 
 def _turned_back(matrix: Tensor, state: dict[str, Any]) -> Tensor:
-    """U N V^T."""
+    """Return U N V^T."""
     if "basis_1" in state:
         matrix = matrix @ state["basis_1"].T
     return state["basis_0"] @ matrix if "basis_0" in state else matrix

@@ -1,13 +1,13 @@
-"""Where an optimizer is heading: the direction of its steps, from what it remembers.
+"""The expected direction of an optimizer's next steps, computed from its state.
 
-A prediction n updates ahead is W - n lr direction. The direction is that of the step which the optimizer would make if
-the next gradient were what it expects (SpecTrain, arXiv 1809.02839; XPipe, arXiv 1911.04610; PipeOptim, arXiv
-2312.00839): the momentum of SGD, the quotient of Adam's bias-corrected moments, and Muon's momentum made orthogonal by
-its Newton-Schulz iteration, times its factor for the shape. That momentum is a mean of gradients, so with a next
-gradient equal to it Nesterov's look-ahead gives the same direction. Weight decay is no part of it.
+A prediction n updates ahead is W - n lr direction. The direction is that of the step the optimizer would make if the
+next gradient were as expected (SpecTrain, arXiv 1809.02839; XPipe, arXiv 1911.04610; PipeOptim, arXiv 2312.00839): the
+momentum of SGD, the quotient of Adam's bias-corrected moments, and Muon's momentum orthogonalized by its Newton-Schulz
+iteration, times its factor for the shape. That momentum is a mean of gradients, so with a next gradient equal to it
+Nesterov's look-ahead gives the same direction. Weight decay is not included.
 
-Adan, SOAP and NAdam are refused: their next step depends on the next difference of gradients, on a rotation of the next
-gradient, or on its weight in a schedule of momenta, and no source says what to expect of these.
+Adan, SOAP and NAdam are rejected: their next step depends on the next difference of gradients, on a rotation of the
+next gradient, or on its weight in a schedule of momenta, and no source defines an expectation for these.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PREDICTABLE = (SGD, Adam, AdamW, Muon)
 
 
 def check_predictable(optimizer: Optimizer) -> None:
-    """Make sure that the steps of an optimizer can be predicted.
+    """Raise an error if the steps of an optimizer cannot be predicted.
 
     Raises:
         CapabilityError: they cannot.
@@ -39,26 +39,28 @@ def check_predictable(optimizer: Optimizer) -> None:
     names = ", ".join(kind.__name__ for kind in PREDICTABLE)
     if type(optimizer) not in PREDICTABLE:
         raise CapabilityError(
-            f"weights are predicted from what the optimizer remembers, of {names} so far, not of "
-            f"{name_of(optimizer)}; take one of these, or a method without prediction"
+            f"weights can be predicted from the state of {names}, not of {name_of(optimizer)}; use one of these, or a "
+            "method without prediction"
         )
     for group in optimizer.param_groups:
         if isinstance(optimizer, SGD) and not group["momentum"]:
-            raise CapabilityError("SGD without momentum remembers nothing that weights could be predicted from")
+            raise CapabilityError(
+                "SGD without momentum has no state to predict from; set momentum, or use a method without prediction"
+            )
         if group.get("maximize") or group.get("amsgrad"):
-            raise CapabilityError("weights are not predicted for optimizers with maximize or amsgrad")
+            raise CapabilityError("weights cannot be predicted for optimizers with maximize or amsgrad; turn them off")
 
 
 @torch.no_grad()
 def direction(
     optimizer: Optimizer, parameter: nn.Parameter, group: Mapping[str, Any], uncorrected: bool = False
 ) -> Tensor | None:
-    """The direction of an optimizer's steps for one parameter, in units of the learning rate.
+    """Return the direction of an optimizer's steps for one parameter, in units of the learning rate.
 
     Args:
-        optimizer: one that `check_predictable` lets pass.
-        parameter, group: of it.
-        uncorrected: XPipe's own form of Adam's, with 1 - beta in the place of 1 - beta^t.
+        optimizer: an optimizer that `check_predictable` accepts.
+        parameter, group: the parameter and its parameter group.
+        uncorrected: use XPipe's form of Adam's direction, with 1 - beta in place of 1 - beta^t.
 
     Returns:
         None before the first update.
@@ -77,6 +79,6 @@ def direction(
 
 
 def _orthogonal(momentum: Tensor, group: Mapping[str, Any]) -> Tensor:
-    """What Muon makes of its momentum, by torch's own functions, which iterate in bfloat16."""
+    """Orthogonalize Muon's momentum by torch's own functions, which iterate in bfloat16."""
     found = _zeropower_via_newtonschulz(momentum, group["ns_coefficients"], group["ns_steps"], group["eps"])
     return found.to(momentum.dtype) * float(_adjust_lr(1.0, group["adjust_lr_fn"], momentum.shape))

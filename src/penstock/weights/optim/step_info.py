@@ -1,4 +1,4 @@
-"""What is known of one parameter when it is stepped, and when its next values are guessed."""
+"""Records of a parameter: for callbacks on its update, and for predictions of its next values."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 
 class Forecast(NamedTuple):
-    """What is known of one parameter when its next values are guessed.
+    """The inputs for predicting the next values of one parameter.
 
     Attributes:
-        name: canonical.
+        name: canonical name.
         weights: its newest values.
-        optimizer, parameter, group: whose, with its settings.
+        optimizer, parameter, group: the optimizer that steps it, with its key there and its settings.
         rate: the learning rate of the j-th update from now, j from 1.
     """
 
@@ -28,14 +28,14 @@ class Forecast(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What an update did to one parameter.
+    """A record of the change of one parameter by an update.
 
     Attributes:
-        name: canonical.
-        before, after: its values; `after` may be written into.
-        gradient: that the optimizer was given.
-        update: its number, from 0.
-        optimizer, parameter, group: whose, with its settings and the rate of this update.
+        name: canonical name.
+        before, after: its values; `after` may be modified.
+        gradient: the gradient that the optimizer was given.
+        update: number of the update, from 0.
+        optimizer, parameter, group: the optimizer, with its key there and its settings, including the rate.
     """
 
     name: str
@@ -49,4 +49,4 @@ class Step(NamedTuple):
 
 
 Stepped = Callable[[Step], None]
-"""Is told of each parameter that an update has changed."""
+"""A callback for each parameter that an update has changed."""

@@ -1,8 +1,8 @@
-"""Undoing an optimizer step by arithmetic: no copies, but roundings.
+"""Undo an optimizer step by arithmetic, without copies but with rounding errors.
 
-What a step does to a weight and its moments is solved for what they were before. Every operation rounds, so the result
-is off by a few units in the last place of the largest term: of the weight itself, of a moment divided by its beta, and
-of the second moment by as much as what it lost in the sum with the squared gradient.
+The equations of a step are solved for the previous weight and moments. Every operation rounds, so the result is off by
+a few units in the last place of the largest term: of the weight itself, of a moment divided by its beta, and of the
+second moment by as much as it lost in the sum with the squared gradient.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from penstock.weights.optim.adapters import name_of
 
 
 def check_undoable(optimizer: Optimizer) -> None:
-    """Make sure that steps of an optimizer can be undone in place.
+    """Raise an error if steps of an optimizer cannot be undone in place.
 
     Raises:
-        CapabilityError: they cannot; the message says which can.
+        CapabilityError: they cannot; the message names the optimizers whose steps can.
     """
     groups = optimizer.param_groups
     known = type(optimizer).__module__.startswith("torch.optim") and isinstance(optimizer, SGD | Adam)
     if not known or any(group.get("amsgrad") for group in groups):
         raise CapabilityError(
-            f"steps of {name_of(optimizer)} cannot be undone in place: that is known of torch's SGD, Adam and "
-            "AdamW (without amsgrad); keep copies instead"
+            f"steps of {name_of(optimizer)} cannot be undone in place, only those of torch's SGD, Adam and AdamW "
+            "(without amsgrad); keep copies instead"
         )
 
 
 @torch.no_grad()
 def undo_step(optimizer: Optimizer, gradients: Mapping[nn.Parameter, Tensor], first: bool) -> None:
-    """Take the last step back, in parameters and in what the optimizer remembers of them.
+    """Undo the last step, in the parameters and in the optimizer state.
 
     Args:
-        optimizer: which `check_undoable` accepts; its rates are still those of the step.
-        gradients: those of the step, by parameter.
-        first: it was the first step of all, so nothing was remembered before.
+        optimizer: an optimizer that `check_undoable` accepts; its rates must still be those of the step.
+        gradients: the gradients of the step, by parameter.
+        first: True if it was the first step, before which there was no state.
     """
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -70,7 +70,7 @@ def _undo_sgd(weight: Tensor, gradient: Tensor, group: Mapping[str, Any], state:
 
 
 def _undo_adam(weight: Tensor, gradient: Tensor, group: Mapping[str, Any], state: dict[str, Any]) -> None:
-    """Adam, or AdamW where weight decay is decoupled."""
+    """Undo a step of Adam, or of AdamW where weight decay is decoupled."""
     (beta, gamma), rate, decay = group["betas"], group["lr"], group["weight_decay"]
     steps, mean, square = state["step"].item(), state["exp_avg"], state["exp_avg_sq"]
     size = (square / (1 - gamma**steps)).sqrt_().add_(group["eps"])
@@ -81,12 +81,12 @@ def _undo_adam(weight: Tensor, gradient: Tensor, group: Mapping[str, Any], state
         gradient = gradient + decay * weight
     _before(mean, gradient, beta)
     _before(square, gradient * gradient, gamma)
-    square.clamp_(min=0)  # roundings must not make it negative
+    square.clamp_(min=0)  # rounding must not make it negative
     state["step"].sub_(1)
 
 
 def _before(average: Tensor, added: Tensor, beta: float) -> None:
-    """What an exponential average was before something was added; nothing is left of it where beta is zero."""
+    """Restore an exponential average to its value before `added`; zero if beta is zero."""
     if beta:
         average.sub_(added, alpha=1 - beta).div_(beta)
     else:

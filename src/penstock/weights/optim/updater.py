@@ -1,11 +1,11 @@
 """One optimizer per stage, stepping from version t to version t+1.
 
 The optimizer is any `torch.optim` class, built by the user's factory on parameters of its own. These never enter a
-graph: before a step their `.data` is pointed at the buffers in question. Where an update is in place, that is the
-buffer of the weights. Where it rotates, the new version is written over the gradient: a few parameters at a time, the
-gradient moves to a scratch tensor, the old weights are copied to where it was, and the optimizer steps there in place.
-The scratch is as large as the largest parameter, or 4 MiB if that is more; optimizer state exists once, whatever the
-number of versions.
+graph: before a step their `.data` is pointed at the buffers in question. If an update is in place, that is the buffer
+of the weights. If it rotates, the new version is written over the gradient: a few parameters at a time, the gradient
+moves to a scratch tensor, the old weights are copied to its place, and the optimizer steps there in place. The scratch
+is as large as the largest parameter, or 4 MiB if that is more; optimizer state exists once, whatever the number of
+versions.
 """
 
 from __future__ import annotations
@@ -26,22 +26,23 @@ from penstock.weights.optim.directions import direction
 from penstock.weights.optim.step_info import Forecast, Step, Stepped
 from penstock.weights.optim.undo import check_undoable, undo_step
 
-_COUNTERS = ("step", "mu_product")  # as torch's optimizers call them
+_COUNTERS = ("step", "mu_product")  # their names in torch's optimizers
 OptimizerFactory = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
-"""Named parameters of a stage -> its optimizer, such as ``lambda named: torch.optim.AdamW(named, lr=1e-3)``."""
+"""Builds an optimizer from the named parameters of a stage, such as ``lambda named: torch.optim.AdamW(named,
+lr=1e-3)``."""
 
 
 class Updater:
-    """Steps the parameters of one stage.
+    """Steps the parameters of one stage with the user's optimizer.
 
     Args:
-        factory: builds the optimizer; if it has a method `undone`, that is told of optimizers whose last step was taken
-            back.
-        layout: the parameters of the stage.
+        factory: builds the optimizer; its method `undone`, if any, is called with optimizers whose last step was
+            undone.
+        layout: the layout of the parameters of the stage.
         first: the buffer of version 0.
-        rotates: whether updates are written over the gradient, or somebody is told how they move parameters.
+        rotates: True if updates are written over the gradient, or a callback needs the values before and after.
         rate: update ordinal (0, 1, ...) -> factor on the learning rates that the factory set.
-        begin: told of the optimizer before it steps.
+        begin: called with the optimizer before it steps.
 
     Raises:
         CapabilityError: the optimizer cannot step a pipeline stage.
@@ -56,7 +57,7 @@ class Updater:
         rate: Callable[[int], float] | None = None,
         begin: Callable[[torch.optim.Optimizer], None] | None = None,
     ) -> None:
-        # Made on memory of their own: a Parameter made on a view would share the buffer's version counter for ever.
+        # Parameters get their own memory: one made on a view would share the buffer's version counter forever.
         self.parameters = {name: nn.Parameter(torch.empty_like(view)) for name, view in first.views.items()}
         for name, parameter in self.parameters.items():
             parameter.data = first.views[name]
@@ -68,7 +69,9 @@ class Updater:
         if self.optimizer is None:
             return
         _check_capability(self.optimizer, self.parameters)
-        self._changed: list[dict[str, Any]] = [{} for _ in self.optimizer.param_groups]  # what they were before
+        self._changed: list[dict[str, Any]] = [
+            {} for _ in self.optimizer.param_groups
+        ]  # settings before they were changed
         self._rates = [group["lr"] for group in self.optimizer.param_groups]
         self.correct(rate, begin)
         self.prepare(layout, rotates)
@@ -76,7 +79,7 @@ class Updater:
     def correct(
         self, rate: Callable[[int], float] | None, begin: Callable[[torch.optim.Optimizer], None] | None
     ) -> None:
-        """Step with these rates; `begin` may change settings, of which what another one has changed is undone."""
+        """Set the rate factors and let `begin` change settings, after undoing the changes of a previous one."""
         self._rate = rate
         if self.optimizer is None:
             return
@@ -93,24 +96,24 @@ class Updater:
         self._settings = [_settings(group) for group in self.optimizer.param_groups]
 
     def prepare(self, layout: Layout, rotates: bool) -> None:
-        """Make the scratch that updates over the gradient take, or let go of it where there are none."""
+        """Allocate the scratch for updates over the gradient, or free it if there are none."""
         if not rotates or self.optimizer is None:
             self._scratch = None
         elif self._scratch is None:
             self._scratch = Scratch(layout, separable=is_separable(self.optimizer))
 
     def follow(self, weights: Buffer) -> None:
-        """Let go of whatever buffer the parameters lie in, for this one: after a skipped update it is another."""
+        """Point the parameters at this buffer; after a skipped update the weights may be in another one."""
         for name, parameter in self.parameters.items():
             parameter.data = weights.views[name]
 
     @property
     def name(self) -> str:
-        """What kind of optimizer it is."""
+        """The class name of the optimizer."""
         return "nothing" if self.optimizer is None else name_of(self.optimizer)
 
     def stepper(self, name: str) -> str:
-        """What kind of optimizer steps a parameter."""
+        """Return the class name of the optimizer that steps a parameter."""
         return self.name if self.optimizer is None else name_of(self.optimizer, self.parameters[name])
 
     @property
@@ -120,23 +123,23 @@ class Updater:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """What the optimizer remembers in tensors."""
+        """Return the tensors of the optimizer state."""
         states = () if self.optimizer is None else self.optimizer.state.values()
         return [value for state in states for value in state.values() if isinstance(value, Tensor)]
 
     def state(self) -> dict[tuple[str, str], Any]:
-        """Copies of what the optimizer remembers, by kind and parameter: tensors and plain values.
+        """Copy the optimizer state, by kind and parameter: tensors and plain values.
 
         Raises:
-            CapabilityError: it remembers something else, or something in its groups.
+            CapabilityError: it holds other objects, or state in its parameter groups.
         """
         found: dict[tuple[str, str], Any] = {}
         for group, before in zip(self.optimizer.param_groups, self._settings, strict=True) if self.optimizer else ():
             changed = sorted(key for key, value in _settings(group).items() if value != before.get(key))
             if changed:
                 raise CapabilityError(
-                    f"{self.name} changes {', '.join(changed)} in its parameter groups while it trains; a checkpoint "
-                    "holds what is kept for each parameter, so a run could not go on from it"
+                    f"{self.name} changes {', '.join(changed)} in its parameter groups during training; a checkpoint "
+                    "holds only state by parameter, so a run could not be resumed from it"
                 )
         for name, parameter in self.parameters.items():
             for key, value in (self.optimizer.state.get(parameter, {}) if self.optimizer is not None else {}).items():
@@ -146,17 +149,17 @@ class Updater:
                     found[key, name] = value
                 else:
                     raise CapabilityError(
-                        f"{self.name} remembers a {type(value).__name__} ({key} of {name}), which "
-                        "a checkpoint cannot hold; it takes tensors and plain values"
+                        f"{self.name} has a {type(value).__name__} in its state ({key} of {name}), which a checkpoint "
+                        "cannot hold; it can hold tensors and plain values"
                     )
         return found
 
     def load(self, updates: int, state: Mapping[tuple[str, str], Any]) -> None:
-        """Go on where `state` was taken.
+        """Restore a state that `state` returned.
 
         Args:
-            updates: made so far, which the learning rate follows.
-            state: what the optimizer remembers, by kind and parameter.
+            updates: number of updates made so far, which the learning rate follows.
+            state: the optimizer state, by kind and parameter.
         """
         self.updates = updates
         if self.optimizer is None:
@@ -168,16 +171,20 @@ class Updater:
         for (key, name), value in state.items():
             parameter = self.parameters[name]
             here = self.optimizer.state[parameter]
-            if isinstance(value, Tensor):  # counters stay where they are, but for optimizers that count on the device
+            if isinstance(
+                value, Tensor
+            ):  # step counters stay on their device, except for optimizers that count on the accelerator
                 value = value.to(parameter.device if name in on_device or value.dim() else "cpu", copy=True)
             here[key] = value
 
     def remembered(self) -> list[Tensor]:
-        """What the optimizer remembers for the elements of its parameters, in one order; no counters of steps."""
+        """Return the state tensors with a value per element of a parameter, in a fixed order; no step counters."""
         if self.optimizer is None:
             return []
         states = [(parameter, self.optimizer.state.get(parameter, {})) for parameter in self.parameters.values()]
-        found = [(p, key, state[key]) for p, state in states for key in sorted(state)]  # `load` finds them in any order
+        found = [
+            (p, key, state[key]) for p, state in states for key in sorted(state)
+        ]  # `load` may restore them in any order
         return [
             value
             for parameter, key, value in found
@@ -187,7 +194,7 @@ class Updater:
         ]
 
     def forget(self) -> None:
-        """Begin anew with nothing remembered, but for the number of updates, which the learning rate follows."""
+        """Clear the optimizer state, except the number of updates, which the learning rate follows."""
         if self.optimizer is not None:
             self.optimizer.state.clear()
 
@@ -196,9 +203,9 @@ class Updater:
 
         Args:
             weights: version t; becomes version t+1.
-            gradient: of the loss sum, over the constant c.
+            gradient: gradient of the loss sum, divided by the constant c.
             factor: c / N; the gradient is multiplied by it first.
-            stepped: told of each parameter.
+            stepped: called for each parameter.
         """
         weights.rewrite()
         if factor != 1.0:
@@ -210,7 +217,7 @@ class Updater:
         self._step()
 
     def _tell_steps(self, weights: Buffer, gradient: Buffer, stepped: Stepped) -> None:
-        """Step a few parameters at a time, so that what they were takes no more than the scratch."""
+        """Step a few parameters at a time, so that their previous values need no more memory than the scratch."""
         self._schedule_rate()
         with torch.no_grad():
             for before in self._scratch.groups if self._scratch else ():
@@ -237,14 +244,14 @@ class Updater:
             stepped(Step(name, *figures, self.updates, self.optimizer, parameter, groups[id(parameter)]))
 
     def rates_of(self, update: int) -> dict[str, float]:
-        """The learning rates of an update, by its number, for each parameter."""
+        """Return the learning rates of an update, by its number, for each parameter."""
         factor = 1.0 if self._rate is None else self._rate(update)
         groups = [] if self.optimizer is None else zip(self.optimizer.param_groups, self._rates, strict=True)
         known = {id(p): factor * float(rate) for group, rate in groups for p in group["params"]}
         return {name: known[id(parameter)] for name, parameter in self.parameters.items()}
 
     def predict(self, weights: Buffer, updates: float, uncorrected: bool, out: Buffer) -> None:
-        """Write into `out` what `weights` are expected to be some updates later, at the rate of the next one."""
+        """Write the weights expected some updates later into `out`, at the rate of the next update."""
 
         def guess(known: Forecast) -> Tensor:
             found = (known.optimizer, known.parameter, known.group, uncorrected)
@@ -254,7 +261,7 @@ class Updater:
         self.foresee(weights, guess, out)
 
     def foresee(self, weights: Buffer, guess: Callable[[Forecast], Tensor], out: Buffer) -> None:
-        """Write into `out` what is guessed of each parameter of `weights`, the newest ones."""
+        """Write the values that `guess` predicts for each parameter of `weights`, the newest ones, into `out`."""
         out.rewrite()
         groups = [] if self.optimizer is None else self.optimizer.param_groups
         place = {id(p): (group, r) for group, r in zip(groups, self._rates, strict=True) for p in group["params"]}
@@ -266,20 +273,20 @@ class Updater:
                 out.views[name].copy_(guess(Forecast(name, view, self.optimizer, parameter, group, ahead)))
 
     def _ahead(self, rate: float, update: int) -> float:
-        """The rate of the n-th update from now, of a group with this initial one."""
+        """Return the rate of the `update`-th update from now, of a group with this initial rate."""
         return rate * (1.0 if self._rate is None else self._rate(self.updates + update - 1))
 
     def check_undoable(self) -> None:
-        """Make sure that steps can be undone in place.
+        """Raise an error if steps cannot be undone in place.
 
         Raises:
-            CapabilityError: they cannot; the message says which can.
+            CapabilityError: they cannot; the message names the optimizers whose steps can.
         """
         if self.optimizer is not None:
             check_undoable(self.optimizer)
 
     def undo(self, weights: Buffer, gradient: Buffer) -> None:
-        """Take the last step back, which was in place, up to roundings."""
+        """Undo the last step, which was in place, up to rounding errors."""
         assert self.optimizer is not None
         weights.rewrite()
         self._point(self.parameters, weights, gradient.views)
@@ -290,7 +297,7 @@ class Updater:
         self._tell()
 
     def go_back(self, updates: int, state: Mapping[tuple[str, str], Any]) -> None:
-        """Forget the last step, if there was one, of what is remembered: `state` is from before it."""
+        """Restore the optimizer state from before the last step, if there was one."""
         if self.updates != updates:
             self.load(updates, state)
             self._tell()
@@ -312,9 +319,9 @@ class Updater:
         Args:
             old: version t.
             new: holds the gradient on entry, unless that is given.
-            factor: what the gradient is multiplied by.
-            gradient: stays as it is.
-            stepped: told of each parameter.
+            factor: the factor on the gradient.
+            gradient: a gradient that is left unchanged.
+            stepped: called for each parameter.
         """
         source = (gradient or new).views
         new.rewrite()
@@ -376,5 +383,5 @@ def _check_capability(optimizer: torch.optim.Optimizer, parameters: dict[str, nn
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    """What a parameter group says, in a form that can be compared, but for the rate, which follows a schedule."""
+    """Return the settings of a parameter group in comparable form, without the rate, which follows a schedule."""
     return {key: repr(value) for key, value in group.items() if key not in ("params", "param_names", "lr")}
