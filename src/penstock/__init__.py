@@ -69,7 +69,7 @@ _HOMES = {
     "Pipeline": "runtime.pipeline",
     "correction_of": "weights.corrections.registry",
     "Report": "runtime.rank.reports",
-    "Evaluating": "runtime.rank.evaluation",
+    "Evaluating": "runtime.execute.evaluation",
     "Divergence": "runtime.update.divergence",
     "Saving": "runtime.rank.snapshot",
     "Snapshot": "runtime.rank.snapshot",

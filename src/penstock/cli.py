@@ -8,7 +8,7 @@ import sys
 import traceback
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
 from rich.console import Console
@@ -151,6 +151,21 @@ def _prove(
     return extend(proof, recomputes=True, segments="auto" if segments == "auto" else int(segments))
 
 
+def _window(text: str | None) -> int | Literal["unlimited"] | None:
+    """What --window says.
+
+    Raises:
+        ConfigError: it is neither a positive number nor "unlimited".
+    """
+    if text is None:
+        return None
+    if text == "unlimited":
+        return "unlimited"
+    if not (text.isascii() and text.isdigit()) or int(text) < 1:
+        raise ConfigError(f"--window takes a number of messages, at least 1, or unlimited; got {text!r}")
+    return int(text)
+
+
 @app.command()
 def methods(stages: Stages = 4, microbatches: Microbatches = 8, as_json: AsJson = False) -> None:
     """List every method with what its schedule costs: weight copies, delay, activations, bubble."""
@@ -239,6 +254,14 @@ def simulate(
     changes: OrderOptions = None,
     segments: Segments = None,
     file: OrderFile = None,
+    window: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N|unlimited",
+            help="Messages that may be outstanding on a lane between two ranks.",
+            show_default="the least that costs no time",
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Predict makespan, bubble, activations, versions and messages of a span of batches."""
@@ -253,8 +276,8 @@ def simulate(
     else:
         costs = Costs.uniform(proof.schedule, forward, backward_input, backward_weight, latency=latency, step=step)
     costs = replace(costs, fused=fused, left=left)
-    simulation = simulate_schedule(proof, costs, batches)
-    in_a_long_run = max(steady_bubble(proof.lowered, costs, proof.steady_from + 2), 0.0)
+    simulation = simulate_schedule(proof, costs, batches, window=_window(window))
+    in_a_long_run = max(steady_bubble(simulation.lowered, costs, proof.steady_from + 2), 0.0)
     if as_json:
         _print_json(simulation.figures() | {"bubble_in_a_long_run": in_a_long_run})
     else:

@@ -156,6 +156,7 @@ def test_simulate_as_json_has_the_documented_keys(monkeypatch, capsys):
         "makespan": 33, "rank_span": 33, "ideal": 24,
         "bubble": pytest.approx(3 / 11), "bubble_of_ideal": 3 / 8, "rank_span_bubble": pytest.approx(3 / 11),
         "peak_activations": [4, 3, 2, 1], "live_versions": [1, 1, 1, 1], "messages": 48, "volume": 48.0, "parked": 0,
+        "window": 2, "receive_buffers": [2, 3, 3, 2],
         "delays": {"forward": [0] * 4, "recompute": [None] * 4, "backward": [0] * 4},
         "bubble_in_a_long_run": pytest.approx(3 / 11),
     }  # fmt: skip

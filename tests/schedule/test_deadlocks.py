@@ -90,7 +90,9 @@ def test_gpipe_with_reversed_backwards_on_one_rank_only_needs_a_buffer_for_each(
     forwards, backwards = "F0 F1 F2 F3", "B0 B1 B2 B3"
     check(two_ranks(f"{forwards} {backwards}", f"{forwards} {backwards}", 4))
     check(two_ranks(f"{forwards} B3 B2 B1 B0", f"{forwards} B3 B2 B1 B0", 4))
-    message = message_of(two_ranks(f"{forwards} {backwards}", f"{forwards} B3 B2 B1 B0", 4))
+    reversed_on_one = two_ranks(f"{forwards} {backwards}", f"{forwards} B3 B2 B1 B0", 4)
+    assert check(reversed_on_one).lowered.window == 4
+    message = message_of(reversed_on_one, window=2)
     assert "the gradient lane from rank 1 to rank 0 needs more than 2 buffers" in message
 
 

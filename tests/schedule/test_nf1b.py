@@ -107,7 +107,7 @@ def test_further_ahead() -> None:
         ]
         assert passes_of(schedule, rank, 5) == wide
     bubbles = [
-        steady_bubble(lower(made), Costs.uniform(made), 12)
+        steady_bubble(check(made).lowered, Costs.uniform(made), 12)
         for made in (make_schedule("timeprest", 3, 4, options={"ahead": ahead}) for ahead in (2, 3, 4))
     ]
     assert bubbles[0] > bubbles[1] > bubbles[2] == 0

@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from pathlib import Path
-
 import pytest
 
 from penstock.errors import ConfigError, ScheduleError
-from penstock.schedule.build import call_order, extend, prove
+from penstock.schedule.build import call_order, prove
 from penstock.schedule.ir.schedule import Action, Op, Schedule, passes
-from penstock.schedule.load import prove_file
-from penstock.schedule.machine.window_search import widened
 from penstock.schedule.orders import ORDERS
-from penstock.schedule.proof.check import check
 from penstock.schedule.text import parse_schedule
-from penstock.schedule.torch_csv import to_torch_csv
-from penstock.simulate.costs import Costs
-from penstock.simulate.simulate import simulate_schedule
 from support.worked_orders import CHIMERA, SEQ1F1B, WORKED
 
 
@@ -89,71 +80,6 @@ DEEP = [(name, p, m) for name in ANY_M for p, m in ((6, 12), (8, 17))] + [("hana
 def test_deeper_pipelines_are_legal_too(name: str, p: int, m: int) -> None:
     """Their lanes have room for what is under way there."""
     same_counts(prove(ORDERS[name], p, m).schedule, m)
-
-
-ROOMY = [
-    ("zb-interleaved", 4, 7, {}, 5), ("zb-interleaved", 4, 8, {}, 2), ("zb-interleaved", 5, 11, {}, 3),
-    ("zb-interleaved", 6, 12, {}, 4), ("zb-interleaved", 6, 18, {"chunks": 3}, 4), ("zb-interleaved", 8, 8, {}, 2),
-    ("zb-interleaved", 8, 16, {}, 5), ("zb-interleaved", 8, 17, {}, 5),
-    ("hanayo", 4, 8, {"waves": 3}, 2), ("hanayo", 4, 12, {"waves": 3}, 3), ("hanayo", 8, 16, {}, 2),
-    ("hanayo", 8, 16, {"waves": 2}, 3), ("hanayo", 8, 32, {"in_flight": 40}, 3), ("bitpipe", 8, 16, {}, 2),
-    ("bitpipe", 8, 32, {"in_flight": 12}, 3),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("name", "p", "m", "options", "window"), ROOMY)
-def test_lanes_have_room_for_what_is_under_way(name: str, p: int, m: int, options: dict[str, int], window: int) -> None:
-    """No more than what the order asks for (2, or what interleaved 1F1B needs) where that is enough; no less either."""
-    schedule = prove(ORDERS[name], p, m, options=options).schedule
-    same_counts(schedule, m)
-    assert schedule.window == window
-    asked = call_order(ORDERS[name], p, m, options).window
-    assert window >= asked
-    if window > asked:
-        with pytest.raises(ScheduleError, match=r"deadlock|raise the window"):
-            check(replace(schedule, window=asked))
-
-
-@pytest.mark.parametrize(("p", "m", "chunks"), [(6, 12, 2), (8, 16, 2), (8, 16, 3)])
-def test_room_costs_no_time(p: int, m: int, chunks: int) -> None:
-    """zb-interleaved keeps its bubble of (p-1)(F+I-W)/v where it gets more room; with less it would not."""
-    schedule = prove("zb-interleaved", p, m, options={"chunks": chunks}).schedule
-    spans = []
-    for window in (schedule.window - 1, schedule.window, 2 * m):
-        proof = check(replace(schedule, window=window))
-        spans.append(simulate_schedule(proof, Costs.uniform(schedule, 1.0, 1.0, 1.0)).bubble.makespan)
-    assert spans[0] > spans[1] == spans[2]
-    assert spans[1] == pytest.approx(3 * m + (p - 1) / chunks)
-
-
-def test_room_grows_with_what_is_added() -> None:
-    """Recomputes take time, so others get further ahead."""
-    plain = prove("hanayo", 12, 36)
-    again = extend(plain, recomputes=True)
-    assert (plain.schedule.window, again.schedule.window) == (2, 3)
-    with pytest.raises(ScheduleError, match=r"deadlock|raise the window"):
-        check(replace(again.schedule, window=2))
-
-
-def test_room_for_an_order_from_a_file(tmp_path: Path) -> None:
-    """Torch's tables cannot name a window."""
-    for name, p, m, window in (("breadth-first", 2, 8, 4), ("zb-interleaved", 4, 7, 4)):
-        schedule = prove(name, p, m).schedule
-        path = tmp_path / f"{name}.csv"
-        path.write_text(to_torch_csv(schedule))
-        assert prove_file(path, 1, 1).schedule == replace(schedule, window=window)
-        path = tmp_path / f"{name}.txt"
-        path.write_text(str(replace(schedule, window=2)))
-        assert prove_file(path, 1, 1).schedule == replace(schedule, window=window)
-
-
-def test_a_window_does_not_mend_what_is_wrong_otherwise() -> None:
-    circle = parse_schedule(
-        "schedule circle\nrule flush\nmicrobatches 1\nnodes 0@0 1@1 2@0 3@1\n"
-        "rank 0: F0@2^t F0@0^t B0@2^t B0@0^t STEP[t]@0 STEP[t]@2\n"
-        "rank 1: F0@1^t F0@3^t B0@3^t B0@1^t STEP[t]@1 STEP[t]@3\n"
-    )
-    assert widened(circle) is None
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,8 @@ from penstock.schedule.ir.schedule import Op, passes
 from penstock.schedule.proof.check import check
 from penstock.schedule.text import parse_schedule
 from penstock.schedule.torch_csv import from_torch_csv, to_torch_csv
+from penstock.simulate.costs import Costs
+from penstock.simulate.simulate import simulate_schedule
 from support.torch_schedules import torch_schedule
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -26,18 +28,14 @@ MULTI = {  # class -> does it place stages in a V?
 }
 
 
-def table_of(schedule):
-    """torch's table of compute actions in torch's own print, as its `_dump_csv` writes it."""
+def table_of(schedule, comms=False):
+    """torch's table in torch's own print, as its `_dump_csv` writes it."""
     out = io.StringIO()
     writer = csv.writer(out)
-    for rank in sorted(schedule.pipeline_order):
-        writer.writerow(schedule.pipeline_order[rank])
+    table = schedule.pipeline_order_with_comms if comms else schedule.pipeline_order
+    for rank in sorted(table):
+        writer.writerow(table[rank])
     return out.getvalue()
-
-
-def without(table, word):
-    rows = csv.reader(io.StringIO(table))
-    return "\n".join(",".join(cell for cell in row if word not in cell) for row in rows)
 
 
 def compute_actions(program):
@@ -108,30 +106,90 @@ def test_torchs_interleaved_table_is_our_golden_file():
     assert schedule == parse_schedule((GOLDEN / "interleaved.txt").read_text())
 
 
-def test_torchs_gpipe_table_is_read_once_its_reductions_are_left_out():
+@pytest.mark.parametrize("name", ["ScheduleZBVZeroBubble", "ScheduleDualPipeV"])
+def test_the_file_that_torch_writes_unasked_is_read(name, tmp_path):
+    """`_dump_csv(f)` writes communication, too, where torch has lowered the table."""
+    theirs = torch_schedule(name, 2, 4, chunks=2)
+    theirs._dump_csv(tmp_path / "theirs.csv")
+    text = (tmp_path / "theirs.csv").read_text()
+    assert "RECV_F" in text
+    assert from_torch_csv(text, name) == from_torch_csv(table_of(theirs), name)
+
+
+def test_torchs_gpipe_table_is_ours():
+    """It ends with REDUCE_GRAD, which is left out."""
     table = table_of(torch_schedule("ScheduleGPipe", 3, 4))
-    with pytest.raises(ScheduleError, match=r"gpipe: line 1: REDUCE_GRAD in '0REDUCE_GRAD' is not a pass"):
-        from_torch_csv(table, "gpipe")
-    assert from_torch_csv(without(table, "REDUCE_GRAD"), "gpipe") == make_schedule("gpipe", 3, 4)
+    assert "2REDUCE_GRAD" in table
+    assert from_torch_csv(table, "gpipe") == make_schedule("gpipe", 3, 4)
 
 
 def test_torchs_1f1b_table_is_refused_for_its_known_defect():
     """Its last rank lists F1..Fm instead of F0..F(m-1): torch runs its own loop, the printed table is wrong."""
-    table = without(table_of(torch_schedule("Schedule1F1B", 3, 4)), "REDUCE_GRAD")
-    assert table.splitlines()[-1] == "2F1,2B0,2F2,2B1,2F3,2B2,2F4,2B3"
+    table = table_of(torch_schedule("Schedule1F1B", 3, 4))
+    assert table.splitlines()[-1] == "2F1,2B0,2F2,2B1,2F3,2B2,2F4,2B3,2REDUCE_GRAD"
     with pytest.raises(ScheduleError, match=r"B0@2: rank 2 runs no forward of microbatch 0"):
         from_torch_csv(table, "1f1b")
     mended = table.replace("2F1,2B0,2F2,2B1,2F3,2B2,2F4,2B3", "2F0,2B0,2F1,2B1,2F2,2B2,2F3,2B3")
     assert from_torch_csv(mended, "1f1b") == make_schedule("1f1b", 3, 4)
 
 
-@pytest.mark.parametrize("name", ["ScheduleInterleaved1F1B", "ScheduleZBVZeroBubble"])
-def test_torchs_lowered_tables_are_refused_by_name(name):
-    """With communication the file holds sends, receives and (un)sharding, which our lowering makes itself."""
-    theirs = torch_schedule(name, 2, 4, chunks=2)
-    rows = [",".join(map(str, theirs.pipeline_order_with_comms[rank])) for rank in (0, 1)]
-    with pytest.raises(ScheduleError, match=r"line 1: (UNSHARD|SEND_F|RECV_F) in .* is not a pass on a microbatch"):
-        from_torch_csv("\n".join(rows))
+SHAPES = [(p, m) for p in (2, 3, 4, 8) for m in (1, 2, 3, 4, 6, 8, 12, 16)]
+TABLES = {  # class -> how many of these shapes (and chunks) it takes
+    "ScheduleInterleaved1F1B": 62,
+    "ScheduleLoopedBFS": 64,
+    "ScheduleInterleavedZeroBubble": 62,
+    "ScheduleZBVZeroBubble": 32,
+    "ScheduleDualPipeV": 13,
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_every_table_of_a_grid_is_read_and_proven(name):
+    """In both forms, also where a lane has to hold more than two messages."""
+    read, widest = 0, 0
+    for p, m in SHAPES:
+        for chunks in (2,) if MULTI[name] else (2, 3):
+            try:
+                theirs = torch_schedule(name, p, m, chunks=chunks)
+            except ValueError:
+                continue  # torch's own rules: so many microbatches per round, or at least twice as many as ranks
+            schedule = from_torch_csv(table_of(theirs), name)
+            assert from_torch_csv(table_of(theirs, comms=True), name) == schedule
+            widest = max(widest, check(schedule).lowered.window)
+            read += 1
+    assert read == TABLES[name]
+    assert (widest > 2) == (not MULTI[name])
+
+
+def test_torchs_breadth_first_waits_for_no_room():
+    """Eight ranks, sixteen microbatches: 58.5 forwards, where two messages per lane would make it 66."""
+    schedule = from_torch_csv(table_of(torch_schedule("ScheduleLoopedBFS", 8, 16, chunks=2)))
+    spans = [simulate_schedule(schedule, Costs.uniform(schedule), window=w).bubble.makespan for w in (2, None)]
+    assert spans == [66, 58.5]
+
+
+TWO_RANKS = "0F0,0SEND_F0,0RECV_B0,0B0,0REDUCE_GRAD\n1UNSHARD,1RECV_F0,1F0,1B0,1SEND_B0,1RESHARD\n"
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "telling"),
+    [
+        ("0SEND_F0,", "", "line 1 has no 0SEND_F0, which its passes need (messages missing: 1)"),
+        ("0SEND_F0,", "0SEND_F0,0SEND_F0,", "line 1, 0SEND_F0: this message is there twice"),
+        ("0F0,0SEND_F0", "0SEND_F0,0F0", "line 1, 0SEND_F0 stands before the pass that makes what it sends"),
+        ("0RECV_B0,0B0", "0B0,0RECV_B0", "line 1, 0RECV_B0 stands behind the pass that needs what it receives"),
+        ("1RECV_F0", "1RECV_F1", "line 2, 1RECV_F1: no pass of this rank gives or needs such a message"),
+        ("1SEND_B0", "1SEND_F0", "line 2, 1SEND_F0: no pass of this rank gives or needs such a message"),
+        ("1SEND_B0", "1SEND_B", "line 2: '1SEND_B' does not say of which microbatch"),
+        ("1RESHARD", "1RESHARD0", "line 2: RESHARD in '1RESHARD0' is neither a pass on a microbatch"),
+        ("1UNSHARD", "1GATHER", "line 2: GATHER in '1GATHER' is neither a pass on a microbatch"),
+    ],
+)
+def test_messages_of_a_table_are_those_that_its_passes_need(right, wrong, telling):
+    assert from_torch_csv(TWO_RANKS) == from_torch_csv("0F0,0B0\n1F0,1B0\n")
+    with pytest.raises(ScheduleError) as caught:
+        from_torch_csv(TWO_RANKS.replace(right, wrong))
+    assert telling in str(caught.value)
 
 
 # --- what the form cannot say ----------------------------------------------------------------------------------------
@@ -191,9 +249,9 @@ def test_a_pair_that_torch_does_not_fuse_is_refused():
         (",,\n", "the CSV is empty"),
         ("0F0,0B0,x\n", "line 1: cannot read 'x'"),
         ("0F0,0B0\n1F0,F1\n", "line 2: cannot read 'F1'"),
-        ("0F0,0B0,0UNSHARD\n", "line 1: UNSHARD in '0UNSHARD' is not a pass"),
-        ("0F0,0B0,0SEND_F0\n", "line 1: SEND_F in '0SEND_F0' is not a pass"),
-        ("0F0,0B\n", "line 1: B in '0B' is not a pass"),
+        ("0UNSHARD,0RESHARD\n", "line 1 holds no pass, so rank 0 would have no stage"),
+        ("0F0,0B0,0SEND_F0\n", "line 1, 0SEND_F0: no pass of this rank gives or needs such a message"),
+        ("0F0,0B\n", "line 1: B in '0B' is neither a pass"),
         ("0F0,0B0\n0F1,0B1\n", "line 2, 0F1: stage 0 is already on rank 0"),
         ("0F0,0B0\n2F0,2B0\n", "stages must be numbered from 0 without gaps; found [0, 2]"),
         ("0F0,(0B0;)OVERLAP_F_B\n", "line 1: cannot read ''"),

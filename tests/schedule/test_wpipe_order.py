@@ -10,6 +10,7 @@ from penstock.errors import ConfigError
 from penstock.schedule.build import call_order, make_schedule, prove
 from penstock.schedule.ir.schedule import Action, Op
 from penstock.schedule.machine.lower import lower
+from penstock.schedule.machine.window_search import unlimited
 from penstock.schedule.orders import ORDERS
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import simulate_schedule, steady_bubble
@@ -102,7 +103,7 @@ def test_the_steady_bubble(p: int, times: tuple[float, float, float]) -> None:
     forward, backward = times[0], times[1] + times[2]
     for m in {1, max(p - 2, 1), max(p - 1, 1), p, p + 2}:
         schedule = make_schedule("wpipe", p, m)
-        bubble = steady_bubble(lower(schedule), Costs.uniform(schedule, *times), 8)
+        bubble = steady_bubble(lower(schedule, window=unlimited(schedule)), Costs.uniform(schedule, *times), 8)
         longer = max(forward, backward) / (forward + backward)
         if m < p - 1 and longer <= 2 / 3:
             assert bubble == pytest.approx(1 - 1 / (p - m))

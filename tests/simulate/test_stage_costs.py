@@ -141,6 +141,7 @@ def test_figures_have_the_names_of_the_printed_ones():
     assert figures == {
         "makespan": 15, "rank_span": 15, "ideal": 12, "bubble": pytest.approx(0.2), "bubble_of_ideal": 0.25,
         "rank_span_bubble": pytest.approx(0.2), "peak_activations": [2, 1], "live_versions": [2, 2], "messages": 8,
-        "volume": 8.0, "parked": 0, "delays": {"forward": [1, 1], "recompute": [None, None], "backward": [1, 1]},
+        "volume": 8.0, "parked": 0, "window": 2, "receive_buffers": [2.0, 2.0],
+        "delays": {"forward": [1, 1], "recompute": [None, None], "backward": [1, 1]},
     }  # fmt: skip
     json.dumps(figures)

@@ -21,7 +21,6 @@ from penstock.schedule.ir.order import (
 )
 from penstock.schedule.ir.rules import RULES
 from penstock.schedule.ir.schedule import Action, Op, Schedule, straight
-from penstock.schedule.machine.window_search import widened
 from penstock.schedule.methods.table import compatible, find_method
 from penstock.schedule.orders import ORDERS
 from penstock.schedule.orders.forward_only import forward_through
@@ -47,6 +46,7 @@ def make_schedule(
     order: str | OrderFunction | None = None,
     options: Options = NO_OPTIONS,
     decides: bool = False,
+    window: int | None = None,
 ) -> Schedule:
     """Build a schedule and prove it.
 
@@ -59,6 +59,9 @@ def make_schedule(
         order: another order than the method's.
         options: of the order, such as {"chunks": 4}.
         decides: updates wait for a decision of all stages (the global norm, a vote on overflow).
+        window: messages that may be outstanding on a lane from one rank to another, on either side, each of which is
+            memory; the least that costs no time if None, when a forward takes 1, a backward 2 and messages take none.
+            Where messages take time, `simulate_schedule` says how many it takes.
 
     Returns:
         A schedule that `check` accepts.
@@ -67,7 +70,9 @@ def make_schedule(
         ConfigError: unknown method, order or rule, or choices that cannot go together.
         ScheduleError: the schedule is wrong; where only m is too small, the message names the smallest legal m.
     """
-    return prove(method, stages, microbatches, rule=rule, order=order, options=options, decides=decides).schedule
+    return prove(
+        method, stages, microbatches, rule=rule, order=order, options=options, decides=decides, window=window
+    ).schedule
 
 
 def prove(
@@ -79,9 +84,10 @@ def prove(
     order: str | OrderFunction | None = None,
     options: Options = NO_OPTIONS,
     decides: bool = False,
+    window: int | None = None,
 ) -> Proof:
     """As `make_schedule`, but returns the proof with everything that was derived on the way."""
-    return ScheduleRequest(method, stages, microbatches, rule, order, options, decides).prove()
+    return ScheduleRequest(method, stages, microbatches, rule, order, options, decides, window).prove()
 
 
 @dataclass(frozen=True)
@@ -92,7 +98,7 @@ class ScheduleRequest:
     microbatches, if it fails, as long as many proofs; so whatever else may be wrong is best looked for before.
 
     Attributes:
-        method, stages, microbatches, rule, order, options, decides: as of `make_schedule`.
+        method, stages, microbatches, rule, order, options, decides, window: as of `make_schedule`.
     """
 
     method: str | OrderFunction
@@ -102,6 +108,7 @@ class ScheduleRequest:
     order: str | OrderFunction | None = None
     options: Options = field(default_factory=lambda: NO_OPTIONS)
     decides: bool = False
+    window: int | None = None
 
     @cached_property
     def schedule(self) -> Schedule:
@@ -111,7 +118,9 @@ class ScheduleRequest:
             ConfigError: unknown method, order or rule, or choices that cannot go together.
             ScheduleError: the order cannot be made with these numbers.
         """
-        return _build(self.method, self.stages, self.microbatches, self.rule, self.order, self.options, self.decides)
+        return _build(
+            self.method, self.stages, self.microbatches, self.rule, self.order, self.options, self.decides, self.window
+        )
 
     def prove(self) -> Proof:
         """The proof of the schedule.
@@ -122,7 +131,7 @@ class ScheduleRequest:
         """
         schedule = self.schedule
         try:
-            return _check(schedule)
+            return check(schedule)
         except ScheduleError as error:
             legal = smallest_microbatches(
                 self.method,
@@ -131,6 +140,7 @@ class ScheduleRequest:
                 order=self.order,
                 options=self.options,
                 decides=self.decides,
+                window=self.window,
                 beyond=self.microbatches,
             )
             if legal is None:
@@ -208,12 +218,14 @@ def extend(
     tied: Collection[int] = (),
     averages: int | None = None,
     behind: int = 0,
+    window: int | None = None,
 ) -> Proof:
-    """The proof of a schedule with what is asked for and not yet in it.
+    """Add to a schedule what is asked for and not yet in it, and prove the result.
 
     Args:
         given: a schedule, or its proof.
         decides, reduces, recomputes, segments, tied, averages, behind: as of `extended`.
+        window: messages that may be outstanding on a lane; what the schedule says if None (see `make_schedule`).
 
     Raises:
         ConfigError: as `extended`.
@@ -230,22 +242,24 @@ def extend(
         averages=averages,
         behind=behind,
     )
+    if window is not None:
+        whole = _with_window(whole, window)
     if whole is plain and isinstance(given, Proof):
         return given
     if whole.segments and not plain.segments:
-        whole = replace(whole, window=_window_of_segments(plain, segments))
-    return _check(whole)
+        _check_segments(plain, segments)
+    return check(whole)
 
 
-def _window_of_segments(schedule: Schedule, segments: Segments) -> int:
-    """The window that a schedule needs with recomputes in segments of several stages.
+def _check_segments(schedule: Schedule, segments: Segments) -> None:
+    """Refuse segments of several stages that an order is not made for.
 
     Raises:
         ScheduleError: some ranks would wait for ever for the recomputes of others, or the like.
     """
     made = with_recompute(schedule, segments)
     try:
-        return _check(made).schedule.window
+        check(made)
     except ScheduleError as error:
         raise ScheduleError(
             f"{schedule.name}: segments of {len(made.segments[0])} stages that recompute together do not go with "
@@ -254,7 +268,7 @@ def _window_of_segments(schedule: Schedule, segments: Segments) -> int:
 
 
 def prove_evaluation(schedule: Schedule) -> Proof:
-    """The proof of the forward-only schedule by which the model of another one is evaluated."""
+    """Build and prove the forward-only schedule by which the model of another one is evaluated."""
     order = forward_through(
         tuple(stage for stage in schedule.stages if not stage.direction),
         schedule.edges,
@@ -273,17 +287,19 @@ def smallest_microbatches(
     order: str | OrderFunction | None = None,
     options: Options = NO_OPTIONS,
     decides: bool = False,
+    window: int | None = None,
     beyond: int = 0,
 ) -> int | None:
-    """The smallest legal number of microbatches above `beyond`; None if there is none up to 4 per stage (or 4 more).
+    """Find the smallest legal number of microbatches above `beyond`.
 
-    Found by trying one number after the other: some orders take even numbers only, a user's function may do anything.
+    None if there is none up to 4 per stage (or 4 more). One number after the other is tried: some orders take even
+    numbers only, a user's function may do anything.
     Where endless 1F1B and its like are legal they are so from there on, so halving finds the border in few tries.
     """
 
     def legal(m: int) -> bool:
         try:
-            _check(_build(method, stages, m, rule, order, options, decides))
+            check(_build(method, stages, m, rule, order, options, decides, window))
         except Exception:  # a user's function may refuse some m in its own way
             return False
         return True
@@ -307,6 +323,7 @@ def _build(
     order: str | OrderFunction | None,
     options: Options,
     decides: bool,
+    window: int | None,
 ) -> Schedule:
     choices: tuple[str, ...] = ()
     limit = None
@@ -331,18 +348,20 @@ def _build(
     if fault is not None:
         raise ScheduleError(f"{name}: {fault}")
     schedule = apply_rule(made, RULES[rule_name], microbatches, name)
+    if window is not None:
+        schedule = _with_window(schedule, window)
     return with_decisions(schedule) if decides else schedule
 
 
-def _check(schedule: Schedule) -> Proof:
-    """The proof, with a larger window where one is needed."""
-    try:
-        return check(schedule)
-    except ScheduleError:
-        wider = widened(schedule)
-        if wider is None:
-            raise
-        return check(wider)
+def _with_window(schedule: Schedule, window: int) -> Schedule:
+    """Set how many messages may be outstanding on a lane.
+
+    Raises:
+        ConfigError: it is no positive whole number.
+    """
+    if isinstance(window, bool) or not isinstance(window, int) or window < 1:
+        raise ConfigError(f"window must be a whole number of messages, at least 1; got {window!r}")
+    return replace(schedule, window=window)
 
 
 def call_order(function: OrderFunction, stages: int, microbatches: int, options: Options = NO_OPTIONS) -> Order:

@@ -7,7 +7,7 @@
     edges 0>1                         # a chain when left out; 0|1 is an edge without a backward
     frozen 0                          # stages that are not trained
     segments 0,1 2,3                  # stages that recompute together
-    window 4                          # messages that may be outstanding on a lane; 2 when left out
+    window 4                          # messages outstanding on a lane; as few as cost no time when left out
     rank 0: F0^t F1^t B0^t B1^t STEP[t]
     rank 1: F0^t B0^t F1^t B1^t STEP[t]
     drain 0: ...                      # the epilogue, numbers relative to T
@@ -33,7 +33,6 @@ from penstock.schedule.ir.ops import PASSES
 from penstock.schedule.ir.order import Order
 from penstock.schedule.ir.rules import RULES
 from penstock.schedule.ir.schedule import (
-    WINDOW,
     Action,
     Copy,
     Edge,
@@ -119,8 +118,8 @@ def _assemble(header: dict[str, str], lines: dict[tuple[str, int], tuple[int, st
         raise ScheduleError(f"{where}: a batch needs at least 1 microbatch, got {m}")
     frozen = frozenset(_integer(c, where) for c in header.get("frozen", "").split())
     segments = tuple(tuple(_integer(c, where) for c in s.split(",")) for s in header.get("segments", "").split())
-    window = _integer(header["window"], where) if "window" in header else WINDOW
-    if window < 1:
+    window = _integer(header["window"], where) if "window" in header else None
+    if window is not None and window < 1:
         raise ScheduleError(f"{where}: a lane needs room for at least 1 message, got window {window}")
     everything = [p for program in programs for part in program for p in split_fused(part)]
     if not any(a.reads or a.op is Op.STEP for a in everything) and any(a.op in PASSES for a in everything):

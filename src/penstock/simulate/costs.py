@@ -64,7 +64,7 @@ class Costs:
         latency: float = 0.0,
         step: float = 0.0,
     ) -> Costs:
-        """The same times for every rank's whole share; a rank with v stages of a pipeline spends 1/v on each.
+        """Give every rank's whole share the same times; a rank with v stages of a pipeline spends 1/v on each.
 
         Raises:
             ConfigError: copies of a stage lie on ranks with different numbers of stages, so that it has no one time.
@@ -75,15 +75,14 @@ class Costs:
         unclear = [index for index, found in enumerate(shares) if len(found) > 1]
         if unclear:
             raise ConfigError(
-                f"the ranks that hold stage {unclear[0]} hold different numbers of stages, so that it has no one "
-                f"time; give "
-                "every stage its own"
+                f"the ranks that hold stage {unclear[0]} hold different numbers of stages, so that it has no one time; "
+                "give every stage its own"
             )
         times = (forward, backward_input, backward_weight, step)
         return cls(tuple(StageCost(*(time / v for time in times)) for (v,) in shares), latency)
 
     def duration(self, action: Action) -> float:
-        """Time an action occupies its lane."""
+        """Return the time that an action occupies its lane."""
         if action.parts:
             return self.fused * sum(self.duration(p) for p in action.parts)
         cost, unit = self.stages[action.stage.index], action.unit

@@ -6,17 +6,24 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from string import ascii_lowercase
+from typing import Literal
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, ScheduleError
 from penstock.schedule.ir.gc_pause import no_collection
 from penstock.schedule.ir.ops import OPS
-from penstock.schedule.ir.schedule import Action, Kind, Op, Payload, Schedule, Stage, format_unit, since
+from penstock.schedule.ir.schedule import WINDOW, Action, Kind, Op, Payload, Schedule, Stage, format_unit
 from penstock.schedule.machine.instructions import Lowered
+from penstock.schedule.machine.lower import lower
 from penstock.schedule.machine.play import Machine
+from penstock.schedule.machine.window_search import lower_freely, unlimited
 from penstock.schedule.proof.activations import Activations
 from penstock.schedule.proof.check import Proof, check
 from penstock.simulate.costs import Costs
+from penstock.simulate.messages import count_messages, receive_buffers
 from penstock.timeline import Bubble, Interval, Timeline
+
+Window = int | Literal["unlimited"]
+"""Messages that may be outstanding on a lane."""
 
 
 @dataclass(frozen=True)
@@ -24,11 +31,15 @@ class Simulation:
     """A predicted run.
 
     Attributes:
+        lowered: the schedule with its messages, as it was played.
         timeline: every interval, and activations over time.
         bubble: its figures.
         messages: activation and gradient sends of all batches, and those of activations that are recomputed. Sums of
             gradients, decisions, and what is sent again after a rejected update are not counted.
         volume: what they carry, in outputs of a stage for one microbatch.
+        window: messages that may be outstanding on a lane, on either side.
+        receive_buffers: per rank, the most messages that it has posted a RECV for and not used yet, in outputs of a
+            stage for one microbatch; a sender keeps up to `window` more on each lane until they are on their way.
         parked: sends of parked activations, there and back, of all batches.
         activations: per rank, the most microbatches in flight, in units of its whole share.
         versions: per rank, the most weight versions alive at once in a span of any length: what a run provides for.
@@ -36,6 +47,7 @@ class Simulation:
             version updated, mean over a batch in the steady state; None where a rank recomputes nothing.
     """
 
+    lowered: Lowered
     timeline: Timeline
     bubble: Bubble
     messages: int
@@ -43,10 +55,12 @@ class Simulation:
     activations: tuple[float, ...]
     versions: tuple[int, ...]
     delays: Mapping[str, tuple[float | None, ...]]
+    window: Window
+    receive_buffers: tuple[float, ...]
     parked: int = 0
 
     def figures(self) -> dict[str, object]:
-        """The figures under the names that `penstock simulate --json` prints."""
+        """Return the figures under the names that `penstock simulate --json` prints."""
         return {
             "makespan": self.bubble.makespan,
             "rank_span": self.bubble.rank_span,
@@ -59,12 +73,18 @@ class Simulation:
             "messages": self.messages,
             "volume": self.volume,
             "parked": self.parked,
+            "window": self.window,
+            "receive_buffers": list(self.receive_buffers),
             "delays": {what: list(delays) for what, delays in self.delays.items()},
         }
 
 
 def simulate_schedule(
-    schedule: Schedule | Proof, costs: Costs, batches: int = 1, rejected: Collection[int] = ()
+    schedule: Schedule | Proof,
+    costs: Costs,
+    batches: int = 1,
+    rejected: Collection[int] = (),
+    window: Window | None = None,
 ) -> Simulation:
     """Predict a span of `batches` batches.
 
@@ -73,10 +93,14 @@ def simulate_schedule(
         costs: times of every stage.
         batches: length of the span; the pipeline starts empty and is drained.
         rejected: batches whose update is made again, where updates come before the decision of all stages.
+        window: messages that may be outstanding on a lane from one rank to another, on either side. If None, as the
+            schedule says; where it leaves it open, the least that costs no time at these costs, neither in this span
+            nor in a long run. A run of such a schedule takes the least that costs none where messages take no time:
+            give `make_schedule` the window found here where they do.
 
     Raises:
-        ScheduleError: the schedule is not legal.
-        ConfigError: `batches` is below 1, or the costs are for another number of stages.
+        ScheduleError: the schedule is not legal, or some ranks would wait for ever with this window.
+        ConfigError: `batches` or `window` is below 1, or the costs are for another number of stages.
     """
     proof = schedule if isinstance(schedule, Proof) else check(schedule)
     if batches < 1:
@@ -85,20 +109,57 @@ def simulate_schedule(
         raise ConfigError(
             f"the costs describe {len(costs.stages)} stages, the schedule has {proof.schedule.num_stages}"
         )
-    timeline, activations = play(proof.lowered, costs, batches, rejected)
+    asked = proof.schedule.window if window is None else window
+    lowered = _lower(proof, costs, batches, asked)
+    try:
+        timeline, activations = play(lowered, costs, batches, rejected)
+    except ScheduleError as error:
+        raise _too_narrow(proof, lowered.window, error) from None
     return Simulation(
+        lowered,
         timeline,
         timeline.bubble(),
-        *count_messages(proof.lowered, batches),
+        *count_messages(lowered, batches),
         activations,
         tuple(proof.versions_on(rank) for rank in range(proof.schedule.ranks)),
         _delays_of(proof),
-        count_messages(proof.lowered, batches, (Payload.PARKED,))[0],
+        "unlimited" if asked == "unlimited" else lowered.window,
+        receive_buffers(lowered, batches),
+        count_messages(lowered, batches, (Payload.PARKED,))[0],
+    )
+
+
+def _lower(proof: Proof, costs: Costs, batches: int, window: Window | None) -> Lowered:
+    """The schedule with its messages, for a window or the least that costs no time.
+
+    Raises:
+        ScheduleError: messages that are used out of order need a larger window.
+        ConfigError: the window is no positive whole number.
+    """
+    if window is None:
+        narrow = proof.lowered if proof.lowered.window == WINDOW else None
+        return lower_freely(proof.schedule, costs.duration, costs.latency, (batches,), narrow)
+    if window == "unlimited":
+        return lower(proof.schedule, window=unlimited(proof.schedule))
+    if isinstance(window, bool) or not isinstance(window, int) or window < 1:
+        raise ConfigError(f"window must be a whole number of messages, at least 1, or 'unlimited'; got {window!r}")
+    try:
+        return lower(proof.schedule, window=window)
+    except ScheduleError as error:
+        raise _too_narrow(proof, window, error) from None
+
+
+def _too_narrow(proof: Proof, window: int, error: ScheduleError) -> ScheduleError:
+    """What to say where a proven schedule cannot run with another window."""
+    enough = proof.lowered.window
+    return ScheduleError(
+        f"{proof.schedule.name} cannot run with a window of {window}: {error}"
+        + (f"\nIt is proven with a window of {enough}; set it to {enough} or more" if enough > window else "")
     )
 
 
 def _delays_of(proof: Proof) -> dict[str, tuple[float | None, ...]]:
-    """Those of each rank, mean over its stages."""
+    """Find the delays of the passes on each rank, mean over its stages."""
 
     def mean(values: Sequence[float | None]) -> float | None:
         found = [value for value in values if value is not None]
@@ -116,7 +177,7 @@ def _delays_of(proof: Proof) -> dict[str, tuple[float | None, ...]]:
 def play(
     lowered: Lowered, costs: Costs, batches: int, rejected: Collection[int] = ()
 ) -> tuple[Timeline, tuple[float, ...]]:
-    """The timeline of a span and the peak activations per rank, without checking the schedule."""
+    """Play a span without checking the schedule: its timeline, and the peak activations per rank."""
     recorder = _Recorder(lowered.schedule, Fraction(costs.left).limit_denominator(1000))
     machine = Machine(lowered, costs.duration, costs.latency, recorder.observe)
     machine.play(batches, rejected)
@@ -124,33 +185,10 @@ def play(
 
 
 def steady_bubble(lowered: Lowered, costs: Costs, batches: int) -> float:
-    """The bubble of one more batch in a long span: idle / total of what batch `batches` adds to the makespan."""
+    """Compute the bubble of one more batch in a long span: idle / total of what it adds behind `batches` others."""
     shorter, longer = (play(lowered, costs, n)[0].bubble() for n in (batches, batches + 1))
     total = len(longer.busy) * (longer.makespan - shorter.makespan)
     return 1 - (sum(longer.busy) - sum(shorter.busy)) / total if total else 0.0
-
-
-_COUNTED = (Payload.ACTIVATION, Payload.GRADIENT, Payload.RECOMPUTE)
-
-
-def count_messages(lowered: Lowered, batches: int, payloads: Collection[Payload] = _COUNTED) -> tuple[int, float]:
-    """Sends of activations (also of recomputed ones) and gradients, and what they carry: a slice is a part of one.
-
-    Args:
-        lowered: the schedule.
-        batches: of the span, in which no update is rejected.
-        payloads: what else to count instead.
-    """
-    m, count, volume = lowered.schedule.microbatches, 0, Fraction(0)
-    for program in lowered.programs:
-        for part, instructions in enumerate(program[:2]):
-            for action in (i.action for i in instructions):
-                if action.op is Op.SEND and action.payload in payloads:
-                    begun = since(action.unit, m)
-                    times = max(batches - max(begun, 0), 0) if part == 0 else int(batches >= begun)
-                    count += times
-                    volume += Fraction(times * action.unit.count, action.unit.slice[1] if action.unit.slice else 1)
-    return count, float(volume)
 
 
 class _Recorder:
@@ -172,7 +210,7 @@ class _Recorder:
 
 
 def marks_of(schedule: Schedule) -> dict[Stage, str]:
-    """What tells the stages of a rank apart in drawings: a, b, ... for its chunks, > and < for two directions.
+    """Choose what tells the stages of a rank apart in drawings: a, b, ... for its chunks, > and < for two directions.
 
     Where there are several pipelines in each direction, even directions go down; microbatches tell them apart.
     """

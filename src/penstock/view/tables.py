@@ -236,7 +236,13 @@ def simulation_table(simulation: Simulation, batches: int, in_a_long_run: float)
             str(simulation.messages),
             "sends of activations (also of recomputed ones) and gradients; sums of gradients are not counted",
         ),
-        ("volume", f"{simulation.volume:g}", "their content, in outputs of a stage for one microbatch"),
+        ("volume", f"{simulation.volume:g}", "what they carry, in outputs of a stage for one microbatch"),
+        ("window", str(simulation.window), "messages that may be outstanding on a lane, on either side"),
+        (
+            "receive buffers",
+            _per_rank(list(simulation.receive_buffers)),
+            "outputs of a stage that a rank has room for before it uses them, at most, per rank",
+        ),
         *(
             [("parked", str(simulation.parked), "sends of parked activations, there and back")]
             if simulation.parked

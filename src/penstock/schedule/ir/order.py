@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from penstock.errors import ConfigError
-from penstock.schedule.ir.schedule import WINDOW, Action, Edge, Kind, Op, Program, Stage, Unit, chain, straight
+from penstock.schedule.ir.schedule import Action, Edge, Kind, Op, Program, Stage, Unit, chain, straight
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Order:
     edges: tuple[Edge, ...]
     frozen: frozenset[int] = frozenset()
     segments: tuple[tuple[int, ...], ...] = ()
-    window: int = WINDOW
+    window: int | None = None
 
     @property
     def endless(self) -> bool:
@@ -84,7 +84,7 @@ def make_order(
     epilogues: Sequence[Iterable[Action]] | None = None,
     stages: tuple[Stage, ...] | None = None,
     edges: tuple[Edge, ...] | None = None,
-    window: int = WINDOW,
+    window: int | None = None,
 ) -> Order:
     """Make an order from per-rank lists of passes; by default a chain of one stage per rank."""
     stages = stages or straight(len(ranks))

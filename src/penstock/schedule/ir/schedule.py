@@ -22,7 +22,7 @@ from enum import StrEnum
 from functools import cached_property
 from typing import NamedTuple
 
-WINDOW = 2  # default of `Schedule.window`
+WINDOW = 2  # messages on a lane at the least: one may travel while the one before it is used
 
 
 class Op(StrEnum):
@@ -166,8 +166,10 @@ class Schedule:
         rule: name of the version rule (`penstock.schedule.ir.rules.RULES`).
         frozen: stages without trainable weights and without a backward.
         segments: groups of consecutive stages that recompute together; only the first of each keeps its input.
-        window: number of messages that may be outstanding on a lane, on either side; each takes memory. Where it is too
-            small, `prove` and `extend` raise it to the least that suffices (`penstock.schedule.machine.window_search`).
+        window: messages that may be outstanding on a lane, on either side; each is memory. None leaves it open:
+            the proof, and so a run, then takes the least that costs no time when forwards take 1, backwards 2 and
+            messages none; the simulator the least that costs none at its costs
+            (`penstock.schedule.machine.window_search`).
     """
 
     name: str
@@ -178,7 +180,7 @@ class Schedule:
     rule: str
     frozen: frozenset[int] = frozenset()
     segments: tuple[tuple[int, ...], ...] = ()
-    window: int = WINDOW
+    window: int | None = None
 
     @property
     def ranks(self) -> int:
@@ -379,7 +381,7 @@ def format_schedule(schedule: Schedule) -> str:
         lines.append("frozen " + " ".join(map(str, sorted(schedule.frozen))))
     if schedule.segments:
         lines.append("segments " + " ".join(",".join(map(str, s)) for s in schedule.segments))
-    if schedule.window != WINDOW:
+    if schedule.window is not None:
         lines.append(f"window {schedule.window}")
     for what, part in (("rank", 0), ("drain", 1)):
         for rank, program in enumerate(schedule.programs):

@@ -1,4 +1,4 @@
-"""Whether something may be run between two batches on every rank without draining the pipeline.
+"""Finds out whether something may be run between two batches on every rank without draining the pipeline.
 
 The border of a batch is, on each rank, the place directly before its first forward. Forward-only passes that every rank
 runs there cannot block if nothing that stands before the border on one rank waits for what stands behind it on another,
@@ -17,7 +17,7 @@ from penstock.schedule.machine.instructions import LaneKey, Lowered
 
 
 def border_fault(lowered: Lowered) -> str | None:
-    """Why nothing may be run at the borders of batches; None if it may.
+    """Say why nothing may be run at the borders of batches; None if it may.
 
     A fault is no defect of the schedule: it says that the pipeline must be drained first.
     """

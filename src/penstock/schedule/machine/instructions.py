@@ -1,10 +1,10 @@
 """The lowered form of a schedule: instructions and the messages between ranks.
 
 Machine model (docs/design.md, section 4). Each rank runs its instructions in order on one compute lane. A SEND is
-posted directly after its producer and completes when the peer has posted the matching RECV; a RECV is posted at most
-`lookahead` actions ahead of its consumer. Messages of one payload from one rank to another travel on one first-in
-first-out lane, on which at most `window` messages are outstanding: posted sends that have not completed, and
-received messages that have not been consumed.
+posted directly after its producer and completes when the peer has posted the matching RECV. Messages of one payload
+from one rank to another travel on one first-in first-out lane, on which at most `window` messages are outstanding:
+posted sends that have not completed, and posted receives that have not been consumed. A RECV is posted as soon as a
+buffer is free, but at most `lookahead` actions ahead of its consumer: as many as the window, unless told otherwise.
 
 Where a version may be rejected, the period is there twice: with what follows a rejection
 (`penstock.schedule.transforms.post_validation`), and without.
@@ -21,8 +21,6 @@ from functools import cached_property
 from typing import NamedTuple
 
 from penstock.schedule.ir.schedule import WINDOW, Action, Op, Payload, Schedule, Stage
-
-LOOKAHEAD = 2
 
 
 class LaneKey(NamedTuple):
@@ -95,7 +93,14 @@ class LoweredProgram(NamedTuple):
 
 @dataclass(frozen=True)
 class Lowered:
-    """A schedule with its messages."""
+    """A schedule with its messages.
+
+    Attributes:
+        schedule: without them.
+        routes: who sends to whom, and what.
+        programs: the instructions of every rank.
+        window: messages that may be outstanding on a lane, on either side.
+    """
 
     schedule: Schedule
     routes: tuple[Route, ...]

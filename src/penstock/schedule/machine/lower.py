@@ -1,33 +1,103 @@
 """Lowering: from passes to instructions, with the messages between ranks.
 
 Who gives what a pass needs is asked of the registry (`penstock.schedule.ir.ops`). Where giver and taker are on
-different ranks, a SEND is placed directly after the giver and a RECV a few actions before the taker, in the order in
-which the lane's messages are sent.
+different ranks, a SEND is placed directly after the giver and a RECV before the taker, in the order in which the lane's
+messages are sent (`penstock.schedule.machine.receives`).
 """
 
 from __future__ import annotations
 
-import heapq
-from bisect import bisect_left
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import NamedTuple
 
 from penstock.errors import ScheduleError
 from penstock.schedule.ir.gc_pause import no_collection
-from penstock.schedule.ir.ops import MOVES, OPS, PASSES, PAYLOAD_OF_FACT, Fact, Lane, gives
-from penstock.schedule.ir.schedule import Action, Op, Payload, Schedule, Stage, Unit, passes
-from penstock.schedule.machine.instructions import (
-    LOOKAHEAD,
-    Instruction,
-    LaneKey,
-    Lowered,
-    LoweredProgram,
-    Message,
-    Route,
-)
+from penstock.schedule.ir.ops import MOVES, OPS, PASSES, PAYLOAD_OF_FACT, Fact, gives
+from penstock.schedule.ir.schedule import WINDOW, Action, Op, Payload, Schedule, Stage, Unit, passes
+from penstock.schedule.machine.instructions import Instruction, LaneKey, Lowered, LoweredProgram, Message, Route
+from penstock.schedule.machine.receives import LaneReceives, Use
 from penstock.schedule.transforms.post_validation import Draft, redone
+
+
+def lower(schedule: Schedule, lookahead: int | None = None, window: int | None = None) -> Lowered:
+    """Add the messages between ranks.
+
+    Args:
+        schedule: any schedule; it need not be legal otherwise.
+        lookahead: actions by which a RECV may be posted ahead of its consumer; as many as the window if None.
+        window: outstanding messages per lane and side; as the schedule says if None, and `WINDOW` where it does not.
+
+    Raises:
+        ScheduleError: a pass needs something that no pass of this or an earlier period gives, or messages on one lane
+            are consumed in an order that needs more than `window` buffers.
+    """
+    return Lowering(schedule).at(schedule.window or WINDOW if window is None else window, lookahead)
+
+
+class Lowering:
+    """The messages of a schedule, found once; `at` places them for a window.
+
+    Args:
+        schedule: any schedule; it need not be legal otherwise.
+
+    Raises:
+        ScheduleError: a pass needs something that no pass of this or an earlier period gives.
+    """
+
+    @no_collection
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self._redone, drafts = redone(schedule)
+        self._rejects = bool(drafts)
+        incoming = _Incoming(self._redone, drafts)
+        uses, sends = _messages(self._redone, incoming)
+        self._routes = incoming.routes
+        needs: dict[tuple[int, int, int], list[Message]] = {}
+        self._lanes: list[tuple[LaneReceives, int]] = []  # and the part of its target's program
+        for (lane, part), found in sorted(uses.items(), key=lambda item: item[0]):
+            in_order = sorted(found.values())
+            for use in in_order:
+                needs.setdefault((lane.target, part, use.position), []).append(Message(use.route, use.unit.first))
+            self._lanes.append((LaneReceives(self._redone, self._routes, lane, part, in_order), part))
+        # Per rank, part and action: the action with its needs, and the SENDs behind it.
+        self._pieces = [
+            [
+                [
+                    (Instruction(a, -1, tuple(needs.get((r, part, i), ()))), *sends.get((r, part, i), ()))
+                    for i, a in enumerate(program[part])
+                ]
+                for part in (0, 1)
+            ]
+            for r, program in enumerate(self._redone.programs)
+        ]
+
+    @no_collection
+    def at(self, window: int, lookahead: int | None = None) -> Lowered:
+        """Place the RECVs.
+
+        Args:
+            window: outstanding messages per lane and side.
+            lookahead: actions by which a RECV may be posted ahead of its consumer; as many as the window if None.
+
+        Raises:
+            ScheduleError: messages on one lane are consumed in an order that needs more than `window` buffers.
+        """
+        ahead = window if lookahead is None else lookahead
+        receives: dict[tuple[int, int, int], list[Instruction]] = {}
+        for lane, part in self._lanes:
+            for position, instruction in lane.placed(window, ahead):
+                receives.setdefault((lane.key.target, part, position), []).append(instruction)
+        programs = []
+        for rank, parts in enumerate(self._pieces):
+            merged: list[list[Instruction]] = [[], []]
+            for part in (0, 1):
+                for position, piece in enumerate(parts[part]):
+                    merged[part] += receives.get((rank, part, position), ())
+                    merged[part] += piece
+            period, epilogue = map(tuple, merged)
+            accepted = _without_repairs(period, self._routes) if self._rejects else period
+            programs.append(LoweredProgram(accepted, epilogue, period if self._rejects else ()))
+        return Lowered(self.schedule, tuple(self._routes), tuple(programs), window)
 
 
 class _Source(NamedTuple):
@@ -40,74 +110,44 @@ class _Source(NamedTuple):
     action: Action
 
 
-class _Use(NamedTuple):
-    """A message as its receiver sees it; sorts in the order in which a lane's messages are sent."""
-
-    order: int
-    route: int
-    lag: int  # periods between the source's and the consumer's
-    position: int  # of the first consumer
-    unit: Unit  # relative to the part in which it is consumed
+_Uses = dict[tuple[LaneKey, int], dict[tuple[int, int], Use]]  # by lane and part, then by order and route
+_Sends = dict[tuple[int, int, int], list[Instruction]]  # by rank, part and position
 
 
-@dataclass
-class _Plan:
-    """What lowering adds to one part of one rank's program, by position."""
-
-    receives: dict[int, list[Instruction]] = field(default_factory=dict)
-    sends: dict[int, list[Instruction]] = field(default_factory=dict)
-    needs: dict[int, list[Message]] = field(default_factory=dict)
-    sent: set[tuple[int, int]] = field(default_factory=set)  # (position, route)
-
-
-@no_collection
-def lower(schedule: Schedule, lookahead: int = LOOKAHEAD, window: int | None = None) -> Lowered:
-    """Add the messages between ranks.
-
-    Args:
-        schedule: any schedule; it need not be legal otherwise.
-        lookahead: actions by which a RECV may be posted ahead of its consumer.
-        window: outstanding messages per lane and side; as the schedule says if None.
-
-    Raises:
-        ScheduleError: a pass needs something that no pass of this or an earlier period gives, or messages on one lane
-            are consumed in an order that needs more than `window` buffers.
-    """
-    window, given = schedule.window if window is None else window, schedule
-    schedule, drafts = redone(given)
-    plans = [(_Plan(), _Plan()) for _ in schedule.programs]
-    uses: dict[tuple[LaneKey, int], dict[tuple[int, int], _Use]] = {}
-    incoming = _Incoming(schedule, drafts)
+def _messages(schedule: Schedule, incoming: _Incoming) -> tuple[_Uses, _Sends]:
+    """Every message: where it is used first, and the SEND behind its giver."""
+    uses: _Uses = {}
+    sends: _Sends = {}
+    planned: set[tuple[int, int, int, int]] = set()
     for rank, program in enumerate(schedule.programs):
         for part in (0, 1):
             for position, action in enumerate(program[part]):
                 if action.op not in PASSES and action.op not in MOVES and not action.parts:
                     continue
-                for route, source, lag in incoming.messages(action, part, rank, position):
-                    earlier = uses.get((incoming.lanes[route], 0), {}).get((source.position, route))
+                for index, source, lag in incoming.messages(action, part, rank, position):
+                    earlier = uses.get((incoming.lanes[index], 0), {}).get((source.position, index))
                     if part and not source.part and earlier is not None and earlier.lag < lag:
                         continue  # a consumer in the last periods has it already
-                    lane = uses.setdefault((incoming.lanes[route], part), {})
+                    lane = uses.setdefault((incoming.lanes[index], part), {})
                     order = source.position
                     if part:  # all uses in a period have their sources in one period; those in an epilogue may not
                         order += (source.part - lag) * len(schedule.programs[source.rank].period)
-                    known = lane.get((order, route))
+                    known = lane.get((order, index))
                     if known is None or (lag, position) < (known.lag, known.position):
                         unit = source.action.unit
                         if lag:
                             unit = unit._replace(first=unit.first - lag * schedule.microbatches)
-                        lane[order, route] = _Use(order, route, lag, position, unit)
-                    _plan_send(plans[source.rank][source.part], incoming.routes[route], route, source)
-    for (lane_key, part), lane in sorted(uses.items(), key=lambda item: item[0]):
-        ahead = 0 if lane_key.payload is Payload.REPAIR else lookahead  # not before it is known that there are any
-        place = _RecvPlacing(schedule, incoming.routes, ahead, window, lane_key)
-        place.receives(sorted(lane.values()), plans[lane_key.target][part], part)
-    programs = []
-    for program, plan in zip(schedule.programs, plans, strict=True):
-        period, epilogue = (_merge(program[part], plan[part]) for part in (0, 1))
-        accepted = _without_repairs(period, incoming.routes) if drafts else period
-        programs.append(LoweredProgram(accepted, epilogue, period if drafts else ()))
-    return Lowered(given, tuple(incoming.routes), tuple(programs), window)
+                        lane[order, index] = Use(order, index, lag, position, unit)
+                    place = (source.rank, source.part, source.position)
+                    if (*place, index) not in planned:
+                        planned.add((*place, index))
+                        send = _send(source.action, incoming.routes[index])
+                        sends.setdefault(place, []).append(Instruction(send, index))
+    return uses, sends
+
+
+def _send(giver: Action, route: Route) -> Action:
+    return Action(Op.SEND, route.source, giver.unit, None, (), route.target, route.payload)
 
 
 def _without_repairs(period: tuple[Instruction, ...], routes: list[Route]) -> tuple[Instruction, ...]:
@@ -223,105 +263,3 @@ class _Incoming:
             f"on "
             f"stage {where}, which {why}"
         )
-
-
-def _plan_send(plan: _Plan, route: Route, index: int, source: _Source) -> None:
-    key = (source.position, index)
-    if key not in plan.sent:
-        plan.sent.add(key)
-        action = Action(Op.SEND, route.source, source.action.unit, None, (), route.target, route.payload)
-        plan.sends.setdefault(source.position, []).append(Instruction(action, index))
-
-
-@dataclass
-class _RecvPlacing:
-    """Chooses where the RECVs of one lane are posted: in the sender's order, a little ahead of their use."""
-
-    schedule: Schedule
-    routes: list[Route]
-    lookahead: int
-    window: int
-    lane: LaneKey
-
-    def receives(self, uses: list[_Use], plan: _Plan, part: int) -> None:
-        """Add the RECVs of a lane to the plan of its target."""
-        for use in uses:
-            plan.needs.setdefault(use.position, []).append(Message(use.route, use.unit.first))
-        counted = self._counted(part)
-        places = [bisect_left(counted, use.position) for use in uses]
-        if part == 1:
-            for use, post in zip(uses, self._posts(places), strict=True):
-                self._add(plan, use, counted[max(post, 0)], ahead=False)
-            return
-        length = len(counted)
-        before = -(-self.window // len(uses))  # enough earlier and later periods to see the steady state
-        once = [use.lag * length + place for use, place in zip(uses, places, strict=True)]
-        positions = [position + period * length for period in range(before + 2) for position in once]
-        steady = self._posts(positions)[before * len(uses) : (before + 1) * len(uses)]
-        gate = self._decided_after(counted)
-        placed = []
-        for use, post in zip(uses, steady, strict=True):
-            relative = post - (before + use.lag) * length  # to the start of the consumer's period
-            early = max(relative + length, gate + 1)
-            ahead = relative < 0 and early < length
-            source = ahead - use.lag  # the sender's period, relative to the one in which the RECV stands
-            placed.append((early if ahead else max(relative, 0), source, use, ahead))
-        for place, _, use, ahead in sorted(placed):  # at the same place, in the order in which they are sent
-            self._add(plan, use, counted[place], ahead)
-
-    def _counted(self, part: int) -> list[int]:
-        """Where the actions stand that count for the lookahead.
-
-        Collectives do not, because they take no time, nor for other messages what follows a rejection, which is rare.
-        """
-        program, repairs = self.schedule.programs[self.lane.target], self.lane.payload is Payload.REPAIR
-        return [
-            i
-            for i, a in enumerate(program[part])
-            if a.parts or (OPS[a.op].lane is not Lane.COLLECTIVE and (repairs or a.op is not Op.REDO))
-        ]
-
-    def _posts(self, positions: list[int]) -> list[int]:
-        """Where each RECV is posted, given where the messages of a lane, in the order sent, are consumed."""
-        ahead, window = self.lookahead, self.window
-        if all(a < b for a, b in pairwise(positions)):  # used in the order sent
-            free = [-ahead - 1] * window + positions
-            return [max(use - ahead, before + 1) for use, before in zip(positions, free, strict=False)]
-        earliest = list(positions)
-        for i in range(len(earliest) - 2, -1, -1):  # a message is posted no later than those sent after it
-            earliest[i] = min(earliest[i], earliest[i + 1])
-        posts = []
-        latest = [-ahead - 1] * window  # a heap of the latest uses so far: the top frees the next buffer
-        for position, needed in zip(positions, earliest, strict=True):
-            post = max(needed - ahead, latest[0] + 1)
-            if post > needed:
-                raise ScheduleError(
-                    f"{self.lane} needs more than {window} buffers: a message is sent too long before later ones that "
-                    "are used earlier; send in the order of use, or raise the window"
-                )
-            heapq.heappushpop(latest, position)
-            posts.append(post)
-        return posts
-
-    def _decided_after(self, counted: list[int]) -> int:
-        """The place of the first forward of batch t: its message tells whether batch t+1 follows."""
-        period = self.schedule.programs[self.lane.target].period
-        passes_at = (passes(period[i]) for i in counted)
-        own = (i for i, parts in enumerate(passes_at) if any(p.op is Op.F and p.unit.first >= 0 for p in parts))
-        return next(own, len(counted))  # a rank without one posts nothing ahead
-
-    def _add(self, plan: _Plan, use: _Use, position: int, ahead: bool) -> None:
-        route, unit = self.routes[use.route], use.unit
-        if ahead:
-            unit = unit._replace(first=unit.first + self.schedule.microbatches)
-        action = Action(Op.RECV, route.target, unit, None, (), route.source, route.payload)
-        plan.receives.setdefault(position, []).append(Instruction(action, use.route, (), ahead))
-
-
-def _merge(actions: tuple[Action, ...], plan: _Plan) -> tuple[Instruction, ...]:
-    merged: list[Instruction] = []
-    for position, action in enumerate(actions):
-        merged += plan.receives.get(position, ())
-        merged.append(Instruction(action, -1, tuple(plan.needs.get(position, ()))))
-        merged += plan.sends.get(position, ())
-    return tuple(merged)

@@ -1,4 +1,4 @@
-"""The machine model, played: who runs when, who waits for whom.
+"""Plays lowered programs on the machine model: who runs when, who waits for whom.
 
 One small interpreter serves the proof (every duration zero: does anything wait for ever?) and the simulator (durations
 from costs: when does everything start and end?). Its rules are those of `penstock.schedule.machine.instructions`. The
@@ -55,7 +55,7 @@ def _instant(_action: Action) -> float:
 
 
 class Machine:
-    """Plays lowered programs.
+    """Plays the programs of all ranks, each with a clock of its own.
 
     Args:
         lowered: the schedule with its messages.
@@ -83,6 +83,7 @@ class Machine:
         self._duration = duration
         ranks = lowered.schedule.ranks
         self.clock = [0.0] * ranks
+        self.held_up = False  # whether a SEND has waited for room, or a message on its way for its RECV
         self._queues: list[deque[_Segment]] = [deque() for _ in range(ranks)]
         self._lanes = [_LaneState() for _ in lowered.lanes]
         self._arrived: list[dict[Message, float]] = [{} for _ in range(ranks)]
@@ -144,7 +145,7 @@ class Machine:
             raise ScheduleError(_deadlock_text(stuck))
 
     def _run(self, parts: list[Sequence[Instruction]], t: int) -> None:
-        """Append to every rank's queue and advance the ranks as far as they go."""
+        """Append a part to every rank's queue and advance the ranks as far as they go."""
         for queue, part in zip(self._queues, parts, strict=True):
             queue.append(_Segment(part, t))
         waiting: set[int] = set()
@@ -243,8 +244,10 @@ class Machine:
             return False
         post = self.clock[rank]
         if lane.sent >= window:
-            post = max(post, lane.recent[lane.sent - window - lane.completed])
-            self.clock[rank] = post
+            room = lane.recent[lane.sent - window - lane.completed]
+            if room > post:
+                self.clock[rank] = post = room
+                self.held_up = True
         lane.sent += 1
         if lane.recvs:
             wanted, ready = lane.recvs.popleft()
@@ -271,6 +274,8 @@ class Machine:
                 f"on {route.lane}, microbatch {sent.first} is sent where microbatch {wanted.first} is expected: both "
                 "ends must use one order"
             )
+        if ready > posted and self.latency:  # without a latency it is there when its consumer wants it
+            self.held_up = True
         time = max(posted, ready) + self.latency
         lane.completed += 1
         lane.recent.append(time)
@@ -306,7 +311,7 @@ class Machine:
         return lanes, tuple(relative(sorted(a)) for a in self._arrived), self._collectives.state(batches), rest
 
     def _why(self, rank: int, segment: _Segment) -> Blocked:
-        """The reason why a rank cannot go on."""
+        """Say why a rank cannot go on."""
         action, route_index, needs, _ = segment.instructions[segment.place]
         t, offset = segment.t, segment.t * self._m
         unit = action.unit._replace(first=action.unit.first + (t if action.unit.kind is Kind.BATCH else offset))

@@ -1,50 +1,150 @@
-"""How many messages must be outstanding on a lane, where an order does not know that itself.
+"""Finds how many messages must be outstanding on a lane so that waiting for room costs no time.
 
-Where several chunks, or both directions, send on one lane, how far a sender gets ahead depends on the whole order, and
-so does how far messages are used in another order than they are sent in. Playing the schedule says how far.
+With too few, senders wait for buffers, and messages that are under way for long arrive late; with more, memory is
+wasted. How many are enough depends on the order, on how long passes take and on how long messages travel, so the
+schedule is played and the least window is searched for. The larger the window, the earlier everything happens: no wait
+becomes longer, so the makespan never grows with it, and halving finds the least.
 """
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Callable, Collection
+from typing import NamedTuple
 
 from penstock.errors import ScheduleError
-from penstock.schedule.ir.schedule import Schedule
-from penstock.schedule.machine.lower import lower
+from penstock.schedule.ir.schedule import WINDOW, Action, Op, Schedule, since
+from penstock.schedule.machine.instructions import Lowered
+from penstock.schedule.machine.lower import Lowering
 from penstock.schedule.machine.play import Machine
 
+_UNITS = {Op.F: 1.0, Op.R: 1.0, Op.REDO: 1.0, Op.B: 2.0, Op.I: 1.0, Op.W: 1.0}
 
-def widened(schedule: Schedule) -> Schedule | None:
-    """A schedule whose window is too small, with the least one that does; None if no window does.
 
-    It does if nobody waits for ever and no larger one lets the batch end sooner, where each pass takes one unit of time
-    and messages take none. (The least with which nobody waits for ever can be one less, at the price of some idle time:
-    of zb-interleaved on 8 ranks, 52.5 forwards instead of 51.5. An order that can run with the window it asks for keeps
-    that one, even so.)
+def unit_time(action: Action) -> float:
+    """Return the time of an action where nothing is known: 1 of a forward, 2 of a backward, 1 of each half of it.
 
-    Of a schedule that does not empty the pipeline after each batch nothing is known.
+    All else takes none. A pass over one of k slices takes the k-th part, a fused action as long as its parts.
     """
-    if any(program.epilogue for program in schedule.programs):
-        return None
-    bound = 3 * len(schedule.edges) * schedule.microbatches * schedule.slices  # all messages of a batch: F, R and B
-    shortest, least = _makespan(schedule, bound), schedule.window
-    if shortest == math.inf:
-        return None
-    while _makespan(schedule, 2 * least) > shortest:
-        least *= 2
-    return replace(
-        schedule,
-        window=bisect_left(range(2 * least), True, lo=least + 1, key=lambda w: _makespan(schedule, w) <= shortest),
-    )
+    if action.parts:
+        return sum(unit_time(part) for part in action.parts)
+    amount = action.unit.count / (action.unit.slice[1] if action.unit.slice else 1)
+    return _UNITS.get(action.op, 0.0) * amount
 
 
-def _makespan(schedule: Schedule, window: int) -> float:
-    """When the last rank is done with a batch; infinite if some wait for ever."""
+def lower_freely(
+    schedule: Schedule,
+    duration: Callable[[Action], float] = unit_time,
+    latency: float = 0.0,
+    spans: Collection[int] = (),
+    narrow: Lowered | None = None,
+) -> Lowered:
+    """Lower a schedule with the least window, of at least `WINDOW`, that costs no time.
+
+    It costs none if a span of batches ends as soon as with the window `unlimited`. The schedule's own window is not
+    looked at.
+
+    Args:
+        schedule: what to lower.
+        duration: time of each action.
+        latency: time of a message.
+        spans: numbers of batches between two drains that must not take longer. One that shows how batches follow each
+            other in a long run is always among them.
+        narrow: the schedule with a window of `WINDOW`, where it has been lowered with that before.
+
+    Raises:
+        ScheduleError: some ranks wait for ever, with any window.
+    """
+    lengths = sorted({settled(schedule), *spans})
+    lowering = None
+    if narrow is None:
+        lowering = Lowering(schedule)
+        narrow = _at(lowering, WINDOW)
+    first = None if narrow is None else _ends(narrow, duration, latency, lengths)
+    if narrow is not None and first is not None and not first.held_up:
+        return narrow
+    lowering, enough = lowering or Lowering(schedule), unlimited(schedule)
+    free = _ends(lowering.at(enough), duration, latency, lengths, raises=True)
+    assert free is not None
+    if narrow is not None and first is not None and first.as_early_as(free):
+        return narrow
+
+    def is_enough(window: int) -> bool:
+        lowered = _at(lowering, window)
+        found = None if lowered is None else _ends(lowered, duration, latency, lengths)
+        return found is not None and found.as_early_as(free)
+
+    below = WINDOW  # it is seldom much more, so look there first
+    while 2 * below < enough and not is_enough(2 * below):
+        below *= 2
+    least = bisect_left(range(enough), True, lo=below + 1, hi=min(2 * below, enough), key=is_enough)
+    return lowering.at(least)
+
+
+def settled(schedule: Schedule) -> int:
+    """Return a number of batches after which a further one repeats what the ones before did.
+
+    2 where the pipeline empties after each batch; otherwise 3 more than the oldest batch that a period still works on.
+    """
+    if not any(program.epilogue for program in schedule.programs):
+        return 2
+    actions = [p for program in schedule.programs for a in program.period for p in a.parts or (a,)]
+    return 3 + max((since(p.unit, schedule.microbatches) for p in actions), default=0)
+
+
+def unlimited(schedule: Schedule) -> int:
+    """Return a window with which nobody waits for room: all that a lane carries in a `settled` span, or more."""
+    rank_of = {(stage.index, stage.direction): stage.rank for stage in schedule.stages}
+    joined: Counter[tuple[int, int]] = Counter()  # edges between two ranks
+    for (index, direction), rank in rank_of.items():
+        for edge in schedule.successors[index]:
+            target = rank_of.get((edge.target, direction), rank)
+            if target != rank:
+                joined.update([(rank, target), (target, rank)])
+    held = Counter(stage.rank for stage in schedule.stages)  # whose activations may be parked elsewhere
+    routes = max([*joined.values(), *held.values(), WINDOW])
+    return routes * schedule.microbatches * schedule.slices * settled(schedule)
+
+
+def _at(lowering: Lowering, window: int) -> Lowered | None:
+    """The schedule with a window; None if messages that are used out of order need more buffers."""
     try:
-        machine = Machine(lower(schedule, window=window), duration=lambda _: 1.0)
-        machine.play(1)
+        return lowering.at(window)
     except ScheduleError:
-        return math.inf
-    return max(machine.clock)
+        return None
+
+
+class _Ends(NamedTuple):
+    """When spans of several lengths end, and whether anybody has waited for room or for a buffer to be posted."""
+
+    makespans: tuple[float, ...]
+    held_up: bool
+
+    def as_early_as(self, other: _Ends) -> bool:
+        """Whether no span ends later; sums of the same times in another order may differ in their last bits."""
+        return all(a <= b * (1 + 1e-9) for a, b in zip(self.makespans, other.makespans, strict=True))
+
+
+def _ends(
+    lowered: Lowered,
+    duration: Callable[[Action], float],
+    latency: float,
+    spans: Collection[int],
+    *,
+    raises: bool = False,
+) -> _Ends | None:
+    """Play spans of several lengths; None if some ranks wait for ever.
+
+    Raises:
+        ScheduleError: they do, and `raises` is set.
+    """
+    machines = [Machine(lowered, duration, latency) for _ in spans]
+    try:
+        for machine, batches in zip(machines, spans, strict=True):
+            machine.play(batches)
+    except ScheduleError:
+        if raises:
+            raise
+        return None
+    return _Ends(tuple(max(machine.clock) for machine in machines), any(machine.held_up for machine in machines))

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from penstock.schedule.ir.order import Order, make_order, pass_of
 from penstock.schedule.ir.placement import by_rank, looped
-from penstock.schedule.ir.schedule import WINDOW, Op
+from penstock.schedule.ir.schedule import Op
 
 
 def breadth_first(stages: int, microbatches: int, *, chunks: int = 2, group: int | None = None) -> Order:
@@ -48,5 +48,4 @@ def breadth_first(stages: int, microbatches: int, *, chunks: int = 2, group: int
             for held in by_rank(placed, stages)
         ],
         stages=placed,
-        window=max(WINDOW, size - stages + 2),  # a chunk's inputs arrive while the rank still runs the chunk before
     )

@@ -17,7 +17,7 @@ from __future__ import annotations
 from penstock.errors import ScheduleError
 from penstock.schedule.ir.order import Order, alternate, make_order, pass_of
 from penstock.schedule.ir.placement import by_rank, looped
-from penstock.schedule.ir.schedule import WINDOW, Action, Op, Stage
+from penstock.schedule.ir.schedule import Action, Op, Stage
 
 
 def interleaved(stages: int, microbatches: int, *, chunks: int = 2, group: int | None = None) -> Order:
@@ -34,7 +34,7 @@ def interleaved(stages: int, microbatches: int, *, chunks: int = 2, group: int |
     for rank, held in enumerate(by_rank(placed, stages)):
         forwards, backwards = passes_in_turns(held, groups, Op.B)
         programs.append(alternate(forwards, backwards, 2 * (stages - 1 - rank) + (chunks - 1) * len(groups[0])))
-    return make_order(programs, stages=placed, window=window_of(groups, stages))
+    return make_order(programs, stages=placed)
 
 
 def groups_of(stages: int, microbatches: int, group: int | None) -> list[range]:
@@ -51,11 +51,6 @@ def groups_of(stages: int, microbatches: int, group: int | None) -> list[range]:
     size, larger = divmod(microbatches, count)
     ends = [(i + 1) * size + min(i + 1, larger) for i in range(count)]
     return [range(first, last) for first, last in zip([0, *ends], ends, strict=False)]
-
-
-def window_of(groups: list[range], stages: int) -> int:
-    """Return the number of messages a lane holds: inputs of a chunk arrive while a rank runs the chunk before."""
-    return max(WINDOW, len(groups[0]) - stages + 2)
 
 
 def passes_in_turns(held: list[Stage], groups: list[range], backward: Op) -> tuple[list[Action], list[Action]]:

@@ -20,7 +20,7 @@ wait only in fill and drain, at the price of more activations and longer delays.
 
 from penstock.errors import ScheduleError
 from penstock.schedule.ir.order import Order, make_order, pass_of
-from penstock.schedule.ir.schedule import WINDOW, Action, Op, Unit, straight
+from penstock.schedule.ir.schedule import Action, Op, Unit, straight
 
 
 def nf1b(stages: int, microbatches: int, *, ahead: int = 2) -> Order:
@@ -41,7 +41,7 @@ def nf1b(stages: int, microbatches: int, *, ahead: int = 2) -> Order:
         forwards = [pass_of(Op.F, k, stage) for k in range(microbatches)]
         periods.append([*forwards[: place + 1], backwards[0], *forwards[place + 1 :]])
         epilogues.append(backwards if older >= 0 else [])
-    return make_order(periods, epilogues, window=max(ahead, WINDOW))
+    return make_order(periods, epilogues)
 
 
 def version_difference(stages: int, microbatches: int, ahead: int = 2) -> int:

@@ -19,7 +19,7 @@ from functools import cache
 
 from penstock.errors import ScheduleError
 from penstock.schedule.ir.order import Order, OrderFunction, alternate, make_order, pass_of
-from penstock.schedule.ir.schedule import WINDOW, Edge, Op, straight
+from penstock.schedule.ir.schedule import Edge, Op, straight
 
 
 def over(edges: Sequence[Edge | tuple[int, int]], frozen: Collection[int] = ()) -> OrderFunction:
@@ -64,8 +64,6 @@ def over(edges: Sequence[Edge | tuple[int, int]], frozen: Collection[int] = ()) 
             programs.append(
                 forwards if stage.index in frozen else alternate(forwards, backwards, ahead(stage.index) - 1)
             )
-        room = max((ahead(e.source) - ahead(e.target) + 1 for e in joined), default=0)
-        made = make_order(programs, edges=joined, window=max(WINDOW, room))
-        return replace(made, frozen=frozenset(frozen))
+        return replace(make_order(programs, edges=joined), frozen=frozenset(frozen))
 
     return graph_1f1b

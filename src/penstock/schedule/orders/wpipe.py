@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from penstock.schedule.ir.order import Order, make_order, pass_of
 from penstock.schedule.ir.placement import by_rank, looped
-from penstock.schedule.ir.schedule import WINDOW, Action, Op, Stage
+from penstock.schedule.ir.schedule import Action, Op, Stage
 
 
 def wpipe(stages: int, microbatches: int) -> Order:
@@ -41,7 +41,7 @@ def wpipe(stages: int, microbatches: int) -> Order:
         periods.append([a for pair in zip(forwards, backwards, strict=True) for a in pair])
         epilogues.append([_backward(n, m, first, second) for n in range(-ahead, 0)])
     # The outputs of group 1 wait on their way to rank 0 until it has run its own m forwards of that group.
-    return make_order(periods, epilogues, stages=placed, window=max(WINDOW, m))
+    return make_order(periods, epilogues, stages=placed)
 
 
 def _backward(place: int, m: int, first: Stage, second: Stage) -> Action:

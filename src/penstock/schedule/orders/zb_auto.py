@@ -48,7 +48,8 @@ def zb_auto(
         microbatches: m.
         limit: microbatches whose activations a rank may hold; 2p if None (ZB-2p), p for ZB-1p.
         forward, input, weight: time of F, I and W, in any unit.
-        hop: time of a message.
+        hop: time of a message. If there is any, lanes get as much room as the ranks are ahead of each other then, in a
+            run, too; without, what is found for any order.
         held: how much of a microbatch's activations is left between I and W, in percent.
 
     Raises:
@@ -62,7 +63,7 @@ def zb_auto(
         ranks = replay(task, [program.period for program in known.programs])
         tried += [ranks] if max(rank.most for rank in ranks) <= task.limit else []
     best = min(tried, key=lambda ranks: max(rank.span for rank in ranks))
-    return make_order([rank.found for rank in best], window=_window(task, best))
+    return make_order([rank.found for rank in best], window=_window(task, best) if hop else None)
 
 
 def _window(task: SearchTask, ranks: list[Rank]) -> int:

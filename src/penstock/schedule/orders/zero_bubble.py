@@ -20,7 +20,7 @@ from __future__ import annotations
 from penstock.schedule.ir.order import Order, make_order, pass_of
 from penstock.schedule.ir.placement import by_rank, looped
 from penstock.schedule.ir.schedule import Action, Op, Stage, straight
-from penstock.schedule.orders.interleaved import groups_of, passes_in_turns, window_of
+from penstock.schedule.orders.interleaved import groups_of, passes_in_turns
 
 
 def zb_h1(stages: int, microbatches: int) -> Order:
@@ -54,7 +54,7 @@ def zb_interleaved(stages: int, microbatches: int, *, chunks: int = 2, group: in
     for rank, held in enumerate(by_rank(placed, stages)):
         forwards, backwards = passes_in_turns(held, groups, Op.I)
         programs.append(_put_off(forwards, backwards, (chunks - 1) * len(groups[0]) + stages - rank, rank))
-    return make_order(programs, stages=placed, window=window_of(groups, stages))
+    return make_order(programs, stages=placed)
 
 
 def _passes(stage: Stage, microbatches: int) -> tuple[list[Action], list[Action]]:

@@ -26,10 +26,21 @@ from fractions import Fraction
 from penstock.errors import ScheduleError
 from penstock.schedule.ir.gc_pause import no_collection
 from penstock.schedule.ir.rules import RULES
-from penstock.schedule.ir.schedule import Action, Kind, Op, Program, Schedule, Stage, existing, since, split_fused
-from penstock.schedule.machine.instructions import LOOKAHEAD, Lowered
+from penstock.schedule.ir.schedule import (
+    Action,
+    Kind,
+    Op,
+    Program,
+    Schedule,
+    Stage,
+    existing,
+    since,
+    split_fused,
+)
+from penstock.schedule.machine.instructions import Lowered
 from penstock.schedule.machine.lower import lower
 from penstock.schedule.machine.play import Machine
+from penstock.schedule.machine.window_search import lower_freely
 from penstock.schedule.proof.activations import Activations
 from penstock.schedule.proof.coverage import check_coverage
 from penstock.schedule.proof.stage_spec import stage_specs
@@ -67,7 +78,11 @@ class StageFacts:
 class Proof:
     """A schedule that has been checked, with the facts that were derived on the way.
 
+    It holds for the window of `lowered`, and for every larger one, too: more room, and RECVs that are posted earlier,
+    only end waits sooner, so where nobody waits for ever nobody does with more.
+
     Attributes:
+        lowered: the schedule with its messages, and the window with which it was proven, which is also that of a run.
         stages: facts per stage.
         activations: per rank, the most activations in flight, in units of one microbatch on the rank's whole share.
         steady_from: the first batch from which on everything repeats.
@@ -89,13 +104,14 @@ class Proof:
 
 
 @no_collection
-def check(schedule: Schedule, lookahead: int = LOOKAHEAD, window: int | None = None) -> Proof:
+def check(schedule: Schedule, lookahead: int | None = None, window: int | None = None) -> Proof:
     """Prove a schedule.
 
     Args:
-        schedule: the schedule to prove.
-        lookahead: number of actions by which a RECV may be posted ahead.
-        window: outstanding messages per lane and side; if None, as in the schedule.
+        schedule: what to prove.
+        lookahead: actions by which a RECV may be posted ahead; as many as the window if None.
+        window: outstanding messages per lane and side; as the schedule says if None. Where it does not, it is the least
+            that costs no time in units of a forward (`penstock.schedule.machine.window_search`).
 
     Raises:
         ScheduleError: the schedule is wrong; the message names the action and the reason.
@@ -103,7 +119,10 @@ def check(schedule: Schedule, lookahead: int = LOOKAHEAD, window: int | None = N
     if schedule.rule not in RULES:
         raise ScheduleError(f"{schedule.name}: unknown rule {schedule.rule!r}; known: {', '.join(RULES)}")
     check_coverage(schedule)
-    lowered = lower(schedule, lookahead, window)
+    chosen = schedule.window if window is None else window
+    lowered = lower(schedule, lookahead, chosen) if chosen is not None else lower_freely(schedule)
+    if lookahead is not None and chosen is None:
+        lowered = lower(schedule, lookahead, lowered.window)
     _prove_progress(lowered)
     books = _Books(schedule, older=0)
     steady_from = books.prove()
