@@ -19,6 +19,7 @@ from penstock.errors import ConfigError, InterruptedRunError, PenstockError, Wor
 if TYPE_CHECKING:
     from penstock.compare.config import ComparisonConfig
     from penstock.schedule.proof.check import Proof
+    from penstock.simulate.costs import Costs
 
 app = typer.Typer(
     name="penstock",
@@ -126,11 +127,16 @@ def _prove(
     microbatches: int | None,
     changes: list[str] | None,
     segments: str | None,
-    order: str | None = None,
+    order: str | None,
+    costs: tuple[Costs, int],
 ) -> Proof:
-    """Prove the schedule of a method or in a file, with recompute if asked for."""
+    """Prove the schedule of a method or in a file, with recompute if asked for.
+
+    `costs` are those of so many ranks together: an order that is searched for given times gets them as options.
+    """
     from penstock.schedule.build import extend, prove
     from penstock.schedule.load import prove_file
+    from penstock.simulate.search_options import with_search_options
 
     if (method is None) == (file is None):
         raise ConfigError("give either a METHOD (penstock methods lists them) or --file")
@@ -143,6 +149,7 @@ def _prove(
     if file is not None:
         proof = prove_file(file, *size, options)
     else:
+        options = with_search_options(method or "", order, options, *costs)
         proof = prove(method or "", *size, order=order, options=options)
     if segments is None:
         return proof
@@ -198,16 +205,18 @@ def show(
 ) -> None:
     """Print a schedule: the order of every rank, and its timeline with the versions read."""
     from penstock.schedule.ir.schedule import format_action
-    from penstock.simulate.costs import Costs
+    from penstock.simulate.costs import Costs, StageCost
     from penstock.simulate.simulate import simulate_schedule
     from penstock.view.svg import timeline_svg
     from penstock.view.text import draw_timeline, wrap_schedule
     from penstock.view.words import counted
 
-    proof = _prove(method, file, stages, microbatches, changes, segments, order)
+    times = forward, backward / 2, backward / 2
+    share = Costs((StageCost(*times),)), 1
+    proof = _prove(method, file, stages, microbatches, changes, segments, order, share)
     schedule = proof.schedule
     span = batches or (3 if any(program.epilogue for program in schedule.programs) else 1)
-    simulation = simulate_schedule(proof, Costs.uniform(schedule, forward, backward / 2, backward / 2), span)
+    simulation = simulate_schedule(proof, Costs.uniform(schedule, *times), span)
     if svg is not None:
         shape = f"{counted(schedule.ranks, 'stage')}, {counted(schedule.microbatches, 'microbatch')}"
         title = f"{schedule.name}: {shape}"
@@ -266,11 +275,17 @@ def simulate(
 ) -> None:
     """Predict makespan, bubble, activations, versions and messages of a span of batches."""
     from penstock.idle_time import split_time
-    from penstock.simulate.costs import Costs, read_stage_costs
-    from penstock.simulate.simulate import simulate_schedule, steady_bubble
+    from penstock.simulate.costs import Costs, StageCost, read_stage_costs
+    from penstock.simulate.long_run import steady_bubble
+    from penstock.simulate.simulate import simulate_schedule
     from penstock.view.tables import simulation_table, time_table
 
-    proof = _prove(method, file, stages, microbatches, changes, segments, order)
+    if per_stage is not None:
+        share = read_stage_costs(per_stage, None, latency), stages or 4
+    else:
+        share = Costs((StageCost(forward, backward_input, backward_weight),), latency), 1
+    share = replace(share[0], left=left), share[1]
+    proof = _prove(method, file, stages, microbatches, changes, segments, order, share)
     if per_stage is not None:
         costs = read_stage_costs(per_stage, proof.schedule.num_stages, latency)
     else:

@@ -12,7 +12,8 @@ from penstock.schedule.ir.schedule import Op
 from penstock.schedule.machine.lower import lower
 from penstock.schedule.orders import ORDERS
 from penstock.simulate.costs import Costs
-from penstock.simulate.simulate import simulate_schedule, steady_bubble
+from penstock.simulate.long_run import steady_bubble
+from penstock.simulate.simulate import simulate_schedule
 
 
 def slots(stages: int, stage: int, microbatches: int, first: str = "F") -> str:

@@ -15,7 +15,8 @@ from penstock.schedule.orders.nf1b import version_difference
 from penstock.schedule.proof.check import check
 from penstock.schedule.text import parse_schedule
 from penstock.simulate.costs import Costs
-from penstock.simulate.simulate import simulate_schedule, steady_bubble
+from penstock.simulate.long_run import steady_bubble
+from penstock.simulate.simulate import simulate_schedule
 
 METHODS = ("timeprest", "v-timeprest", "i-timeprest")
 

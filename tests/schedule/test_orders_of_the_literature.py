@@ -46,8 +46,8 @@ def test_seq1f1b(rank: int) -> None:
     assert order_of("seq1f1b", 4, 4, rank, {0: 0}) == SEQ1F1B[rank]
 
 
-ANY_M = ("interleaved", "breadth-first", "zb-h1", "zb-h2", "zb-interleaved", "zb-v", "v-half", "v-min", "hanayo",
-         "seq1f1b", "terapipe", "bpipe")  # fmt: skip
+ANY_M = ("interleaved", "breadth-first", "zb-h1", "zb-h2", "zb-interleaved", "zb-v", "v-half", "v-min", "v-auto",
+         "hanayo", "seq1f1b", "terapipe", "bpipe")  # fmt: skip
 
 
 def same_counts(schedule: Schedule, m: int) -> None:

@@ -28,6 +28,7 @@ ORDERS = (
     "zb-v",
     "v-half",
     "v-min",
+    "v-auto",
     "hanayo",
 )
 

@@ -13,7 +13,8 @@ from penstock.schedule.machine.lower import lower
 from penstock.schedule.machine.window_search import unlimited
 from penstock.schedule.orders import ORDERS
 from penstock.simulate.costs import Costs
-from penstock.simulate.simulate import simulate_schedule, steady_bubble
+from penstock.simulate.long_run import steady_bubble
+from penstock.simulate.simulate import simulate_schedule
 
 GRID = [(p, m) for p in (1, 2, 3, 4, 6) for m in (1, 2, 3, 4, 7)]
 

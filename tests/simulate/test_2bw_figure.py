@@ -10,7 +10,8 @@ import pytest
 
 from penstock.schedule.build import prove
 from penstock.simulate.costs import Costs
-from penstock.simulate.simulate import simulate_schedule, steady_bubble
+from penstock.simulate.long_run import steady_bubble
+from penstock.simulate.simulate import simulate_schedule
 
 BATCHES = 5
 PROOF = prove("2bw", 4, 4)

@@ -7,8 +7,8 @@ from dataclasses import replace
 from support.cases import Case
 
 ORDERS = (
-    "interleaved", "breadth-first", "zb-h1", "zb-h2", "zb-interleaved", "zb-auto", "zb-v", "v-half", "v-min", "hanayo",
-    "chimera", "dualpipe", "dualpipe-v", "bitpipe", "bpipe",
+    "interleaved", "breadth-first", "zb-h1", "zb-h2", "zb-interleaved", "zb-auto", "zb-v", "v-half", "v-min", "v-auto",
+    "hanayo", "chimera", "dualpipe", "dualpipe-v", "bitpipe", "bpipe",
 )  # fmt: skip
 
 

@@ -23,7 +23,8 @@ from penstock.schedule.ir.schedule import Op, Payload
 from penstock.schedule.text import parse_schedule
 from penstock.schedule.transforms.recompute import length_of, with_recompute
 from penstock.simulate.costs import Costs
-from penstock.simulate.simulate import simulate_schedule, steady_bubble
+from penstock.simulate.long_run import steady_bubble
+from penstock.simulate.simulate import simulate_schedule
 from penstock.stage.autograd.recompute import Recompute, RecomputeInput
 from penstock.train.config.load import validate_config
 from penstock.train.setup.prepare import prepare

@@ -114,8 +114,13 @@ def _check_times(costs: StageCost | Costs) -> None:
             raise ConfigError(f"{name} must be a finite number, not negative; got {value!r}")
 
 
-def read_stage_costs(path: Path, num_stages: int, latency: float = 0.0) -> Costs:
+def read_stage_costs(path: Path, num_stages: int | None, latency: float = 0.0) -> Costs:
     """Read per-stage costs from JSON: a list with, for each stage, forward, backward_input, backward_weight[, step].
+
+    Args:
+        path: the file.
+        num_stages: how many stages it must describe; None for any number.
+        latency: time of a hop.
 
     Raises:
         ConfigError: the file is missing, not of this form, or has another number of stages.
@@ -126,11 +131,10 @@ def read_stage_costs(path: Path, num_stages: int, latency: float = 0.0) -> Costs
         raise ConfigError(f"cannot read the per-stage costs in {path}: {error.strerror}") from None
     except ValueError as error:
         raise ConfigError(f"{path} is not JSON: {error}") from None
-    if not isinstance(rows, list) or len(rows) != num_stages:
+    if not isinstance(rows, list) or (num_stages is not None and len(rows) != num_stages):
         found = f"{len(rows)} entries" if isinstance(rows, list) else type(rows).__name__
-        raise ConfigError(
-            f"{path} must hold a list with one entry for each of the {num_stages} stages; it holds {found}"
-        )
+        count = "" if num_stages is None else f"{num_stages} "
+        raise ConfigError(f"{path} must hold a list with one entry for each of the {count}stages; it holds {found}")
     stages = []
     for number, row in enumerate(rows):
         try:

@@ -16,7 +16,7 @@ from penstock.schedule.machine.instructions import Lowered
 from penstock.schedule.machine.lower import lower
 from penstock.schedule.machine.play import Machine
 from penstock.schedule.machine.window_search import lower_freely, unlimited
-from penstock.schedule.proof.activations import Activations
+from penstock.schedule.proof.activations import Activations, most_held
 from penstock.schedule.proof.check import Proof, check
 from penstock.simulate.costs import Costs
 from penstock.simulate.messages import count_messages, receive_buffers
@@ -41,8 +41,9 @@ class Simulation:
         receive_buffers: per rank, the most messages that it has posted a RECV for and not used yet, in outputs of a
             stage for one microbatch; a sender keeps up to `window` more on each lane until they are on their way.
         parked: sends of parked activations, there and back, of all batches.
-        activations: per rank, the most microbatches in flight, in units of its whole share.
-        versions: per rank, the most weight versions alive at once in a span of any length: what a run provides for.
+        activations: per rank, the most microbatches in flight in a span of any length, in units of its whole share.
+        versions: per rank, the most weight versions alive at once in a span of any length. Both are what a run provides
+            for; how many activations this span holds, and when, is in the timeline.
         delays: per kind of pass (forward, recompute, backward) and rank, updates between the version read and the
             version updated, mean over a batch in the steady state; None where a rank recomputes nothing.
     """
@@ -112,9 +113,10 @@ def simulate_schedule(
     asked = proof.schedule.window if window is None else window
     lowered = _lower(proof, costs, batches, asked)
     try:
-        timeline, activations = play(lowered, costs, batches, rejected)
+        timeline, held = play(lowered, costs, batches, rejected)
     except ScheduleError as error:
         raise _too_narrow(proof, lowered.window, error) from None
+    activations = tuple(float(most) for most in map(max, held, _activations_of(proof, costs.left)))
     return Simulation(
         lowered,
         timeline,
@@ -158,6 +160,17 @@ def _too_narrow(proof: Proof, window: int, error: ScheduleError) -> ScheduleErro
     )
 
 
+def _activations_of(proof: Proof, left: float) -> tuple[Fraction, ...]:
+    """Those of a span of any length, where `left` of a microbatch's activations is left between I and W."""
+    if left == 1:
+        return proof.activations
+    return most_held(proof.schedule, proof.steady_from + 1, _as_fraction(left))
+
+
+def _as_fraction(left: float) -> Fraction:
+    return Fraction(left).limit_denominator(1000)
+
+
 def _delays_of(proof: Proof) -> dict[str, tuple[float | None, ...]]:
     """Find the delays of the passes on each rank, mean over its stages."""
 
@@ -176,19 +189,12 @@ def _delays_of(proof: Proof) -> dict[str, tuple[float | None, ...]]:
 @no_collection
 def play(
     lowered: Lowered, costs: Costs, batches: int, rejected: Collection[int] = ()
-) -> tuple[Timeline, tuple[float, ...]]:
-    """Play a span without checking the schedule: its timeline, and the peak activations per rank."""
-    recorder = _Recorder(lowered.schedule, Fraction(costs.left).limit_denominator(1000))
+) -> tuple[Timeline, tuple[Fraction, ...]]:
+    """Play a span without checking the schedule: its timeline, and the most activations that each rank holds in it."""
+    recorder = _Recorder(lowered.schedule, _as_fraction(costs.left))
     machine = Machine(lowered, costs.duration, costs.latency, recorder.observe)
     machine.play(batches, rejected)
-    return recorder.timeline, tuple(map(float, recorder.activations.peaks()))
-
-
-def steady_bubble(lowered: Lowered, costs: Costs, batches: int) -> float:
-    """Compute the bubble of one more batch in a long span: idle / total of what it adds behind `batches` others."""
-    shorter, longer = (play(lowered, costs, n)[0].bubble() for n in (batches, batches + 1))
-    total = len(longer.busy) * (longer.makespan - shorter.makespan)
-    return 1 - (sum(longer.busy) - sum(shorter.busy)) / total if total else 0.0
+    return recorder.timeline, recorder.activations.peaks()
 
 
 class _Recorder:

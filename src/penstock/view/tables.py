@@ -19,7 +19,8 @@ from penstock.schedule.methods.corrections import CORRECTIONS
 from penstock.schedule.methods.table import METHODS, Method
 from penstock.schedule.proof.check import Proof
 from penstock.simulate.costs import Costs
-from penstock.simulate.simulate import Simulation, steady_bubble
+from penstock.simulate.long_run import steady_bubble
+from penstock.simulate.simulate import Simulation
 from penstock.view.words import counted
 
 

@@ -140,6 +140,13 @@ class Collectives:
         awaited = sorted((op, stage, batch - batches, end is None) for (op, stage, batch), end in self._awaited.items())
         return issued, orders, awaited
 
+    def times(self) -> list[float]:
+        """When what is under way was issued, is done and lets the next one begin, in the order of `state`."""
+        found = [lane.free for _, lane in sorted(self._lanes.items(), key=lambda item: item[0])]
+        found += [by[stage] for _, by in sorted(self._issued.items()) for stage in sorted(by)]
+        found += [self._ready[stage] for stage in sorted(self._ready)]
+        return found + [end for _, end in sorted(self._awaited.items()) if end is not None]
+
     def copy(self) -> Collectives:
         """An independent twin."""
         twin = copy.copy(self)

@@ -310,6 +310,16 @@ class Machine:
         rest = tuple(tuple((s.t - batches, s.place) for s in queue) for queue in self._queues)
         return lanes, tuple(relative(sorted(a)) for a in self._arrived), self._collectives.state(batches), rest
 
+    def times(self) -> list[float]:
+        """When each rank is free, and the times of all that `state` tells, in one order: a play with equal states whose
+        times are all later by the same amount goes on as the other one, later by that amount."""
+        found = list(self.clock)
+        for lane in self._lanes:
+            found += [time for _, time in (*lane.sends, *lane.recvs)] + [*lane.recent]
+        for arrived in self._arrived:
+            found += [arrived[message] for message in sorted(arrived)]
+        return found + self._collectives.times()
+
     def _why(self, rank: int, segment: _Segment) -> Blocked:
         """Say why a rank cannot go on."""
         action, route_index, needs, _ = segment.instructions[segment.place]

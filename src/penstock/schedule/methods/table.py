@@ -130,6 +130,7 @@ _TABLE = (
     Method("zb-v", "zero bubble on a V", "arXiv 2401.10241 sec. 6", "zb-v", "flush", aliases=("zbv",)),
     Method("v-half", "V-Half, controllable memory", "arXiv 2405.15362", "v-half", "flush"),
     Method("v-min", "V-Min, controllable memory", "arXiv 2405.15362", "v-min", "flush"),
+    Method("v-auto", "controllable memory for given times and memory", "arXiv 2405.15362 sec. 3", "v-auto", "flush"),
     Method("hanayo", "Hanayo, waves", "arXiv 2308.15762", "hanayo", "flush"),
     Method("chimera", "Chimera, two directions", "arXiv 2107.06925", "chimera", "flush"),
     Method("dualpipe", "DualPipe", "arXiv 2412.19437 sec. 3.2", "dualpipe", "flush"),

@@ -24,6 +24,7 @@ from penstock.schedule.orders.one_f_one_b import (
 )
 from penstock.schedule.orders.sequence_slices import seq1f1b, terapipe
 from penstock.schedule.orders.sequential import sequential
+from penstock.schedule.orders.v_auto import v_auto
 from penstock.schedule.orders.v_shaped import zb_v
 from penstock.schedule.orders.wpipe import wpipe
 from penstock.schedule.orders.zb_auto import zb_auto
@@ -49,6 +50,7 @@ ORDERS: Mapping[str, OrderFunction] = MappingProxyType(
         "zb-v": zb_v,
         "v-half": v_half,
         "v-min": v_min,
+        "v-auto": v_auto,
         "hanayo": hanayo,
         "chimera": chimera,
         "dualpipe": dualpipe,

@@ -1,7 +1,7 @@
-"""The zero-bubble order that a search finds for given times and memory (Qi et al., arXiv 2401.10241, sec. 3.1 and
-app. G: ZB-1p and ZB-2p).
+"""Zero-bubble orders searched for given times and memory: ZB-1p and ZB-2p (Qi et al., arXiv 2401.10241, sec. 3.1 and
+app. G).
 
-Time goes by, and each rank that is free takes, in this order,
+The search plays the ranks through time. Each rank that is free runs, in this order,
 
     I   if its gradient is there, unless it has just run one and a forward can go on;
     F   if its input is there and memory allows;
@@ -41,19 +41,20 @@ def zb_auto(
     hop: int = 0,
     held: int = 100,
 ) -> Order:
-    """The best order that the search finds.
+    """Search for the order with the shortest span of a rank, from its first pass to the end of its last one.
 
     Args:
-        stages: p.
+        stages: p, the ranks.
         microbatches: m.
         limit: microbatches whose activations a rank may hold; 2p if None (ZB-2p), p for ZB-1p.
-        forward, input, weight: time of F, I and W, in any unit.
-        hop: time of a message. If there is any, lanes get as much room as the ranks are ahead of each other then, in a
-            run, too; without, what is found for any order.
+        forward, input, weight: time of F, I and W of a rank, as whole numbers in any unit. `penstock show` and
+            `penstock simulate` set them to the times that they are given; `make_schedule` takes them as options.
+        hop: time of a message, in the same unit. If there is any, lanes get as much room as the ranks are ahead of each
+            other then, in a run, too; without, what is found for any order.
         held: how much of a microbatch's activations is left between I and W, in percent.
 
     Raises:
-        ScheduleError: `held` is no percentage.
+        ScheduleError: `held` is above 100.
     """
     check_percentage("zb-auto", held)
     times = {Op.F: forward, Op.I: input, Op.W: weight}
@@ -78,13 +79,16 @@ def _window(task: SearchTask, ranks: list[Rank]) -> int:
 
 
 def check_percentage(order: str, held: int) -> None:
-    """Refuse to hold more between I and W than before.
+    """Refuse that more of a microbatch's activations is left after I than was there before.
 
     Raises:
         ScheduleError: `held` is no percentage.
     """
     if held > 100:
-        raise ScheduleError(f"{order}: held is a percentage of a microbatch's activations, got {held}")
+        raise ScheduleError(
+            f"{order}: held is a percentage of a microbatch's activations, got {held}; set it to what is left of them "
+            "between the backward for the inputs and that for the weights, at most 100"
+        )
 
 
 def _search(task: SearchTask, eager: bool, far: bool, thrifty: bool) -> list[Rank]:
@@ -128,7 +132,7 @@ def _search(task: SearchTask, eager: bool, far: bool, thrifty: bool) -> list[Ran
         times = [rank.free for rank in ranks] + [arrival(s, op) for s in range(task.ranks) for op in (Op.F, Op.I)]
         now = min((time for time in times if now < time < math.inf), default=math.inf)
         if now == math.inf:
-            raise AssertionError("the search is stuck")
+            raise AssertionError(f"zb-auto: no rank can go on after {[len(rank.found) for rank in ranks]} passes")
     return ranks
 
 

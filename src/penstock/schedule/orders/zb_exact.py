@@ -2,7 +2,7 @@
 
 A mixed-integer program, solved by HiGHS through scipy (the extra `exact`). Unknown are the starts of all passes and, on
 each rank, which of two passes comes first; passes of one kind come in microbatch order. Minimal is the longest time
-from the first forward of a rank to its last W. It serves to judge the search (`searched.py`), which takes no time.
+from the first forward of a rank to its last W. It serves to judge the search (`zb_auto.py`), which takes no time.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How far ranks are, while an order in F, I and W for a chain of stages is made: times, and memory."""
+"""Plays orders in F, I and W on a chain of stages: when the passes of each rank end, and what it holds meanwhile."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from penstock.schedule.ir.schedule import Action, Op
 
 @dataclass(frozen=True)
 class SearchTask:
-    """What an order is made for; times in any unit, memory in hundredths of a microbatch's activations.
+    """The shape, times and memory that an order is searched for; memory in hundredths of a microbatch's activations.
 
     Attributes:
         ranks, microbatches: p and m.
-        times: of F, I and W.
-        hop: time of a message.
-        limit: memory of a rank.
-        held: what is left of a microbatch between I and W.
+        times: of F, I and W, in any unit.
+        hop: time of a message, in the same unit.
+        limit: what a rank may hold.
+        held: what is left of a microbatch's activations between I and W.
     """
 
     ranks: int
@@ -31,7 +31,7 @@ class SearchTask:
 
 @dataclass
 class Rank:
-    """Where a rank is.
+    """The passes that a rank has run, and what it holds.
 
     Attributes:
         free: when its last pass ends.

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from fractions import Fraction
 from functools import reduce
 from math import lcm
 
 from penstock.schedule.ir.ops import OPS
-from penstock.schedule.ir.schedule import Action, Schedule
+from penstock.schedule.ir.schedule import Action, Schedule, existing
 
 
 class Activations:
@@ -57,3 +58,31 @@ class Activations:
         twin = Activations(self._schedule, self._left)
         twin.held, twin.peak, twin._changes = list(self.held), list(self.peak), self._changes
         return twin
+
+
+def most_held(schedule: Schedule, batches: int, left: Fraction = Fraction(1)) -> tuple[Fraction, ...]:
+    """The most that each rank holds in a span of up to `batches` batches, in microbatches on its whole share.
+
+    What a rank holds depends on the order of its own actions only, not on when they run. If no version is rejected and
+    `batches` is beyond the first batch that repeats (`Proof.steady_from`), that is so in a span of any length.
+
+    Args:
+        schedule: whose.
+        batches: the longest span.
+        left: what of a microbatch's activations is left between I and W.
+    """
+    found = Activations(schedule, left)
+
+    def play(actions: Iterable[Action], rank: int, t: int) -> None:
+        for action in actions:
+            there = existing(action, t, schedule.microbatches)
+            for amount in found.change(there) if there is not None else ():
+                found.add(rank, amount)
+
+    for rank, program in enumerate(schedule.programs):
+        for t in range(batches):
+            play(program.period, rank, t)
+            held = found.held[rank]
+            play(program.epilogue, rank, t + 1)
+            found.held[rank] = held
+    return found.peaks()

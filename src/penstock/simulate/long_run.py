@@ -1,0 +1,85 @@
+"""The bubble of a long run: what one more batch adds to a span that is long already."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from penstock.schedule.ir.gc_pause import no_collection
+from penstock.schedule.ir.ops import OPS, Lane
+from penstock.schedule.ir.schedule import Action, passes, since
+from penstock.schedule.machine.instructions import Lowered
+from penstock.schedule.machine.play import Machine
+from penstock.simulate.costs import Costs
+
+
+@no_collection
+def steady_bubble(lowered: Lowered, costs: Costs, batches: int) -> float:
+    """The bubble of one more batch in a long span: idle / total of what it adds to a span of `batches` batches.
+
+    One span is played batch by batch. As soon as a batch leaves the same things under way as the batch before, all of
+    them later by one and the same time, every batch from there on adds that time, and nothing more has to be played:
+    schedules that flush take two batches. Where that has not happened, the span is ended both after `batches` batches
+    and after one more.
+
+    Args:
+        lowered: the schedule with its messages.
+        costs: times of every stage.
+        batches: length of the span to which a batch is added; at least 1.
+    """
+    work, ranks = _Work(), len(lowered.programs)
+    machine = Machine(lowered, costs.duration, costs.latency, work.observe)
+    machine.play_period(-1, more=True)
+    repeats_from = _repeats_from(lowered)
+    shorter, border = machine, (machine.state(0), machine.times())
+    for t in range(batches):
+        done, began, before = replace(work), max(machine.clock), border
+        if t == batches - 1:
+            shorter = machine.copy()
+        machine.play_period(t, more=True)
+        border, later = (machine.state(t + 1), machine.times()), max(machine.clock) - began
+        if t >= repeats_from and border[0] == before[0] and _is_shifted(before[1], border[1], later):
+            return _idle_share(work.busy - done.busy, ranks * later)
+    shorter.observer = done.observe
+    shorter.play_period(batches - 1, more=False)
+    shorter.play_epilogue(batches)
+    machine.play_period(batches, more=False)
+    machine.play_epilogue(batches + 1)
+    return _idle_share(work.busy - done.busy, ranks * (work.makespan - done.makespan))
+
+
+@dataclass
+class _Work:
+    """What the compute lanes of all ranks have done: their working time, the first start, the last end."""
+
+    busy: float = 0.0
+    start: float = math.inf
+    end: float = 0.0
+
+    def observe(self, _rank: int, action: Action, _t: int, start: float, end: float) -> None:
+        if action.parts or OPS[action.op].lane is Lane.COMPUTE:
+            self.busy += end - start
+            self.start, self.end = min(self.start, start), max(self.end, end)
+
+    @property
+    def makespan(self) -> float:
+        return max(self.end - self.start, 0.0)
+
+
+def _repeats_from(lowered: Lowered) -> float:
+    """The first batch in whose period every action exists; infinite if there are some that not every batch has."""
+    actions = [p for program in lowered.programs for i in program.period for p in passes(i.action)]
+    if any(action.unit.every > 1 for action in actions):
+        return math.inf
+    return max((since(action.unit, lowered.schedule.microbatches) for action in actions), default=0)
+
+
+def _is_shifted(before: Sequence[float], after: Sequence[float], later: float) -> bool:
+    """Whether all times have moved by the same amount, but for rounding."""
+    rounding = 1e-9 * max(after, default=0.0)
+    return len(before) == len(after) and all(abs(b - a - later) <= rounding for a, b in zip(before, after, strict=True))
+
+
+def _idle_share(busy: float, total: float) -> float:
+    return 1 - busy / total if total else 0.0
