@@ -5,16 +5,22 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ARGS ?=
 
-.PHONY: train test faults lint bench bench-short bench-overhead quality clean
+.PHONY: train check test faults planted lint bench bench-short bench-overhead quality clean
 
 train: $(STAMP)
 	$(BIN)/penstock train $(ARGS)
+
+check: lint
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m smoke
 
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 faults: $(STAMP)
 	PYTHONPATH=tests $(BIN)/python -m campaigns.faults $(ARGS)
+
+planted: $(STAMP)
+	PYTHONPATH=tests $(BIN)/python -m campaigns.planted_defects $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -1,12 +1,15 @@
 """What the tests of several folders share."""
 
 from collections.abc import Iterator
+from subprocess import CompletedProcess
 
 import pytest
 import torch
 from hypothesis import settings
 
+from support.cli import Command, run
 from support.pool import Pool
+from support.smoke import smoke_tests
 
 settings.register_profile("untimed", deadline=None)  # a busy machine is no fault
 settings.load_profile("untimed")
@@ -33,9 +36,31 @@ def pool() -> Iterator[Pool]:
     pool.close()
 
 
+@pytest.fixture
+def command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
+) -> Command:
+    """Run `penstock` with arguments in this process; workers are forked from one that lives as long as this one.
+
+    So `penstock train` takes half a second, and five in processes of its own, as `support.commands.start` runs it. What
+    workers print does not go through this process, but where pytest has its outputs go, so it is read from there.
+    """
+    capture = request.config.pluginmanager.getplugin("capturemanager")
+
+    def call(*arguments: object) -> CompletedProcess[str]:
+        capture.read_global_capture()
+        code, out, err = run(monkeypatch, capsys, *arguments)
+        workers = capture.read_global_capture()
+        return CompletedProcess(arguments, code, out + workers.out, err + workers.err)
+
+    return call
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """So that they can be chosen, or left out."""
+    """Mark tests that need the pool as `processes`, and those of `make check` as `smoke`."""
     for item in items:
         if "pool" in getattr(item, "fixturenames", ()):
             item.add_marker("processes")
+    for item in smoke_tests(items):
+        item.add_marker("smoke")

@@ -3,6 +3,8 @@
 import json
 import subprocess
 import sys
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 from unittest.mock import Mock, patch
 
@@ -15,10 +17,12 @@ from benchmarks.profile_engine import print_profile
 from benchmarks.quality import CAMPAIGNS, table
 from benchmarks.throughput import interval
 from benchmarks.tiny import InProcessArm, PlainArm, tiny_data
+from torch import multiprocessing
 
 from penstock.compare.config import contenders
 from penstock.compare.contenders import enter
 from penstock.compare.tasks import make_task
+from penstock.launch.launch import _start_method
 from penstock.schedule.build import prove
 
 pytestmark = pytest.mark.processes
@@ -26,15 +30,26 @@ pytestmark = pytest.mark.processes
 ROOT = Path(__file__).parents[1]
 
 
-def run(module, *arguments):
-    command = [sys.executable, "-m", f"benchmarks.{module}", *map(str, arguments)]
-    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
-    assert ran.returncode == 0, ran.stderr
-    return ran.stdout
+@pytest.fixture
+def run(monkeypatch, capsys, request):
+    """Run a benchmark in this process; its ranks are forked from a process that has imported everything."""
+    _start_method()  # the process, as `penstock train` starts it
+    forked = partial(multiprocessing.start_processes, start_method="forkserver")
+    monkeypatch.setattr(multiprocessing, "spawn", forked)
+    monkeypatch.chdir(ROOT)
+    capture = request.config.pluginmanager.getplugin("capturemanager")
+
+    def call(module, *arguments):
+        monkeypatch.setattr(sys, "argv", [module, *map(str, arguments)])
+        capture.read_global_capture()
+        import_module(f"benchmarks.{module}").main()
+        return capsys.readouterr().out + capture.read_global_capture().out  # the latter is what ranks print
+
+    return call
 
 
 @pytest.mark.slow
-def test_throughput_of_every_arm(tmp_path):
+def test_throughput_of_every_arm(tmp_path, run):
     printed = run("throughput", "--microbatches", 2, "--count", 2, "--slice", 2, "--rounds", 1, "--out", tmp_path)
     (raw,) = tmp_path.iterdir()
     header, row = map(json.loads, raw.read_text().splitlines())
@@ -47,7 +62,7 @@ def test_throughput_of_every_arm(tmp_path):
 
 
 @pytest.mark.slow
-def test_clipping_against_none(tmp_path):
+def test_clipping_against_none(tmp_path, run):
     printed = run("clipping", "--microbatches", 2, "--count", 2, "--slice", 2, "--rounds", 2, "--out", tmp_path)
     (raw,) = tmp_path.iterdir()
     header, *rows = map(json.loads, raw.read_text().splitlines())
@@ -69,7 +84,7 @@ def test_one_of_its_arms_clips():
 
 
 @pytest.mark.slow
-def test_memory_of_an_arm(tmp_path):
+def test_memory_of_an_arm(tmp_path, run):
     """2bw is the arm that must be drained before its process may end."""
     printed = run("memory", "--rounds", 1, "--batches", 1, "--arms", "penstock 2bw", "--out", tmp_path)
     (raw,) = tmp_path.iterdir()
@@ -79,14 +94,18 @@ def test_memory_of_an_arm(tmp_path):
 
 @pytest.mark.slow
 def test_schedules_of_every_size(tmp_path):
-    printed = run("schedules", "--rounds", 1, "--stages", 4, "--microbatches", 8, "--out", tmp_path)
+    """In a process of its own, as a person starts it."""
+    command = [sys.executable, "-m", "benchmarks.schedules", "--rounds", "1", "--stages", "4", "--microbatches", "8"]
+    ran = subprocess.run([*command, "--out", tmp_path], cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert ran.returncode == 0, ran.stderr
+    printed = ran.stdout
     (raw,) = tmp_path.iterdir()
     assert len(raw.read_text().splitlines()) == 3
     assert "| 2bw, 4 x 8 | " in printed
 
 
 @pytest.mark.slow
-def test_limits():
+def test_limits(run):
     printed = run("limits", "--microbatches", 2, "--count", 4, "--slice", 2)
     assert all(word in printed for word in ("order", "work", "messages", "in all"))
 
@@ -126,6 +145,7 @@ def test_the_profile_of_the_engine(capsys):
     assert linear[3] == "0.50"  # calls per pass: every other pass is a forward
 
 
+@pytest.mark.smoke
 def test_replay_of_two_ranks():
     """Rank 0 runs F0 F1 B0 B1 and rank 1 F0 B0 F1 B1, both with an update at the end."""
     lowered = prove("1f1b", 2, 2).lowered

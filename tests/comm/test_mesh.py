@@ -32,7 +32,7 @@ def on_a_mesh(group: dist.ProcessGroup, shape: tuple[int, ...]) -> Outcome:
 
 
 @pytest.mark.parametrize("shape", [(2, 2), (2, 2, 1)])
-def test_the_same_numbers(pool: Pool, shape: tuple[int, ...]) -> None:
+def test_a_mesh_gives_the_same_numbers(pool: Pool, shape: tuple[int, ...]) -> None:
     assert_same(together(pool.submit(on_a_mesh, shape, ranks=4), CASE), expected(CASE))
 
 

@@ -54,7 +54,7 @@ def train(group: dist.ProcessGroup, case: Case, then: tuple[str, ...] = ()) -> O
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_the_same_numbers(pool: Pool, method: str) -> None:
+def test_nccl_transport_gives_the_same_numbers(pool: Pool, method: str) -> None:
     case = Case(method, 4, 3)
     found = together(pool.submit(train, case, ranks=4, fresh=True))
     assert_same(found, cases.expected(case))

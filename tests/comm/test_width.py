@@ -36,7 +36,7 @@ SHAPES = [(1, 2), (1, 3), (2, 1), (2, 2), (3, 1), (4, 1)]  # depth, width
 
 @pytest.mark.parametrize(("depth", "width"), [s for s in SHAPES if s[1] > 1])
 @pytest.mark.parametrize("method", METHODS)
-def test_in_one_process(method: str, depth: int, width: int) -> None:
+def test_parallel_pipelines_in_one_process(method: str, depth: int, width: int) -> None:
     case = Case(method, depth, least(method, depth) + 1, width=width, spans=(4, 3))
     found, wanted = train(None, case), expected(case)
     found.gradients = found.gradients[: len(wanted.gradients)]
@@ -47,7 +47,7 @@ def test_in_one_process(method: str, depth: int, width: int) -> None:
     ("method", "depth", "width"),
     [(method, 2, 2) for method in METHODS] + [("2bw", 1, 2), ("2bw", 1, 3), ("1f1b", 1, 4)],
 )
-def test_on_ranks(pool: Pool, method: str, depth: int, width: int) -> None:
+def test_parallel_pipelines_on_ranks(pool: Pool, method: str, depth: int, width: int) -> None:
     case = Case(method, depth, least(method, depth) + 1, width=width, spans=(4, 3), clip=0.4)
     found, wanted = together(pool.submit(train, case, ranks=depth * width), case), expected(case)
     assert sum(norm > 0.4 for _, _, norm, _, _ in wanted.decided) >= len(wanted.decided) / 2
@@ -132,7 +132,7 @@ def leaves_somewhere(group: dist.ProcessGroup, case: Case, who: int) -> list[int
 
 @pytest.mark.parametrize("who", [0, 1, 2, 3])
 @pytest.mark.parametrize("method", ["1f1b", "2bw"])
-def test_any_rank_may_stop_the_run(pool: Pool, method: str, who: int) -> None:
+def test_any_rank_may_stop_parallel_pipelines(pool: Pool, method: str, who: int) -> None:
     """All ranks end after the same batch, long before the data ends."""
     case = Case(method, 2, 2, width=2, spans=(40,), skips=())
     for function in (stops_somewhere, leaves_somewhere):

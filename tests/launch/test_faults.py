@@ -63,6 +63,7 @@ def test_a_worker_that_stalls_is_named_and_its_peers_say_what_they_waited_for(tm
     assert outcome.seconds < 40  # elastic would wait for half a minute after the time-out
 
 
+@pytest.mark.smoke
 def test_a_worker_that_stalls_when_others_have_done_their_part() -> None:
     begun = time.monotonic()
     message = "worker 1 is stalled or dead: it reported nothing\n  worker 0: had finished"

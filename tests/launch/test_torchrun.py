@@ -17,7 +17,8 @@ import torch
 
 from penstock.checkpoint.format import checkpoints
 from penstock.train.export.weights_format import load_weights
-from support.commands import only_folder, settings, start
+from support.cli import Command
+from support.commands import only_folder, settings
 
 pytestmark = pytest.mark.processes
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
@@ -74,7 +75,10 @@ def test_told_to_end_it_saves_what_it_has_done(tmp_path: Path, text: str, starte
 
 
 def test_two_machines_start_again_when_a_worker_of_one_is_killed(
-    tmp_path: Path, text: str, started: list[subprocess.Popen[str]]
+    tmp_path: Path,
+    text: str,
+    started: list[subprocess.Popen[str]],
+    command: Command,
 ) -> None:
     """Each counts its own failures; the result is that of a run to which nothing happened, bit for bit."""
     with socket.socket() as found:
@@ -83,18 +87,18 @@ def test_two_machines_start_again_when_a_worker_of_one_is_killed(
     out = tmp_path / "runs"
     changes = settings("batches=150", "checkpoint.every=10", "sample_length=0", "validation_samples=4")
     rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "pair"]
-    command = [*TORCHRUN, "--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "3", *rendezvous]
-    command += ["-m", "penstock", "train", "--data", text, *changes]
+    torchrun = [*TORCHRUN, "--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "3", *rendezvous]
+    torchrun += ["-m", "penstock", "train", "--data", text, *changes]
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
     for _ in range(2):
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        started.append(subprocess.Popen([*command, "--set", f"out={out}"], env=environment, text=True, **pipes))
+        started.append(subprocess.Popen([*torchrun, "--set", f"out={out}"], env=environment, text=True, **pipes))
     wait_for_lines(out, 40, started)
     worker_of(started[0]).kill()
     for process in started:
         _, err = process.communicate(timeout=150)
         assert process.returncode == 0, err
-    ours = start("-m", "penstock", "train", *changes, "--set", f"out={tmp_path / 'undisturbed'}", "--data", text)
+    ours = command("train", *changes, "--set", f"out={tmp_path / 'undisturbed'}", "--data", text)
     assert ours.returncode == 0, ours.stderr
     weights, wanted = load_weights(only_folder(out)), load_weights(only_folder(tmp_path / "undisturbed"))
     assert weights.keys() == wanted.keys()

@@ -268,6 +268,14 @@ def test_ranks_that_do_not_start_are_named(monkeypatch: pytest.MonkeyPatch) -> N
         pass
 
 
+def test_another_number_of_processes_than_stages_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under a torchrun that starts too few."""
+    environment(monkeypatch, dist.HashStore(), 0, 1, 0)
+    message = "the job has 1 processes, but stages is 2; .* torchrun --nproc-per-node 2 -m penstock train"
+    with pytest.raises(ConfigError, match=message), process_group.process_group(TrainConfig(stages=2)):
+        pass
+
+
 def test_machines_that_count_starts_differently_meet() -> None:
     """Elastic counts the failures of its own machine; what an earlier start has left must not be taken for this one's.
 

@@ -25,7 +25,7 @@ BOTH: dict[str, Any] = {"delays": VARIED, "backward_delays": LATE}
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("depth", [1, 2, 4])
-def test_every_depth_trains_what_the_equations_say(depth: int, optimizer: str) -> None:
+def test_every_depth_trains_what_the_equations_of_backward_delays_say(depth: int, optimizer: str) -> None:
     """22 updates; SGD has momentum here."""
     case = long_case(depth=depth, optimizer=optimizer)
     wanted = sequential(case, VARIED, backward=LATE)
@@ -139,7 +139,7 @@ def test_orders_width_and_precision_change_nothing(case: Case) -> None:
         assert torch.allclose(found.weights[name], weight, rtol=1e-4, atol=1e-6), name
 
 
-def test_slices_of_sequences() -> None:
+def test_backward_delays_of_sequence_slices() -> None:
     case = long_case(model="gpt", spans=(5,))
     delays: dict[str, Any] = {"delays": {"layers.1": 1}, "backward_delays": {"layers.0": 2, "layers.1": 3}}
     whole = train(None, case, **delays)
@@ -187,7 +187,7 @@ def test_blocks_with_equal_delays_change_not_a_bit_beside_others() -> None:
 
 
 @pytest.mark.processes
-def test_between_processes(pool: Pool) -> None:
+def test_backward_delays_between_processes(pool: Pool) -> None:
     case = long_case(spans=(6,))
     assert_same(together(pool.submit(train_late, case, ranks=2)), train(None, case, **BOTH))
 
@@ -198,7 +198,7 @@ def train_late(group: dist.ProcessGroup, case: Case) -> Outcome:
 
 @pytest.mark.parametrize("batch", [1, 7])
 @pytest.mark.parametrize(("depth", "other"), [(2, 2), (1, 4)])
-def test_a_run_goes_on_bit_for_bit(batch: int, depth: int, other: int) -> None:
+def test_a_run_with_backward_delays_goes_on_bit_for_bit(batch: int, depth: int, other: int) -> None:
     case = long_case(depth=depth, spans=(12,))
     kept = snapshots(case, batch, **BOTH)
     assert_trained(go_on(replace(case, depth=other), kept, **BOTH), sequential(case, VARIED, backward=LATE))
@@ -249,7 +249,7 @@ def test_a_block_keeps_as_many_versions_as_the_later_pass_needs() -> None:
     ],
     ids=["block", "stage", "halves", "moves", "rule", "name", "untrained", "negative", "profile", "tied"],
 )
-def test_what_does_not_go_together_is_refused(case: Case, given: dict[str, Any], message: str) -> None:
+def test_what_does_not_go_with_backward_delays_is_refused(case: Case, given: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         make_pipeline(case, **given)
 

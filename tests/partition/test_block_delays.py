@@ -52,7 +52,7 @@ IN_A_ROW = [5, 0, 0, 2, 2, 1]
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("depth", [1, 2, 4])
-def test_every_depth_trains_what_the_equations_say(depth: int, optimizer: str) -> None:
+def test_every_depth_trains_what_the_equations_of_block_delays_say(depth: int, optimizer: str) -> None:
     """SGD has momentum here. The delays differ within a stage."""
     case = long_case(depth=depth, optimizer=optimizer)
     assert_trained(train(None, case, delays=VARIED), sequential(case, VARIED))
@@ -159,7 +159,7 @@ def test_tied_embeddings_stay_equal(depth: int) -> None:
         assert torch.allclose(state[name], weight, rtol=1e-4, atol=1e-6), name
 
 
-def test_slices_of_sequences() -> None:
+def test_block_delays_of_sequence_slices() -> None:
     """Of a GPT, in two slices, whose keys and values are carried from one to the next: as without slices."""
     case = long_case(model="gpt", spans=(7,))
     delays = {"embedding": 2, "layers.1": 3, "layers.3": 1}
@@ -195,7 +195,7 @@ def test_no_delay_is_synchronous_training_to_the_bit(case: Case, given: Any) -> 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("case", [long_case(), long_case(depth=1, width=2, optimizer="sgd")], ids=["depth", "width"])
-def test_between_processes(pool: Pool, case: Case) -> None:
+def test_block_delays_between_processes(pool: Pool, case: Case) -> None:
     found = together(pool.submit(train_delayed, case, ranks=2))
     assert_same(found, train(None, case, delays=VARIED))
 
@@ -211,7 +211,7 @@ def test_a_drain_changes_nothing() -> None:
 
 @pytest.mark.parametrize("batch", [1, 3, 7])  # while there are fewer versions than the longest delay, and later
 @pytest.mark.parametrize(("depth", "other"), [(2, 2), (1, 4), (4, 1)])
-def test_a_run_goes_on_bit_for_bit(batch: int, depth: int, other: int) -> None:
+def test_a_run_with_block_delays_goes_on_bit_for_bit(batch: int, depth: int, other: int) -> None:
     case = long_case(depth=depth, spans=(12,))
     kept = snapshots(case, batch, VARIED)
     assert_trained(go_on(replace(case, depth=other), kept, VARIED), sequential(case, VARIED))

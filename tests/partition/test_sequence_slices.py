@@ -101,7 +101,7 @@ def assert_close(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize("method", ["seq1f1b", "terapipe"])
 @pytest.mark.parametrize(("p", "m", "slices"), [(1, 2, 3), (2, 1, 2), (2, 3, 4), (3, 4, 2), (4, 2, 3)])
-def test_in_one_process(method: str, p: int, m: int, slices: int) -> None:
+def test_sequence_slices_in_one_process(method: str, p: int, m: int, slices: int) -> None:
     for slicing in (Slicing(), UNEQUAL):
         found, losses = trained(None, method, p, m, slices, 4, slicing=slicing)
         assert_close(found, plain(4, m))
@@ -111,7 +111,7 @@ def test_in_one_process(method: str, p: int, m: int, slices: int) -> None:
 @pytest.mark.parametrize(
     ("method", "p", "m", "slices"), [("seq1f1b", 2, 3, 3), ("seq1f1b", 4, 4, 2), ("terapipe", 4, 2, 2)]
 )
-def test_on_ranks(pool: Pool, method: str, p: int, m: int, slices: int) -> None:
+def test_sequence_slices_on_ranks(pool: Pool, method: str, p: int, m: int, slices: int) -> None:
     parts = pool.submit(partial(trained, clip=100.0), method, p, m, slices, 4, ranks=p)
     alone, losses = trained(None, method, p, m, slices, 4, clip=100.0)
     state = {name: value for found, _ in parts for name, value in found.items()}

@@ -36,7 +36,7 @@ NAMES = next(iter(TIED["mixed"].items()))
 @pytest.mark.parametrize("model", ["faint", "gpt"])
 @pytest.mark.parametrize("depth", [2, 3, 4])
 @pytest.mark.parametrize("method", ONE_OF_EACH)
-def test_equal_to_the_reference(pool: Pool, method: str, depth: int, model: str, device: str) -> None:
+def test_tied_parameters_equal_the_reference(pool: Pool, method: str, depth: int, model: str, device: str) -> None:
     """The clipping norm is dominated by the tied parameter, so that counting it twice would show."""
     m = max(least(method, depth), 2)
     case = Case(method, depth, m, model=model, tied=True, clip=0.3, spans=(4, 3), device=device)

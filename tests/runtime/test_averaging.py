@@ -91,7 +91,7 @@ CHOICES = [
 
 
 @pytest.mark.parametrize(("method", "depth", "m", "width", "combine"), CHOICES)
-def test_twenty_updates(method: str, depth: int, m: int, width: int, combine: Combine) -> None:
+def test_twenty_updates_of_averaging_pipelines(method: str, depth: int, m: int, width: int, combine: Combine) -> None:
     """Weights and optimizer state of every pipeline, where they have loss weights, norms and skips of their own."""
     factory = OPTIMIZERS["sgd" if combine.kind == "bmuf" else "adamw"]
     batches = uneven_batches(20, m, width, nothing=[(0, 0), (5, width - 1)])
@@ -173,9 +173,9 @@ def merged(parts: list[dict[int, State]]) -> dict[int, State]:
     return found
 
 
-@pytest.mark.parametrize("method", ["1f1b", "2bw", "stash"])
-@pytest.mark.parametrize("combine", FEW, ids=lambda c: c.kind)
+@pytest.mark.parametrize(("method", "combine"), [*zip(["2bw", "stash", "1f1b"], FEW, strict=True)])
 def test_processes_have_the_bits_of_one(pool: Pool, method: str, combine: Combine) -> None:
+    """Each version rule and each way to combine once; in one process the equations are compared for many pairs."""
     case = Case(method, 2, 2, "restless", width=2, spans=(7,), skips=(3,), clip=0.4)
     wanted, decided = trained(None, case, combine)
     parts = pool.submit(trained, case, combine, ranks=4)
@@ -225,7 +225,7 @@ def stops(group: dist.ProcessGroup, case: Case, combine: Combine, who: int) -> i
 
 
 @pytest.mark.parametrize("method", ["1f1b", "2bw"])
-def test_any_rank_may_stop_the_run(pool: Pool, method: str) -> None:
+def test_any_rank_may_stop_averaging_pipelines(pool: Pool, method: str) -> None:
     """It ends after the same batch everywhere: that which had been announced when pipelines met next."""
     case, combine = Case(method, 2, 2, width=2, spans=(40,), skips=()), Combine("average", every=4)
     for who in (0, 3):
@@ -302,7 +302,7 @@ def saved_by(case: Case, combine: Combine, batch: int) -> tuple[dict[int, State]
 
 @pytest.mark.parametrize("batch", [4, 5])
 @pytest.mark.parametrize(("case", "combine"), SAVED, ids=lambda x: getattr(x, "kind", getattr(x, "method", "")))
-def test_a_run_goes_on_bit_for_bit(case: Case, combine: Combine, batch: int) -> None:
+def test_a_run_of_averaging_pipelines_goes_on_bit_for_bit(case: Case, combine: Combine, batch: int) -> None:
     """From a meeting and from between two: every pipeline has its own weights, optimizer state and loss scale."""
     wanted, kept, _ = saved_by(case, combine, batch)
     if case.spikes:  # the gradient of one pipeline alone is not finite there
@@ -410,7 +410,7 @@ def test_every_byte_is_counted(kind: str) -> None:
         ({"kind": "elastic", "optimizer_state": "drop"}, "optimizer_state is one of keep, average, reset; got 'drop'"),
     ],
 )
-def test_choices_that_make_no_sense(arguments: dict[str, Any], said: str) -> None:
+def test_choices_of_averaging_that_make_no_sense(arguments: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError) as caught:
         Combine(**arguments)
     assert said in str(caught.value)
@@ -433,7 +433,7 @@ AVERAGE = Combine("average", every=2)
         ("1f1b", {"combine": AVERAGE, "divergence": Divergence()}, "so they would not agree on a divergence"),
     ],
 )
-def test_what_does_not_go_together(method: str, changes: dict[str, Any], said: str) -> None:
+def test_what_does_not_go_with_averaging(method: str, changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError) as caught:
         make_pipeline(Case(method, 2, 4, width=2), **changes)
     assert said in str(caught.value)

@@ -19,13 +19,13 @@ OPTIMIZERS = ("sgd", "adamw", "nadam")
 
 
 @pytest.mark.parametrize(("method", "depth", "m"), GRID)
-def test_in_one_process(method: str, depth: int, m: int, device: str) -> None:
+def test_methods_in_one_process(method: str, depth: int, m: int, device: str) -> None:
     case = Case(method, depth, m, optimizer=OPTIMIZERS[(depth + m) % 3], device=device)
     assert_same(train(None, case), expected(case))
 
 
 @pytest.mark.parametrize(("method", "depth", "m"), ON_RANKS)
-def test_on_ranks(pool: Pool, method: str, depth: int, m: int) -> None:
+def test_methods_on_ranks(pool: Pool, method: str, depth: int, m: int) -> None:
     """Every other case clips by the global norm."""
     clip = 0.6 if (depth + m) % 2 else None
     case = Case(method, depth, m, optimizer=OPTIMIZERS[(depth + m + 1) % 3], clip=clip)

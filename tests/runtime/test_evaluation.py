@@ -236,7 +236,7 @@ def run_on_rank(group: dist.ProcessGroup, case: Case) -> Found:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("method", ["1f1b", "2bw", "2bw-eager", "stash"])
-def test_between_processes(pool: Pool, method: str) -> None:
+def test_evaluation_between_processes(pool: Pool, method: str) -> None:
     case = Case(method, 3, 4, "restless", spans=(5,), skips=())
     *others, last = pool.submit(run_on_rank, case, ranks=3)
     assert last == plain(run(make_pipeline(case), case, 2, batches=3))

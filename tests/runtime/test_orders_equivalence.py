@@ -26,13 +26,13 @@ ON_RANKS += [(name, 4, ON_FOUR.get(name, 4)) for name in ORDERS if name != "bpip
 
 
 @pytest.mark.parametrize(("name", "p", "m"), GRID)
-def test_in_one_process(name: str, p: int, m: int, device: str) -> None:
+def test_orders_in_one_process(name: str, p: int, m: int, device: str) -> None:
     case = replace(case_of(name, p, m), device=device)
     assert_same(train(None, case), expected(case))
 
 
 @pytest.mark.parametrize(("name", "p", "m"), ON_RANKS)
-def test_on_ranks(pool: Pool, name: str, p: int, m: int) -> None:
+def test_orders_on_ranks(pool: Pool, name: str, p: int, m: int) -> None:
     case = replace(case_of(name, p, m), clip=0.6)
     case = replace(case, spans=(2,), skips=()) if p == 4 else case
     assert_same(train_on_ranks(pool, case), expected(case))

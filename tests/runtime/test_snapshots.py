@@ -85,7 +85,7 @@ CASES = [
 
 @pytest.mark.parametrize("batch", [1, 4])
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.method}-{c.depth}-{c.m}-{c.model}-{c.precision}-{c.width}")
-def test_a_run_goes_on_bit_for_bit(case: Case, batch: int, device: str) -> None:
+def test_a_run_goes_on_from_a_snapshot_bit_for_bit(case: Case, batch: int, device: str) -> None:
     """The snapshot is taken while later batches are under way, and the run before it is not drained."""
     case = replace(case, device=device)
     end = sum(case.spans)
@@ -277,7 +277,7 @@ def save(group: dist.ProcessGroup, case: Case, batch: int) -> list[Snapshot]:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("case", [CASES[2], CASES[6]], ids=["depth 3", "width 2"])
-def test_between_processes(pool: Pool, case: Case) -> None:
+def test_snapshots_between_processes(pool: Pool, case: Case) -> None:
     ranks = case.width * case.depth
     parts = pool.submit(save, case, 4, ranks=ranks)
     kept = Kept([snapshot for snapshots in parts for snapshot in snapshots])

@@ -152,13 +152,13 @@ def name_of(which: tuple[Phases, Case]) -> str:
 
 
 @pytest.mark.parametrize("which", RUNS, ids=name_of)
-def test_in_one_process(which: tuple[Phases, Case], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_switching_in_one_process(which: tuple[Phases, Case], monkeypatch: pytest.MonkeyPatch) -> None:
     phases, case = which
     assert_same(train_phases(None, case, phases), expected_of(case, phases, monkeypatch))
 
 
 @pytest.mark.parametrize("which", [RUNS[1], RUNS[4], RUNS[7]], ids=name_of)
-def test_on_ranks(which: tuple[Phases, Case], monkeypatch: pytest.MonkeyPatch, pool: Pool) -> None:
+def test_switching_on_ranks(which: tuple[Phases, Case], monkeypatch: pytest.MonkeyPatch, pool: Pool) -> None:
     phases, case = which
     outcomes = pool.submit(train_phases, case, phases, ranks=case.depth)
     assert_same(together(outcomes), expected_of(case, phases, monkeypatch))

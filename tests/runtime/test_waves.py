@@ -80,7 +80,7 @@ def by_hand(case: Case, combine: Combine) -> Waved:
 
 
 @pytest.mark.parametrize(("method", "depth", "m", "width", "combine", "optimizer"), CASES, ids=name_of)
-def test_twenty_updates(method: str, depth: int, m: int, width: int, combine: Combine, optimizer: str) -> None:
+def test_twenty_updates_of_waves(method: str, depth: int, m: int, width: int, combine: Combine, optimizer: str) -> None:
     """The last wave is cut short by the end."""
     case = case_of(method, depth, m, width, optimizer)
     pipeline, wanted = make_pipeline(case, combine=combine), by_hand(case, combine)
@@ -426,7 +426,7 @@ def stops(group: dist.ProcessGroup, case: Case, combine: Combine) -> list[tuple[
     return found
 
 
-def test_any_rank_may_stop_the_run(pool: Pool) -> None:
+def test_any_rank_may_stop_a_run_of_waves(pool: Pool) -> None:
     """It ends after the same batch everywhere, also where that is drained, and all pipelines have the same weights."""
     case = case_of("2bw", 2, 2, 2, "momentum", spans=(40,))
     ends = pool.submit(stops, case, Combine("wsp", every=2, distance=2), ranks=4)
@@ -486,7 +486,7 @@ def test_waves_that_never_come_are_named() -> None:
     ],
     ids=str,
 )
-def test_choices_that_make_no_sense(arguments: dict[str, Any], said: str) -> None:
+def test_choices_of_waves_that_make_no_sense(arguments: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError) as caught:
         Combine(**arguments)
     assert said in str(caught.value)
@@ -509,7 +509,7 @@ WAVES = Combine("wsp", every=2, distance=1)
     ],
     ids=str,
 )
-def test_what_does_not_go_together(method: str, changes: dict[str, Any], said: str) -> None:
+def test_what_does_not_go_with_waves(method: str, changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError) as caught:
         make_pipeline(Case(method, 2, 4, width=2), **({"combine": WAVES} | changes))
     assert said in str(caught.value)

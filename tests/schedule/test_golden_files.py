@@ -55,7 +55,7 @@ def test_every_golden_file_has_an_expectation():
 
 
 @pytest.mark.parametrize("name", PEAKS)
-def test_peak_activations(name):
+def test_peak_activations_of_golden_files(name):
     assert list(proof_of(name).activations) == PEAKS[name]
 
 
@@ -108,7 +108,7 @@ DELAYS = {
 
 
 @pytest.mark.parametrize("name", PEAKS)
-def test_delays(name):
+def test_delays_of_golden_files(name):
     stages = len(proof_of(name).schedule.stages)
     assert delays(name) == DELAYS.get(name, [(0, 0)] * stages)
 

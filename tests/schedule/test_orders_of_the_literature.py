@@ -37,7 +37,7 @@ def test_it_is_the_order_of_its_source(name: str, rank: int) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2, 3])
-def test_chimera(rank: int) -> None:
+def test_the_order_of_chimera(rank: int) -> None:
     assert order_of("chimera", 4, 4, rank, {0: 0, 1: 2}) == CHIMERA[rank]
 
 

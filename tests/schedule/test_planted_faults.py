@@ -60,7 +60,7 @@ def refused(schedule):
 
 @pytest.mark.parametrize("method", CHAINS)
 @pytest.mark.parametrize("stages", range(1, 6))
-def test_every_method_passes(method, stages):
+def test_every_method_passes_the_proof(method, stages):
     fewest = max(stages - 1, least(method, stages))
     for microbatches in (fewest, fewest + 1, fewest + 3):
         schedule = make_schedule(method, stages, microbatches)

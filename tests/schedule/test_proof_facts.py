@@ -28,7 +28,7 @@ def by_stage(proof):
         ("stash", lambda d, s, m: d - s),  # batches overlap: m is no cap
     ],
 )
-def test_peak_activations(method, in_flight, depth, m):
+def test_the_proof_counts_peak_activations(method, in_flight, depth, m):
     proof = prove(method, depth, m)
     assert list(proof.activations) == [in_flight(depth, s, m) for s in range(depth)]
 

@@ -237,7 +237,7 @@ def test_unequal_passes_cost_v_min_more_with_every_microbatch() -> None:
         (12, 12, 2), (12, 24, 3), (8, 16, 4),
     ],
 )  # fmt: skip
-def test_chimera(stages: int, m: int, pairs: int) -> None:
+def test_chimera_in_time(stages: int, m: int, pairs: int) -> None:
     """F = Bf: D/f-2 idle slots, (D-2f)/(2fN+D-2f); Bf = 2F: (D-2f)/(3fN/2+D-2f) for N = D, and a further D/f-2 for each
     further unit, which makes 3N + (D/f-2)(N/D+1); between D-D/(2f)+1 and D activations."""
     slots = stages / pairs - 2

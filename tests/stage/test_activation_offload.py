@@ -141,7 +141,7 @@ def test_a_wrong_one_is_refused(old: str, new: str, message: str) -> None:
         check(schedule)
 
 
-def test_on_ranks(pool: Pool) -> None:
+def test_offload_on_ranks(pool: Pool) -> None:
     case = Case("bpipe", 4, 8, spans=(2, 1))
     assert_same(train_on_ranks(pool, case), expected(case))
 

@@ -75,15 +75,14 @@ def assert_close(found: tuple[dict[str, Tensor], list[float]], name: str) -> Non
 
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("recompute", ["none", "block", "stage"])
-def test_in_one_process(name: str, recompute: Any) -> None:
+def test_stage_graphs_in_one_process(name: str, recompute: Any) -> None:
     assert_close(trained(None, name, recompute=recompute), name)
 
 
 @pytest.mark.parametrize(
-    "name",
-    [name for name, shape in SHAPES.items() if shape.num_stages <= 4],  # processes of the pool
-)
-def test_on_ranks(pool: Pool, name: str) -> None:
+    "name", [name for name, shape in SHAPES.items() if shape.num_stages <= 4]
+)  # processes of the pool
+def test_stage_graphs_on_ranks(pool: Pool, name: str) -> None:
     shape = SHAPES[name]
     parts = pool.submit(partial(trained, clip=50.0), name, ranks=shape.num_stages)
     together = {key: value for state, _ in parts for key, value in state.items()}
@@ -124,7 +123,7 @@ def test_the_pipeline_is_as_deep_as_the_graph() -> None:
         assert [int(held) for held in proof.activations] == wanted
 
 
-def test_what_does_not_fit() -> None:
+def test_what_does_not_fit_a_stage_graph() -> None:
     towers = SHAPES["two towers"]
     pipeline = Pipeline(towers.blocks(), make_schedule(towers.order, 4, M), loss=squares, optimizer=sgd)
     with pytest.raises(DataError, match=r"data enters at stages 0, 1, .* a part for each of them, got Tensor"):

@@ -1,10 +1,14 @@
-"""Run a command as a person does."""
+"""Run `penstock` with arguments in the process of the tests."""
 
 import sys
+from collections.abc import Callable
+from subprocess import CompletedProcess
 
 import pytest
 
 from penstock.cli import main
+
+Command = Callable[..., CompletedProcess[str]]  # the fixture `command`
 
 
 def run(monkeypatch, capsys, *arguments, columns=160):

@@ -17,7 +17,8 @@ from penstock.train.export.weights_format import load_weights
 from penstock.train.setup.build_pipeline import make_pipeline
 from penstock.train.setup.prepare import prepare
 from penstock.verify.verify import verify
-from support.commands import TINY, only_folder, settings, start
+from support.cli import Command
+from support.commands import TINY, only_folder, settings
 
 
 @pytest.fixture
@@ -86,10 +87,10 @@ def test_backwards_may_be_late_by_themselves(text: str) -> None:
 
 
 @pytest.mark.processes
-def test_the_command_trains_what_one_process_does(tmp_path: Path, text: str) -> None:
+def test_the_command_trains_what_one_process_does(tmp_path: Path, text: str, command: Command) -> None:
     changes = [text, "method=1f1b", "batches=5", "delays=1f1b:4", "sample_length=0", "rate.warm_up=1"]
     out = tmp_path / "runs"
-    result = start("-m", "penstock", "train", *settings(f"out={out}", *changes))
+    result = command("train", *settings(f"out={out}", *changes))
     assert result.returncode == 0, result.stderr
     assert "weights are read with chosen delays: delays 1f1b:4" in result.stdout
     prepared = prepare(load_config(None, [*TINY, *changes]))

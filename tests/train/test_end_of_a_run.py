@@ -3,32 +3,32 @@
 import pytest
 
 from penstock.train.export.weights_format import load_weights
-from support.commands import only_folder, settings, start
+from support.commands import only_folder, settings
 
 pytestmark = pytest.mark.processes
 
 
-def test_a_run_goes_on_with_its_own_text_and_ends_where_it_can_write(tmp_path):
+def test_a_run_goes_on_with_its_own_text_and_ends_where_it_can_write(tmp_path, command):
     """Neither another text nor weights that cannot be written are taken for an end; nothing is lost by either."""
     text, other = tmp_path / "text.txt", tmp_path / "other.txt"
     text.write_text("the quick brown fox jumps over the lazy dog. " * 200)
     other.write_text("the quick brown fox jumps over the lazy cat. " * 200)
-    ran = start("-m", "penstock", "train", "--data", text, *settings(f"out={tmp_path / 'runs'}", "sample_length=0"))
+    ran = command("train", "--data", text, *settings(f"out={tmp_path / 'runs'}", "sample_length=0"))
     assert ran.returncode == 0, ran.stderr
     folder = only_folder(tmp_path / "runs")
     wanted = load_weights(folder)
-    refused = start("-m", "penstock", "train", "--resume", folder, "--data", other)
+    refused = command("train", "--resume", folder, "--data", other)
     assert refused.returncode == 1
     assert "was trained on other text: 9000 tokens" in " ".join(refused.stderr.split())
     assert "Traceback" not in refused.stderr
     (folder / "weights").rename(folder / "aside")
     (folder / "weights").write_text("in the way")
-    failed = start("-m", "penstock", "train", "--resume", folder)
+    failed = command("train", "--resume", folder)
     assert failed.returncode == 1
     assert "training has finished, but its weights could not be written" in " ".join(failed.stderr.split())
     assert "Traceback" not in failed.stderr
     (folder / "weights").unlink()
-    ended = start("-m", "penstock", "train", "--resume", folder)
+    ended = command("train", "--resume", folder)
     assert ended.returncode == 0, ended.stderr
     found = load_weights(folder)
     assert found.keys() == wanted.keys()

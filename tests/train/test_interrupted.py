@@ -14,7 +14,7 @@ import torch
 from campaigns.trial import workers_of
 from penstock.checkpoint.format import checkpoints
 from penstock.train.export.weights_format import load_weights
-from support.commands import only_folder, settings, start
+from support.commands import only_folder, settings
 
 pytestmark = pytest.mark.processes
 
@@ -74,7 +74,7 @@ SHORT = ["batches=60", "sample_length=0", "checkpoint.every=25", "evaluate.every
 
 
 @pytest.mark.parametrize(("send", "number"), [(to_the_group, signal.SIGINT), (to_all, signal.SIGTERM)])
-def test_it_goes_on_bit_for_bit(tmp_path, text, send, number):
+def test_it_goes_on_bit_for_bit(tmp_path, text, send, number, command):
     printed, err, code = interrupt(tmp_path / "runs", text, *SHORT, send=send, number=number)
     folder = only_folder(tmp_path / "runs")
     assert code == 0, err
@@ -86,12 +86,12 @@ def test_it_goes_on_bit_for_bit(tmp_path, text, send, number):
     assert not (folder / "weights").exists()
     if number == signal.SIGTERM:
         return
-    resumed = start("-m", "penstock", "train", "--resume", folder)
+    resumed = command("train", "--resume", folder)
     assert resumed.returncode == 0, resumed.stderr
     assert f"resuming from the checkpoint after {interrupted} batches" in resumed.stdout
     assert sorted(line["batch"] for line in lines_of(folder, "batch")) == list(range(60))
     assert len(checkpoints(folder)) == 2
-    whole = start("-m", "penstock", "train", "--data", text, *settings(f"out={tmp_path / 'whole'}", *SHORT))
+    whole = command("train", "--data", text, *settings(f"out={tmp_path / 'whole'}", *SHORT))
     assert whole.returncode == 0, whole.stderr
     other = only_folder(tmp_path / "whole")
     for place in ("", "averaged"):
@@ -134,13 +134,14 @@ def test_a_second_signal_ends_it_at_once(tmp_path, text):
     assert not any(map(psutil.pid_exists, workers))
 
 
-def test_a_run_ends_when_nothing_gets_better(tmp_path, text):
+@pytest.mark.smoke
+def test_a_run_ends_when_nothing_gets_better(tmp_path, text, command):
     """A rate that is much too high; all ranks end after the same batch, with a checkpoint of it."""
     changes = settings(
         f"out={tmp_path / 'runs'}", "batches=100000", "sample_length=0", "optimizer.lr=30", "rate.warm_up=0",
         "evaluate.every=2", "evaluate.samples=4", "evaluate.patience=3", "checkpoint.every=100000",
     )  # fmt: skip
-    ran = start("-m", "penstock", "train", "--data", text, *changes)
+    ran = command("train", "--data", text, *changes)
     assert ran.returncode == 0, ran.stderr
     folder = only_folder(tmp_path / "runs")
     losses = [line["loss"] for line in lines_of(folder, "evaluated")]

@@ -396,7 +396,7 @@ def test_spike_compensation_of_one_update_is_nesterov() -> None:
         assert a == pytest.approx(b, rel=1e-12)
 
 
-def test_a_late_gradient_catches_up_at_once() -> None:
+def test_a_late_gradient_of_the_reference_catches_up_at_once() -> None:
     """m = 0.9, D = 4: a = 0.6561, b = 3.439, and what one gradient adds up to is the same as without delay."""
 
     class Held:

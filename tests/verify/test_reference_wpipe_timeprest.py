@@ -138,6 +138,6 @@ def test_the_second_group_of_wpipe_has_no_delay() -> None:
     ],
     ids=range(7),
 )
-def test_what_does_not_fit(method: str, d: int, more: dict[str, Any], message: str) -> None:
+def test_what_does_not_fit_wpipe_or_timeprest(method: str, d: int, more: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         trained(method, d, 1, **more)

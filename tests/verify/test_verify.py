@@ -76,7 +76,7 @@ def place(found: Verification, kind: str) -> str:
 
 
 @pytest.mark.parametrize("method", sorted(METHODS.keys() - set(LATER)))
-def test_every_method_passes(text: str, method: str) -> None:
+def test_every_method_passes_verification(text: str, method: str) -> None:
     both = 2 if method in ("chimera", "dualpipe", "bitpipe") else 1  # directions, each with a copy of the model
     needs = NEEDS.get(method, [])
     found = clean(text, f"method={method}", f"microbatches={4 if 'pipe' in method else 3}", *needs)

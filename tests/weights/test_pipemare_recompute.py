@@ -347,7 +347,7 @@ def on_rank(group: dist.ProcessGroup, case: Case) -> Outcome:
     return train(group, case, **changes_of(case, "elementary", 3))
 
 
-def test_on_ranks_as_in_one_process(pool: Pool) -> None:
+def test_pipemare_recompute_on_ranks_as_in_one_process(pool: Pool) -> None:
     case = case_of(4, 1, recompute="stage", clip=0.6, spans=(3, 4))
     wanted = train(None, case, **changes_of(case, "elementary", 3))
     assert_same(together(pool.submit(on_rank, case, ranks=4)), wanted)
@@ -464,7 +464,7 @@ def test_activations_with_segments_of_the_square_root(depth: int) -> None:
 
 
 @pytest.mark.parametrize(("depth", "m", "length"), [(2, 1, 1), (4, 2, 2), (5, 3, 4), (8, 2, 3), (8, 8, 8)])
-def test_delays(depth: int, m: int, length: int) -> None:
+def test_delays_of_recomputed_passes(depth: int, m: int, length: int) -> None:
     """A forward is (d-1-s) / m updates late; a recompute as many backwards ahead as stages of its segment follow."""
     proof = extend(prove("pipemare", depth, m), recomputes=True, segments=length)
     again = segments_of(depth, length)

@@ -35,7 +35,9 @@ CALM = Scaling(2.0**10, 2.0, 0.5, 2)
 @pytest.mark.parametrize("precision", LOW)
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("method", ONE_OF_EACH)
-def test_equal_to_the_reference(pool: Pool, method: str, depth: int, precision: Precision, device: str) -> None:
+def test_low_precision_equals_the_reference(
+    pool: Pool, method: str, depth: int, precision: Precision, device: str
+) -> None:
     m, scaling = max(least(method, depth), 2), CALM if precision == "fp16" else None
     case = Case(method, depth, m, spans=(4, 3), precision=precision, scaling=scaling, device=device)
     wanted = expected(case)

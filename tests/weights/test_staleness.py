@@ -186,7 +186,7 @@ def after_an_impulse(method: str, depth: int, nesterov: bool, batches: int) -> l
     return seen
 
 
-def test_a_late_gradient_catches_up_at_once() -> None:
+def test_a_late_gradient_of_a_pipeline_catches_up_at_once() -> None:
     """Spike compensation with D = 4, momentum 0.9: a + b = 0.6561 + 3.439 at first, 0.9^(4 + k) later."""
     steps = [0.6561 + 3.439, *(0.9 ** (4 + k) for k in range(1, 6))]
     assert after_an_impulse("spike", 5, False, 6) == pytest.approx([1 - 0.125 * sum(steps[:k]) for k in range(1, 7)])

@@ -204,7 +204,7 @@ def compare(found: tuple[Pipeline, Recording], wanted: list[Oracle]) -> None:
 
 @pytest.mark.parametrize(("depth", "m"), [(1, 2), (2, 1), (2, 4), (4, 3), (8, 7)])
 @pytest.mark.parametrize("method", METHODS)
-def test_the_equations(method: str, depth: int, m: int) -> None:
+def test_the_equations_of_timeprest(method: str, depth: int, m: int) -> None:
     """22 updates in two spans."""
     for optimizer in OPTIMIZERS if depth < 8 else ("adamw",):
         compare(run(method, depth, m, optimizer), oracle(method, depth, m, optimizer, 0.5))
@@ -303,7 +303,7 @@ def test_units_of_any_size(name: str) -> None:
 
 
 @pytest.mark.parametrize(("method", "m"), [("timeprest", 4), ("i-timeprest", 3)])
-def test_on_ranks_as_in_one_process(pool: Pool, method: str, m: int) -> None:
+def test_timeprest_on_ranks_as_in_one_process(pool: Pool, method: str, m: int) -> None:
     case = Case(method, 2, m, correction=correction_of(method), clip=0.6, spans=(4, 5))
     assert_same(train_on_ranks(pool, case), train(None, case))
 
@@ -366,7 +366,7 @@ BYTES = {"timeprest": [2, 3, 3], "v-timeprest": [2, 2, 2], "i-timeprest": [3 + 1
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_what_every_byte_is_for(method: str) -> None:
+def test_what_every_byte_of_timeprest_is_for(method: str) -> None:
     case = Case(method, 3, 2, model="matrices", correction=correction_of(method))
     pipeline = make_pipeline(case)
     list(pipeline.run(make_batches(case)))
@@ -387,7 +387,7 @@ def test_what_every_byte_is_for(method: str) -> None:
         ("v-timeprest", {"depth": 6}, "6 stages need at least 5 microbatches"),
     ],
 )
-def test_what_does_not_go_together_is_refused(method: str, changes: dict[str, Any], message: str) -> None:
+def test_what_does_not_go_with_timeprest_is_refused(method: str, changes: dict[str, Any], message: str) -> None:
     with pytest.raises((CapabilityError, ConfigError, ScheduleError), match=message):
         make_pipeline(replace(Case(method, 3, 2, correction=correction_of(method)), **changes))
 

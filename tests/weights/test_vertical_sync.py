@@ -13,14 +13,14 @@ GRID = [(1, 1), (2, 1), (2, 4), (3, 2), (4, 1), (4, 6), (6, 4)]
 
 
 @pytest.mark.parametrize(("depth", "m"), GRID)
-def test_in_one_process(depth: int, m: int, device: str) -> None:
+def test_vertical_sync_in_one_process(depth: int, m: int, device: str) -> None:
     case = Case("vertical-sync", depth, m, spans=(3, 5), device=device)
     assert_same(train(None, case), expected(case))
 
 
 @pytest.mark.parametrize("clip", [None, 0.6])
 @pytest.mark.parametrize(("depth", "m"), [(2, 1), (2, 3), (4, 2)])
-def test_on_ranks(pool: Pool, depth: int, m: int, clip: float | None) -> None:
+def test_vertical_sync_on_ranks(pool: Pool, depth: int, m: int, clip: float | None) -> None:
     case = Case("vertical-sync", depth, m, clip=clip)
     assert_same(train_on_ranks(pool, case), expected(case))
 
@@ -30,7 +30,7 @@ def test_on_ranks(pool: Pool, depth: int, m: int, clip: float | None) -> None:
     [{"recompute": "stage"}, {"recompute": "block"}, {"precision": "bf16"}, {"width": 2}, {"optimizer": "sgd"}],
     ids=str,
 )
-def test_whatever_else_a_run_does(changes: dict[str, object]) -> None:
+def test_vertical_sync_with_other_features(changes: dict[str, object]) -> None:
     case = replace(Case("vertical-sync", 3, 2, clip=0.6), **changes)  # type: ignore[arg-type]
     assert_same(train(None, case), expected(case))
 

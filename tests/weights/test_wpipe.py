@@ -94,7 +94,7 @@ def assert_trained(found: Outcome, case: Case) -> None:
 
 @pytest.mark.parametrize("optimizer", ["momentum", "adamw"])
 @pytest.mark.parametrize(("p", "m"), SHAPES)
-def test_the_equations(p: int, m: int, optimizer: str) -> None:
+def test_the_equations_of_wpipe(p: int, m: int, optimizer: str) -> None:
     """21 updates, bit for bit."""
     case = case_of(p, m, optimizer=optimizer)
     assert_trained(train(None, case), case)
@@ -114,7 +114,7 @@ def test_a_drain_begins_anew() -> None:
 
 
 @pytest.mark.processes
-def test_between_processes(pool: Pool) -> None:
+def test_wpipe_between_processes(pool: Pool) -> None:
     case = case_of(4, 3, spans=(5, 3))
     assert_same(train_on_ranks(pool, case), train(None, case))
 
@@ -124,7 +124,7 @@ def test_between_processes(pool: Pool) -> None:
     [{"recompute": "block"}, {"recompute": "stage"}, {"precision": "bf16"}, {"skips": (2,)}],
     ids=str,
 )
-def test_whatever_else_a_run_does(changes: dict[str, Any]) -> None:
+def test_wpipe_with_other_features(changes: dict[str, Any]) -> None:
     """As synchronous training in which the blocks of group 1 are read one update late by choice."""
     case = case_of(2, 2, spans=(7,), **changes)
     group_1 = list(make_blocks(case.model))[:3]

@@ -1,0 +1,380 @@
+"""The defects of `make planted`: what is changed where, and which test files are expected to notice.
+
+A place is a folder below src/penstock and a text that stands there exactly once, in whatever file: so a defect stays
+valid when modules are renamed or taken apart. `tests/test_planted_defects.py` holds every place to exist.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Defect(NamedTuple):
+    """A small mistake, as people make them.
+
+    Attributes:
+        what: the mistake in words.
+        folder: below src/penstock.
+        old: text that stands once in the folder.
+        new: what stands there instead.
+        tests: files that are expected to notice, those that are fastest first.
+    """
+
+    what: str
+    folder: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+DEFECTS = (
+    # --- schedule: orders, rules, the proof, the machine --------------------------------------------------------------
+    Defect(
+        "1F1B warms up with one forward too many",
+        "schedule/orders",
+        "_flushed(stage, stages - 1 - stage.rank, microbatches)",
+        "_flushed(stage, stages - stage.rank, microbatches)",
+        ("tests/schedule/test_published_orders.py",),
+    ),
+    Defect(
+        "interleaved 1F1B forgets that a rank waits for the way there and back",
+        "schedule/orders",
+        "alternate(forwards, backwards, 2 * (stages - 1 - rank) + (chunks - 1) * len(groups[0]))",
+        "alternate(forwards, backwards, (stages - 1 - rank) + (chunks - 1) * len(groups[0]))",
+        ("tests/schedule/test_published_orders.py", "tests/schedule/test_orders_of_the_literature.py"),
+    ),
+    Defect(
+        "an update may start from another version than the newest",
+        "schedule/proof",
+        "if self.newest != batch or batch in self.provisional:",
+        "if batch in self.provisional:",
+        ("tests/schedule/test_planted_faults.py", "tests/schedule/test_golden_faults.py"),
+    ),
+    Defect(
+        "a pass may read a version that is gone",
+        "schedule/proof",
+        "            if version not in self.versions:",
+        "            if version > self.newest:",
+        ("tests/schedule/test_golden_faults.py", "tests/schedule/test_planted_faults.py"),
+    ),
+    Defect(
+        "the delay of backwards is taken from what forwards read",
+        "schedule/proof",
+        "gradient.backward += versions[0]",
+        "gradient.backward += flight.versions[0]",
+        ("tests/schedule/test_delay_profiles.py", "tests/schedule/test_proof_facts.py"),
+    ),
+    Defect(
+        "an update in place may overwrite what a microbatch in flight still reads",
+        "schedule/proof",
+        "if rule.update is Update.IN_PLACE and reader is not None:",
+        "if rule.update is Update.ROTATE and reader is not None:",
+        ("tests/schedule/test_golden_faults.py", "tests/schedule/test_planted_faults.py"),
+    ),
+    Defect(
+        "an average may change weights that a pass has read already",
+        "schedule/proof",
+        "if self.newest_read or batch >= self.newest:",
+        "if batch >= self.newest:",
+        ("tests/schedule/test_average_actions.py",),
+    ),
+    Defect(
+        "an evaluation between two batches may wait for what is sent after it",
+        "schedule/machine",
+        "if not lag and position < borders[rank] and not early:",
+        "if not lag and position < borders[rank] and early and not position:",
+        ("tests/schedule/test_batch_border.py",),
+    ),
+    # --- simulate, timeline, idle time --------------------------------------------------------------------------------
+    Defect(
+        "a bubble is divided by the longest span of a rank instead of by the makespan",
+        ".",
+        "total = len(self.busy) * self.makespan\n",
+        "total = len(self.busy) * self.rank_span\n",
+        ("tests/test_timeline.py",),
+    ),
+    Defect(
+        "messages of the batch before are counted in the first batch of a span",
+        "simulate",
+        "times = max(batches - max(begun, 0), 0) if part == 0",
+        "times = batches if part == 0",
+        ("tests/simulate/test_closed_forms.py", "tests/simulate/test_published_figures.py"),
+    ),
+    Defect(
+        "a full backward costs what its first half does",
+        "simulate",
+        "return (cost.backward_input + cost.backward_weight) * amount",
+        "return (cost.backward_input + cost.backward_input) * amount",
+        ("tests/simulate/test_stage_costs.py", "tests/simulate/test_against_oracles.py"),
+    ),
+    Defect(
+        "a simulated update is labelled with the version before it",
+        "simulate",
+        "version = batch + 1 if op is Op.STEP else",
+        "version = batch if op is Op.STEP else",
+        (
+            "tests/view/test_drawings.py",
+            "tests/simulate/test_2bw_figure.py",
+            "tests/simulate/test_collectives_in_time.py",
+        ),
+    ),
+    Defect(
+        "waiting for a message that is not made yet counts as communication",
+        ".",
+        "(wait == Waiting.MESSAGE and time >= self.made)",
+        "(wait == Waiting.MESSAGE and time <= self.made)",
+        ("tests/test_idle_time.py",),
+    ),
+    # --- weights: versions, decisions, corrections, averages ----------------------------------------------------------
+    Defect(
+        "averaged weights go the larger part of the way",
+        "weights/memory",
+        "flat.lerp_(other._flats[dtype], share)",
+        "flat.lerp_(other._flats[dtype], 1.0 - share)",
+        ("tests/runtime/test_snapshots.py", "tests/runtime/test_combinations.py"),
+    ),
+    Defect(
+        "a gradient in low precision is not multiplied by its factor",
+        "weights",
+        "updater.in_place(self._master, gradient, factor, stepped)",
+        "updater.in_place(self._master, gradient, 1.0, stepped)",
+        ("tests/weights/test_precision.py",),
+    ),
+    Defect(
+        "a parameter that no backward reaches keeps the gradient of an earlier batch",
+        "weights/memory",
+        "                self.views[key].zero_()\n",
+        "                self.views[key].add_(0.0)\n",
+        ("tests/stage/test_kinds_of_stages.py", "tests/weights/test_version_safety.py"),
+    ),
+    Defect(
+        "gradients are scaled up to the clipping norm, too",
+        "weights",
+        "factor *= min(1.0, clip / (norm + _EPSILON))",
+        "factor *= clip / (norm + _EPSILON)",
+        ("tests/runtime/test_decisions.py",),
+    ),
+    Defect(
+        "the loss scale grows one batch late",
+        "weights",
+        "if self.finite_in_a_row == spec.interval:",
+        "if self.finite_in_a_row > spec.interval:",
+        ("tests/runtime/test_decisions.py",),
+    ),
+    Defect(
+        "an overflow under a scale that has been lowered since lowers it again",
+        "weights",
+        "            if decision.scale <= self.scale:\n",
+        "            if decision.scale:\n",
+        ("tests/runtime/test_decisions.py",),
+    ),
+    Defect(
+        "PipeMare's decay does not depend on the delay as it should",
+        "weights/corrections",
+        "wanted.decay ** (1.0 / float(place.delay))",
+        "wanted.decay ** float(place.delay)",
+        ("tests/weights/test_pipemare_slots.py", "tests/weights/test_corrections.py"),
+    ),
+    Defect(
+        "error feedback acts on the first update",
+        "weights/corrections",
+        "if step.update > self.began:",
+        "if step.update >= self.began:",
+        ("tests/weights/test_corrections_long_delays.py", "tests/weights/test_corrections.py"),
+    ),
+    Defect(
+        "SpecTrain predicts one microbatch too far",
+        "weights/corrections",
+        '"spectrain": ((k // 2 + n - k - 1) / m, (k // 2) / m),',
+        '"spectrain": ((k // 2 + n - k) / m, (k // 2) / m),',
+        ("tests/weights/test_corrections_long_delays.py", "tests/weights/test_corrections.py"),
+    ),
+    Defect(
+        "block momentum ignores its step size",
+        "weights",
+        "d.mul_(self._eta).add_(gained, alpha=self.combine.step)",
+        "d.mul_(self._eta).add_(gained)",
+        ("tests/runtime/test_averaging.py",),
+    ),
+    Defect(
+        "a version that is given back keeps the claims on its old content valid",
+        "weights",
+        "            buffer.gradient = None\n            buffer.rewrite()\n",
+        "            buffer.gradient = None\n",
+        ("tests/weights/test_version_safety.py",),
+    ),
+    # --- comm: sums, messages -----------------------------------------------------------------------------------------
+    Defect(
+        "pipelines of one process add their gradients in another order",
+        "comm/collective",
+        "            for other in others:\n                total.add_(other)\n",
+        "            for other in reversed(others):\n                total.add_(other)\n",
+        ("tests/comm/test_width.py",),
+    ),
+    Defect(
+        "pipelines of several processes add their gradients in another order",
+        "comm/collective",
+        "for share in shares[1:]:",
+        "for share in reversed(shares[1:]):",
+        ("tests/comm/test_fast_reduction.py", "tests/comm/test_width.py"),
+    ),
+    Defect(
+        "what is handed over in a process is not copied",
+        "comm/p2p",
+        "Parcel(parcel.header, _copied(parcel.tree), parcel.wants_gradient)",
+        "Parcel(parcel.header, parcel.tree, parcel.wants_gradient)",
+        ("tests/comm/test_messages_between_stages.py", "tests/stage/test_block_side_effects.py"),
+    ),
+    Defect(
+        "shares of a decision lose what the rounding of squares has lost",
+        "weights",
+        "math.fsum(part for share in shares for part in (share.squares, share.rest)),",
+        "math.fsum(share.squares for share in shares),",
+        ("tests/runtime/test_decisions.py",),
+    ),
+    # --- stage: passes of one stage -----------------------------------------------------------------------------------
+    Defect(
+        "the norm counts a shared parameter where it is a copy",
+        "stage",
+        "if tie.stages[0] != self.key.index",
+        "if tie.stages[0] == self.key.index",
+        ("tests/partition/test_tied.py",),
+    ),
+    Defect(
+        "a rejected update leaves forwards that have read it",
+        "stage",
+        "if flight.version == batch + 1]",
+        "if flight.version == batch]",
+        ("tests/runtime/test_post_validation.py",),
+    ),
+    Defect(
+        "random numbers are the same in every batch",
+        "stage",
+        "{block}/{draw.batch}/{draw.microbatch}",
+        "{block}/0/{draw.microbatch}",
+        ("tests/stage/test_rng.py",),
+    ),
+    Defect(
+        "buffers that a forward changes are not kept for its second run",
+        "stage",
+        "place: tensor.clone() for place, tensor in places.items() if place in restless",
+        "place: tensor for place, tensor in places.items() if place in restless",
+        ("tests/stage/test_recompute.py", "tests/stage/test_rng.py"),
+    ),
+    Defect(
+        "a skipped update moves the averaged weights",
+        "stage",
+        "        if self.average is not None and factor:\n",
+        "        if self.average is not None:\n",
+        ("tests/runtime/test_evaluation.py", "tests/runtime/test_combinations.py"),
+    ),
+    # --- runtime: updates, ranks, a run -------------------------------------------------------------------------------
+    Defect(
+        "parallel pipelines draw the same random numbers",
+        "runtime",
+        "        draw = Draw(batch, self.pipeline * self.m + k % self.m, piece[0] if piece else 0)\n",
+        "        draw = Draw(batch, k % self.m, piece[0] if piece else 0)\n",
+        ("tests/stage/test_rng.py", "tests/comm/test_width.py"),
+    ),
+    Defect(
+        "every pipeline hands in the norm of the gradient that all have",
+        "runtime",
+        "squares = stage.gradient_squares(batch) if counts else (0.0, 0.0)",
+        "squares = stage.gradient_squares(batch)",
+        ("tests/comm/test_width.py",),
+    ),
+    Defect(
+        "pipelines meet by the batches of a span, not by those of training",
+        "runtime",
+        "self.combine.meets(start + average.unit.first + t)",
+        "self.combine.meets(average.unit.first + t)",
+        ("tests/runtime/test_averaging.py",),
+    ),
+    Defect(
+        "samples that differ between the first and the last stage are not noticed",
+        "runtime",
+        "if stage.has_loss and header.checksum != sample.checksum:",
+        "if stage.has_loss and header.checksum is None:",
+        ("tests/runtime/test_failures.py",),
+    ),
+    Defect(
+        "a divergence is judged one batch late",
+        "runtime",
+        "len(self._losses) < divergence.window:",
+        "len(self._losses) <= divergence.window:",
+        ("tests/train/test_phase_plan.py", "tests/runtime/test_decisions.py", "tests/train/test_phase_switcher.py"),
+    ),
+    # --- checkpoint ---------------------------------------------------------------------------------------------------
+    Defect(
+        "one checkpoint more than wanted stays",
+        "checkpoint",
+        "if path.name <= newest.name][:-keep]:",
+        "if path.name <= newest.name][: -keep - 1]:",
+        ("tests/checkpoint/test_format.py",),
+    ),
+    Defect(
+        "a file with other content of the same length passes",
+        "checkpoint",
+        "    if found != written:\n",
+        '    if found["bytes"] != written["bytes"]:\n',
+        ("tests/checkpoint/test_format.py",),
+    ),
+    Defect(
+        "the limit of a restart excludes the checkpoint at the limit",
+        "checkpoint",
+        "if path.name <= place_of(run, limit).name]",
+        "if path.name < place_of(run, limit).name]",
+        ("tests/checkpoint/test_format.py", "tests/checkpoint/test_manager.py", "tests/train/test_phase_switcher.py"),
+    ),
+    # --- train --------------------------------------------------------------------------------------------------------
+    Defect(
+        "the warm-up begins at a rate of zero",
+        "train",
+        "return (update + 1) / warm_up",
+        "return update / warm_up",
+        ("tests/train/test_lr_schedule.py",),
+    ),
+    Defect(
+        "every epoch has the same order of samples",
+        "train",
+        "for part in (seed ^ (seed >> 32) * 0x9E3779B1, epoch, round_, value):",
+        "for part in (seed ^ (seed >> 32) * 0x9E3779B1, round_, value):",
+        ("tests/train/test_windows.py",),
+    ),
+    Defect(
+        "targets are the inputs",
+        "train",
+        "tokens_BL[:, 1:].contiguous()",
+        "tokens_BL[:, :-1].contiguous()",
+        ("tests/train/test_windows.py",),
+    ),
+    Defect(
+        "patience lasts one evaluation longer",
+        "train",
+        "self._worse >= self._limit:",
+        "self._worse > self._limit:",
+        ("tests/runtime/test_early_stop_notice.py", "tests/train/test_interrupted.py"),
+    ),
+    # --- verify -------------------------------------------------------------------------------------------------------
+    Defect(
+        "a number equals NaN",
+        "verify",
+        "(a.isnan() & b.isnan())",
+        "(a.isnan() | b.isnan())",
+        ("tests/verify/test_verify.py",),
+    ),
+    Defect(
+        "numbers that a pipeline does not show do not differ",
+        "verify",
+        "missing = sorted(self._missing) if complete else []",
+        "missing = []",
+        ("tests/verify/test_verify.py",),
+    ),
+    Defect(
+        "the reference divides a batch by the loss scale twice",
+        "verify/reference",
+        "mean = c / (weight * scale)",
+        "mean = c / (weight * scale * scale)",
+        ("tests/verify/test_reference_synchronous.py", "tests/runtime/test_decisions.py"),
+    ),
+)

@@ -1,0 +1,70 @@
+"""The test suite itself: names that can be told apart, modules that stand alone, a choice for `make check`."""
+
+import ast
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from support.smoke import smoke_tests
+
+TESTS = Path(__file__).parent
+FILES = sorted(TESTS.rglob("test_*.py"))
+
+
+def test_no_test_name_stands_in_two_files():
+    """So that `pytest -k` picks one test, and a name in a report says which one it is."""
+    found = {}
+    for path in FILES:
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+                found.setdefault(node.name, []).append(str(path.relative_to(TESTS)))
+    assert len(found) > 1000
+    assert {name: where for name, where in found.items() if len(where) > 1} == {}
+
+
+def test_no_test_module_imports_another():
+    """What several of them need is in tests/support."""
+    names = {path.stem for path in FILES}
+    assert names >= {"test_suite", "test_layers"}
+    found = []
+    for path in TESTS.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            modules = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+            if isinstance(node, ast.ImportFrom):
+                modules.append(node.module or "")
+            if any(part in names for module in modules for part in module.split(".")):
+                found.append(f"{path.relative_to(TESTS)}, line {node.lineno}")
+    assert found == []
+
+
+def test_every_module_says_what_it_is():
+    """In one sentence on its first line."""
+    files = [path for path in TESTS.rglob("*.py") if path.stat().st_size]
+    said = {path: ast.get_docstring(ast.parse(path.read_text())) or "" for path in files}
+    first = {str(path.relative_to(TESTS)): text.partition("\n")[0] for path, text in said.items()}
+    assert {path: line for path, line in first.items() if not line.endswith(".")} == {}
+
+
+def test_every_file_is_part_of_make_check(request):
+    """Whatever has been collected here: no file is left out when its tests are chosen."""
+    items = request.session.items
+    assert {item.path for item in smoke_tests(items)} == {item.path for item in items}
+
+
+@pytest.mark.parametrize(
+    ("marks", "wanted"),
+    [
+        (["", "", ""], [0]),
+        (["processes", "slow", ""], [2]),
+        (["processes", "slow"], [0]),
+        (["", "smoke", "", "smoke"], [1, 3]),
+        (["processes smoke", ""], [0]),
+    ],
+)
+def test_which_tests_of_a_file_make_check_runs(marks, wanted):
+    def item(path, number, mark):
+        return SimpleNamespace(path=path, number=number, get_closest_marker=lambda name: name in mark.split() or None)
+
+    items = [item(path, number, mark) for path in ("a", "b") for number, mark in enumerate(marks)]
+    assert [(found.path, found.number) for found in smoke_tests(items)] == [(p, n) for p in ("a", "b") for n in wanted]
