@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from support.cli import Command, run
+from support.command_line import Command, run
 from support.pool import Pool
 from support.smoke import smoke_tests
 
@@ -42,8 +42,8 @@ def command(
 ) -> Command:
     """Run `penstock` with arguments in this process; workers are forked from one that lives as long as this one.
 
-    So `penstock train` takes half a second, and five in processes of its own, as `support.commands.start` runs it. What
-    workers print does not go through this process, but where pytest has its outputs go, so it is read from there.
+    So `penstock train` takes half a second; in processes of its own, as `support.command_line.start` runs it, five.
+    What workers print does not go through this process but where pytest sends its own outputs: it is read from there.
     """
     capture = request.config.pluginmanager.getplugin("capturemanager")
 

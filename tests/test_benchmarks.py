@@ -111,7 +111,7 @@ def test_limits(run):
 
 
 @pytest.mark.slow
-def test_overhead_of_two_parts(tmp_path):
+def test_overhead_of_two_parts(tmp_path, run):
     options = "--part", "a", "b", "--rounds", 1, "--microbatches", 4, "--count", 8, "--slice", 4
     printed = run("overhead", *options, "--out", tmp_path)
     (raw,) = tmp_path.iterdir()

@@ -8,7 +8,7 @@ from penstock.schedule.build import make_schedule
 from penstock.simulate.costs import Costs, StageCost
 from penstock.simulate.simulate import simulate_schedule
 from penstock.timeline import Interval, Timeline, Waiting
-from support.least import CHAINS, least
+from support.smallest_batch import CHAINS, least
 
 
 def did(rank, start, end, label, span=0):

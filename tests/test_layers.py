@@ -86,13 +86,13 @@ def test_a_folder_imports_only_folders_below():
 
 
 def test_folders_are_small():
-    """Three to twelve modules, one idea each; only the orders are one family a file, and models begin with two."""
+    """A dozen modules or so, one idea each; only the orders have more, one family a file."""
     counts = dict.fromkeys(FLOORS, 0)
     for name, path in modules():
         if path.name != "__init__.py":
             counts[folder_of(name)] += 1
     within = {folder: n for folder, n in counts.items() if (ROOT / folder).is_dir() and folder != "schedule/orders"}
-    assert {folder: n for folder, n in within.items() if n > 16} == {}
+    assert {folder: n for folder, n in within.items() if n > 14} == {}
 
 
 def test_no_class_name_stands_twice():

@@ -221,8 +221,8 @@ DEFECTS = (
     Defect(
         "what is handed over in a process is not copied",
         "comm/p2p",
-        "Parcel(parcel.header, _copied(parcel.tree), parcel.wants_gradient)",
-        "Parcel(parcel.header, parcel.tree, parcel.wants_gradient)",
+        "TensorMessage(message.header, _copied(message.tree), message.wants_gradient)",
+        "TensorMessage(message.header, message.tree, message.wants_gradient)",
         ("tests/comm/test_messages_between_stages.py", "tests/stage/test_block_side_effects.py"),
     ),
     Defect(
@@ -234,10 +234,10 @@ DEFECTS = (
     ),
     # --- stage: passes of one stage -----------------------------------------------------------------------------------
     Defect(
-        "the norm counts a shared parameter where it is a copy",
+        "the norm counts a shared parameter on every stage that holds it",
         "stage",
         "if tie.stages[0] != self.key.index",
-        "if tie.stages[0] == self.key.index",
+        "if tie.stages[0] not in tie.stages",
         ("tests/partition/test_tied.py",),
     ),
     Defect(
@@ -250,8 +250,8 @@ DEFECTS = (
     Defect(
         "random numbers are the same in every batch",
         "stage",
-        "{block}/{draw.batch}/{draw.microbatch}",
-        "{block}/0/{draw.microbatch}",
+        "{block}/{key.batch}/{key.microbatch}",
+        "{block}/0/{key.microbatch}",
         ("tests/stage/test_rng.py",),
     ),
     Defect(
@@ -272,9 +272,9 @@ DEFECTS = (
     Defect(
         "parallel pipelines draw the same random numbers",
         "runtime",
-        "        draw = Draw(batch, self.pipeline * self.m + k % self.m, piece[0] if piece else 0)\n",
-        "        draw = Draw(batch, k % self.m, piece[0] if piece else 0)\n",
-        ("tests/stage/test_rng.py", "tests/comm/test_width.py"),
+        "return RngKey(turn.batch, self._span.pipeline * self._m + turn.first % self._m, self._number)",
+        "return RngKey(turn.batch, turn.first % self._m, self._number)",
+        ("tests/comm/test_width.py",),
     ),
     Defect(
         "every pipeline hands in the norm of the gradient that all have",
@@ -286,15 +286,15 @@ DEFECTS = (
     Defect(
         "pipelines meet by the batches of a span, not by those of training",
         "runtime",
-        "self.combine.meets(start + average.unit.first + t)",
-        "self.combine.meets(average.unit.first + t)",
+        "self._span.meetings.meets(self._span.start + t + self._offset)",
+        "self._span.meetings.meets(t + self._offset)",
         ("tests/runtime/test_averaging.py",),
     ),
     Defect(
         "samples that differ between the first and the last stage are not noticed",
         "runtime",
-        "if stage.has_loss and header.checksum != sample.checksum:",
-        "if stage.has_loss and header.checksum is None:",
+        "if self._runtime.has_loss and header.checksum != sample.checksum:",
+        "if self._runtime.has_loss and header.checksum is None:",
         ("tests/runtime/test_failures.py",),
     ),
     Defect(

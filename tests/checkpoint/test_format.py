@@ -341,7 +341,7 @@ def test_patience_counts_a_version_once() -> None:
     patience.record(12, 0.1)  # found while the run was ending
     assert patience.end == 16
     endless = Patience(None)
-    endless.hear(2, math.nan)
+    endless.record(2, math.nan)
     assert endless.end == math.inf
 
 

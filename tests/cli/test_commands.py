@@ -9,7 +9,7 @@ from rich.console import Console
 
 from penstock.schedule.methods.table import METHODS
 from penstock.view.tables import methods_table
-from support.cli import run
+from support.command_line import run
 
 FORWARDS = (  # a predicted copy for forwards
     "pipeoptim", "lwp", "lwp-weights", "spike-lwp", "spike-lwp-weights", "ftpipe", "ftpipe-aggregated"

@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 from penstock.cli import app
 from penstock.compare import run as run_module
-from support.cli import run
+from support.command_line import run
 
 TINY = [
     "compare", "--methods", "1f1b,2bw", "--stages", 2, "--microbatches", 2, "--batches", 2, "--seeds", 2,

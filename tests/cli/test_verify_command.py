@@ -6,7 +6,7 @@ import pytest
 
 from penstock.stage.module import StageModule
 from penstock.stage.stage_runtime import StageRuntime
-from support.cli import run
+from support.command_line import run
 
 TINY = [
     "microbatches=2", "microbatch_size=1", "model.layers=2", "model.width=16", "model.heads=2", "model.context=8",

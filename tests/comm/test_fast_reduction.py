@@ -19,9 +19,9 @@ from penstock.comm.core.rank_grid import Holder
 from penstock.errors import ConfigError, PenstockError
 from penstock.schedule.ir.schedule import Stage
 from support.cases import Case, Outcome, assert_same, expected, make_batches, make_pipeline, train
+from support.joined_pipelines import together
 from support.pool import Pool
 from support.runtime_faults import Fails, what_happens, with_block
-from support.width_cases import together
 
 SIZE = 100_003  # no multiple of anything that gloo might stage a tensor by
 EPS = torch.finfo(torch.float32).eps

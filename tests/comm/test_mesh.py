@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from penstock.errors import ConfigError, PenstockError
 from support.cases import Case, Outcome, assert_same, expected, make_batches, make_pipeline, train
+from support.joined_pipelines import together
 from support.pool import Pool
-from support.width_cases import together
 
 NAMES = ("width", "depth", "inner")
 CASE = Case("2bw", 2, 2, width=2, reduce="fast", clip=0.6)

@@ -27,9 +27,9 @@ from support.cases import (
     make_pipeline,
     train,
 )
-from support.least import least
+from support.joined_pipelines import together
 from support.pool import Pool
-from support.width_cases import together
+from support.smallest_batch import least
 
 SHAPES = [(1, 2), (1, 3), (2, 1), (2, 2), (3, 1), (4, 1)]  # depth, width
 
@@ -219,3 +219,11 @@ def differ(group: dist.ProcessGroup, case: Case) -> str:
 def test_pipelines_that_begin_with_other_weights_are_refused(pool: Pool) -> None:
     said = pool.submit(differ, Case("1f1b", 2, 2, width=2), ranks=4)
     assert all("stage 0 does not begin with the same weights on ranks 0 and 2" in text for text in said)
+
+
+def test_parallel_pipelines_draw_random_numbers_of_their_own() -> None:
+    """Dropout and noise of a microbatch go by its place in the whole batch; statistics are those of one pipeline."""
+    case = Case("2bw", 2, 2, "restless", width=2, seed=3)
+    found, wanted = train(None, case), expected(case)
+    wanted.weights = {name: w for name, w in wanted.weights.items() if "running" not in name and "num_" not in name}
+    assert_same(found, wanted)

@@ -21,7 +21,7 @@ from penstock.train.data.windows import batches
 from penstock.train.export.weights_format import load_weights
 from penstock.train.setup.build_pipeline import make_pipeline
 from penstock.train.setup.prepare import prepare
-from support.launched import stop_after_the_end, stop_at_the_end
+from support.worker_functions import stop_after_the_end, stop_at_the_end
 
 pytestmark = pytest.mark.processes
 
@@ -83,7 +83,7 @@ def test_a_worker_that_is_stopped_while_it_waits_for_the_launcher() -> None:
 
 def test_workers_that_wait_for_nothing_do_not_outlive_the_launcher() -> None:
     start = "launch_local(2, wait_for_nothing)"
-    code = f"from support.launched import *; from penstock.launch.launch import launch_local; {start}"
+    code = f"from support.worker_functions import *; from penstock.launch.launch import launch_local; {start}"
     with subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parents[1]) as launcher:
         until(lambda: len(workers_of(launcher.pid)) == 2, 60.0)
         workers = workers_of(launcher.pid)

@@ -17,8 +17,7 @@ import torch
 
 from penstock.checkpoint.format import checkpoints
 from penstock.train.export.weights_format import load_weights
-from support.cli import Command
-from support.commands import only_folder, settings
+from support.command_line import Command, only_folder, settings
 
 pytestmark = pytest.mark.processes
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]

@@ -53,7 +53,7 @@ def test_a_balance_that_does_not_fit(balance: tuple[int, ...]) -> None:
 
 
 def test_too_few_blocks() -> None:
-    with pytest.raises(ConfigError, match="2 blocks, too few for 3 stages; use fewer stages"):
+    with pytest.raises(ConfigError, match="2 blocks, which cannot be cut into 3 stages; use fewer stages"):
         make_pipeline(Case("1f1b", 3, 2), blocks=[torch.relu, torch.relu], balance=None)
     with pytest.raises(ConfigError, match="no blocks"):
         make_pipeline(Case("1f1b", 1, 2), blocks=[], balance=None)

@@ -27,8 +27,8 @@ from support.cases import (
     train,
     train_on_ranks,
 )
-from support.least import least
 from support.pool import Pool
+from support.smallest_batch import least
 
 NAMES = next(iter(TIED["mixed"].items()))
 

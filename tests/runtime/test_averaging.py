@@ -427,9 +427,9 @@ AVERAGE = Combine("average", every=2)
         ("1f1b", {"combine": AVERAGE, "reduce": "fast"}, "reduce=fast cannot be used with combine=average"),
         ("1f1b", {"combine": AVERAGE, "average": 0.9}, "average=0.9 and combine=average do not go together"),
         ("1f1b", {"combine": "average"}, "combine must be a Combine, such as Combine('average', every=4)"),
-        ("zb-h2-post", {"combine": AVERAGE}, "take the method without post-validation"),
+        ("zb-h2-post", {"combine": AVERAGE}, "use the method without post-validation"),
         ("newest", {"combine": AVERAGE}, "under which a microbatch reads several versions"),
-        ("1f1b", {"combine": AVERAGE, "delays": 2}, "delays do not go with combine=average"),
+        ("1f1b", {"combine": AVERAGE, "delays": 2}, "delays cannot be used with combine=average"),
         ("1f1b", {"combine": AVERAGE, "divergence": Divergence()}, "so they would not agree on a divergence"),
     ],
 )

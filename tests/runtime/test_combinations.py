@@ -82,7 +82,7 @@ from support.meetings import (
     states_of,
     uneven_batches,
 )
-from support.resumed_cases import rest_of
+from support.rest_of_a_run import rest_of
 from support.snapshots import Kept
 
 ROUNDED = {"spike", "spike-lwp", "spike-lwp-weights", "gap-aware"}

@@ -20,8 +20,8 @@ from support.cases import (
     train,
     train_on_ranks,
 )
-from support.least import least
 from support.pool import Pool
+from support.smallest_batch import least
 
 EVERY = (*METHODS, "2bw-eager")
 CLIP = 0.6  # below the norm of most batches of these models

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from penstock.runtime.execute.evaluation import Evaluating
 from penstock.train.setup.early_stopping import Patience
 from support.cases import Case, make_batches, make_pipeline
-from support.least import least
 from support.pool import Pool
+from support.smallest_batch import least
 
 
 def announced(group: dist.ProcessGroup, case: Case, every: int) -> dict[int, int]:

@@ -6,9 +6,9 @@ from penstock.schedule.methods.table import METHODS as METHOD_TABLE
 from penstock.verify.reference import METHODS as REFERENCES
 from support.cases import METHODS, Case, assert_same, expected, together, train, train_on_ranks
 from support.correction_cases import KINDS
-from support.least import least
 from support.order_cases import ORDERS
 from support.pool import Pool
+from support.smallest_batch import least
 
 EAGER = "2bw-eager"  # the versions of 2bw; that its order is right is seen here, all else by the other methods
 SHAPES = [(1, 1), (1, 3), (2, 1), (2, 5), (3, 2), (4, 3), (4, 6)]

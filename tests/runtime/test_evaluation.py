@@ -15,8 +15,8 @@ from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.rank.snapshot import Saving, Snapshot
 from penstock.runtime.update.events import Evaluated
 from support.cases import VOCABULARY, WIDTH, Case, assert_equal_tensors, expected, make_batches, make_pipeline
-from support.least import least
 from support.pool import Pool
+from support.smallest_batch import least
 from support.snapshots import Kept
 
 Found = list[tuple[int, float | None, float]]

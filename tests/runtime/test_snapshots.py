@@ -32,7 +32,7 @@ from support.cases import (
     train,
 )
 from support.pool import Pool
-from support.resumed_cases import rest_of
+from support.rest_of_a_run import rest_of
 from support.snapshots import Kept
 
 RESTLESS = Scaling(initial=2.0**24, growth=2.0, backoff=0.5, interval=2)

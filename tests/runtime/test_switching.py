@@ -98,14 +98,14 @@ def expected_of(case: Case, phases: Phases, patch: pytest.MonkeyPatch) -> Outcom
             if not (starts[t] in DOUBLE_BUFFER and self.method in DOUBLE_BUFFER):
                 since = t
             self.method, self.options = starts[t], options_of(starts[t], OPTIONS.get(starts[t], {}))
-            for stage in self.nodes:
+            for stage in self.stages:
                 stage.reading, stage.step, stage.made = (
                     ReferenceReading(),
                     step,
                     False,
                 )  # what was known of motion is forgotten
             self.begin(len(batch))
-            for stage in self.nodes:
+            for stage in self.stages:
                 if isinstance(stage.reading, ReferencePrediction):  # it counts versions from its first one on
                     stage.reading.ahead[:0] = [{}] * t
         train(self, t, batch)

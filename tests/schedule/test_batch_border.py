@@ -10,7 +10,7 @@ from penstock.schedule.machine.batch_border import border_fault
 from penstock.schedule.machine.instructions import Lowered
 from penstock.schedule.machine.lower import lower
 from penstock.schedule.text import parse_schedule
-from support.least import least
+from support.smallest_batch import least
 
 RUN = ("sequential", "gpipe", "1f1b", "eager", "2bw", "2bw-eager")
 

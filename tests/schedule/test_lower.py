@@ -13,7 +13,7 @@ from penstock.schedule.orders import ORDERS
 from penstock.schedule.proof.check import check
 from penstock.schedule.text import parse_schedule
 from penstock.schedule.transforms.apply_rule import apply_rule
-from support.least import CHAINS, least
+from support.smallest_batch import CHAINS, least
 
 GOLDEN = sorted((Path(__file__).parents[1] / "golden").glob("*.txt"))
 SCHEDULES = [parse_schedule(path.read_text(), path.stem) for path in GOLDEN]

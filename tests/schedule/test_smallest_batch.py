@@ -6,7 +6,7 @@ import pytest
 
 from penstock.errors import ScheduleError
 from penstock.schedule.build import make_schedule, prove, smallest_microbatches
-from support.least import CHAINS, least
+from support.smallest_batch import CHAINS, least
 
 DEPTHS = range(1, 7)
 

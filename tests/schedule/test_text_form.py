@@ -26,7 +26,7 @@ from penstock.schedule.ir.schedule import (
 )
 from penstock.schedule.proof.check import check
 from penstock.schedule.text import parse_action, parse_schedule
-from support.least import CHAINS, least
+from support.smallest_batch import CHAINS, least
 
 GOLDEN = sorted((Path(__file__).parents[1] / "golden").glob("*.txt"))
 

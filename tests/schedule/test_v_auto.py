@@ -43,7 +43,7 @@ def found_by_search(p: int, m: int, times: Times, limit: int, hop: int = 0, held
     hop=st.integers(0, 3),
 )
 @settings(max_examples=25, deadline=None, derandomize=True)
-def test_any_times_and_any_memory(p: int, m: int, limit: int, held: int, times: Times, hop: int) -> None:
+def test_v_auto_takes_any_times_and_any_memory(p: int, m: int, limit: int, held: int, times: Times, hop: int) -> None:
     """Always proven; and never more activations than asked for, by the simulator's own account."""
     found = found_by_search(p, m, times, limit, hop, held)
     assert max(found.activations) <= limit
@@ -94,7 +94,7 @@ EXACT = [
 
 @pytest.mark.parametrize(("times", "hop"), [((1, 1, 1), 0), ((2, 3, 1), 0), ((3, 2, 2), 1), ((1, 2, 3), 0)])
 @pytest.mark.parametrize(("p", "m", "limit"), EXACT)
-def test_it_finds_what_is_proven_to_be_the_best(p: int, m: int, limit: int, times: Times, hop: int) -> None:
+def test_v_auto_finds_what_is_proven_to_be_the_best(p: int, m: int, limit: int, times: Times, hop: int) -> None:
     """In all of these cases but one, in which it takes 34 where 33 are possible."""
     best = shortest_span(p, m, times, hop, 2 * limit)
     whole = tuple(2 * time for time in times)
@@ -135,6 +135,6 @@ def test_the_blocks_of_v_half_and_v_min_are_among_them() -> None:
         assert half in building_blocks(p)
 
 
-def test_no_more_than_all_activations_can_be_left() -> None:
+def test_v_auto_takes_no_more_than_all_activations_as_left() -> None:
     with pytest.raises(ScheduleError, match="v-auto: held is a percentage of a microbatch's activations, got 101"):
         v_auto(2, 2, held=101)

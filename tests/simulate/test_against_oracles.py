@@ -13,7 +13,7 @@ from penstock.simulate.costs import Costs, StageCost
 from penstock.simulate.simulate import play
 from support.buffer_oracle import bounded_times
 from support.event_oracle import start_times
-from support.least import CHAINS, least
+from support.smallest_batch import CHAINS, least
 
 GOLDEN = {path.stem: parse_schedule(path.read_text()) for path in (Path(__file__).parents[1] / "golden").glob("*.txt")}
 FLUSHED = [name for name, schedule in GOLDEN.items() if not any(program.epilogue for program in schedule.programs)]

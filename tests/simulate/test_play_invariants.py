@@ -11,7 +11,7 @@ from penstock.schedule.proof.check import check
 from penstock.schedule.text import parse_schedule
 from penstock.simulate.costs import Costs, StageCost
 from penstock.simulate.simulate import simulate_schedule
-from support.least import CHAINS, least
+from support.smallest_batch import CHAINS, least
 
 GOLDEN = [
     check(parse_schedule(path.read_text(), path.stem))

@@ -10,7 +10,7 @@ import pytest
 from penstock.errors import ConfigError
 from penstock.simulate.costs import Costs, StageCost
 from penstock.simulate.search_options import with_search_options
-from support.cli import run
+from support.command_line import run
 
 MEASURED = ("--forward", 18.522, "--backward-input", 18.086, "--backward-weight", 9.337, "--latency", 0.601)
 AS_OPTIONS = {"forward": 18522, "input": 18086, "weight": 9337, "hop": 601, "held": 37}

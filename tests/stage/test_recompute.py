@@ -30,8 +30,8 @@ from support.cases import (
     train,
     train_on_ranks,
 )
-from support.least import least
 from support.pool import Pool
+from support.smallest_batch import least
 
 WAYS: tuple[Recompute, ...] = ("block", "stage")
 

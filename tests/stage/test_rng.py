@@ -22,8 +22,8 @@ from support.cases import (
     train,
     train_on_ranks,
 )
-from support.least import least
 from support.pool import Pool
+from support.smallest_batch import least
 
 CASES = [(method, d) for method in METHODS for d in (1, 2, 4)]
 

@@ -105,17 +105,3 @@ def snapshots_of(case: Case, every: int, pipeline: Pipeline) -> list[Snapshot]:
     for _ in pipeline.run(make_batches(case), save=Saving(every, taken.append)):
         pass
     return taken
-
-
-class InMemory:
-    """Snapshots of all stages, without a file."""
-
-    def __init__(self, snapshots: list[Snapshot]) -> None:
-        self.tensors = {name: tensor for snapshot in snapshots for name, tensor in snapshot.tensors.items()}
-        values = {name: value for snapshot in snapshots for name, value in snapshot.values.items()}
-        facts = {key: value for snapshot in snapshots for key, value in snapshot.facts.items()}
-        self.facts: Mapping[str, Any] = {**facts, "values": values}
-        self.names = self.tensors.keys()
-
-    def tensor(self, name: str) -> Tensor:
-        return self.tensors[name]

@@ -59,10 +59,8 @@ def another_rule(name: str) -> Any:
     """The schedule is that of another method: legal in itself, but its versions are not those of this one."""
 
     def plant(patch: Patch) -> None:
-        real = prepare.prove
-        patch.setattr(
-            prepare, "prove", lambda _, stages, microbatches, **more: real(name, stages, microbatches, **more)
-        )
+        real = prepare.ScheduleRequest
+        patch.setattr(prepare, "ScheduleRequest", lambda _, *numbers, **more: real(name, *numbers, **more))
 
     return plant
 

@@ -44,13 +44,13 @@ def test_changes_are_read_as_the_field_means_them():
         (["combine.kind=average", "width=2", "evaluate.patience=2"], "evaluate.patience needs to hear of evaluations"),
         (["combine.kind=average", "width=2", "average=0.9"], "average=0.9 and combine=average do not go together"),
         (["combine.kind=average", "width=2", "reduce=fast"], "reduce=fast cannot be used with combine=average"),
-        (["combine.kind=average", "width=2", "delays=2", "method=1f1b"], "delays do not go with combine=average"),
+        (["combine.kind=average", "width=2", "delays=2", "method=1f1b"], "delays cannot be used with combine=average"),
         (
             ["combine.kind=average", "width=2", "sync.batches=10"],
             "sync.method: parallel pipelines with combine=average cannot",
         ),
         (["combine.kind=average", "width=2", "method=pipemare"], "is not supported with correction 'pipemare'"),
-        (["combine.kind=average", "width=2", "method=zb-h2-post"], "take the method without post-validation"),
+        (["combine.kind=average", "width=2", "method=zb-h2-post"], "use the method without post-validation"),
         (["combine.kind=wsp"], "combine=wsp needs parallel pipelines; set width to at least 2"),
         (["combine.kind=wsp", "width=2", "combine.lag=2"], "lag must be a whole number of waves from 0 to distance=0"),
         (
@@ -58,9 +58,12 @@ def test_changes_are_read_as_the_field_means_them():
             "lag has 2 numbers for 3 pipelines; give one for each, or one",
         ),
         (["combine.kind=wsp", "width=2", "combine.every=3"], "batches is 1000, but with combine.kind=wsp"),
-        (["combine.kind=wsp", "width=2", "combine.lag=record", "model.tied=true"], "parameters (tied ones) would part"),
+        (
+            ["combine.kind=wsp", "width=2", "combine.lag=record", "model.tied=true"],
+            "parameters (tied ones) would diverge",
+        ),
         (["combine.kind=wsp", "width=2", "combine.lag=nowhere"], "combine.lag: cannot read 'nowhere': No such file"),
-        (["combine.kind=wsp", "width=2", "combine.lag=/dev/null"], "'/dev/null' is not a lags.json that a run has"),
+        (["combine.kind=wsp", "width=2", "combine.lag=/dev/null"], "'/dev/null' is not a lags.json written by a run"),
     ],
 )
 def test_what_does_not_go_with_a_way_to_combine_is_refused_before_the_start(changes, message):

@@ -17,8 +17,7 @@ from penstock.train.export.weights_format import load_weights
 from penstock.train.setup.build_pipeline import make_pipeline
 from penstock.train.setup.prepare import prepare
 from penstock.verify.verify import verify
-from support.cli import Command
-from support.commands import TINY, only_folder, settings
+from support.command_line import TINY, Command, only_folder, settings
 
 
 @pytest.fixture
@@ -63,7 +62,7 @@ def test_every_form_can_be_written_and_read_back(value: str, wanted: Any, tmp_pa
         (["backward_delays=1", "method=zb-h1"], "backward_delays: zb-h1 splits backwards into two halves"),
         (["backward_delays=1", "method=2bw"], "backward_delays need version rule 'flush'"),
         (["backward_delays=1", "sync.batches=2"], "sync.method: a pipeline with delays of its own choice cannot go on"),
-        (["backward_delays=1", "width=2", "combine.kind=average"], "delays do not go with combine=average"),
+        (["backward_delays=1", "width=2", "combine.kind=average"], "delays cannot be used with combine=average"),
         (["backward_delays=0.5"], "backward_delays: input should be a number, a list of numbers"),
     ],
     ids=str,

@@ -3,7 +3,7 @@
 import pytest
 
 from penstock.train.export.weights_format import load_weights
-from support.commands import only_folder, settings
+from support.command_line import only_folder, settings
 
 pytestmark = pytest.mark.processes
 

@@ -14,7 +14,7 @@ import torch
 from campaigns.trial import workers_of
 from penstock.checkpoint.format import checkpoints
 from penstock.train.export.weights_format import load_weights
-from support.commands import only_folder, settings
+from support.command_line import only_folder, settings
 
 pytestmark = pytest.mark.processes
 

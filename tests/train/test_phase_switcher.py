@@ -25,8 +25,8 @@ from penstock.train.config.load import validate_config
 from penstock.train.graceful_stop import DrainRequest
 from penstock.train.loop import _Loop
 from penstock.train.setup.prepare import prepare
-from support.launched import Silent
 from support.pool import Pool
+from support.worker_functions import Silent
 
 pytestmark = pytest.mark.processes
 

@@ -17,8 +17,8 @@ from penstock.train.graceful_stop import DrainRequest
 from penstock.train.loop import _Loop
 from penstock.train.setup.prepare import prepare
 from penstock.train.setup.run_folder import note_changes
-from support.launched import Silent
 from support.pool import Pool
+from support.worker_functions import Silent
 
 
 def begun(folder: Path, *changes: str) -> Path:

@@ -26,8 +26,8 @@ from penstock.train.setup.lr_schedule import rate_schedule
 from penstock.train.setup.optimizers import optimizer_factory
 from penstock.train.setup.prepare import prepare
 from penstock.verify.reference import train_reference
-from support.commands import TINY, only_folder, settings, start
-from support.launched import die_on_rank_1, fail_in_training, list_modules, raise_on_rank_1
+from support.command_line import TINY, only_folder, settings, start
+from support.worker_functions import die_on_rank_1, fail_in_training, list_modules, raise_on_rank_1
 
 pytestmark = pytest.mark.processes
 

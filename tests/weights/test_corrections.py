@@ -29,8 +29,9 @@ from support.cases import (
     train,
     train_on_ranks,
 )  # fmt: skip
-from support.correction_cases import KINDS, InMemory, assert_near, case_of, snapshots_of
+from support.correction_cases import KINDS, assert_near, case_of, snapshots_of
 from support.pool import Pool
+from support.snapshots import Kept
 
 SHAPES = [(1, 2), (2, 1), (4, 3), (8, 2)]
 
@@ -115,7 +116,7 @@ def test_a_run_goes_on_from_a_snapshot(name: str) -> None:
     whole = make_pipeline(case)
     taken = [snapshot for snapshot in snapshots_of(case, 4, whole) if snapshot.batch == 4]
     resumed = make_pipeline(case)
-    resumed.load(InMemory(taken))
+    resumed.load(Kept(taken))
     for _ in resumed.run(make_batches(case)[4:]):
         pass
     for key, value in whole.state_dict().items():
@@ -322,7 +323,7 @@ def test_another_correction_s_memory_is_of_no_use(before: str, after: str) -> No
     case = case_of(before, 3, 1, spans=(8,), skips=(), optimizer="nadam")
     taken = [snapshot for snapshot in snapshots_of(case, 4, make_pipeline(case)) if snapshot.batch == 4]
     other = make_pipeline(case_of(after, 3, 1, optimizer="nadam"))
-    other.load(InMemory(taken))
+    other.load(Kept(taken))
     for stage in other.stages.values():
         assert stage.corrector is None or stage.corrector.began == 4
         for buffer in stage.corrector.buffers.values() if stage.corrector is not None else ():
@@ -334,7 +335,7 @@ def test_a_correction_s_memory_at_another_depth() -> None:
     case = case_of("pipemare", 2, 1, spans=(8,), skips=())
     taken = [snapshot for snapshot in snapshots_of(case, 4, make_pipeline(case)) if snapshot.batch == 4]
     deeper = make_pipeline(case_of("pipemare", 3, 1))
-    deeper.load(InMemory(taken))
+    deeper.load(Kept(taken))
     assert len(list(deeper.run(make_batches(case)[4:]))) == 4
 
 
@@ -376,7 +377,7 @@ def test_a_load_leaves_no_prediction_of_other_weights() -> None:
     for before in (0, 5):
         other = make_pipeline(case, blocks=make_blocks(case.model, seed=9))
         list(other.run(make_batches(case)[:before]))
-        other.load(InMemory(taken))
+        other.load(Kept(taken))
         list(other.run(make_batches(case)[4:]))
         ends.append({name: tensor.clone() for name, tensor in other.state_dict().items()})
     for name, tensor in ends[0].items():

@@ -10,7 +10,7 @@ from torch import nn
 
 from support.cases import BALANCE, MODELS, VOCABULARY, WIDTH, Case, Residual, assert_same, expected, train
 from support.correction_cases import KINDS, case_of
-from support.least import least
+from support.smallest_batch import least
 
 SPANS = (13, 9)  # one of them skipped
 

@@ -24,8 +24,9 @@ from support.cases import (
     train,
     train_on_ranks,
 )
-from support.correction_cases import InMemory, snapshots_of
+from support.correction_cases import snapshots_of
 from support.pool import Pool
+from support.snapshots import Kept
 
 SHAPES = [*((method, *shape) for method in ("1f1b", "2bw") for shape in [(1, 2), (2, 1), (4, 3)]), ("2bw", 8, 8)]
 
@@ -49,7 +50,7 @@ def test_a_run_goes_on_at_another_depth(name: str) -> None:
     whole = make_pipeline(case)
     taken = [snapshot for snapshot in snapshots_of(case, 5, whole) if snapshot.batch == 5]
     resumed = make_pipeline(replace(case, depth=2))
-    resumed.load(InMemory(taken))
+    resumed.load(Kept(taken))
     for _ in resumed.run(make_batches(case)[5:]):
         pass
     assert_equal_tensors(resumed.state_dict(), whole.state_dict(), "weights")
@@ -69,10 +70,10 @@ def test_another_optimizer_does_not_take_over() -> None:
     case = case_of("muon", spans=(2,))
     taken = snapshots_of(case, 2, make_pipeline(case))
     with pytest.raises(CheckpointError, match="has the state of Muon, but stage 0 .* is stepped by BasisRotation"):
-        make_pipeline(case_of("basis-rotation")).load(InMemory(taken))
+        make_pipeline(case_of("basis-rotation")).load(Kept(taken))
     with pytest.raises(CheckpointError, match="has the state of AdamW, but stage 0 .* is stepped by Muon"):
         make_pipeline(case_of("muon")).load(
-            InMemory(snapshots_of(case, 2, make_pipeline(replace(case, optimizer="adamw"))))
+            Kept(snapshots_of(case, 2, make_pipeline(replace(case, optimizer="adamw"))))
         )
 
 

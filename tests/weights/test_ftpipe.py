@@ -289,8 +289,8 @@ def test_the_horizon_is_what_ftpipe_s_scheduler_expects(d: int, m: int) -> None:
     [
         (torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0), "without momentum has no state"),
         (torch.optim.AdamW([nn.Parameter(torch.zeros(1))], amsgrad=True), "maximize or amsgrad"),
-        (torch.optim.NAdam([nn.Parameter(torch.zeros(1))]), "not for NAdam; take one of these"),
-        (torch.optim.Muon([nn.Parameter(torch.zeros(1, 1))]), "not for Muon"),
+        (torch.optim.NAdam([nn.Parameter(torch.zeros(1))]), "not NAdam; use one of these"),
+        (torch.optim.Muon([nn.Parameter(torch.zeros(1, 1))]), "not Muon"),
     ],
     ids=["momentum", "amsgrad", "nadam", "muon"],
 )

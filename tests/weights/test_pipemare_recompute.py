@@ -30,6 +30,7 @@ from penstock.train.config.load import validate_config
 from penstock.train.setup.prepare import prepare
 from penstock.weights.corrections.pipemare import PipeMare
 from penstock.weights.corrections.registry import correction_of
+from support import snapshots as snapshots_in_memory
 from support.cases import (
     LENGTH,
     OPTIMIZERS,
@@ -46,9 +47,8 @@ from support.cases import (
     token_loss,
     train,
 )
-from support.correction_cases import InMemory
-from support.least import least
 from support.pool import Pool
+from support.smallest_batch import least
 
 K, D, C = 4, 0.135, 7.0
 Blocks = dict[str, Any]
@@ -514,7 +514,7 @@ def test_a_load_leaves_no_estimate_of_other_weights() -> None:
     case = case_of(4, 1, recompute="stage", spans=(9,), skips=())
     source = make_pipeline(case, **changes_of(case, "elementary", 2))
     list(source.run(make_batches(case)[:4]))
-    snapshots, ends = InMemory(source.snapshots()), []
+    snapshots, ends = snapshots_in_memory.Kept(source.snapshots()), []
     for before in ((), (4, 2)):  # the last estimate is that of the first backward after a load that is late
         other = make_pipeline(case, **changes_of(case, "elementary", 2))
         for length in before:

@@ -25,8 +25,8 @@ from support.cases import (
     train,
     train_on_ranks,
 )
-from support.least import least
 from support.pool import Pool
+from support.smallest_batch import least
 
 LOW: tuple[Precision, ...] = ("bf16", "fp16")
 CALM = Scaling(2.0**10, 2.0, 0.5, 2)

@@ -140,7 +140,7 @@ def test_wpipe_with_other_features(changes: dict[str, Any]) -> None:
             {"clip": 1.0},
             "rank 0 updates stage 2 before stage 0 .* cannot wait for a .*, which clip needs; set clip to null",
         ),
-        ({"loss_scale": LossScale()}, "which loss_scale needs; leave it out, or"),
+        ({"loss_scale": LossScale()}, "which loss_scale needs; remove it, or"),
         ({"precision": "fp16"}, "which the loss scale of fp16 needs; set precision to bf16 or fp32, or"),
         ({"width": 2, "clip": 1.0}, r"which clip and a width of 2 need; set clip to null \(None\), set width to 1, or"),
         ({"width": 2, "combine": Combine("average", every=2)}, "which combine 'average' needs; set width to 1, or"),

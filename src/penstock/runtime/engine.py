@@ -1,4 +1,4 @@
-"""Spans: how a pipeline runs from empty to empty, and what is agreed on before and left behind after.
+"""The engine: it runs a pipeline span by span, and keeps it consistent between spans.
 
 A span is what lies between two drains. Training is one span per run where evaluations and snapshots fit between two
 batches, and one span from each to the next where the pipeline must be drained for them.
@@ -44,8 +44,8 @@ from penstock.weights.decision import add_shares
 _FAILED = -1
 
 
-class Spans:
-    """Of one pipeline (or several parallel ones), in this process.
+class Engine:
+    """Runs the ranks of this process, of one pipeline or several parallel ones.
 
     Args:
         grid: all ranks.
@@ -84,12 +84,12 @@ class Spans:
         self._stop = ranks[0].stop
         self._last = self.schedule.stage_at[self.schedule.num_stages - 1, 0].rank
         self._entrances = {n.rank for n in self.schedule.stages if not self.schedule.predecessors[n.index]}
-        self.reporting = ranks[self._last if grid.group is None else 0]
+        self.reporter = ranks[self._last if grid.group is None else 0]
 
     # --- training ---------------------------------------------------------------------------------------------------
 
     def train(self, batches: Batches, save: Saving | None, evaluate: Evaluating | None) -> Iterator[Report]:
-        """Train on batches, in as many spans as it takes."""
+        """Train on batches, in one span or, where the pipeline must be drained on the way, several."""
         if not torch.is_grad_enabled():
             raise ConfigError("training needs gradients, but run() was called under torch.no_grad()")
         self.check_idle()
@@ -138,7 +138,7 @@ class Spans:
     def _span(
         self, reports: Iterator[Report], parties: Sequence[Executor | Evaluator], training: bool
     ) -> Iterator[Report]:
-        """Pass reports on until the pipeline is empty again, whatever the caller does."""
+        """Yield reports until the pipeline is empty again, also when the caller leaves the loop early."""
         count, self._running = 0, True
         try:
             try:
@@ -150,7 +150,7 @@ class Spans:
                     self.ask_to_stop()
                     unseen = list(reports)
                     count += len(unseen)
-                    self.reporting.decisions.events.give_back(
+                    self.reporter.decisions.events.give_back(
                         [d for report in unseen for d in report.decided], [e for r in unseen for e in r.evaluated]
                     )
                 else:
@@ -177,18 +177,18 @@ class Spans:
                             stage.agreement.watch.look()
 
     def ask_to_stop(self) -> None:
-        """Let the run under way end."""
+        """Request that the current run ends."""
         self._stop.asked = True
         alone = self._grid.width == 1 and len(self._entrances) == 1  # who asks the data is the only one to do so
         if self._grid.group is None or alone:
             self._stop.agreed = True
 
     def break_off(self, error: BaseException) -> None:
-        """Nothing can go on any more."""
+        """Mark the pipeline as broken: nothing can go on any more."""
         self._broken = error
 
     def abandon(self) -> None:
-        """Do not finish what is under way when the loop is left."""
+        """Do not finish the batches in flight when the caller leaves the loop."""
         self._abandoned = True
 
     # --- between runs -----------------------------------------------------------------------------------------------
@@ -200,7 +200,7 @@ class Spans:
         correction: Correction | None,
         evaluate: Evaluating | None,
     ) -> None:
-        """Go on under another schedule with the same stages, with the pipeline drained.
+        """Continue under another schedule with the same stages, with the pipeline drained.
 
         Args:
             proof: of the schedule.
@@ -227,13 +227,13 @@ class Spans:
             raise
 
     def _evaluate_now(self, evaluate: Evaluating, version: int) -> None:
-        """An evaluation with the pipeline drained, of one of the versions there are."""
+        """Evaluate one of the versions that exist, with the pipeline drained."""
         total, weight = self.evaluate(evaluate.data(), averaged=False, version=version)
         for state in self._ranks:
             state.decisions.events.evaluated_everywhere(Evaluated(version, total, weight))
 
     def evaluate(self, batches: Batches, averaged: bool, version: int | None = None) -> tuple[float, float]:
-        """The loss sum on batches with the newest weights (or their average), and its weight, on all ranks."""
+        """Return the loss sum on batches with the newest weights (or their average), and its weight, on all ranks."""
         if averaged and any(n.store is not None and n.average is None for w in self._ranks for n in w.stages.values()):
             raise ConfigError("there are no averaged weights; give the pipeline a decay, such as average=0.999")
         source, found = self._open(batches, self._forward_only.schedule), []
@@ -252,7 +252,7 @@ class Spans:
         return math.fsum(total for total, _ in found), math.fsum(weight for _, weight in found)
 
     def snapshots(self) -> list[Snapshot]:
-        """The state of every stage in this process, with the pipeline drained."""
+        """Take a snapshot of every stage in this process, with the pipeline drained."""
         self.check_idle()
         found = []
         for state in self._ranks:
@@ -265,11 +265,11 @@ class Spans:
 
     @property
     def at_rest(self) -> bool:
-        """Whether nothing is under way, and nothing has broken."""
+        """Whether no run is in progress and none has broken."""
         return self._broken is None and not self._running
 
     def check_idle(self) -> None:
-        """Refuse to go on where a run is under way, or has broken."""
+        """Raise where a run is in progress or has broken."""
         if self._broken is not None:
             raise PenstockError("the pipeline broke in an earlier run and cannot go on") from self._broken
         if self._running:
@@ -281,7 +281,7 @@ class Spans:
         return BatchSource(batches, schedule.microbatches, self._grid.width, reads, len(self._grid.pipelines), stop)
 
     def _begin(self, source: BatchSource) -> bool:
-        """Make everything ready for a span; whether there is a first batch, which all ranks agree on."""
+        """Prepare a span; return whether there is a first batch, on which all ranks agree."""
         if not self._combine.apart:
             follow_first(self._ranks)
         for state in self._ranks:
@@ -334,7 +334,7 @@ class Spans:
         ]
 
     def _drive(self, runs: list[Run], pipelines: int) -> Iterator[Report]:
-        """The reports: those of the last stage where it is here, of so many pipelines."""
+        """Run the ranks; yield the reports of the last stage, where it is in this process, of so many pipelines."""
         if self._grid.group is not None:
             return drive_one(runs[0], self._timeout)
         return drive_all(runs, [pipeline * self._grid.depth + self._last for pipeline in range(pipelines)])

@@ -1,4 +1,4 @@
-"""The engine: a model cut into stages, trained by a proven schedule, on one pipeline or several parallel ones.
+"""`Pipeline`: a model divided into stages and trained by a proven schedule, on one pipeline or several.
 
 Without a process group all ranks run in this process, in turns; with one, each rank is a process. Both give the same
 numbers, bit for bit.
@@ -26,7 +26,7 @@ from penstock.errors import ConfigError
 from penstock.partition.block_delays import Delays
 from penstock.partition.blocks import Blocks, named_blocks
 from penstock.partition.sequence_slices import EQUAL_SLICES, Slicing
-from penstock.runtime.engine import Spans
+from penstock.runtime.engine import Engine
 from penstock.runtime.execute.evaluation import Evaluating, check_every
 from penstock.runtime.plan.options import (
     DataOptions,
@@ -151,7 +151,7 @@ class Pipeline:
         group: dist.ProcessGroup | None,
         mesh: DeviceMesh | None = None,
     ) -> None:
-        """Build the ranks of this process, and what connects them to the others."""
+        """Build the ranks of this process and their communicators."""
         parallel, timeout = plan.options.data_parallel, plan.options.placement.timeout
         self._plan, self.proof, self.schedule, self.parts = plan, plan.proof, plan.schedule, plan.parts
         self.timeout, self.combine = timeout, parallel.combine
@@ -162,7 +162,7 @@ class Pipeline:
         self._ranks = make_ranks(named, plan, self.grid, loss, optimizer)
         evaluation, proofs = prove_evaluation(self.schedule), {Channel.TRAINING: self.proof}
         self._groups = self._make_lane_groups(proofs | {Channel.EVALUATION: evaluation}, bool(plan.ties))
-        self._spans = Spans(
+        self._engine = Engine(
             self.grid, self._ranks, self.proof, evaluation, self._groups, alike, timeout, parallel.combine
         )
 
@@ -211,10 +211,10 @@ class Pipeline:
                     f"evaluate: every is {evaluate.every}, but pipelines meet every {self.combine.every} batches, and "
                     "in between each has weights of its own; evaluate every multiple of it"
                 )
-        yield from self._spans.train(batches, save, evaluate)
+        yield from self._engine.train(batches, save, evaluate)
 
     def evaluate(self, batches: Batches, *, averaged: bool = False) -> tuple[float, float] | None:
-        """The weighted mean loss on batches, with the newest weights, and its weight, on all ranks.
+        """Return the weighted mean loss on batches with the newest weights, and its weight, on all ranks.
 
         Args:
             batches: the data.
@@ -223,27 +223,27 @@ class Pipeline:
         Returns:
             None if the weight is zero.
         """
-        total, weight = self._spans.evaluate(batches, averaged)
+        total, weight = self._engine.evaluate(batches, averaged)
         return (total / weight, weight) if weight else None
 
     def stop(self) -> None:
-        """Let the run end after the batches that have been announced.
+        """End the run after the batches that have been announced.
 
         Where stages decide together, any rank may ask for it. Else the rank with the first stage decides between
         processes, and elsewhere this does nothing.
         """
-        self._spans.ask_to_stop()
+        self._engine.ask_to_stop()
 
     def abandon(self) -> None:
-        """Do not finish what is under way when the loop is left: this rank has failed, and the job is to end."""
-        self._spans.abandon()
+        """Do not finish the batches in flight when the loop is left: this rank has failed, and the job is to end."""
+        self._engine.abandon()
 
     def snapshots(self) -> list[Snapshot]:
-        """The state of every stage in this process, between two runs; `load` goes on from it."""
-        return self._spans.snapshots()
+        """Take a snapshot of every stage in this process, between two runs; `load` continues from it."""
+        return self._engine.snapshots()
 
     def load(self, saved: SavedState) -> None:
-        """Go on where snapshots of all stages were taken, bit for bit; of another depth, width or method as well.
+        """Continue where snapshots of all stages were taken, bit for bit; also from another depth, width or method.
 
         Another method begins with the newest weights; one with double-buffered weights that finds no older ones begins
         with the newest twice, as after a synchronous span.
@@ -251,7 +251,7 @@ class Pipeline:
         Raises:
             CheckpointError: something is missing, or of another shape, or of a block that the model does not have.
         """
-        self._spans.check_idle()
+        self._engine.check_idle()
         check_names(saved, [n for part in self.parts for n in part])
         check_pipelines(saved, self.combine, self.grid.width)
         older = RULES[self.schedule.rule].bases == 2 and any(name.startswith("older/") for name in saved.names)
@@ -264,14 +264,14 @@ class Pipeline:
                 for stage in state.stages.values():
                     stage.mean = state.decisions.mean
         except BaseException as error:
-            self._spans.break_off(error)  # half of it may have been loaded
+            self._engine.break_off(error)  # half of it may have been loaded
             raise
-        self._spans.batches, self._spans.keeps_older = int(saved.facts["batch"]), older
+        self._engine.batches, self._engine.keeps_older = int(saved.facts["batch"]), older
 
     @property
     def batches(self) -> int:
-        """How many have been trained on."""
-        return self._spans.batches
+        """The number of batches trained on."""
+        return self._engine.batches
 
     # --- another method ---------------------------------------------------------------------------------------------
 
@@ -282,7 +282,7 @@ class Pipeline:
         correction: Correction | None = None,
         evaluate: Evaluating | None = None,
     ) -> None:
-        """Go on under another schedule, between two runs; between processes all ranks call this together.
+        """Continue under another schedule, between two runs; between processes all ranks call this together.
 
         Stages, weights and the state of optimizers stay where they are. The next run begins as after a synchronous
         one: every pass of it reads the newest weights or what comes of them; double buffering begins with them twice,
@@ -300,12 +300,12 @@ class Pipeline:
                 given different schedules.
             CapabilityError: the runtime does not offer it, or the optimizer cannot step in it.
         """
-        self._spans.check_idle()
+        self._engine.check_idle()
         self._continue(self._plan.followed_by(schedule, correction).prove(), evaluate)
 
     def _continue(self, plan: PipelinePlan, evaluate: Evaluating | None) -> None:
-        """Go on under a plan that may follow the present one."""
-        self._spans.check_idle()
+        """Continue under a plan that may follow the present one."""
+        self._engine.check_idle()
         proof, correction = plan.proof, plan.options.staleness.correction
         for state in self._ranks:
             state.check_switch(proof, correction)
@@ -317,14 +317,14 @@ class Pipeline:
         if self._groups and proof.lowered.lanes != self.proof.lowered.lanes:
             self._groups = self._groups | self._make_lane_groups({Channel.TRAINING: proof}, ties=False)
         self._plan, self.proof, self.schedule = plan, proof, proof.schedule
-        self._spans.switch(proof, self._groups, correction, evaluate)
+        self._engine.switch(proof, self._groups, correction, evaluate)
 
     def look_out(self, first: float = 0) -> None:
-        """Look for divergence in batches from `first` on, and forget what was found before; infinite to look no more.
+        """Watch for divergence from batch `first` on, and forget what was found before; infinity ends the watch.
 
         Between two runs; all ranks call this together.
         """
-        self._spans.check_idle()
+        self._engine.check_idle()
         for state in self._ranks:
             state.decisions.detector.watch_from(first)
 
@@ -334,7 +334,7 @@ class Pipeline:
 
         All ranks hear of the same one, but not at once. It is part of every snapshot that is taken afterwards.
         """
-        return self._spans.reporting.decisions.detector.trouble
+        return self._engine.reporter.decisions.detector.trouble
 
     def is_finite(self) -> bool:
         """Whether the newest weights of the stages in this process, and what optimizers remember, are numbers."""
@@ -343,7 +343,7 @@ class Pipeline:
     # --- looking at it ----------------------------------------------------------------------------------------------
 
     def state_dict(self, *, averaged: bool = False) -> dict[str, Tensor]:
-        """Parameters and buffers of the stages in this process, newest version or averaged, by canonical name.
+        """Return parameters and buffers of the stages in this process, newest or averaged, by canonical name.
 
         Where parallel pipelines have a model in common beside their own weights (`combine`), parameters are those of
         that model, which begins anew from what has been written into the weights of all pipelines between two runs. Of
@@ -354,7 +354,7 @@ class Pipeline:
         """
         state: dict[str, Tensor] = {}
         for stage in sorted(self.stages.values(), key=lambda stage: -stage.place):
-            if stage.agreement is not None and self._spans.at_rest:
+            if stage.agreement is not None and self._engine.at_rest:
                 stage.refresh()
             state.update(stage.module.state())
             if stage.store is not None:  # in the middle of a run another version may be bound
@@ -366,7 +366,7 @@ class Pipeline:
         return state
 
     def lags(self) -> dict[str, dict[int, list[int]]]:
-        """After how many waves stages of this process have taken updates of others, where `combine` does not choose it.
+        """Return after how many waves stages here have added the updates of others, where `combine` does not choose it.
 
         By "pipeline/stage", batch after which a wave has ended, and pipeline, since the start of training (snapshots
         have it). What all processes have taken down together is a lag for `Combine`, and makes the same run again.
@@ -378,11 +378,11 @@ class Pipeline:
 
     def decided(self) -> tuple[Decision, ...]:
         """The updates made or skipped since the last report: after a run, those that it made when it drained."""
-        return self._spans.reporting.decisions.events.take_decided()
+        return self._engine.reporter.decisions.events.take_decided()
 
     def evaluated(self) -> tuple[Evaluated, ...]:
         """The evaluations that have become known since the last report."""
-        return self._spans.reporting.decisions.events.take_evaluated()
+        return self._engine.reporter.decisions.events.take_evaluated()
 
     @property
     def evaluations(self) -> tuple[Evaluated, ...]:
@@ -390,7 +390,7 @@ class Pipeline:
 
         They are part of a snapshot: those that were known when the update before it was made.
         """
-        return tuple(self._spans.reporting.decisions.events.evaluations)
+        return tuple(self._engine.reporter.decisions.events.evaluations)
 
     def optimizers(self) -> dict[Stage, torch.optim.Optimizer]:
         """The optimizers of the stages in this process; of the first pipeline, where it holds several."""
@@ -402,24 +402,24 @@ class Pipeline:
 
     @property
     def doing(self) -> str:
-        """What the rank of this process is doing, or where it waits and for whom."""
-        return self._spans.reporting.recorder.doing
+        """The action that the rank of this process runs, or what it waits for."""
+        return self._engine.reporter.recorder.doing
 
     def live_bytes(self) -> dict[int, dict[str, int]]:
-        """Per rank of this process, what its live bytes are for, now. Ranks count through all pipelines."""
+        """Return live bytes by purpose, per rank of this process. Ranks count through all pipelines."""
         return {state.recorder.rank: dict(state.recorder.live) for state in self._ranks}
 
     def peak_bytes(self) -> dict[int, dict[str, int]]:
-        """Per rank of this process, the most bytes of each kind, and of all kinds together ("total")."""
+        """Return peak bytes by purpose, and of all together ("total"), per rank of this process."""
         recorders = [state.recorder for state in self._ranks]
         return {recorder.rank: {**recorder.peak, "total": recorder.peak_total} for recorder in recorders}
 
     def busy_seconds(self) -> dict[int, float]:
-        """Per rank of this process, time spent on work so far."""
+        """Return the seconds of work so far, per rank of this process."""
         return {state.recorder.rank: state.recorder.busy for state in self._ranks}
 
     def timeline(self) -> Timeline:
-        """What every rank did and held; between processes a collective call, which all ranks make together."""
+        """Return the timeline of all ranks; between processes a collective call, which all ranks make together."""
         parts = [state.recorder.recording() for state in self._ranks]
         if self.grid.group is not None:
             gathered = gather_json(parts, "gathering the timeline", self.grid.control)

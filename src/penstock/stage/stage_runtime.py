@@ -1,4 +1,4 @@
-"""A stage with its weights: what F, R, B and STEP do to tensors."""
+"""One stage of a rank: its passes and updates on tensors."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ NO_LEAVES: Mapping[str, Tensor] = MappingProxyType({})
 
 @dataclass
 class StageRuntime:
-    """One stage at work.
+    """Runs the passes and updates of one stage.
 
     Attributes:
         store, updater: None where the stage has no trained parameters.
@@ -86,7 +86,7 @@ class StageRuntime:
 
     @property
     def has_loss(self) -> bool:
-        """Whether it has a loss: the last stage, and others to which no gradient comes back."""
+        """Whether it computes a loss: the last stage, and others to which no gradient comes back."""
         return self.module.has_loss
 
     # --- passes -----------------------------------------------------------------------------------------------------
@@ -125,7 +125,7 @@ class StageRuntime:
 
     @torch.no_grad()
     def evaluate(self, microbatch: Microbatch, value: Any) -> tuple[Any, Loss | None]:
-        """Run the blocks in evaluation mode on what evaluations read now, and keep nothing."""
+        """Run the blocks in evaluation mode on the weights chosen for evaluation, and keep nothing."""
         if self.averaged is not None:
             self.module.bind(self.averaged)
         elif self.store is None:
@@ -137,13 +137,13 @@ class StageRuntime:
 
     @torch.no_grad()
     def pass_on(self, microbatch: Microbatch, value: Any) -> tuple[Any, Loss | None]:
-        """Run blocks that are not trained, and keep nothing."""
+        """Run the blocks of a stage that is not trained, and keep nothing."""
         self._bind(None)
         with self.module.rng.preserved():
             return self.graphs.evaluate(microbatch, value)
 
     def recompute(self, key: Piece, version: int, value: Any = None) -> Any:
-        """Make the graph of a microbatch again.
+        """Recompute the graph of a microbatch.
 
         Args:
             key: the microbatch, and its slice.
@@ -166,7 +166,7 @@ class StageRuntime:
     def backward(
         self, key: Piece, batch: int, version: int, gradients: list[Tensor | None] | None, copy: Copy | None = None
     ) -> list[Tensor | None]:
-        """Backward of a microbatch; weight gradients are added to the gradient of `batch`.
+        """Run the backward of a microbatch; weight gradients are added to the gradient of `batch`.
 
         Args:
             key: the microbatch, counted through the span, and its slice.
@@ -187,13 +187,13 @@ class StageRuntime:
     def backward_for_inputs(
         self, key: Piece, batch: int, version: int, gradients: list[Tensor | None] | None, copy: Copy | None = None
     ) -> list[Tensor | None]:
-        """The first half of `backward`; where graphs are not made for two, all of it."""
+        """Run the backward for the inputs; all of it where graphs are not made for two halves."""
         flight = self.flights[key]
         self._bind(self.reading.backward(flight, batch, version, copy))
         return self._inputs_backward(flight, key, gradients)
 
     def backward_for_weights(self, key: Piece, batch: int, version: int, copy: Copy | None = None) -> None:
-        """The second half, which needs nothing of others."""
+        """Run the backward for the weights, which needs nothing from other stages."""
         flight = self.flights[key]
         self._bind(self.reading.backward(flight, batch, version, copy))
         self._weights_backward(flight, key)
@@ -231,7 +231,7 @@ class StageRuntime:
         self.reading.after_backward(flight)
 
     def predict(self, copy: Copy, versions: tuple[int, ...], batch: int, scale: float) -> None:
-        """Make a derived copy of the newest version, or of the one that a forward read and the newest.
+        """Create a derived copy of the newest version, or of it and the one that a forward read.
 
         Args:
             copy: its name.
@@ -254,28 +254,28 @@ class StageRuntime:
     # --- updates ----------------------------------------------------------------------------------------------------
 
     def gradient(self, batch: int) -> list[Tensor]:
-        """What the backwards of a batch have accumulated, all of them done, as flat tensors."""
+        """Return the accumulated gradient of a batch as flat tensors."""
         return [] if self.store is None else self.store.gradient(batch).flats
 
     def gradients_of(self, batch: int, names: Sequence[str]) -> list[Tensor]:
-        """The same of some parameters."""
+        """Return the accumulated gradients of some parameters."""
         assert self.store is not None
         views = self.store.gradient(batch).views
         return [views[name] for name in names]
 
     def gradient_squares(self, batch: int) -> tuple[float, float]:
-        """The sum of the squares of the same, but for parameters that count with another stage, and its rounding."""
+        """Return the squared gradient norm, without parameters that count with another stage, and its rounding."""
         if self.store is None:
             return 0.0, 0.0
         elsewhere = {n for tie in self.ties for n in tie.names_at(self.key.index) if tie.stages[0] != self.key.index}
         return self.store.gradient(batch).squares(without=elsewhere)
 
     def all_squares(self, batch: int) -> float:
-        """The sum of the squares of all of its gradient."""
+        """Return the squared norm of the whole gradient."""
         return 0.0 if self.store is None else self.store.gradient(batch).squares()[0]
 
     def step(self, batch: int, factor: float, keeps_old: bool) -> None:
-        """Bear version batch + 1.
+        """Create version batch + 1: the optimizer update.
 
         Args:
             batch: counted from the start of training.
@@ -295,14 +295,14 @@ class StageRuntime:
             self.average.approach(self.store.master, 1.0 - self.decay)
 
     def try_step(self, batch: int, factor: float) -> None:
-        """Bear version batch + 1 as `step` does, but so that it can be done again."""
+        """Create version batch + 1 as `step` does, but so that it can be made again."""
         self.graphs.accept_drafts()
         if self.store is not None and self.updater is not None:
             self.provisional = Provisional(self.store, self.updater, batch, self.apart)
             self.provisional.make(factor)
 
     def settle_step(self, batch: int, decision: Decision) -> None:
-        """The update of a batch is decided on; if it is rejected, it is made again, and what has read it is dropped."""
+        """Settle a provisional update; if it is rejected, make it again and drop the forwards that have read it."""
         if decision.again:
             drafts = [key for key, flight in self.flights.items() if flight.version == batch + 1]
             self.graphs.discard_drafts(piece for key in drafts for piece in self.flights.pop(key).work)
@@ -317,18 +317,18 @@ class StageRuntime:
             self.average.approach(self.store.master, 1.0 - self.decay)
 
     def evaluated_leaves(self, averaged: bool) -> dict[str, Tensor] | None:
-        """What evaluations read: averaged weights, or the model that pipelines have in common; None if the newest."""
+        """Return the weights that evaluations read: averaged or common to all pipelines; None for the newest."""
         common = None if self.agreement is None else self.agreement.model
         model = self.average if averaged else common
         return None if model is None else {k: cast(view, self.module.precision) for k, view in model.views.items()}
 
     @property
     def in_use(self) -> tuple[int, int]:
-        """Versions and gradients. A pass may begin a gradient or be a version's last; it changes no other bytes."""
+        """The number of versions and of gradients: a pass may begin a gradient or end a version, and nothing else."""
         return (0, 0) if self.store is None else (len(self.store.versions), len(self.store.gradients))
 
     def bytes_by_role(self) -> dict[str, int]:
-        """Bytes of everything parameter-sized but the optimizer."""
+        """Return the parameter-sized bytes by role, without the optimizer's."""
         roles = {} if self.store is None else self.store.bytes_by_role()
         parts = {"averaged weights": self.average, "delayed weights": self.older, "correction": self.corrector}
         roles |= {role: part.nbytes for role, part in parts.items() if part is not None}
@@ -339,7 +339,7 @@ class StageRuntime:
         return roles
 
     def refresh(self) -> None:
-        """Take over what has been written into the modules' parameters between two runs."""
+        """Adopt what was written into the modules' parameters between two runs."""
         if self.store is not None:
             self.store.refresh()
             self.store.forget_copies()
@@ -348,7 +348,7 @@ class StageRuntime:
         self.module.refresh()
 
     def is_finite(self) -> bool:
-        """Whether the newest weights, and what the optimizer remembers of them, are numbers."""
+        """Return whether the newest weights and the optimizer state are finite."""
         if self.store is None or self.updater is None:
             return True
         remembered = [value for value in self.updater.tensors if value.is_floating_point()]
@@ -359,5 +359,5 @@ class StageRuntime:
         self.module.restore({} if self.store is None else self.store.newest_tensors())
 
     def _bind(self, handle: Handle | None) -> None:
-        """Let the modules compute with what was claimed."""
+        """Bind the weights of a handle to the modules."""
         self.module.bind(NO_LEAVES if handle is None else handle.buffer.leaves)

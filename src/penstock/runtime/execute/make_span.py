@@ -14,7 +14,7 @@ from penstock.runtime.rank.reports import Reports
 from penstock.runtime.rank.span import RankSpan, StageSpan
 from penstock.runtime.setup.rank_state import RankState
 from penstock.runtime.update.averaging import Combining, Meetings, NoMeetings, Party
-from penstock.runtime.update.tied_gradients import Tying
+from penstock.runtime.update.tied_gradients import TiedGradients
 from penstock.runtime.update.update_step import Updates
 from penstock.runtime.update.waves import WaveCombining
 from penstock.schedule.ir.rules import RULES
@@ -50,7 +50,7 @@ def make_span(
     }
     meetings, holders = _meetings(state, holders, links, combine)
     provisional = RULES[schedule.rule].provisional
-    tying = Tying(pipeline, holders, links.ties, sum(bool(runtime.ties) for runtime in state.stages.values()))
+    tying = TiedGradients(pipeline, holders, links.ties, sum(bool(runtime.ties) for runtime in state.stages.values()))
     updates = Updates(pipeline, holders, links.reducer, tying, links.control, decisions, recorder, provisional)
     forwards = sum(instruction.action.op is Op.F for instruction in lowered.programs[rank].period)
     decides = any(spec.decides for spec in specs.values())

@@ -1,4 +1,4 @@
-"""Who waits, and how: a process that has one rank blocks; a process that has them all lets another rank run.
+"""How ranks wait: a process with one rank blocks, a process with all ranks runs another one.
 
 Executors are generators that yield a `Wait` where they need a message that is not there
 (`penstock.runtime.execute.executor`).

@@ -33,8 +33,8 @@ class DecideAction(BoundAction):
         """Contribute."""
         span = self._span
         loss = span.losses.share(turn.batch) if self.stage.is_last else None
-        span.updates.hand_in(self._runtime, turn.batch, loss)
-        span.meetings.hand_in(self.action.stage, turn.batch, loss is not None)
+        span.updates.contribute(self._runtime, turn.batch, loss)
+        span.meetings.contribute(self.action.stage, turn.batch, loss is not None)
 
 
 class StepAction(BoundAction):

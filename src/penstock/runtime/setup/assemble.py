@@ -1,4 +1,4 @@
-"""Puts a pipeline together: the ranks of this process, and communicators."""
+"""Build the ranks of this process and their communicators."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def make_ranks(
     loss: LossFunction | Mapping[int, LossFunction],
     optimizer: OptimizerFactory,
 ) -> list[RankState]:
-    """The ranks of this process; what stages and pipelines share is made equal.
+    """Build the ranks of this process; weights that stages and pipelines share are made equal.
 
     Args:
         named: the blocks of the model; lazy ones are made here where they are needed.
@@ -61,7 +61,7 @@ def make_ranks(
 def make_lane_groups(
     grid: RankGrid, stages: Iterable[StageRuntime], proofs: Mapping[Channel, Proof], ties: bool
 ) -> dict[Channel, list[LaneGroups]]:
-    """Communicators for tensors, where they travel over NCCL.
+    """Make the communicators for tensors, where they travel over NCCL.
 
     Raises:
         CapabilityError: something is wanted that is not offered there.
@@ -76,6 +76,6 @@ def make_lane_groups(
 
 
 def _needs_nccl(group: dist.ProcessGroup, stages: Iterable[StageRuntime]) -> bool:
-    """Whether tensors travel over NCCL: it is there, and this rank does not compute on the CPU."""
+    """Return whether tensors travel over NCCL: the group has it, and this rank does not compute on the CPU."""
     devices = {tensor.device.type for stage in stages for tensor in stage.module.state().values()}
     return backends(group).get("cuda") == "nccl" and "cpu" not in devices

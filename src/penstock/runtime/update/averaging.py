@@ -1,4 +1,4 @@
-"""How parallel pipelines with weights of their own meet now and then: one rank's part.
+"""Meetings of parallel pipelines that have weights of their own (local SGD, BMUF, elastic averaging).
 
 Every pipeline decides for itself about its updates. Only what concerns all of them is agreed on where they meet:
 whether somebody wants the run to end, and what evaluations have found. That is handed in when the gradient of the batch
@@ -26,7 +26,7 @@ from penstock.weights.averaging import Agreement
 
 
 class Party(NamedTuple):
-    """Who meets.
+    """The participants of meetings, as one rank sees them.
 
     Attributes:
         combine: how pipelines agree.
@@ -45,13 +45,13 @@ class Party(NamedTuple):
     recorder: Recorder
 
     def members(self, stage: Stage) -> tuple[Members, Holder]:
-        """Those that hold a stage in each pipeline, in their order, and who this is."""
+        """Return the copies of a stage in all pipelines, in their order, and the own one."""
         holders = self.holders[stage.index]
         return tuple(h for h in holders if h.stage.direction == stage.direction), Holder(self.pipeline, stage)
 
 
 class Meetings(ABC):
-    """How one rank meets the other pipelines. Batches are counted from the start of training."""
+    """The part of one rank in meetings. Batches are counted from the start of training."""
 
     def placed(self, average: Action) -> Action:
         """Place an AVERAGE of a schedule, which then stands in every period; `meets` says in which it exists.
@@ -65,7 +65,7 @@ class Meetings(ABC):
         """Return whether pipelines meet after the update of a batch."""
 
     @abstractmethod
-    def hand_in(self, stage: Stage, batch: int, last: bool) -> None:
+    def contribute(self, stage: Stage, batch: int, last: bool) -> None:
         """Contribute what concerns all pipelines, if they meet after the update of this batch.
 
         Args:
@@ -76,7 +76,7 @@ class Meetings(ABC):
 
     @abstractmethod
     def meet(self, stage: StageRuntime, batch: int, label: str, hold: Callable[[], None]) -> Iterator[Wait]:
-        """Wait until what is needed of the other pipelines is there.
+        """Wait until everything needed from the other pipelines is there.
 
         Args:
             stage: whose.
@@ -106,13 +106,13 @@ class Meetings(ABC):
 
 
 class NoMeetings(Meetings):
-    """Parallel pipelines that hold the same weights, or a single one: they never meet."""
+    """Null object for pipelines that hold the same weights, or a single one: they never meet."""
 
     def meets(self, batch: int) -> bool:  # noqa: ARG002
-        """Never."""
+        """Return False."""
         return False
 
-    def hand_in(self, *_: object) -> None:
+    def contribute(self, *_: object) -> None:
         """Nothing concerns other pipelines."""
 
     def meet(self, *_: object) -> Iterator[Wait]:
@@ -130,7 +130,7 @@ class NoMeetings(Meetings):
 
 
 class PartyMeetings(Meetings):
-    """Meetings of pipelines that vote on what concerns all of them.
+    """Base of meetings in which pipelines also vote on stop requests and share evaluations.
 
     Args:
         party: who meets.
@@ -142,10 +142,10 @@ class PartyMeetings(Meetings):
         self._votes: dict[tuple[Stage, int], Ticket] = {}
 
     def meets(self, batch: int) -> bool:
-        """Every so many batches."""
+        """Return whether pipelines meet after the update of a batch."""
         return self.combine.meets(batch)
 
-    def hand_in(self, stage: Stage, batch: int, last: bool) -> None:
+    def contribute(self, stage: Stage, batch: int, last: bool) -> None:
         """Vote, if pipelines meet after the update of this batch."""
         if self.combine.meets(batch):
             self._vote(stage, batch, last)
@@ -160,7 +160,7 @@ class PartyMeetings(Meetings):
         yield from wait_for(self._recorder, self._votes[stage, batch], what, cause, Waiting.CONTROL)
 
     def _heard(self, stage: Stage, batch: int) -> bool:
-        """Whether the run is to end, as far as all said with a batch."""
+        """Return whether the run is to end, by the votes on a batch."""
         return self._decisions.agree(batch, self._votes.pop((stage, batch)).result)
 
     def _wait_for(self, ticket: Ticket, stage: Stage, batch: int, what: str, cause: str) -> Iterator[Wait]:
@@ -171,7 +171,7 @@ class PartyMeetings(Meetings):
 
 
 class Combining(PartyMeetings):
-    """Where pipelines wait for sums over all of them.
+    """Meetings in which pipelines wait for the sums of their weights.
 
     Args:
         party: who meets.

@@ -1,4 +1,4 @@
-"""The decisions on batches as one rank learns them."""
+"""The decisions of all stages on updates, as one rank receives them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from penstock.weights.decision import Decision, Policy, Scaler, Share, decide
 
 
 class Decisions:
-    """One rank's part in them; it lives as long as the pipeline.
+    """The part of one rank in the decisions of all stages; it lives as long as the pipeline.
 
     Args:
         policy: what stages decide by, the same on all ranks.
@@ -63,27 +63,27 @@ class Decisions:
         return 1.0 if self.weight is None else self._divisor / self.weight
 
     def scale(self, batch: int) -> float:
-        """The loss scale of a batch, on the rank of the last stage: that of its first microbatch holds for all."""
+        """Return the loss scale of a batch, on the rank of the last stage; all its microbatches have the same."""
         if batch not in self._scales:
             early = self.delay and self._decided == batch - 1
             self._scales[batch] = self.scaler.before if early else self.scaler.scale
         return self._scales[batch]
 
     def share(self, batch: int, loss: Loss | None) -> Share:
-        """What a stage hands in but for its gradient; `loss` is that of the batch on the last stage, None elsewhere."""
+        """Return the share of a stage without its gradient; `loss` is the batch's on the last stage, else None."""
         share = Share() if self._combine.apart else self.common_share(batch, loss is not None)
         if loss is None:
             return share
         return share._replace(loss=loss.total, weight=loss.weight, scale=self._scales.get(batch, 1.0))
 
     def common_share(self, batch: int, last: bool) -> Share:
-        """What concerns all pipelines; `last` on a last stage, which knows of evaluations up to this batch."""
+        """Return what concerns all pipelines; `last` on a last stage, which knows evaluations up to this batch."""
         noted = [self._noted.pop(b) for b in sorted(self._noted) if b <= batch] if last else []
         found, count = (math.fsum(part) for part in zip(*((n.total, n.weight) for n in noted), (0.0, 0.0), strict=True))
         return Share(stop=float(self.stop.asked), evaluated=found, evaluated_weight=count)
 
     def agree(self, batch: int, total: Share) -> bool:
-        """All pipelines have met after a batch; whether the run is to end."""
+        """Record the votes of all pipelines after a batch; return whether the run is to end."""
         if total.evaluated_weight and batch != self._agreed:  # a rank that holds several stages asks more than once
             every = self._combine.every
             version = (batch - self.delay) // every * every  # evaluations are of versions made by meetings
@@ -92,7 +92,7 @@ class Decisions:
         return bool(total.stop)
 
     def settle(self, batch: int, weight: float, total: Share | None) -> Decision:
-        """The decision on a batch.
+        """Decide on a batch.
 
         Args:
             batch: its number since the start of training.
@@ -118,7 +118,7 @@ class Decisions:
         return self._last
 
     def guess(self, batch: int, weight: float) -> float:
-        """The factor of an update that waits for no other stage: as if nothing were clipped and everything finite.
+        """Return the factor of an update that waits for no other stage: as if unclipped and finite.
 
         Args:
             batch: its number since the start of training.
@@ -129,7 +129,7 @@ class Decisions:
         return factor
 
     def surely_rejects(self, squares: float, factor: float) -> bool:
-        """Whether a stage's own gradient, of which these are the squares, is enough for another factor than this.
+        """Return whether a stage's own squared gradient norm already implies another factor than this.
 
         With a margin for roundings, which must not decide otherwise here than for all stages.
         """
@@ -138,7 +138,7 @@ class Decisions:
         )
 
     def validate(self, batch: int, total: Share) -> Decision:
-        """The decision on a batch for which `guess` has been asked; `again` if it is not what was guessed."""
+        """Decide on a batch that has been guessed; the decision says `again` if the guess was wrong."""
         decision = self.settle(batch, math.nan, total)
         if batch in self._guessed:  # a rank that holds several stages asks more than once
             wrong = decision.factor != self._guessed.pop(batch)
@@ -150,11 +150,11 @@ class Decisions:
 
     @property
     def key(self) -> str:
-        """What its state is called among the facts of a snapshot."""
+        """The name of its state in a snapshot."""
         return f"decisions.{self._pipeline}" if self._combine.apart and self._pipeline else "decisions"
 
     def state(self) -> dict[str, Any]:
-        """What the decisions made so far have left behind, the same on all ranks."""
+        """Return the state for a snapshot, the same on all ranks."""
         state: dict[str, Any] = {"told": [list(found) for found in told]} if (told := self.events.evaluations) else {}
         state |= {} if self.weight is None else {"weight": self.weight}
         scaler = self.scaler
@@ -164,7 +164,7 @@ class Decisions:
         return state | ({"detector": watched} if watched else {})
 
     def load(self, batch: int, state: Mapping[str, Any]) -> None:
-        """Go on where `state` was taken, with the next batch."""
+        """Restore a state; the next batch follows it."""
         self.events.restart(state.get("told", ()))
         self.weight = state.get("weight")
         if "scale" in state and self.scaler.scales:
@@ -177,5 +177,5 @@ class Decisions:
         self._noted.clear()
 
     def note(self, batch: int, found: Evaluated) -> None:
-        """This pipeline's part of an evaluation before `batch`; it is told with the decision on that batch."""
+        """Note this pipeline's part of an evaluation before `batch`; the decision on that batch shares it."""
         self._noted[batch] = found

@@ -1,4 +1,4 @@
-"""Sums of the gradients of parameters that stages share (`ties.py`), while the passes go on."""
+"""Sums of the gradients of tied parameters, while the passes go on."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from penstock.stage.stage_runtime import StageRuntime
 
 
 class _Share(NamedTuple):
-    """What a stage brings to the sums of a batch."""
+    """The gradients that a stage contributes to the sums of a batch."""
 
     stage: Stage
     gradients: list[tuple[Tie, list[Tensor]]]
@@ -25,8 +25,8 @@ class _Share(NamedTuple):
     ticket: Ticket
 
 
-class Tying:
-    """Of one rank, for one span.
+class TiedGradients:
+    """Adds the gradients of tied parameters on one rank during one span.
 
     The sums of a batch begin when all stages of the rank that share something have joined, in one order on all ranks: a
     rank that holds several of them (chunks, or both directions) may have come to them in another order than its peers.

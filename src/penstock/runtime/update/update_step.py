@@ -1,4 +1,4 @@
-"""How a rank's updates come about: what is reduced, what is decided together, and the step."""
+"""The updates of one rank: gradient sums, the decision of all stages, and the optimizer step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from penstock.comm.core.recorder import Recorder
 from penstock.comm.core.ticket import Ticket, after_all
 from penstock.comm.core.wait import Wait, wait_for
 from penstock.runtime.update.decisions import Decisions
-from penstock.runtime.update.tied_gradients import Tying
+from penstock.runtime.update.tied_gradients import TiedGradients
 from penstock.schedule.ir.schedule import Op, Stage
 from penstock.stage.graphs import Loss
 from penstock.stage.stage_runtime import StageRuntime
@@ -26,7 +26,7 @@ _OTHERS = {
 
 
 class Updates:
-    """Of one rank, for one span. Batches are counted from the start of training.
+    """Runs the updates of one rank during one span. Batches are counted from the start of training.
 
     Args:
         pipeline: which of the parallel pipelines.
@@ -44,7 +44,7 @@ class Updates:
         pipeline: int,
         holders: Mapping[int, tuple[Holder, ...]],
         reducer: Reducer,
-        tying: Tying,
+        tying: TiedGradients,
         control: ControlReduce,
         decisions: Decisions,
         recorder: Recorder,
@@ -70,8 +70,8 @@ class Updates:
         sums = self._sums.setdefault((stage.key, batch), [])
         sums.append((Op.TIE, self._tying.join(stage, batch, [ticket for _, ticket in sums])))
 
-    def hand_in(self, stage: StageRuntime, batch: int, loss: Loss | None) -> None:
-        """Hand in what a stage knows of a batch, as soon as its gradient is that of all that hold its weights.
+    def contribute(self, stage: StageRuntime, batch: int, loss: Loss | None) -> None:
+        """Contribute what a stage knows of a batch, as soon as its gradient has been added over all copies.
 
         Args:
             stage: whose share.
@@ -107,7 +107,7 @@ class Updates:
         after_all(before, act)
 
     def wait(self, stage: Stage, batch: int, action: Op, label: str) -> Iterator[Wait]:
-        """Wait for what the update of a batch (STEP), or the decision on it (VALIDATE), needs of others."""
+        """Wait for what the update of a batch (STEP), or the decision on it (VALIDATE), needs from other ranks."""
         what, place = f"rank {self._recorder.rank}, stage {stage.name}, {label}", (stage.index, stage.direction, batch)
         tickets = list(self._sums.get((stage, batch), ())) if action is Op.STEP else []
         if (stage, batch) in self._votes and (action is Op.VALIDATE or not self.provisional):
@@ -123,7 +123,7 @@ class Updates:
             yield from wait_for(self._recorder, self._squares[stage, batch], what, cause, Waiting.CONTROL)
 
     def step(self, stage: StageRuntime, batch: int, weight: float, keeps_old: bool) -> Decision:
-        """Make the update of a batch, or skip it, once `wait` is over.
+        """Update a stage with a batch, or skip the update, once `wait` is over.
 
         Args:
             stage: whose.
@@ -139,7 +139,7 @@ class Updates:
         return decision
 
     def try_step(self, stage: StageRuntime, batch: int, weight: float) -> None:
-        """Make the update of a batch without knowing the others' gradients, once `wait` is over.
+        """Update a stage before the decision of all stages, once `wait` is over.
 
         Args:
             stage: whose.
@@ -152,11 +152,11 @@ class Updates:
         stage.try_step(batch, 0.0 if self._decisions.surely_rejects(squares, factor) else factor)
 
     def rejects(self, stage: Stage, batch: int) -> bool:
-        """Whether the update of a batch was not what all have decided, once `wait` is over."""
+        """Return whether the decision of all stages rejects the update that was made, once `wait` is over."""
         return self._decisions.validate(batch, self._votes[stage, batch].result).again
 
     def validate(self, stage: StageRuntime, batch: int) -> Decision:
-        """Make the update of a batch again if it has to be."""
+        """Settle a provisional update: make it again if it was rejected."""
         decision = self._decisions.validate(batch, self._votes.pop((stage.key, batch)).result)
         stage.settle_step(batch, decision)
         stage.mean = self._decisions.mean

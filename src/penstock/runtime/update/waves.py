@@ -1,4 +1,4 @@
-"""How parallel pipelines meet that are allowed to be some waves apart (`wsp`): one rank's part.
+"""Meetings of parallel pipelines that may be some waves apart (HetPipe's wave synchronous parallel).
 
 At the end of a wave a stage posts what it has changed, and waits only for what is due of the others, which the lag
 says. Stages do so each for itself. The wish to end the run is handed in with every wave, and read as many waves later
@@ -20,7 +20,7 @@ from penstock.weights.waves import WaveWeights
 
 
 class WaveCombining(PartyMeetings):
-    """Of one rank, for one span, in which waves are counted from 0.
+    """Exchanges the updates of waves, counted from the start of the span.
 
     Args:
         party: who meets.
@@ -40,7 +40,7 @@ class WaveCombining(PartyMeetings):
         return placed._replace(unit=placed.unit._replace(first=placed.unit.first + self.combine.behind))
 
     def meet(self, stage: StageRuntime, batch: int, label: str, hold: Callable[[], None]) -> Iterator[Wait]:
-        """End a wave, and wait for what is due of the others."""
+        """Post the own wave, and wait for the waves of others that are due."""
         what, unread = self._what(stage, label), self._unread.setdefault(stage.key, deque())
         if isinstance(stage.agreement, WaveWeights):
             self._push(stage.key, stage.agreement)
@@ -88,7 +88,7 @@ class WaveCombining(PartyMeetings):
         return f"rank {self._recorder.rank}, stage {stage.key.name}, {label}"
 
     def _is_due(self, stage: Stage) -> bool:
-        """Whether the oldest vote is to be read now."""
+        """Return whether the oldest vote is due."""
         return len(self._unread[stage]) > self.combine.behind // self.combine.every
 
     def _push(self, stage: Stage, waves: WaveWeights) -> None:
@@ -97,7 +97,7 @@ class WaveCombining(PartyMeetings):
         self._posted.setdefault(stage, {})[number] = self._exchange.post(members, me, number, wave.updates)
 
     def _here(self, stage: Stage, waves: WaveWeights, due: list[int]) -> list[int]:
-        """Of each pipeline, how many waves are taken: those that are due, or also those that have come."""
+        """Return per pipeline how many waves to add: those that are due, or also those that have arrived."""
         if self.combine.lag != RECORD:
             return due
         posted, counts = self._posted[stage], list(due)
@@ -107,7 +107,7 @@ class WaveCombining(PartyMeetings):
         return counts
 
     def _collect(self, stage: Stage, waves: WaveWeights, counts: list[int], batch: int, what: str) -> Iterator[Wait]:
-        """Wait until so many waves of each pipeline have come, and those that all have by then have left."""
+        """Wait until so many waves of each pipeline have arrived, and the complete ones have been sent to all."""
         posted, self._counts[stage] = self._posted[stage], counts
         for wave in range(waves.complete, max(counts)):
             for q, count in enumerate(counts):

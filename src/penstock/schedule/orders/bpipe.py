@@ -22,7 +22,7 @@ from penstock.schedule.orders.one_f_one_b import one_f_one_b
 
 
 class _Parked(NamedTuple):
-    """What a rank does for its partner: from when on, and before it goes on with what."""
+    """A HOLD or RETURN that a rank does for its partner, with the time at which the partner wants it, in forwards."""
 
     time: int
     op: Op
@@ -30,7 +30,12 @@ class _Parked(NamedTuple):
 
 
 def bpipe(stages: int, microbatches: int) -> Order:
-    """1F1B with activations balanced between pairs of ranks."""
+    """1F1B in which no rank holds more than ceil((p + 2) / 2) microbatches: ranks r and p - 1 - r share their memory.
+
+    Args:
+        stages: p, the ranks.
+        microbatches: m.
+    """
     order, limit = one_f_one_b(stages, microbatches), -(-(stages + 2) // 2)
     programs: list[list[Action]] = [list(program.period) for program in order.programs]
     for stage in order.stages[: stages // 2]:

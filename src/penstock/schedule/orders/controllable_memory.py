@@ -32,7 +32,12 @@ _PERIOD = 6
 
 
 def v_half(stages: int, microbatches: int) -> Order:
-    """Half of 1F1B's activations."""
+    """V-Half: at most (p + 2) // 2 microbatches on a rank, about half of what 1F1B's first rank holds.
+
+    Args:
+        stages: p, the ranks; each has two stages.
+        microbatches: m.
+    """
     d = 0 if stages % 2 else 3
     blocks = [
         _Block(2 * i, 3 * stages - 2 - i, 3 * stages + d + 2 * i - 1, 6 * stages + d - 2 - i) for i in range(stages)
@@ -41,7 +46,12 @@ def v_half(stages: int, microbatches: int) -> Order:
 
 
 def v_min(stages: int, microbatches: int) -> Order:
-    """A third of 1F1B's activations."""
+    """V-Min: at most (p + 4) // 3 microbatches on a rank, about a third of what 1F1B's first rank holds.
+
+    Args:
+        stages: p, the ranks; each has two stages.
+        microbatches: m.
+    """
     d = 0 if stages % 3 else 2
     blocks = [_Block(i, 2 * stages - 1 - i, 2 * stages + d + i, 4 * stages + d - 1 - i) for i in range(stages)]
     return _push_together(blocks, microbatches, limit=2 * ((stages + 4) // 3), slack=d)
@@ -62,7 +72,7 @@ class _Block(NamedTuple):
 
 
 class _RankProgress:
-    """A rank on the way through its passes.
+    """Chooses the passes of a rank one by one, and keeps what it holds.
 
     Args:
         held: its stages.

@@ -19,14 +19,19 @@ from penstock.schedule.ir.schedule import Action, Op, Stage
 
 
 def zb_v(stages: int, microbatches: int) -> Order:
-    """ZB-V."""
+    """ZB-V: each rank holds at most p microbatches and idles for none of its own time where F = I = W and m >= 2p.
+
+    Args:
+        stages: p, the ranks; each has two stages.
+        microbatches: m.
+    """
     placed = zigzag(stages, 2)
     programs = [_PassQueue(held, microbatches).zb_v(rank, stages) for rank, held in enumerate(by_rank(placed, stages))]
     return make_order(programs, stages=placed)
 
 
 class _PassQueue:
-    """Adds passes in microbatch order, chunk by chunk; microbatches from m on vanish."""
+    """Lists the passes of a rank, each kind in microbatch order; passes of microbatches from m on are left out."""
 
     def __init__(self, held: list[Stage], microbatches: int) -> None:
         self._held, self._m = held, microbatches

@@ -24,14 +24,24 @@ from penstock.schedule.orders.interleaved import groups_of, passes_in_turns
 
 
 def zb_h1(stages: int, microbatches: int) -> Order:
-    """H1: the memory of 1F1B, a third of its bubble."""
+    """ZB-H1: at most p microbatches on every rank and, where F = I = W, a third of 1F1B's bubble (sec. 2).
+
+    Args:
+        stages: p, the ranks.
+        microbatches: m.
+    """
     return make_order(
         [_put_off(*_passes(stage, microbatches), stages - stage.rank, stage.rank) for stage in straight(stages)]
     )
 
 
 def zb_h2(stages: int, microbatches: int) -> Order:
-    """H2: twice the memory, no bubble within a rank."""
+    """ZB-H2: at most 2p - 1 microbatches on every rank and, where F = I = W, no bubble within a rank (sec. 2).
+
+    Args:
+        stages: p, the ranks.
+        microbatches: m.
+    """
     return make_order(
         [
             _put_off(*_passes(stage, microbatches), 2 * (stages - stage.rank) - 1, 2 * stage.rank)
@@ -41,7 +51,7 @@ def zb_h2(stages: int, microbatches: int) -> Order:
 
 
 def zb_interleaved(stages: int, microbatches: int, *, chunks: int = 2, group: int | None = None) -> Order:
-    """H1 on several chunks per rank.
+    """ZB-H1 with several chunks per rank, in Megatron's interleaved order.
 
     Args:
         stages: p, the ranks.

@@ -12,14 +12,14 @@ from penstock.schedule.ir.schedule import Action, Schedule, existing
 
 
 class Activations:
-    """A running count of activations per rank, in 1 / `scale` microbatches on a rank's whole share.
+    """Counts the activations that each rank holds, in units of 1 / `scale` microbatches on the rank's whole share.
 
     Args:
         schedule: the schedule.
         left: the part of a microbatch's activations that is kept between I and W; by default all.
 
     Attributes:
-        held, peak: activations held now, and the most so far, per rank.
+        held, peak: what each rank holds now, and has held at most.
     """
 
     def __init__(self, schedule: Schedule, left: Fraction = Fraction(1)) -> None:

@@ -84,7 +84,8 @@ class Proof:
     Attributes:
         lowered: the schedule with its messages, and the window with which it was proven, which is also that of a run.
         stages: facts per stage.
-        activations: per rank, the most activations in flight, in units of one microbatch on the rank's whole share.
+        activations: per rank, the most activations in flight in a span of any length, in units of one microbatch on the
+            rank's whole share.
         steady_from: the first batch from which on everything repeats.
     """
 

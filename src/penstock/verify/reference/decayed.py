@@ -120,16 +120,16 @@ class Partials:
     def __init__(self) -> None:
         self.sums: dict[tuple[int, int, int], list[Weights]] = {}  # (stage, batch, part) -> by number of microbatches
 
-    def note(self, nodes: list[ReferenceStage], t: int, part: int, scale: float) -> None:
+    def note(self, stages: list[ReferenceStage], t: int, part: int, scale: float) -> None:
         """Record the sums after one more microbatch of batch t, whose loss is multiplied by `scale`, of a part."""
-        for s, node in enumerate(nodes):
+        for s, stage in enumerate(stages):
             self.sums.setdefault((s, t, part), []).append(
-                {name: (g / scale).nan_to_num(0.0, 0.0, 0.0) for name, g in node.part.items()}
+                {name: (g / scale).nan_to_num(0.0, 0.0, 0.0) for name, g in stage.part.items()}
             )
 
     def set_open(
         self,
-        nodes: list[ReferenceStage],
+        stages: list[ReferenceStage],
         versions: list[int],
         part: int,
         t: int,
@@ -141,11 +141,11 @@ class Partials:
 
         Losses have been divided by c; `weights` are the loss weights of the batches so far.
         """
-        for s, (node, version, count) in enumerate(zip(nodes, versions, done, strict=True)):
-            if isinstance(node.reading, Decaying):
+        for s, (stage, version, count) in enumerate(zip(stages, versions, done, strict=True)):
+            if isinstance(stage.reading, Decaying):
                 n = next((weight for weight in reversed([*self.before, *weights[:version]]) if weight), c)
                 known = self.sums[s, version, part][count - 1] if count and version < t else {}
-                node.reading.open = {name: g * (c / n) for name, g in known.items()}
+                stage.reading.open = {name: g * (c / n) for name, g in known.items()}
 
 
 def _check(optimizer: Optimizer) -> None:

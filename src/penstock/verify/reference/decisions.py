@@ -47,7 +47,7 @@ class Scale:
 
 
 def factor_and_norm(
-    nodes: list[ReferenceStage],
+    stages: list[ReferenceStage],
     c: float,
     weight: float,
     scale: float,
@@ -61,7 +61,7 @@ def factor_and_norm(
     mean = c / (weight * scale)
     if clip is None and not votes:
         return mean, math.nan
-    gradients = {name: g for node in nodes for name, g in node.gradient.items() if name not in tied}
+    gradients = {name: g for stage in stages for name, g in stage.gradient.items() if name not in tied}
     norms = [float(torch.linalg.vector_norm(g)) for g in gradients.values()]
     norm = math.sqrt(math.fsum(n * n for n in norms)) * mean
     if not math.isfinite(norm):
@@ -69,18 +69,18 @@ def factor_and_norm(
     return mean * (1.0 if clip is None else min(1.0, clip / (norm + 1e-6))), norm
 
 
-def equal_copies(nodes: list[ReferenceStage], tied: Mapping[str, str]) -> None:
+def equal_copies(stages: list[ReferenceStage], tied: Mapping[str, str]) -> None:
     """Initialize all copies of a parameter with one value."""
-    everything = {name: (node, parameter) for node in nodes for name, parameter in node.newest.items()}
+    everything = {name: (stage, parameter) for stage in stages for name, parameter in stage.newest.items()}
     for name, owner in tied.items():
-        node, copy_ = everything[name]
+        stage, copy_ = everything[name]
         copy_.data.copy_(everything[owner][1].data)
-        node.versions[0][name] = copy_.detach().clone()
+        stage.versions[0][name] = copy_.detach().clone()
 
 
-def tie_gradients(nodes: list[ReferenceStage], tied: Mapping[str, str]) -> None:
+def tie_gradients(stages: list[ReferenceStage], tied: Mapping[str, str]) -> None:
     """Replace the gradient of each copy of a parameter by the sum over all copies, that of the first stage first."""
-    holder = {name: node for node in nodes for name in node.gradient}
+    holder = {name: stage for stage in stages for name in stage.gradient}
     for owner in dict.fromkeys(tied.values()):
         names = [owner, *(name for name in holder if tied.get(name) == owner)]
         total = reduce(torch.add, [holder[name].gradient[name] for name in names])

@@ -25,7 +25,7 @@ def draw_for(seed: int | None, t: int, k: int, name: str) -> None:
 
 
 def run_microbatch(
-    nodes: list[ReferenceStage],
+    stages: list[ReferenceStage],
     sample: tuple[Any, Any],
     reads: list[tuple[Weights, Weights | None]],
     draw: Callable[[str], None],
@@ -37,7 +37,7 @@ def run_microbatch(
     """Add the gradient of one microbatch to that of its part.
 
     Args:
-        nodes: the stages.
+        stages: the stages.
         sample: input and target.
         reads: per stage, the weights of the forward, and those of the backward if they differ.
         draw: called before each block, with its name.
@@ -50,9 +50,9 @@ def run_microbatch(
     """
     leaves = [leaves_of(forward, precision) for forward, _ in reads]
     x, target = cast(sample[0], precision), sample[1]
-    for node, weights, (_, others) in zip(nodes, leaves, reads, strict=True):
+    for stage, weights, (_, others) in zip(stages, leaves, reads, strict=True):
         with nullcontext() if others is None else unguarded():
-            x = node.forward(x, weights, draw)
+            x = stage.forward(x, weights, draw)
     draw("loss")
     sum_, weight = weighted(loss(x, target))
     for weights, (_, others) in zip(leaves, reads, strict=True):
@@ -61,10 +61,10 @@ def run_microbatch(
     gradients = iter(
         torch.autograd.grad(sum_ / c * scale, [w for ws in leaves for w in ws.values()], allow_unused=True)
     )
-    for node, weights in zip(nodes, leaves, strict=True):
+    for stage, weights in zip(stages, leaves, strict=True):
         for name in weights:
             if (gradient := next(gradients)) is not None:  # None for a parameter that does not affect the loss
-                node.part[name] += gradient
+                stage.part[name] += gradient
     return float(sum_.detach()), weight
 
 

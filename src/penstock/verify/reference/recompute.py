@@ -27,17 +27,17 @@ Piece = list[tuple[int, str]]
 """Consecutive blocks that share one kept input: stage and name of each."""
 
 
-def pieces_of(nodes: Sequence[ReferenceStage], how: str, sizes: Sequence[int]) -> list[Piece]:
+def pieces_of(stages: Sequence[ReferenceStage], how: str, sizes: Sequence[int]) -> list[Piece]:
     """Divide the blocks into the units of recompute: single blocks, or segments of the given numbers of stages."""
-    blocks = [[(s, name) for name in node.blocks] for s, node in enumerate(nodes)]
+    blocks = [[(s, name) for name in stage.blocks] for s, stage in enumerate(stages)]
     if how == "block":
-        return [[block] for stage in blocks for block in stage]
-    stages = iter(blocks)
-    return [list(chain(*islice(stages, size))) for size in sizes]
+        return [[block] for held in blocks for block in held]
+    remaining = iter(blocks)
+    return [list(chain(*islice(remaining, size))) for size in sizes]
 
 
 def run_again(
-    nodes: list[ReferenceStage],
+    stages: list[ReferenceStage],
     sample: tuple[Any, Any],
     reads: list[tuple[Weights, Weights | None]],
     again: list[Weights],
@@ -51,7 +51,7 @@ def run_again(
     """Run a microbatch as `run_microbatch` does, with recompute.
 
     Args:
-        nodes, sample, reads, draw, loss, c, scale, precision: see `run_microbatch`.
+        stages, sample, reads, draw, loss, c, scale, precision: see `run_microbatch`.
         again: per stage, the weights of the second run.
         pieces: the units of recompute, from the first stage to the last.
 
@@ -59,9 +59,9 @@ def run_again(
         The sum of the loss in the first run, and its weight.
     """
     x, target = cast(sample[0], precision), sample[1]
-    inputs, buffers = _first_run(nodes, x, [leaves_of(w, precision) for w, _ in reads], pieces, draw)
+    inputs, buffers = _first_run(stages, x, [leaves_of(w, precision) for w, _ in reads], pieces, draw)
     leaves = [leaves_of(w, precision) for w in again]
-    outputs = _second_run(nodes, inputs, leaves, pieces, buffers, draw)
+    outputs = _second_run(stages, inputs, leaves, pieces, buffers, draw)
     draw("loss")
     reported, weight = weighted(loss(inputs.pop(), target))
     end = _differentiable(outputs[-1])
@@ -72,8 +72,8 @@ def run_again(
     for weights, (forward, others) in zip(leaves, reads, strict=True):
         replace(weights, forward if others is None else others)
     for piece, x, y in reversed(list(zip(pieces, inputs, outputs, strict=True))):
-        stages = sorted({s for s, _ in piece})
-        wanted = [(nodes[s].part, name, leaf) for s in stages for name, leaf in leaves[s].items()]
+        held = sorted({s for s, _ in piece})
+        wanted = [(stages[s].part, name, leaf) for s in held for name, leaf in leaves[s].items()]
         before = _tensors(x)
         found = _slopes(_tensors(y), slopes, [*before, *(leaf for _, _, leaf in wanted)])
         slopes = found[: len(before)]
@@ -84,7 +84,7 @@ def run_again(
 
 
 def _first_run(
-    nodes: list[ReferenceStage],
+    stages: list[ReferenceStage],
     x: Any,
     leaves: list[dict[str, Tensor]],
     pieces: list[Piece],
@@ -94,15 +94,15 @@ def _first_run(
     inputs, buffers = [x], dict[str, dict[str, Tensor]]()
     for piece in pieces:
         for s, name in piece:
-            buffers[name] = {own: buffer.clone() for own, buffer in _buffers(nodes[s], name).items()}
-            x = nodes[s].apply(name, x, leaves[s], draw)
+            buffers[name] = {own: buffer.clone() for own, buffer in _buffers(stages[s], name).items()}
+            x = stages[s].apply(name, x, leaves[s], draw)
         x = _differentiable(x)
         inputs.append(x)
     return inputs, buffers
 
 
 def _second_run(
-    nodes: list[ReferenceStage],
+    stages: list[ReferenceStage],
     inputs: list[Any],
     leaves: list[dict[str, Tensor]],
     pieces: list[Piece],
@@ -112,8 +112,8 @@ def _second_run(
     outputs = []
     for piece, x in zip(pieces, inputs[:-1], strict=True):
         for s, name in piece:
-            with unguarded(), _as_then(nodes[s], name, buffers[name]):
-                x = nodes[s].apply(name, x, leaves[s], draw)
+            with unguarded(), _as_then(stages[s], name, buffers[name]):
+                x = stages[s].apply(name, x, leaves[s], draw)
         outputs.append(x)
     return outputs
 
@@ -144,22 +144,22 @@ def _slopes(ys: list[Tensor], slopes: Sequence[Tensor | None], xs: list[Tensor])
     return [next(found) if x.requires_grad else None for x in xs]
 
 
-def _buffers(node: ReferenceStage, name: str) -> dict[str, Tensor]:
-    return dict(node.modules[name].named_buffers()) if name in node.modules else {}
+def _buffers(stage: ReferenceStage, name: str) -> dict[str, Tensor]:
+    return dict(stage.modules[name].named_buffers()) if name in stage.modules else {}
 
 
 @contextmanager
-def _as_then(node: ReferenceStage, name: str, then: Mapping[str, Tensor]) -> Iterator[None]:
+def _as_then(stage: ReferenceStage, name: str, then: Mapping[str, Tensor]) -> Iterator[None]:
     """Give a block copies of these buffers, and its own ones back afterwards."""
-    now = _buffers(node, name)
-    _put(node, name, {own: b.clone() for own, b in then.items()})
+    now = _buffers(stage, name)
+    _put(stage, name, {own: b.clone() for own, b in then.items()})
     try:
         yield
     finally:
-        _put(node, name, now)
+        _put(stage, name, now)
 
 
-def _put(node: ReferenceStage, name: str, buffers: Mapping[str, Tensor]) -> None:
+def _put(stage: ReferenceStage, name: str, buffers: Mapping[str, Tensor]) -> None:
     for own, buffer in buffers.items():
         path, _, last = own.rpartition(".")
-        node.modules[name].get_submodule(path)._buffers[last] = buffer
+        stage.modules[name].get_submodule(path)._buffers[last] = buffer

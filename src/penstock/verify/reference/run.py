@@ -101,22 +101,22 @@ def train_reference(
         DataError: batches have different numbers of microbatches.
     """
     chosen = options_of(method, options)
-    nodes = [ReferenceStage(blocks, optimizer) for blocks in stages]
-    equal_copies(nodes, tied)
-    for node in nodes:
-        node.cast_frozen(precision)
+    built = [ReferenceStage(blocks, optimizer) for blocks in stages]
+    equal_copies(built, tied)
+    for stage in built:
+        stage.cast_frozen(precision)
     scale = Scale(scaling)
-    run = Run(nodes, loss, method, chosen, rate, divisor, drains, clip, scale, seed, parts, tied, precision, order)
+    run = Run(built, loss, method, chosen, rate, divisor, drains, clip, scale, seed, parts, tied, precision, order)
     for t, batch in enumerate(batches):
         run.train(t, batch)
-    return with_end(run.result, nodes)
+    return with_end(run.result, built)
 
 
 @dataclass
 class Run:
     """The state of a run; the attributes are the arguments of `train_reference`."""
 
-    nodes: list[ReferenceStage]
+    stages: list[ReferenceStage]
     loss: Loss
     method: str
     options: Mapping[str, Any]
@@ -146,11 +146,11 @@ class Run:
         c = float(self.size if self.divisor is None else self.divisor)
         s = self.scale.at(known=max(t - (self.method in DOUBLE_BUFFER), 0))
         total, weight = self.accumulate(t, batch, c, s)
-        for node in self.nodes:
-            node.add_parts()
-        tie_gradients(self.nodes, self.tied)
+        for stage in self.stages:
+            stage.add_parts()
+        tie_gradients(self.stages, self.tied)
         votes = self.scale.scaling is not None or (self.parts is not None and len(self.parts) > 1)
-        factor, norm = factor_and_norm(self.nodes, c, weight, s, self.clip, votes, self.tied)
+        factor, norm = factor_and_norm(self.stages, c, weight, s, self.clip, votes, self.tied)
         self.scale.votes.append(not factor if weight else None)
         result = self.result
         result.gradients.append(self.update(t, factor))
@@ -162,14 +162,14 @@ class Run:
     def begin(self, size: int) -> int:
         """Set up everything that depends on the number of microbatches, such as delays; return it."""
         self.m = len(self.parts[0]) if self.parts else size
-        self.order.check(self.method, len(self.nodes), self.m)
-        check_early(self.method, self.order, len(self.nodes), self.m)
-        for s, node in enumerate(self.nodes):
-            place = ReferencePlace(s, len(self.nodes), self.m, self.order.of_stage(s))
-            momentary = correct(node, place, self.method, self.options, bool(self.tied))
-            node.rate = partial(self.rate_of, momentary)
-            node.reading.on_version(node)
-            if self.order.recompute is not None and not node.reading.repeats:
+        self.order.check(self.method, len(self.stages), self.m)
+        check_early(self.method, self.order, len(self.stages), self.m)
+        for s, stage in enumerate(self.stages):
+            place = ReferencePlace(s, len(self.stages), self.m, self.order.of_stage(s))
+            momentary = correct(stage, place, self.method, self.options, bool(self.tied))
+            stage.rate = partial(self.rate_of, momentary)
+            stage.reading.on_version(stage)
+            if self.order.recompute is not None and not stage.reading.repeats:
                 raise CapabilityError(
                     f"{self.method}: it is undefined which weights a recomputed forward reads if its backward reads "
                     "other ones: leave recompute out"
@@ -187,9 +187,9 @@ class Run:
             for place, k in enumerate(part):
                 results.append(self.microbatch(t, number, place, k, batch[k], c, s))
                 if self.method == "ftpipe-aggregated":
-                    self.partials.note(self.nodes, t, number, s)
-            for node in self.nodes:
-                node.end_part()
+                    self.partials.note(self.stages, t, number, s)
+            for stage in self.stages:
+                stage.end_part()
         total, weight = (sum(numbers) for numbers in zip(*results, strict=True))
         return total, weight
 
@@ -197,47 +197,47 @@ class Run:
         self, t: int, part: int, place: int, k: int, sample: tuple[Any, Any], c: float, s: float
     ) -> tuple[float, float]:
         """Run microbatch k of batch t, which is number `place` of its part; return its loss and weight."""
-        m, d = len(self.parts[part]) if self.parts else self.size, len(self.nodes)
+        m, d = len(self.parts[part]) if self.parts else self.size, len(self.stages)
         versions = [self.version(t, place, m, i) for i in range(d)]
         if self.method == "ftpipe-aggregated":
             done = [backwards_of_open_batch(t, place, m, i, d, self.first) for i in range(d)]
-            self.partials.set_open(self.nodes, versions, part, t, done, c, self.result.weights)
-        reads = [n.reading.read(n, v) for n, v in zip(self.nodes, versions, strict=True)]
+            self.partials.set_open(self.stages, versions, part, t, done, c, self.result.weights)
+        reads = [n.reading.read(n, v) for n, v in zip(self.stages, versions, strict=True)]
         draw = partial(draw_for, self.seed, t, k)
         rest = draw, self.loss, c, s, self.precision
         how = self.order.recompute
         if how is not None:
             moments = [self.order.moment(t, i, place, v) for i, v in enumerate(versions)]
-            again = [n.reading.again(n, *vs) for n, *vs in zip(self.nodes, versions, moments, strict=True)]
+            again = [n.reading.again(n, *vs) for n, *vs in zip(self.stages, versions, moments, strict=True)]
             others = [w for w in again if w is not None]
             if others:
-                pieces = pieces_of(self.nodes, how, self.order.sizes(len(self.nodes)))
-                return run_again(self.nodes, sample, reads, others, pieces, *rest)
-        return run_microbatch(self.nodes, sample, reads, *rest)
+                pieces = pieces_of(self.stages, how, self.order.sizes(len(self.stages)))
+                return run_again(self.stages, sample, reads, others, pieces, *rest)
+        return run_microbatch(self.stages, sample, reads, *rest)
 
     def version(self, t: int, k: int, m: int, s: int) -> int:
         """Return the version that stage s reads, or predicts from, for microbatch k of batch t."""
-        return version_read(self.method, t, k, m, s, len(self.nodes), self.first, self.order.delays)
+        return version_read(self.method, t, k, m, s, len(self.stages), self.first, self.order.delays)
 
     def update(self, t: int, factor: float) -> dict[str, Tensor]:
         """Step every stage, or copy the weights if the update is skipped; return the optimizers' gradients."""
         given: dict[str, Tensor] = {}
-        for s, node in enumerate(self.nodes):
+        for s, stage in enumerate(self.stages):
             if factor:
-                given |= node.update(factor, self.version(t, 0, self.m, s))
-            node.add_version(made=bool(factor))
+                given |= stage.update(factor, self.version(t, 0, self.m, s))
+            stage.add_version(made=bool(factor))
         self.updates += bool(factor)  # a skipped update does not advance the learning rate
-        for node in self.nodes:
-            node.reading.on_version(node)
+        for stage in self.stages:
+            stage.reading.on_version(stage)
         return given
 
 
-def with_end(result: Reference, nodes: list[ReferenceStage]) -> Reference:
+def with_end(result: Reference, stages: list[ReferenceStage]) -> Reference:
     """Add the values at the end of the run."""
-    versions = zip(*(node.versions for node in nodes), strict=True)
+    versions = zip(*(stage.versions for stage in stages), strict=True)
     result.versions = [{name: w for stage in parts for name, w in stage.items()} for parts in versions]
-    result.optimizers = [node.optimizer.state_dict() if node.optimizer else {} for node in nodes]
-    modules = {name: module for node in nodes for name, module in node.modules.items()}
+    result.optimizers = [stage.optimizer.state_dict() if stage.optimizer else {} for stage in stages]
+    modules = {name: module for stage in stages for name, module in stage.modules.items()}
     for name, module in modules.items():
         saved = module.state_dict().keys()
         result.buffers |= {f"{name}.{own}": b for own, b in module.named_buffers() if own in saved}

@@ -127,18 +127,18 @@ def train_wsp(
         raise ConfigError(f"{method} does not support waves; methods that do: {', '.join(APART)}")
     chosen, drains, runs = options_of(method, {}), {*drains, *wsp.settle}, []
     for _ in range(wsp.width):
-        nodes = [ReferenceStage(blocks, optimizer) for blocks in stages]
-        equal_copies(nodes, tied)
-        for node in nodes:
-            node.cast_frozen(precision)
+        built = [ReferenceStage(blocks, optimizer) for blocks in stages]
+        equal_copies(built, tied)
+        for stage in built:
+            stage.cast_frozen(precision)
         scale = Scale(scaling)
         runs.append(
-            Run(nodes, loss, method, chosen, rate, divisor, drains, clip, scale, seed, None, tied, precision, order)
+            Run(built, loss, method, chosen, rate, divisor, drains, clip, scale, seed, None, tied, precision, order)
         )
     meeting = _Meeting(runs, wsp)
     for t, batch in enumerate(batches):
         meeting.train(t, batch)
-    return ReferenceWaves([with_end(run.result, run.nodes) for run in runs], meeting.common)
+    return ReferenceWaves([with_end(run.result, run.stages) for run in runs], meeting.common)
 
 
 class _Meeting:
@@ -151,8 +151,8 @@ class _Meeting:
 
     def __init__(self, runs: list[Run], wsp: Wsp) -> None:
         self.runs, self.wsp = runs, wsp
-        self.stages = range(len(runs[0].nodes))
-        self.before = [[node.copy_newest() for node in run.nodes] for run in runs]
+        self.stages = range(len(runs[0].stages))
+        self.before = [[stage.copy_newest() for stage in run.stages] for run in runs]
         self.sums: list[list[list[Weights]]] = []  # u by wave, pipeline and stage
         self.seen = {(s, r, q): 0 for s in self.stages for r in range(len(runs)) for q in range(len(runs)) if r != q}
         self.common = [{name: w for weights in self.before[0] for name, w in weights.items()}]
@@ -177,7 +177,7 @@ class _Meeting:
         """End a wave after the last update of all pipelines."""
         wave, own = len(self.sums), []
         for run, before in zip(self.runs, self.before, strict=True):
-            own.append([_less(node.copy_newest(), old) for node, old in zip(run.nodes, before, strict=True)])
+            own.append([_less(stage.copy_newest(), old) for stage, old in zip(run.stages, before, strict=True)])
         self.sums.append(own)
         common = dict(self.common[-1])
         for stages in own:
@@ -192,10 +192,10 @@ class _Meeting:
                 others = [q for q in range(len(self.runs)) if q != r]
                 new = sorted((wave, q) for q in others for wave in range(self.seen[s, r, q], visible[s, r, q]))
                 for wave, q in new:
-                    run.nodes[s].add(self.sums[wave][q][s], self.wsp.share)
+                    run.stages[s].add(self.sums[wave][q][s], self.wsp.share)
                 for q in others:
                     self.seen[s, r, q] = max(self.seen[s, r, q], visible[s, r, q])
-                self.before[r][s] = run.nodes[s].copy_newest()
+                self.before[r][s] = run.stages[s].copy_newest()
 
 
 def _less(a: Weights, b: Weights) -> dict[str, Tensor]:
