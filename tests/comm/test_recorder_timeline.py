@@ -11,6 +11,7 @@ import pytest
 import torch.distributed as dist
 from torch import Tensor
 
+from penstock.comm.core.recorder import Recorder
 from penstock.schedule.ir.schedule import Kind
 from penstock.timeline import Timeline, Waiting
 from support.cases import METHODS, Case, make_batches, make_pipeline, mixed
@@ -116,3 +117,17 @@ def test_evaluation_is_not_taken_for_training() -> None:
         assert [i.batch for i in work if i.label.startswith("F") and i.batch >= 0] == [k // 2 for k in range(12)]
         forwards = [(i.span, i.microbatch) for i in work if i.what == "F"]
         assert forwards == [(span, k) for span in range(3) for k in range(6)]
+
+
+@pytest.mark.smoke
+def test_peaks_are_those_of_sums_taken_anew() -> None:
+    """The total is kept as a running sum; every kind may come, grow, shrink and go."""
+    recorder, live, most = Recorder(0, 0.0), dict[str, int](), 0
+    changes = [("a", 5), ("b", 7), ("a", 2), ("b", 0), ("c", 4), ("c", 4), ("a", 9), ("b", 1), ("a", 0), ("c", 3)]
+    for kind, nbytes in changes:
+        recorder.hold(kind, nbytes)
+        live[kind] = nbytes
+        most = max(most, sum(live.values()))
+        assert recorder.live == live
+        assert recorder.peak_total == most
+    assert recorder.peak == {"a": 9, "b": 7, "c": 4}
