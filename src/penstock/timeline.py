@@ -27,6 +27,7 @@ class Waiting(StrEnum):
 
 
 _WAITING = frozenset(Waiting)
+_COMPUTE = Lane.COMPUTE.value
 
 
 class Interval(NamedTuple):
@@ -65,7 +66,7 @@ class Interval(NamedTuple):
     @property
     def is_work(self) -> bool:
         """True if the rank's compute lane was busy with an operation rather than waiting."""
-        return self.lane == Lane.COMPUTE.value and self.what not in _WAITING
+        return self.lane == _COMPUTE and self.what not in _WAITING
 
 
 @dataclass

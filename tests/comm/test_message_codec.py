@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from penstock.comm.p2p.message import HEADER_BYTES, Codec, Header, TensorMessage, detached, size_and_continued, split
+from penstock.comm.p2p.message import HEADER_BYTES, Codec, Header, TensorMessage, detached, split, transport_fields
 from penstock.errors import TransportError
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64]
@@ -85,7 +85,7 @@ def test_round_trip(messages: list[tuple[Header, Any]]) -> None:
     for header, tree in messages:
         block = sender.encode(TensorMessage(header, tree, (True, False)))
         assert block.dtype == torch.uint8
-        assert size_and_continued(block) == (block.numel(), False)
+        assert transport_fields(block)[:2] == (block.numel(), False)
         message = receiver.decode(block)
         assert repr(message.header) == repr(header)
         assert message.wants_gradient == (True, False)
@@ -107,7 +107,7 @@ def test_round_trip_in_two_parts(header: Header, tensor: Tensor) -> None:
     block = Codec("a lane").encode(TensorMessage(header, tensor, (False,)))
     head, rest = split(block)
     assert head.numel() == HEADER_BYTES
-    assert size_and_continued(head) == (block.numel(), True)
+    assert transport_fields(head)[:2] == (block.numel(), True)
     assert_same_tree(Codec("a lane").decode(torch.cat([head, rest])).tree, tensor)
 
 

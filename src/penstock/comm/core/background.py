@@ -36,11 +36,12 @@ class Background:
 
     def _serve(self) -> None:
         while (job := self._jobs.get()) is not None:
-            _do(*job)
+            settle(*job)
             del job  # it may hold much memory, and the next job may come late
 
 
-def _do(tickets: Sequence[Ticket], work: Callable[[], Any]) -> None:
+def settle(tickets: Sequence[Ticket], work: Callable[[], Any]) -> None:
+    """Do work; its result, or the exception that it raises, completes the tickets."""
     try:
         result = work()
     except Exception as error:  # raised again where the ticket is waited for

@@ -25,25 +25,29 @@ class Ticket:
         result: of what was posted; for a RECV the message, until it is used.
         made_at, done_at: when it was posted and completed, on the clock of `time.perf_counter`.
         error: why it never will.
-        done: whether it has completed or failed.
     """
 
-    __slots__ = ("_followers", "_lock", "_pending", "done", "done_at", "error", "made_at", "nbytes", "result", "where")
+    __slots__ = ("_done", "_followers", "_lock", "_pending", "done_at", "error", "made_at", "nbytes", "result", "where")
 
     def __init__(self, where: object, nbytes: int = 0) -> None:
         self.where, self.nbytes = where, nbytes
         self.result: Any = None
         self.error: BaseException | None = None
-        self.made_at, self.done_at, self.done = time.perf_counter(), 0.0, False
+        self.made_at, self.done_at, self._done = time.perf_counter(), 0.0, False
         self._lock = threading.Lock()
         self._pending: threading.Event | None = None  # for waiters that have stopped polling
         self._followers: list[Callable[[], None]] = []
+
+    @property
+    def done(self) -> bool:
+        """Whether it has completed or failed."""
+        return self._done
 
     def complete(self, result: Any = None, error: BaseException | None = None) -> None:
         """Mark as completed or failed."""
         self.result, self.error, self.done_at = result, error, time.perf_counter()
         with self._lock:
-            self.done = True
+            self._done = True
             pending = self._pending
         if pending is not None:
             pending.set()
@@ -53,7 +57,7 @@ class Ticket:
     def then(self, follow: Callable[[], None]) -> None:
         """Call `follow` as soon as this has completed or failed, in whatever thread completes it."""
         with self._lock:
-            if not self.done:
+            if not self._done:
                 self._followers.append(follow)
                 return
         follow()
@@ -64,16 +68,23 @@ class Ticket:
         At first it polls: a core that has fallen asleep comes back slower, on virtual machines by up to a tenth of the
         work that follows (docs/benchmarks.md).
         """
-        deadline = time.perf_counter() + timeout
-        polled = min(deadline, time.perf_counter() + _POLLED)
-        while not self.done and time.perf_counter() < polled:
+        start = now = time.perf_counter()
+        polled = min(timeout, _POLLED)
+        while not self.done and now - start < polled:
             time.sleep(_NAP)
+            now = time.perf_counter()
+        if self.done:
+            return True
+        self._stop_polling()
         with self._lock:
-            if self.done:
+            if self._done:
                 return True
             self._pending = self._pending or threading.Event()
-        self._pending.wait(max(0.0, deadline - time.perf_counter()))
-        return self.done
+        self._pending.wait(max(0.0, start + timeout - time.perf_counter()))
+        return self._done
+
+    def _stop_polling(self) -> None:
+        """Have it completed by a thread, if that takes somebody who looks."""
 
     def wait(self, timeout: float, what: str) -> None:
         """Block until done.

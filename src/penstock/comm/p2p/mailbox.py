@@ -67,6 +67,7 @@ class Inbox:
         self._route, self._desk, self._transport, self._recorder = route, desk, transport, recorder
         self._lane, self._peer = route.lane, peer
         self._piece = route.slice[0] if route.slice else 0
+        self._name = route.payload.value  # an enum takes longer to format than a string
         self._posted: dict[int, Ticket] = {}
 
     def post(self, first: int) -> None:
@@ -84,7 +85,7 @@ class Inbox:
         Raises:
             TransportError: the lane broke.
         """
-        cause = f"rank {self._peer}: {self._route.payload} {first}"
+        cause = f"rank {self._peer}: {self._name} {first}"
         yield from wait_for(self._recorder, self._posted[first], what, cause, Waiting.MESSAGE, self._peer)
 
     def collect(self, first: int, batch: int, what: str) -> None:
@@ -207,6 +208,7 @@ class Outbox:
     def __init__(self, route: Route, desk: Desk, transport: Transport, lane: OutLane, recorder: Recorder) -> None:
         self._route, self._desk, self._transport, self._lane, self._recorder = route, desk, transport, lane, recorder
         self._piece = route.slice[0] if route.slice else 0
+        self._name = route.payload.value  # an enum takes longer to format than a string
 
     def send(self, first: int) -> Iterator[Wait] | None:
         """Post the SEND of the message that begins with microbatch `first`; waits first where its lane is full."""
@@ -224,7 +226,7 @@ class Outbox:
         route, recorder = self._route, self._recorder
         contents = [self._desk.take((k, self._piece)) for k in range(first, first + route.count)]
         content = contents[0] if len(contents) == 1 else _closed(contents)
-        nbytes, label, start = content.nbytes, f"{route.payload} {first}", recorder.now()
+        nbytes, label, start = content.nbytes, f"{self._name} {first}", recorder.now()
         recorder.change("messages", nbytes)
         ticket = self._transport.send(self._lane.lane, content)
         self._lane.add(_Sending(ticket, nbytes, route.source.name, label, first))

@@ -3,7 +3,8 @@
 Layout: a header of 64 bytes; then, if the structure differs from that of the lane's previous message, its description
 as JSON; then the tensors, each aligned to 64 bytes, so that a received tensor is a view of the block. The header names
 batch and microbatch, so that a receiver notices a wrong message, and carries what accompanies the data: whether another
-batch follows, a checksum of the samples, and the loss weight of the batch.
+batch follows, a checksum of the samples, the loss weight of the batch, and how many RECVs the sender has posted on each
+of its lanes from the receiver (credits, modulo `CREDIT_RANGE`).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -21,11 +22,17 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from penstock.errors import TransportError
+from penstock.schedule.ir.schedule import Payload
 
 HEADER_BYTES = 64
 _ALIGNMENT = 64  # bytes, of every tensor in a block; kernels may round differently on unaligned data
+_HEADER = struct.Struct("<qqqqdII??5H")
 _CONTINUED = 48  # the byte of the header that marks a message whose rest follows as another send
-_HEADER = struct.Struct("<qqqqqqqd")
+_ARRIVED = 49  # the byte that is always 1, so that it tells in a block that was 0 there whether the header has come
+CREDITED = tuple(Payload)  # the lanes that the credits are about
+CREDIT_RANGE = 1 << 16  # credits are counted modulo this
+NO_CREDITS = (0,) * len(CREDITED)
+Credits = Sequence[int]
 Structure = tuple[pytree.TreeSpec, list[list[Any]], tuple[bool, ...]]
 """The tree, the kind of each leaf, and whether each leaf requires a gradient."""
 
@@ -88,7 +95,7 @@ class Codec:
         self._form: tuple[Any, ...] | None = None
         self._received: Structure | None = None
 
-    def encode(self, message: TensorMessage) -> Tensor:
+    def encode(self, message: TensorMessage, credit: Credits = NO_CREDITS) -> Tensor:
         """The message as one block (uint8, one dimension, at least `HEADER_BYTES` long)."""
         leaves = leaves_of(message.tree) if self._inline else []
         tensors = [as_it_lies(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
@@ -98,7 +105,9 @@ class Codec:
         raw = bytes_of(block)  # writing to it costs a fraction of operations on tensors
         h = message.header
         flags = int(h.more) | h.piece << 1
-        _HEADER.pack_into(raw, 0, size, len(changed), h.batch, h.first, flags, h.checksum, 0, h.weight)
+        _HEADER.pack_into(
+            raw, 0, size, h.batch, h.first, h.checksum, h.weight, len(changed), flags, False, True, *credit
+        )
         raw[HEADER_BYTES : HEADER_BYTES + len(changed)] = changed
         for tensor, offset in zip(tensors, offsets, strict=True):
             if tensor.numel():
@@ -125,7 +134,7 @@ class Codec:
                 block.
         """
         raw = bytes_of(block)
-        size, meta_bytes, batch, first, flags, checksum, _, weight = _HEADER.unpack_from(raw)
+        size, batch, first, checksum, weight, meta_bytes, flags, *_ = _HEADER.unpack_from(raw)
         if meta_bytes:
             self._received = _parse(bytes(raw[HEADER_BYTES : HEADER_BYTES + meta_bytes]), self.where)
         if self._received is None:
@@ -245,10 +254,20 @@ def split(block: Tensor) -> list[Tensor]:
     return [block[:HEADER_BYTES], block[HEADER_BYTES:]]
 
 
-def size_and_continued(head: Tensor) -> tuple[int, bool]:
-    """Read the size of a whole block, and whether it continues in another send, from its first `HEADER_BYTES` bytes."""
-    size, *_, continued, _ = _HEADER.unpack_from(bytes_of(head))
-    return size, bool(continued)
+def transport_fields(head: Tensor) -> tuple[int, bool, Credits]:
+    """Read from a header the size of the whole block, whether it continues in another send, and the credits."""
+    size, _, _, _, _, _, _, continued, _, *credit = _HEADER.unpack_from(bytes_of(head))
+    return size, continued, credit
+
+
+def expect(raw: memoryview) -> None:
+    """Prepare a block that is to be received, so that `has_come` tells when its header is there."""
+    raw[_ARRIVED] = 0
+
+
+def has_come(raw: memoryview) -> bool:
+    """Return whether the header of a block that is being received is there; the rest may still be on its way."""
+    return raw[_ARRIVED] != 0
 
 
 def bytes_of(block: Tensor) -> memoryview:

@@ -18,8 +18,9 @@ from torch.utils import _pytree as pytree
 
 from penstock.comm.core.tagged_group import TaggedGroup
 from penstock.comm.core.ticket import Ticket
-from penstock.comm.p2p.gloo import GlooLane, LaneTransport
-from penstock.comm.p2p.message import Codec, TensorMessage, as_it_lies
+from penstock.comm.p2p.gloo import LaneTransport
+from penstock.comm.p2p.gloo_lanes import ReceiveLane, SendLane
+from penstock.comm.p2p.message import NO_CREDITS, Codec, Credits, TensorMessage, as_it_lies
 from penstock.comm.p2p.transport import Channel
 from penstock.errors import CapabilityError
 from penstock.schedule.machine.instructions import LaneKey
@@ -79,71 +80,106 @@ class NcclTransport(LaneTransport):
         first: int = 0,
         channel: Channel = Channel.TRAINING,
     ) -> None:
+        settings = window, control, first, channel
         super().__init__(
-            {
-                lane: _SplitLane(lane, rank == lane.source, window, control, group, device, first, channel)
-                for lane, group in groups.items()
-                if rank in lane[:2]
-            }
+            {lane: _SplitSendLane(lane, g, device, *settings) for lane, g in groups.items() if lane.source == rank},
+            {lane: _SplitReceiveLane(lane, g, device, *settings) for lane, g in groups.items() if lane.target == rank},
         )
 
 
-class _SplitLane(GlooLane):
-    """A lane that sends the description of a message through gloo and its tensors through another process group."""
+class _Wires:
+    """What the tensors of a lane travel on.
+
+    Args:
+        group: of the two ranks.
+        peer: the other one, in the job.
+        device: of the tensors.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, peer: int, device: torch.device) -> None:
+        self._tensors, self._far = TaggedGroup(group, _TAG), dist.get_group_rank(group, peer)
+        self.device = device
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    def send(self, tensor: Tensor) -> dist.Work | None:
+        """Start to send a tensor."""
+        return self._tensors.send(tensor, self._far)
+
+    def finish(self, works: Sequence[dist.Work | None]) -> None:
+        """Wait until tensors have been sent, not on the stream that computes."""
+        with torch.cuda.stream(self.stream):
+            self._tensors.finish(works)
+        if self.stream is not None:
+            self.stream.synchronize()
+
+    def receive(self, dtype: torch.dtype, shape: list[int]) -> Tensor:
+        """Receive a tensor; on CUDA only the stream waits."""
+        tensor = torch.empty(shape, dtype=dtype, device=self.device)
+        self._tensors.finish([self._tensors.receive(tensor, self._far)])
+        return tensor
+
+
+class _SplitSendLane(SendLane):
+    """Sends the description of a message through gloo and its tensors through another process group."""
 
     def __init__(
-        self,
-        lane: LaneKey,
-        sends: bool,
-        window: int,
-        control: dist.ProcessGroup,
-        tensors: dist.ProcessGroup,
-        device: torch.device,
-        first: int,
-        channel: Channel,
-    ) -> None:
-        super().__init__(lane, sends, window, control, first, channel)
-        self.codec = Codec(self.where, inline=False)
-        self._tensors, self._device = TaggedGroup(tensors, _TAG), device
-        self._far = dist.get_group_rank(tensors, dist.get_global_rank(control, self._peer))
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self, lane: LaneKey, tensors: dist.ProcessGroup, device: torch.device, window: int,
+        control: dist.ProcessGroup, first: int, channel: Channel,
+    ) -> None:  # fmt: skip
+        super().__init__(lane, window, control, first, channel)
+        self.codec = Codec(str(self.lane), inline=False)
+        self._wires = _Wires(tensors, dist.get_global_rank(control, self._peer), device)
 
-    def send(self, message: TensorMessage) -> Ticket:
+    def send(self, message: TensorMessage, credit: Credits = NO_CREDITS) -> Ticket:
         """Post the description and every tensor; the ticket is done when all have been sent."""
-        ticket = super().send(message)
+        ticket = super().send(message, credit)
+        self.hand_over()
         leaves = [
             as_it_lies(leaf).contiguous() for leaf in pytree.tree_leaves(message.tree) if isinstance(leaf, Tensor)
         ]
-        works = [self._tensors.send(leaf, self._far) for leaf in leaves]
+        works = [self._wires.send(leaf) for leaf in leaves]
         kept = Ticket(self.lane)
 
         def finish() -> None:
-            ticket.check(self.where)  # the description has been sent: the thread works in order
-            with torch.cuda.stream(self._stream):  # not on the stream that computes
-                self._tensors.finish(works)
-            if self._stream is not None:
-                self._stream.synchronize()
+            ticket.check(str(self.lane))  # the description has been sent: the thread works in order
+            self._wires.finish(works)
             leaves.clear()  # they must live until the peer has them
 
         self.background.later([kept], finish)
         return kept
 
+
+class _SplitReceiveLane(ReceiveLane):
+    """Receives the description of a message through gloo and its tensors through another process group."""
+
+    def __init__(
+        self, lane: LaneKey, tensors: dist.ProcessGroup, device: torch.device, window: int,
+        control: dist.ProcessGroup, first: int, channel: Channel,
+    ) -> None:  # fmt: skip
+        super().__init__(lane, window, control, first, channel)
+        self.codec = Codec(str(self.lane), inline=False)
+        self._wires = _Wires(tensors, dist.get_global_rank(control, self._peer), device)
+
+    def receive(self) -> Ticket:
+        """Post a RECV; the thread waits for the description and then posts those of the tensors."""
+        ticket = super().receive()
+        self.hand_over()
+        return ticket
+
     def decode(self, block: Tensor) -> TensorMessage:
         """Decode the description, then receive every tensor."""
-        received: list[Tensor] = []
+        stream, received = self._wires.stream, list[Tensor]()
 
         def fetch(dtype: torch.dtype, shape: list[int]) -> Tensor:
-            tensor = torch.empty(shape, dtype=dtype, device=self._device)
-            self._tensors.finish([self._tensors.receive(tensor, self._far)])  # on CUDA only the stream waits
-            received.append(tensor)
-            return tensor
+            received.append(self._wires.receive(dtype, shape))
+            return received[-1]
 
-        if self._stream is None:
+        if stream is None:
             return self.codec.decode(block, fetch)
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(stream):
             message = self.codec.decode(block, fetch)
             arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            arrived.record(self._stream)
+            arrived.record(stream)
         message.on_use = _after(arrived, received)
         return message
 

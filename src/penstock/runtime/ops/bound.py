@@ -46,6 +46,7 @@ class Bound:
     def __init__(self, instruction: Instruction, span: RankSpan) -> None:
         action = instruction.action
         self.action, self.op, self.ahead, self._span = action, action.op, instruction.ahead, span
+        self._name = action.op.value  # an enum takes longer to format than a string
         unit, m = action.unit, span.schedule.microbatches
         self._whole, self._m = unit.kind is Kind.BATCH, m
         self._first, self._stride = unit.first, 1 if self._whole else m
@@ -90,7 +91,7 @@ class BoundAction(Bound):
         """Its numbers in the period (or epilogue) of batch t."""
         first = self._first + t * self._stride
         unit = first if self._unit is None else format_unit(self._unit._replace(first=first))
-        return Turn(t, first, self._span.start + t + self._offset, f"{self.op}{unit}")
+        return Turn(t, first, self._span.start + t + self._offset, f"{self._name}{unit}")
 
     def version(self, turn: Turn) -> int:
         """The (first) version that it reads, counted from the start of training; -1 where it reads none."""
@@ -152,4 +153,4 @@ class BoundAction(Bound):
         first, index, direction = -1 if self._whole else turn.first, *self._place
         end, rank = recorder.now(), recorder.rank
         place = index, direction, batch, version, "", first, recorder.span
-        recorder.add(Interval(rank, "compute", start, end, self.op.value, turn.label, *place))
+        recorder.add(Interval(rank, "compute", start, end, self._name, turn.label, *place))

@@ -81,7 +81,7 @@ class Consumer(BoundAction):
     def _run_later(self, turn: Turn) -> Iterator[Wait]:
         if self._must_wait(turn):
             yield from self.before(turn)
-        what = f"{self.stage.name}, {self.op}{turn.first}"
+        what = f"{self.stage.name}, {self._name}{turn.first}"
         for need in self._needs:
             yield from need.wait(turn.t, what)
         self._collect(turn)
@@ -89,6 +89,6 @@ class Consumer(BoundAction):
 
     def _collect(self, turn: Turn) -> None:
         if self._needs:
-            what = f"{self.stage.name}, {self.op}{turn.first}"
+            what = f"{self.stage.name}, {self._name}{turn.first}"
             for need in self._needs:
                 need.collect(turn.t, self._span.start, what)

@@ -144,7 +144,8 @@ def checksum(tree: Any, limit: int | None = _CHECKED_BYTES) -> int:
     for leaf in pytree.tree_leaves(tree):
         if isinstance(leaf, Tensor):
             flat = leaf.detach().reshape(-1)
-            flat = flat if limit is None else flat[: max(1, limit // max(leaf.element_size(), 1))]
+            if limit is not None and leaf.nbytes > limit:
+                flat = flat[: max(1, limit // max(leaf.element_size(), 1))]
             data = flat.cpu().contiguous().view(torch.uint8).numpy().data
             total = zlib.crc32(data, zlib.crc32(str((leaf.dtype, tuple(leaf.shape))).encode(), total))
         else:

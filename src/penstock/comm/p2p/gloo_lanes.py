@@ -1,0 +1,255 @@
+"""The two ends of a lane between processes over gloo (`torch.distributed`).
+
+A message is sent as one tensor of bytes. The receiver posts a block at least as large as the largest message of the
+lane that it has certainly consumed by then (all but the last `window`); the sender knows those sizes, too. Of a larger
+message, the header goes into that block and the rest follows as a second send. So messages of constant shape cost one
+send each, and shapes may change at any time.
+
+Gloo's handles cannot be asked whether they are done, and a thread that blocks in one of them delays the rank that waits
+for the thread. So a rank looks whether the header of a message stands in its block, and learns from the messages that
+come back how many RECVs its peer has posted: a SEND is taken once its RECV is posted. Where looking does not help, a
+thread of the lane waits for the handles, in order; it also hears that the peer is gone.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from penstock.comm.core.background import Background, settle
+from penstock.comm.core.tagged_group import Tag, TaggedGroup
+from penstock.comm.core.ticket import Ticket
+from penstock.comm.p2p.message import (
+    CREDIT_RANGE,
+    HEADER_BYTES,
+    NO_CREDITS,
+    Codec,
+    Credits,
+    TensorMessage,
+    bytes_of,
+    expect,
+    has_come,
+    split,
+    transport_fields,
+)
+from penstock.comm.p2p.transport import Channel
+from penstock.schedule.ir.schedule import Payload
+from penstock.schedule.machine.instructions import LaneKey
+
+_FIRST_CAPACITY = 4096
+_PAYLOADS = tuple(Payload)
+_TAGS = {  # the next tag after each is that of the second send
+    (channel, payload): Tag.LANES + 2 * (len(_PAYLOADS) * channel + i)
+    for channel in Channel
+    for i, payload in enumerate(_PAYLOADS)
+}
+
+
+class LaneEnd:
+    """One end of a lane.
+
+    Args:
+        lane: between two ranks of a pipeline.
+        peer: the rank at the other end.
+        window: the most outstanding messages.
+        group: the process group; None for the default group.
+        first: group rank of the pipeline's rank 0; the other ranks follow.
+        channel: training or evaluation.
+
+    Attributes:
+        lane: between two ranks of the group, for error messages.
+        background: the thread that waits where looking does not help.
+    """
+
+    def __init__(
+        self, lane: LaneKey, peer: int, window: int, group: dist.ProcessGroup | None, first: int, channel: Channel
+    ) -> None:
+        self._window, self._peer = window, first + peer
+        self.lane = lane._replace(source=first + lane.source, target=first + lane.target)
+        self.codec = Codec(str(self.lane))
+        tag = _TAGS[channel, lane.payload]
+        self._messages, self._rests = TaggedGroup(group, tag), TaggedGroup(group, tag + 1)
+        self._largest = _FIRST_CAPACITY  # bytes of the largest message that the receiver has certainly consumed
+        self.background = Background(str(self.lane))
+
+    def close(self) -> None:
+        """Let the thread end after everything that it has to wait for."""
+        self.background.close()
+
+
+class _Sent(Ticket):
+    """A posted SEND."""
+
+    __slots__ = ("_lane", "work")
+
+    def __init__(self, lane: SendLane) -> None:
+        super().__init__(lane.lane)
+        self._lane = lane
+        self.work: dist.Work | None = None
+
+    def settles(self, timeout: float) -> bool:
+        """Have the thread wait for it, and wait for the thread: what comes back is not looked at meanwhile."""
+        self._lane.hand_over()
+        return super().settles(timeout)
+
+
+class SendLane(LaneEnd):
+    """The sending end of a lane."""
+
+    def __init__(
+        self, lane: LaneKey, window: int, group: dist.ProcessGroup | None, first: int = 0,
+        channel: Channel = Channel.TRAINING,
+    ) -> None:  # fmt: skip
+        super().__init__(lane, lane.target, window, group, first, channel)
+        self._recent: deque[int] = deque()  # bytes of the last messages sent, which the peer may not have consumed
+        self._open: deque[_Sent] = deque()  # not known to be taken, nor handed to the thread
+        self._rest_of: deque[tuple[int, dist.Work | None]] = deque()  # second sends, with the number of the message
+        self._count = self._taken = 0
+        self._lock = threading.Lock()
+
+    def send(self, message: TensorMessage, credit: Credits = NO_CREDITS) -> Ticket:
+        """Post a SEND of a message, with the credits of this rank for its peer."""
+        ticket, block = _Sent(self), self.codec.encode(message, credit)
+        if len(self._recent) >= self._window:
+            self._largest = max(self._largest, self._recent.popleft())
+        self._recent.append(block.numel())
+        parts = [block] if block.numel() <= self._largest else split(block)
+        try:
+            ticket.work = self._messages.send(parts[0], self._peer)
+            if len(parts) > 1:
+                self._rest_of.append((self._count, self._rests.send(parts[1], self._peer)))
+        except RuntimeError as error:  # the peer is gone; reported where the ticket is waited for
+            ticket.complete(error=error)
+            return ticket
+        with self._lock:
+            self._open.append(ticket)
+            self._count += 1
+        return ticket
+
+    def credit(self, posted: int) -> None:
+        """Take note of how many RECVs of the lane the peer has posted, modulo `CREDIT_RANGE`."""
+        taken = []
+        with self._lock:
+            new = (posted - self._taken) % CREDIT_RANGE
+            self._taken += new if new < CREDIT_RANGE // 2 else 0  # else it is older than what is known
+            while self._open and len(self._open) > self._count - self._taken:
+                taken.append(self._open.popleft())
+        for ticket in taken:
+            settle([ticket], partial(self._finish, ticket))
+        # A RECV is posted once all messages before it but a window of them have been consumed.
+        while self._rest_of and self._rest_of[0][0] + self._window < self._taken:
+            self._rests.finish([self._rest_of.popleft()[1]])
+
+    def hand_over(self) -> None:
+        """Have the thread wait for all that are not known to be taken."""
+        with self._lock:
+            tickets = list(self._open)
+            self._open.clear()
+        for ticket in tickets:
+            self.background.later([ticket], partial(self._finish, ticket))
+
+    def close(self) -> None:
+        """Let the thread end after everything that has been posted."""
+        self.background.later([], partial(self._rests.finish, [work for _, work in self._rest_of]))
+        super().close()
+
+    def _finish(self, ticket: _Sent) -> None:
+        work, ticket.work = ticket.work, None  # which keeps the block alive
+        self._messages.finish([work])
+
+
+class _Received(Ticket):
+    """A posted RECV; the block holds its message as soon as that has come."""
+
+    __slots__ = ("_lane", "block", "raw", "work")
+
+    def __init__(self, lane: ReceiveLane, nbytes: int) -> None:
+        super().__init__(lane.lane, nbytes)
+        self._lane, self.block = lane, torch.empty(nbytes, dtype=torch.uint8)
+        self.raw = bytes_of(self.block)
+        self.work: dist.Work | None = None
+        expect(self.raw)
+
+    @property
+    def done(self) -> bool:
+        """Whether it has completed or failed; looks."""
+        if not self._done:
+            self._lane.look()
+        return self._done
+
+    def _stop_polling(self) -> None:
+        self._lane.hand_over()
+
+
+class ReceiveLane(LaneEnd):
+    """The receiving end of a lane.
+
+    Attributes:
+        posted: how many RECVs.
+        back: for every payload the lane back to the sender, whose SENDs the credits of the messages are about.
+    """
+
+    def __init__(
+        self, lane: LaneKey, window: int, group: dist.ProcessGroup | None, first: int = 0,
+        channel: Channel = Channel.TRAINING,
+    ) -> None:  # fmt: skip
+        super().__init__(lane, lane.source, window, group, first, channel)
+        self._open: deque[_Received] = deque()  # in order, without those that the thread waits for
+        self._handed: _Received | None = None  # the last of those
+        self.posted = 0
+        self.back: list[tuple[int, SendLane]] = []
+
+    def receive(self) -> Ticket:
+        """Post a RECV for the next message of the lane."""
+        ticket = _Received(self, self._largest)
+        try:
+            ticket.work = self._messages.receive(ticket.block, self._peer)
+        except RuntimeError as error:
+            ticket.complete(error=error)
+            return ticket
+        self.posted += 1
+        self._open.append(ticket)
+        return ticket
+
+    def look(self) -> None:
+        """Complete, in order, what has come."""
+        if self._handed is not None and not self._handed._done:
+            return
+        self._handed = None
+        while self._open and has_come(self._open[0].raw):
+            ticket = self._open.popleft()
+            settle([ticket], partial(self._finish, ticket))
+
+    def hand_over(self) -> None:
+        """Have the thread wait for all that have been posted."""
+        while self._open:
+            ticket = self._handed = self._open.popleft()
+            self.background.later([ticket], partial(self._finish, ticket))
+
+    def decode(self, block: Tensor) -> TensorMessage:
+        """Decode a complete block."""
+        return self.codec.decode(block)
+
+    def _finish(self, ticket: _Received) -> TensorMessage:
+        block, work = ticket.block, ticket.work
+        del ticket.block, ticket.raw, ticket.work  # the ticket may be kept longer than the message lives
+        self._messages.finish([work])
+        size, continued, credit = transport_fields(block)
+        for place, lane in self.back:
+            lane.credit(credit[place])
+        self._largest = max(self._largest, size)
+        if continued:
+            return self.decode(self._with_rest(block, size))
+        # Do not keep a block alive if the message uses less than half of it.
+        return self.decode(block[:size].clone() if size < block.numel() // 2 else block)
+
+    def _with_rest(self, block: Tensor, size: int) -> Tensor:
+        whole = torch.empty(size, dtype=torch.uint8)
+        whole[:HEADER_BYTES] = block[:HEADER_BYTES]
+        self._rests.finish([self._rests.receive(whole[HEADER_BYTES:], self._peer)])
+        return whole
