@@ -235,9 +235,9 @@ DEFECTS = (
     # --- stage: passes of one stage -----------------------------------------------------------------------------------
     Defect(
         "the norm counts a shared parameter on every stage that holds it",
-        "stage",
-        "if tie.stages[0] != self.key.index",
-        "if tie.stages[0] not in tie.stages",
+        "runtime",
+        "if tie.stages[0] != stage.index}",
+        "if tie.stages[0] not in tie.stages}",
         ("tests/partition/test_tied.py",),
     ),
     Defect(
@@ -279,8 +279,8 @@ DEFECTS = (
     Defect(
         "every pipeline hands in the norm of the gradient that all have",
         "runtime",
-        "squares = stage.gradient_squares(batch) if counts else (0.0, 0.0)",
-        "squares = stage.gradient_squares(batch)",
+        "squares = stage.weights.gradient_squares(batch) if counts else (0.0, 0.0)",
+        "squares = stage.weights.gradient_squares(batch)",
         ("tests/comm/test_width.py",),
     ),
     Defect(

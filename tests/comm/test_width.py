@@ -86,7 +86,7 @@ def test_what_is_written_into_the_first_weights_is_for_all(method: str, width: i
         used.switch(used.proof)
     for pipeline in (used, new):
         list(pipeline.run(batches[3:]))
-        stores = [(n.index, r.store) for w in pipeline._ranks for n, r in w.stages.items()]
+        stores = [(n.index, r.weights.store) for w in pipeline._ranks for n, r in w.stages.items()]
         for index, store in stores:
             (first, *_) = (other for where, other in stores if where == index)
             assert all(map(torch.equal, store.master.flats, first.master.flats))

@@ -209,9 +209,8 @@ def test_what_passes_read_in_low_precision_is_the_mean() -> None:
     pipeline = make_pipeline(case, combine=Combine("average", every=4))
     list(pipeline.run(make_batches(case)))
     for stage in (stage for rank in pipeline._ranks for stage in rank.stages.values()):
-        assert stage.store is not None
-        for name, view in stage.store.versions[4].views.items():
-            assert torch.equal(view, stage.store.master.views[name].bfloat16())
+        for name, view in stage.weights.store.versions[4].views.items():
+            assert torch.equal(view, stage.weights.store.master.views[name].bfloat16())
     first, second = states_of(pipeline).values()
     assert all(torch.equal(w, second.weights[name]) for name, w in first.weights.items())
 
@@ -382,8 +381,7 @@ def test_every_byte_is_counted(kind: str) -> None:
     list(pipeline.run(make_batches(case)))
     for rank in pipeline._ranks:
         (stage,) = rank.stages.values()
-        assert stage.store is not None
-        whole, rank = stage.store.layout.nbytes, rank.recorder.rank
+        whole, rank = stage.weights.store.layout.nbytes, rank.recorder.rank
         live, peak = pipeline.live_bytes()[rank], pipeline.peak_bytes()[rank]
         kept = [live.get(role, 0) for role in ("common model", "block momentum", "weights before the wave")]
         assert sum(kept) == whole * COMBINES[kind].buffers

@@ -200,7 +200,7 @@ def test_the_modules_hold_the_newest_weights_after_a_run(method: str) -> None:
     list(pipeline.run(make_batches(case)))
     assert {id(p) for name in ("table", "head") for p in blocks[name].parameters()} == own
     assert blocks["head"].weight.equal(expected(case).weights["head.weight"])
-    newest = pipeline.stages[max(pipeline.stages)].store
+    newest = pipeline.stages[max(pipeline.stages)].weights.store
     assert newest is not None
     blocks["head"].weight.data.fill_(0.5)
     assert newest.newest_tensors()["head.weight"].eq(0.5).all()

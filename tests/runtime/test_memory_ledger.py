@@ -40,7 +40,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Counter[bool]:
         after(self, stage, op)
         truth: Counter[str] = Counter()
         for each in self._stages:
-            truth.update(each.bytes_by_role())
+            truth.update(each.weights.bytes_by_role())
         live = self._recorder.live
         assert {role: live[role] for role in truth} == dict(truth), f"after {op} of {stage.module.where}"
         assert self._recorder.roles == truth.keys()

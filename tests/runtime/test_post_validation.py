@@ -14,7 +14,7 @@ from penstock.errors import CapabilityError
 from penstock.runtime.execute.evaluation import Evaluating
 from penstock.runtime.rank.snapshot import Saving
 from penstock.schedule.ir.schedule import Op, Schedule
-from penstock.stage.stage_runtime import StageRuntime
+from penstock.stage.stage_weights import TrainedWeights
 from penstock.verify.reference import Scaling
 from penstock.weights.optim.undo import undo_step
 from support.cases import (
@@ -278,17 +278,17 @@ def test_updates_undone_in_place_are_off_by_roundings(name: str, event: str, pre
 
 def train_slowly(group: dist.ProcessGroup | None, case: Case) -> list[tuple[int, float]]:
     """The norms of a run in which it takes long to take them."""
-    whole = StageRuntime.gradient_squares
+    whole = TrainedWeights.gradient_squares
 
-    def squares(self: StageRuntime, batch: int) -> tuple[float, float]:
+    def squares(self: TrainedWeights, batch: int) -> tuple[float, float]:
         time.sleep(0.02)
         return whole(self, batch)
 
-    StageRuntime.gradient_squares = squares  # type: ignore[method-assign]
+    TrainedWeights.gradient_squares = squares  # type: ignore[method-assign]
     try:
         outcome, _ = train(group, case)
     finally:
-        StageRuntime.gradient_squares = whole  # type: ignore[method-assign]
+        TrainedWeights.gradient_squares = whole  # type: ignore[method-assign]
     return [(batch, norm) for batch, _, norm, _, _ in outcome.decided]
 
 

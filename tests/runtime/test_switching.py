@@ -22,6 +22,7 @@ from penstock.runtime.update.divergence import Divergence, DivergenceDetector, T
 from penstock.runtime.update.events import Evaluated
 from penstock.schedule.build import make_schedule
 from penstock.schedule.ir.schedule import Schedule
+from penstock.stage.stage_weights import TrainedWeights
 from penstock.train.setup.early_stopping import known_after
 from penstock.verify.reference import Scaling, run
 from penstock.verify.reference.methods import DOUBLE_BUFFER, options_of
@@ -200,10 +201,13 @@ def test_a_correction_gives_back_what_it_took() -> None:
     """Buffers of its own, copies, scratch, and settings of the optimizer that it has changed."""
     case = case_of([("stash", 2)], 3, 3, optimizer="nadam")
     pipeline = make_pipeline(case)
-    stages = [stage for stage in pipeline.stages.values() if stage.store is not None and stage.updater is not None]
+    stages = [stage for stage in pipeline.stages.values() if isinstance(stage.weights, TrainedWeights)]
 
     def held() -> list[Any]:
-        return [(n.bytes_by_role(), n.updater.nbytes, n.updater.optimizer.param_groups[0]["betas"]) for n in stages]
+        return [
+            (n.weights.bytes_by_role(), n.weights.updater.nbytes, n.weights.updater.optimizer.param_groups[0]["betas"])
+            for n in stages
+        ]
 
     pipeline.switch(schedule(case, "1f1b"))
     plain = held()
@@ -246,21 +250,30 @@ def test_buffers_are_as_many_as_the_method_takes(monkeypatch: pytest.MonkeyPatch
             pipeline.switch(schedule(case, method))
         list(pipeline.run(batches[first:end]))
         wanted = sum(
-            pipeline.proof.stages[place].buffers for place, n in pipeline.stages.items() if n.store is not None
+            pipeline.proof.stages[place].buffers
+            for place, n in pipeline.stages.items()
+            if isinstance(n.weights, TrainedWeights)
         )
         gc.collect()
         alive = [buffer for known in made if (buffer := known()) is not None]
         assert len(alive) == wanted, method
-        storages = {s for stage in pipeline.stages.values() if stage.store is not None for s in stage.store.storages}
+        storages = {
+            s
+            for stage in pipeline.stages.values()
+            if isinstance(stage.weights, TrainedWeights)
+            for s in stage.weights.store.storages
+        }
         assert storages == {s for buffer in alive for s in buffer.storages}
         counted = {"weights", "gradients", "idle buffers"}
         live = sum(n for kinds in pipeline.live_bytes().values() for kind, n in kinds.items() if kind in counted)
         assert live == sum(buffer.nbytes for buffer in alive), method
         del alive
         for stage in pipeline.stages.values():  # what the optimizer steps is what passes read
-            if stage.updater is not None and stage.store is not None:
-                for name, parameter in stage.updater.parameters.items():
-                    assert parameter.data_ptr() in {b.views[name].data_ptr() for b in stage.store.versions.values()}
+            if isinstance(stage.weights, TrainedWeights):
+                for name, parameter in stage.weights.updater.parameters.items():
+                    assert parameter.data_ptr() in {
+                        b.views[name].data_ptr() for b in stage.weights.store.versions.values()
+                    }
 
 
 def test_the_memory_of_buffers_is_freed_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,7 +298,9 @@ def test_the_memory_of_buffers_is_freed_too(monkeypatch: pytest.MonkeyPatch) -> 
 def test_the_scratch_of_rotating_updates_goes_and_comes() -> None:
     case = case_of([("2bw", 2)], 2, 2)
     pipeline = make_pipeline(case)
-    updaters = [stage.updater for stage in pipeline.stages.values() if stage.updater is not None]
+    updaters = [
+        stage.weights.updater for stage in pipeline.stages.values() if isinstance(stage.weights, TrainedWeights)
+    ]
     rotating = [updater.nbytes for updater in updaters]
     assert all(rotating)
     pipeline.switch(schedule(case, "1f1b"))

@@ -551,8 +551,7 @@ def test_bytes_of_waves_are_those_that_are_under_way() -> None:
     list(pipeline.run(make_batches(case)))
     for rank in pipeline._ranks:
         (stage,) = rank.stages.values()
-        assert stage.store is not None
-        whole, rank = stage.store.layout.nbytes, rank.recorder.rank
+        whole, rank = stage.weights.store.layout.nbytes, rank.recorder.rank
         live, peak = pipeline.live_bytes()[rank], pipeline.peak_bytes()[rank]
         assert [live[role] for role in ("common model", "weights before the wave", "waves")] == [whole, whole, 0]
         assert peak["waves"] == (2 + 1) * 3 * whole

@@ -70,7 +70,7 @@ def test_weights_and_inputs_stay(monkeypatch: Any) -> None:
     monkeypatch.setattr(activation_offload, "_copied", noted)
     case = Case("gpipe", 2, 4, spans=(2,), skips=())
     pipeline = make_pipeline(case, schedule=parse_schedule(OFFLOAD))
-    weights = {address for stage in pipeline.stages.values() if stage.store for address in stage.store.storages}
+    weights = {address for stage in pipeline.stages.values() for address in stage.weights.store.storages}
     for _ in pipeline.run(make_batches(case)):
         pass
     assert addresses

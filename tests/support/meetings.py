@@ -66,13 +66,14 @@ def states_of(pipeline: Pipeline) -> dict[int, State]:
         state = found.setdefault(rank.key.pipeline, State())
         state.scale = rank.decisions.scaler.scale
         for stage in rank.stages.values():
-            if stage.store is None or stage.updater is None or stage.agreement is None:
+            weights = stage.weights
+            if weights.agreement is None:
                 continue
-            state.weights |= stage.store.newest_copies()
-            assert stage.updater.optimizer is not None
-            for name, parameter in stage.updater.parameters.items():
-                state.optimizer[name] = copy.deepcopy(dict(stage.updater.optimizer.state.get(parameter, {})))
-            for place, buffer in ((state.model, stage.agreement.model), (state.motion, stage.agreement.motion)):
+            state.weights |= weights.store.newest_copies()
+            assert weights.updater.optimizer is not None
+            for name, parameter in weights.updater.parameters.items():
+                state.optimizer[name] = copy.deepcopy(dict(weights.updater.optimizer.state.get(parameter, {})))
+            for place, buffer in ((state.model, weights.agreement.model), (state.motion, weights.agreement.motion)):
                 place |= {} if buffer is None else {name: view.clone() for name, view in buffer.views.items()}
     return found
 

@@ -17,6 +17,7 @@ from penstock.runtime.pipeline import Pipeline
 from penstock.schedule.build import prove
 from penstock.schedule.methods.corrections import CORRECTIONS
 from penstock.schedule.methods.table import METHODS
+from penstock.stage.stage_weights import TrainedWeights
 from penstock.verify.reference import Scaling
 from penstock.weights.corrections.registry import correction_of
 from support.cases import (
@@ -144,20 +145,18 @@ def test_what_every_byte_of_a_correction_is_for(name: str) -> None:
     for _ in pipeline.run(make_batches(case)):
         pass
     stage = next(iter(pipeline.stages.values()))
-    assert stage.store is not None
     live = pipeline.live_bytes()[0]
     kinds = ("weights", "gradients", "idle buffers", "copies", "correction")
-    assert sum(live.get(kind, 0) for kind in kinds) == BYTES[name] * stage.store.layout.nbytes
+    assert sum(live.get(kind, 0) for kind in kinds) == BYTES[name] * stage.weights.store.layout.nbytes
 
 
 @pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if kind.correction is not None])
 def test_the_table_says_what_a_correction_keeps(name: str) -> None:
     case = case_of(name, 3, 1, model="matrices")
     stage = next(iter(make_pipeline(case).stages.values()))
-    assert stage.store is not None
-    assert stage.corrector is not None
-    said = 0 if name == "pipemare without T2" else CORRECTIONS[stage.corrector.name].buffers
-    assert stage.corrector.nbytes == said * stage.store.layout.nbytes
+    assert stage.weights.corrector is not None
+    said = 0 if name == "pipemare without T2" else CORRECTIONS[stage.weights.corrector.name].buffers
+    assert stage.weights.corrector.nbytes == said * stage.weights.store.layout.nbytes
 
 
 @pytest.mark.parametrize(
@@ -325,8 +324,9 @@ def test_another_correction_s_memory_is_of_no_use(before: str, after: str) -> No
     other = make_pipeline(case_of(after, 3, 1, optimizer="nadam"))
     other.load(Kept(taken))
     for stage in other.stages.values():
-        assert stage.corrector is None or stage.corrector.began == 4
-        for buffer in stage.corrector.buffers.values() if stage.corrector is not None else ():
+        corrector = stage.weights.corrector if isinstance(stage.weights, TrainedWeights) else None
+        assert corrector is None or corrector.began == 4
+        for buffer in corrector.buffers.values() if corrector is not None else ():
             assert not any(view.any() for view in buffer.views.values())
 
 

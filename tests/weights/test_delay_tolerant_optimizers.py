@@ -125,9 +125,7 @@ def test_parameters_are_stepped_a_few_at_a_time(name: str) -> None:
     """So that updates which rotate take no scratch as large as the weights."""
     blocks = [nn.Linear(1200, 1200, bias=False) for _ in range(3)]
     (stage,) = make_pipeline(case_of(name, depth=1), blocks=blocks, balance=[3]).stages.values()
-    assert stage.updater is not None
-    assert stage.store is not None
-    assert 0 < stage.updater.nbytes < stage.store.layout.nbytes / 2
+    assert 0 < stage.weights.updater.nbytes < stage.weights.store.layout.nbytes / 2
 
 
 class Whole(torch.optim.SGD):

@@ -74,7 +74,7 @@ def test_optimizer_parameters_do_not_hide_rewrites() -> None:
     """A Parameter made over the buffer's memory counts versions for itself; the leaves' counter must not suffer."""
     pipeline = make_pipeline(Case("2bw", 1, 1))
     list(pipeline.run(make_batches(Case("2bw", 1, 1, spans=(3,)))))
-    store = pipeline.stages[min(pipeline.stages)].store
+    store = pipeline.stages[min(pipeline.stages)].weights.store
     assert store is not None
     for version in store.versions:
         buffer = store.versions[version]
@@ -188,7 +188,7 @@ def test_an_update_in_place_frees_the_gradient() -> None:
 
 
 def store_of(pipeline: Pipeline, index: int = 0) -> VersionStore:
-    store = next(stage.store for place, stage in pipeline.stages.items() if place.index == index)
+    store = next(stage.weights.store for place, stage in pipeline.stages.items() if place.index == index)
     assert store is not None
     return store
 

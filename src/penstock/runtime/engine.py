@@ -38,6 +38,7 @@ from penstock.schedule.machine.batch_border import border_fault
 from penstock.schedule.methods.combine import REDUCE, Combine
 from penstock.schedule.proof.check import Proof
 from penstock.schedule.proof.stage_spec import stage_specs
+from penstock.stage.stage_weights import TrainedWeights
 from penstock.weights.corrections.base import Correction
 from penstock.weights.decision import add_shares
 
@@ -173,8 +174,7 @@ class Engine:
                     state.recorder.pause()
                     for stage in state.stages.values():
                         stage.restore()
-                        if stage.agreement is not None:
-                            stage.agreement.watch.look()
+                        stage.weights.end_span()
 
     def ask_to_stop(self) -> None:
         """Request that the current run ends."""
@@ -234,7 +234,8 @@ class Engine:
 
     def evaluate(self, batches: Batches, averaged: bool, version: int | None = None) -> tuple[float, float]:
         """Return the loss sum on batches with the newest weights (or their average), and its weight, on all ranks."""
-        if averaged and any(n.store is not None and n.average is None for w in self._ranks for n in w.stages.values()):
+        kinds = [stage.weights for state in self._ranks for stage in state.stages.values()]
+        if averaged and any(isinstance(weights, TrainedWeights) and weights.average is None for weights in kinds):
             raise ConfigError("there are no averaged weights; give the pipeline a decay, such as average=0.999")
         source, found = self._open(batches, self._forward_only.schedule), []
         if self._begin(source):
@@ -290,8 +291,7 @@ class Engine:
                 stage.refresh()
         check_written(self._combine, self._grid, self._ranks)
         for stage in (stage for state in self._ranks for stage in state.stages.values()):
-            if stage.agreement is not None:
-                stage.agreement.begin_span(self.batches)
+            stage.weights.begin_span(self.batches)
         if self._grid.group is None:
             return source.begins()
         first = self.schedule.stage_at[0, 0].rank

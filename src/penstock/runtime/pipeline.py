@@ -56,6 +56,7 @@ from penstock.stage.autograd.recompute import Recompute
 from penstock.stage.module import LossFunction
 from penstock.stage.precision import Precision
 from penstock.stage.stage_runtime import StageRuntime
+from penstock.stage.stage_weights import TrainedWeights
 from penstock.timeline import Timeline
 from penstock.weights.corrections.base import Correction
 from penstock.weights.decision import Decision, LossScale
@@ -262,7 +263,7 @@ class Pipeline:
                 key = state.decisions.key if state.decisions.key in saved.facts else "decisions"
                 state.decisions.load(int(saved.facts["batch"]), saved.facts[key])
                 for stage in state.stages.values():
-                    stage.mean = state.decisions.mean
+                    stage.weights.decided(state.decisions.mean)
         except BaseException as error:
             self._engine.break_off(error)  # half of it may have been loaded
             raise
@@ -338,7 +339,7 @@ class Pipeline:
 
     def is_finite(self) -> bool:
         """Whether the newest weights of the stages in this process, and what optimizers remember, are numbers."""
-        return all(stage.is_finite() for state in self._ranks for stage in state.stages.values())
+        return all(stage.weights.is_finite() for state in self._ranks for stage in state.stages.values())
 
     # --- looking at it ----------------------------------------------------------------------------------------------
 
@@ -354,15 +355,11 @@ class Pipeline:
         """
         state: dict[str, Tensor] = {}
         for stage in sorted(self.stages.values(), key=lambda stage: -stage.place):
-            if stage.agreement is not None and self._engine.at_rest:
+            if stage.weights.agreement is not None and self._engine.at_rest:
                 stage.refresh()
             state.update(stage.module.state())
-            if stage.store is not None:  # in the middle of a run another version may be bound
-                state.update(stage.store.newest_tensors())
-                if stage.store.newest and stage.agreement is not None and stage.agreement.model is not None:
-                    state.update(stage.agreement.model.views)
-            if averaged and stage.average is not None:
-                state.update(stage.average.views)
+            state.update(stage.weights.newest_tensors())  # in the middle of a run another version may be bound
+            state.update(stage.weights.presented(averaged))
         return state
 
     def lags(self) -> dict[str, dict[int, list[int]]]:
@@ -371,7 +368,7 @@ class Pipeline:
         By "pipeline/stage", batch after which a wave has ended, and pipeline, since the start of training (snapshots
         have it). What all processes have taken down together is a lag for `Combine`, and makes the same run again.
         """
-        agreements = [stage.agreement for state in self._ranks for stage in state.stages.values()]
+        agreements = [stage.weights.agreement for state in self._ranks for stage in state.stages.values()]
         return {
             waves.place: dict(waves.record) for waves in agreements if isinstance(waves, WaveWeights) and waves.record
         }
@@ -395,9 +392,9 @@ class Pipeline:
     def optimizers(self) -> dict[Stage, torch.optim.Optimizer]:
         """The optimizers of the stages in this process; of the first pipeline, where it holds several."""
         return {
-            stage: runtime.updater.optimizer
+            stage: runtime.weights.updater.optimizer
             for stage, runtime in self.stages.items()
-            if runtime.updater is not None and runtime.updater.optimizer is not None
+            if isinstance(runtime.weights, TrainedWeights) and runtime.weights.updater.optimizer is not None
         }
 
     @property

@@ -9,6 +9,7 @@ from penstock.comm.core.wait import Wait
 from penstock.runtime.rank.span import RankSpan
 from penstock.schedule.ir.schedule import Copy, Kind, Op, format_unit, since
 from penstock.schedule.machine.instructions import Instruction
+from penstock.stage.stage_weights import TrainedWeights
 from penstock.timeline import Interval
 
 
@@ -79,7 +80,8 @@ class BoundAction(Bound):
         plain = self._whole or (action.unit.count == 1 and not action.unit.slice and not self._evaluates)
         self._unit = None if plain else action.unit
         self._bears = self.op in (Op.STEP, Op.VALIDATE, Op.AVERAGE)
-        self._retains = runtime.store is not None and self.stage.trained
+        weights = runtime.weights
+        self._store = weights.store if isinstance(weights, TrainedWeights) and self.stage.trained else None
         self._copies = bool(self.stage.spec.copy_uses)
         self._place = action.stage.index, action.stage.direction
         piece = action.unit.slice[0] if action.unit.slice else 0
@@ -140,8 +142,8 @@ class BoundAction(Bound):
 
     def _account(self, turn: Turn, start: float) -> None:
         stage, runtime, span, recorder = self.stage, self._runtime, self._span, self._recorder
-        store, books = runtime.store, stage.books
-        if store is not None and self._retains:
+        store, books = self._store, stage.books
+        if store is not None:
             if self._bears or len(store.versions) != len(books.versions):
                 store.retain(v + span.start for v in books.versions)
             if self._copies:

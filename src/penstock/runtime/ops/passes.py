@@ -179,4 +179,4 @@ class Predict(BoundAction):
         copy, span = self.copy(turn), self._span
         assert copy is not None
         batch = span.start + copy.first // self._m
-        self._runtime.predict(copy, self.versions(turn), batch, span.decisions.scaler.scale)
+        self._runtime.weights.predict(copy, self.versions(turn), batch, span.decisions.scaler.scale)

@@ -27,7 +27,7 @@ class MemoryLedger:
 
     def after_action(self, stage: StageRuntime, op: Op) -> None:
         """Report the memory after an action of a stage, unless the action was a pass that changed nothing."""
-        in_use = stage.in_use
+        in_use = stage.weights.in_use
         if op not in _PASSES or self._seen.get(stage.key) != in_use:
             self._seen[stage.key] = in_use
             self.record(optimizers=op in (Op.STEP, Op.VALIDATE, Op.AVERAGE))
@@ -40,9 +40,9 @@ class MemoryLedger:
         """
         totals: Counter[str] = Counter()
         for stage in self._stages:
-            totals.update(stage.bytes_by_role())
-            if optimizers and stage.updater is not None:
-                totals[_OPTIMIZER] += stage.updater.nbytes
+            totals.update(stage.weights.bytes_by_role())
+            if optimizers and stage.weights.optimizer_bytes:
+                totals[_OPTIMIZER] += stage.weights.optimizer_bytes
         roles = totals.keys() - {_OPTIMIZER}
         for role in self._recorder.roles - roles:  # of a method before this one
             self._recorder.hold(role, 0)

@@ -29,6 +29,7 @@ from penstock.errors import CheckpointError
 from penstock.runtime.update.decisions import Decisions
 from penstock.schedule.methods.combine import Combine
 from penstock.stage.stage_runtime import StageRuntime
+from penstock.stage.stage_weights import TrainedWeights
 from penstock.weights.averaging import COMMON
 from penstock.weights.corrections.base import Corrector
 
@@ -128,10 +129,11 @@ def take_snapshot(
     )
     tensors = {f"fixed{_suffix(stage.place)}/{name}": tensor for name, tensor in fixed.items()}
     values: dict[str, Any] = {}
-    if (not stage.place or _has_own(stage)) and stage.store is not None and stage.updater is not None:
-        if older is None and batch - 1 in stage.store.versions:
-            older = stage.store.copies(batch - 1)
-        _add_trained(stage, batch, older or {}, tensors, values, facts)
+    weights = stage.weights
+    if (not stage.place or _has_own(stage)) and isinstance(weights, TrainedWeights):
+        if older is None and batch - 1 in weights.store.versions:
+            older = weights.store.copies(batch - 1)
+        _add_trained(weights, batch, older or {}, tensors, values, facts)
     return Snapshot(batch, stage.place, stage.key.index, tensors, values, facts, _copied(tensors))
 
 
@@ -142,11 +144,12 @@ def _suffix(number: int) -> str:
 
 def _has_own(stage: StageRuntime) -> bool:
     """Return True if a stage of a further pipeline has weights of its own; only its first direction saves them."""
-    return stage.agreement is not None and stage.agreement.pipeline > 0 and not stage.key.direction
+    agreement = stage.weights.agreement
+    return agreement is not None and agreement.pipeline > 0 and not stage.key.direction
 
 
 def _add_trained(
-    stage: StageRuntime,
+    weights: TrainedWeights,
     batch: int,
     older: Mapping[str, Tensor],
     tensors: dict[str, Tensor],
@@ -154,9 +157,7 @@ def _add_trained(
     facts: dict[str, Any],
 ) -> None:
     """Add the state of a stage's trained parameters to a snapshot."""
-    store, updater, agreement = stage.store, stage.updater, stage.agreement
-    assert store is not None
-    assert updater is not None
+    store, updater, agreement, corrector = weights.store, weights.updater, weights.agreement, weights.corrector
     own = _suffix(0 if agreement is None else agreement.pipeline)
     apart = agreement is not None and not agreement.agrees(batch)
     if not own or apart:
@@ -170,14 +171,14 @@ def _add_trained(
         facts |= {"pipelines": agreement.width}
     if own:
         return
-    if stage.older is not None:
-        tensors |= {f"delayed.{place}": tensor for place, tensor in stage.older.copies(batch).items()}
-    if stage.average is not None:
-        tensors |= {f"average/{name}": view.clone() for name, view in stage.average.views.items()}
-    if stage.corrector is not None:
-        facts |= {"correction": stage.corrector.name, "corrected_from": stage.corrector.began}
-    for kind, buffer in (stage.corrector.buffers if stage.corrector is not None else {}).items():
-        tensors |= {f"{kind}/{name}": view.clone() for name, view in buffer.views.items()}
+    if weights.older is not None:
+        tensors |= {f"delayed.{place}": tensor for place, tensor in weights.older.copies(batch).items()}
+    if weights.average is not None:
+        tensors |= {f"average/{name}": view.clone() for name, view in weights.average.views.items()}
+    if corrector is not None:
+        facts |= {"correction": corrector.name, "corrected_from": corrector.began}
+        for kind, buffer in corrector.buffers.items():
+            tensors |= {f"{kind}/{name}": view.clone() for name, view in buffer.views.items()}
     if agreement is not None:
         tensors |= agreement.copies()
     values |= {f"stepped/{name}": updater.stepper(name) for name in updater.parameters}
@@ -205,32 +206,36 @@ def restore(stage: StageRuntime, saved: SavedState, older: bool) -> None:
     Raises:
         CheckpointError: a tensor is missing or has another shape, or the optimizer is another one.
     """
-    reader, batch = _StageReader(stage, saved), int(saved.facts["batch"])
+    reader = _StageReader(stage, saved)
     reader.check()
     own = f"fixed.{stage.place}/"
     for name, tensor in stage.module.unversioned().items():
         kind = own if f"{own}{name}" in saved.names else "fixed/"
         tensor.copy_(reader.read(kind, name, tensor))
-    if stage.store is None or stage.updater is None:
-        return
-    views = stage.store.master.views
+    if isinstance(stage.weights, TrainedWeights):
+        _restore_trained(stage.weights, reader, saved, older)
+    stage.restore()
+
+
+def _restore_trained(weights: TrainedWeights, reader: _StageReader, saved: SavedState, older: bool) -> None:
+    """Restore the state of a stage's trained parameters."""
+    views, agreement = weights.store.master.views, weights.agreement
     newest = {name: reader.read(reader.kind("weights", name), name, view) for name, view in views.items()}
     before = {name: reader.read(reader.kind("older", name), name, v) for name, v in views.items()} if older else None
-    stage.store.restart(batch, newest, before)
-    if stage.older is not None:
-        stage.older.restart(batch, reader.find_delayed)
-    if stage.agreement is not None:
-        stage.agreement.recall(saved.facts)
+    weights.store.restart(int(saved.facts["batch"]), newest, before)
+    if weights.older is not None:
+        weights.older.restart(int(saved.facts["batch"]), reader.find_delayed)
+    if agreement is not None:
+        agreement.recall(saved.facts)
         common = [(kind, name) for kind in COMMON for name in views if reader.has(f"{kind}/", name)]
-        stage.agreement.load({f"{kind}/{name}": reader.read(f"{kind}/", name, views[name]) for kind, name in common})
-    if stage.average is not None:
+        agreement.load({f"{kind}/{name}": reader.read(f"{kind}/", name, views[name]) for kind, name in common})
+    if weights.average is not None:
         kind = "average/" if reader.has("average/", next(iter(views))) else "weights/"
-        stage.average.load({name: reader.read(kind, name, view) for name, view in views.items()})
-    if stage.corrector is not None:
-        _restore_corrector(stage.corrector, reader, saved)
+        weights.average.load({name: reader.read(kind, name, view) for name, view in views.items()})
+    if weights.corrector is not None:
+        _restore_corrector(weights.corrector, reader, saved)
     updates = saved.facts.get(f"updates{reader.own}", saved.facts["updates"])
-    stage.updater.load(int(updates), reader.optimizer_state())
-    stage.restore()
+    weights.updater.load(int(updates), reader.optimizer_state())
 
 
 def _restore_corrector(corrector: Corrector, reader: _StageReader, saved: SavedState) -> None:
@@ -248,7 +253,9 @@ class _StageReader:
 
     def __init__(self, stage: StageRuntime, saved: SavedState) -> None:
         self._stage, self._saved = stage, saved
-        self.own = _suffix(0 if stage.agreement is None else stage.agreement.pipeline)  # of its pipeline's weights
+        agreement, weights = stage.weights.agreement, stage.weights
+        self.own = _suffix(0 if agreement is None else agreement.pipeline)  # of its pipeline's weights
+        self._updater = weights.updater if isinstance(weights, TrainedWeights) else None
         index = stage.key.index
         self._names: dict[str, list[str]] = {}
         for tie in stage.ties:
@@ -262,9 +269,9 @@ class _StageReader:
             CheckpointError: it is not, or one is missing.
         """
         stage, saved = self._stage, self._saved
-        for name in stage.updater.parameters if stage.updater is not None else ():
+        for name in () if self._updater is None else self._updater.parameters:
             kinds = {saved.facts["values"].get(f"stepped/{known}") for known in self._known(name)} - {None}
-            here = None if stage.updater is None else stage.updater.stepper(name)
+            here = None if self._updater is None else self._updater.stepper(name)
             if kinds - {here}:
                 raise CheckpointError(
                     f"the checkpoint has the state of {kinds.pop()}, but {stage.module.where} is stepped by "
@@ -314,7 +321,7 @@ class _StageReader:
 
     def optimizer_state(self) -> dict[tuple[str, str], Any]:
         """Read the state of the stage's optimizer, by kind and parameter."""
-        assert self._stage.updater is not None
+        assert self._updater is not None
         state: dict[tuple[str, str], Any] = {}
         values: Mapping[str, Any] = self._saved.facts["values"]
         what = f"optimizer{self.own if f'updates{self.own}' in self._saved.facts else ''}"
@@ -322,7 +329,7 @@ class _StageReader:
         kinds: dict[str, list[str]] = {}
         for _, kind, name in places:
             kinds.setdefault(name, []).append(kind)
-        for name, parameter in self._stage.updater.parameters.items():
+        for name, parameter in self._updater.parameters.items():
             known = next((k for k in self._known(name) if k in kinds), None)
             for kind in kinds[known] if known is not None else ():
                 key = f"{what}/{kind}/{known}"

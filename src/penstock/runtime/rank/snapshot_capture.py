@@ -12,6 +12,7 @@ from penstock.runtime.rank.snapshot import Saving, Snapshot, copies_of_fixed, ta
 from penstock.runtime.update.decisions import Decisions
 from penstock.schedule.ir.schedule import Stage
 from penstock.stage.stage_runtime import StageRuntime
+from penstock.stage.stage_weights import TrainedWeights
 
 
 class SnapshotCapture:
@@ -65,8 +66,9 @@ class SnapshotCapture:
         """
         if self._saving is None or not self._saving.wants(batch) or not self._saving.make_room(batch):
             return
-        if stage.store is not None and batch - 1 in stage.store.versions:
-            self._older[stage.key] = stage.store.copies(batch - 1)
+        weights = stage.weights
+        if isinstance(weights, TrainedWeights) and batch - 1 in weights.store.versions:
+            self._older[stage.key] = weights.store.copies(batch - 1)
 
     def after_step(self, stage: StageRuntime, batch: int) -> None:
         """Called when version `batch` is final, also after averaging over pipelines: take a snapshot if one is due."""

@@ -20,6 +20,7 @@ from penstock.runtime.setup.rank_state import RankState
 from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.methods.combine import Combine
 from penstock.stage.stage_runtime import StageRuntime
+from penstock.stage.stage_weights import TrainedWeights
 
 
 def equalise(ties: Sequence[Tie], schedule: Schedule, grid: RankGrid, ranks: Sequence[RankState]) -> None:
@@ -52,13 +53,14 @@ def equalise(ties: Sequence[Tie], schedule: Schedule, grid: RankGrid, ranks: Seq
             source, target = (Holder(pipeline, schedule.stage_at[c, place]) for c in (first, index))
             _copy(tie, source, target, here, grid)
             other = here.get(target)
-            if other is not None and other.store is not None:
-                other.store.refresh()
+            if other is not None and isinstance(other.weights, TrainedWeights):
+                other.weights.store.refresh()
 
 
 def follow_first(ranks: Sequence[RankState]) -> None:
     """Copy the newest weights of the first copy of a stage in this process to the others, if users changed them."""
-    stores = [(stage.index, r.place, r.store) for w in ranks for stage, r in w.stages.items() if r.store is not None]
+    stages = [(stage.index, r) for w in ranks for stage, r in w.stages.items()]
+    stores = [(i, r.place, r.weights.store) for i, r in stages if isinstance(r.weights, TrainedWeights)]
     first = {index: store.master for index, place, store in stores if place == 0}
     for index, place, store in stores:
         if place == 0 or index not in first:
@@ -102,7 +104,8 @@ def check_written(combine: Combine, grid: RankGrid, ranks: Sequence[RankState]) 
     """
     if not combine.apart:
         return
-    watches = [(n.index, r.agreement.watch) for w in ranks for n, r in w.stages.items() if r.agreement is not None]
+    agreements = [(stage.index, r.weights.agreement) for w in ranks for stage, r in w.stages.items()]
+    watches = [(index, agreement.watch) for index, agreement in agreements if agreement is not None]
     found = [[index, watch.taken_over, watch.seen] for index, watch in watches]
     for _, watch in watches:
         watch.taken_over = False
@@ -133,9 +136,9 @@ def _values(tie: Tie, index: int, stage: StageRuntime) -> list[Tensor]:
     """
     names, trained = tie.names_at(index), stage.module.trained
     missing = [name for name in names if name not in trained]
-    if missing or stage.store is None:
+    if missing or not isinstance(stage.weights, TrainedWeights):
         raise ConfigError(f"tied: {stage.module.where} trains no parameter {missing[0] if missing else names[0]!r}")
-    views = stage.store.master.views
+    views = stage.weights.store.master.views
     return [views[name] for name in names]
 
 

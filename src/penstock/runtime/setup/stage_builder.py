@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from penstock.comm.core.rank_grid import RankKey
 from penstock.comm.core.recorder import Recorder
@@ -12,7 +12,7 @@ from penstock.comm.p2p.routing import neighbors_of
 from penstock.errors import ConfigError
 from penstock.partition.block_delays import BlockDelays
 from penstock.partition.sequence_slices import check_blocks
-from penstock.partition.tied import share_inside
+from penstock.partition.tied import Tie, share_inside
 from penstock.runtime.plan.plan import PipelinePlan
 from penstock.schedule.ir.rules import RULES, Source, Update, VersionRule
 from penstock.schedule.ir.schedule import Op, Schedule, Stage, passes
@@ -22,6 +22,7 @@ from penstock.stage.autograd.recompute import parts_to_recompute
 from penstock.stage.graphs import StageGraphs
 from penstock.stage.module import LossFunction, StageModule
 from penstock.stage.stage_runtime import StageRuntime
+from penstock.stage.stage_weights import StageWeights, TrainedWeights
 from penstock.stage.weight_reads import ForwardWeightReads, WeightReads
 from penstock.stage.weight_reads_delayed import DelayedWeightReads, check_real_delays
 from penstock.stage.weight_reads_newest import EstimatedWeightReads, NewestWeightReads, check_real
@@ -33,22 +34,6 @@ from penstock.weights.mixed_store import MixedStore
 from penstock.weights.optim.updater import OptimizerFactory, Updater
 from penstock.weights.store import VersionStore
 from penstock.weights.waves import WaveWeights
-
-
-class Fitting(NamedTuple):
-    """What a stage has because of its schedule and its correction.
-
-    Attributes:
-        corrector: what is done about staleness; None for nothing.
-        reading: how its passes find their weights.
-        graphs: of its forwards.
-        apart: where updates are provisional, copies are kept to undo them.
-    """
-
-    corrector: Corrector | None
-    reading: WeightReads
-    graphs: StageGraphs
-    apart: bool
 
 
 class StageBuilder:
@@ -85,42 +70,14 @@ class StageBuilder:
             ConfigError: its blocks are not what the plan takes them for.
             CapabilityError: its optimizer cannot step it.
         """
-        plan, proof, options = self._plan, self._plan.proof, self._options
+        plan, proof, correction = self._plan, self._plan.proof, self._options.staleness.correction
         module = self._make_module(stage, blocks)
-        store: VersionStore | None = None
-        updater: Updater | None = None
-        older: OlderVersions | None = None
-        average: Buffer | None = None
-        agreement: Agreement | WaveWeights | None = None
-        if module.trained:
-            store = self._make_store(stage, module)
-            older = _older_versions(module, store, plan.delays, plan.backward_delays)
-            if older is not None and plan.backward_delays is not None:
-                check_real_delays(module.trained, module.where)
-            updater = Updater(self._optimizer, store.layout, store.master, rotates=False)  # `_fit` says whether it does
-            agreement = self._make_agreement(stage, store, updater)
-            if options.update.average is not None:
-                average = Buffer(store.layout, f"average of {module.where}")
-                average.load(store.master.views)
-        correction = options.staleness.correction
-        self._check(stage, module, updater, proof, correction)
-        fitting = self._fit(stage, module, store, updater, older, proof, correction)
-        runtime = StageRuntime(
-            stage,
-            module,
-            store,
-            updater,
-            fitting.reading,
-            fitting.graphs,
-            [tie for tie in plan.ties if stage.index in tie.stages],
-            average,
-            options.update.average or 0.0,
-            self._key.pipeline * plan.schedule.directions + stage.direction,
-            apart=fitting.apart,
-            corrector=fitting.corrector,
-            older=older,
-            agreement=agreement,
-        )
+        ties = [tie for tie in plan.ties if stage.index in tie.stages]
+        weights = self._make_weights(stage, module, ties) if module.trained else StageWeights()
+        self._check(stage, module, weights, proof, correction)
+        reading, graphs = self._fit(stage, module, weights, proof, correction)
+        place = self._key.pipeline * plan.schedule.directions + stage.direction
+        runtime = StageRuntime(stage, module, weights, reading, graphs, ties, place)
         runtime.restore()  # from here on the modules' parameters live in the store's memory, not beside it
         return runtime
 
@@ -131,7 +88,7 @@ class StageBuilder:
             CapabilityError: an optimizer cannot take back what the schedule may have it take back, or does not go with
                 the correction.
         """
-        self._check(runtime.key, runtime.module, runtime.updater, proof, correction)
+        self._check(runtime.key, runtime.module, runtime.weights, proof, correction)
 
     def refit(self, runtime: StageRuntime, proof: Proof, correction: Correction | None, *, keeps_older: bool) -> None:
         """Fit a stage to another schedule, with nothing in flight.
@@ -145,16 +102,15 @@ class StageBuilder:
             correction: of its method; it begins without knowing how weights move.
             keeps_older: the version before the newest stays as well, where there is one.
         """
-        store, updater = runtime.store, runtime.updater
-        runtime.corrector = None
-        if store is not None and updater is not None:
+        weights = runtime.weights
+        if isinstance(weights, TrainedWeights):
+            weights.corrector, store = None, weights.store
             newest = store.newest
-            updater.follow(store.master)
+            weights.updater.follow(store.master)
             store.resize(proof.stages[runtime.key], {newest, newest - 1} if keeps_older else {newest})
             if isinstance(store, MixedStore):
                 store.step_apart(_steps_apart(proof))
-        fitting = self._fit(runtime.key, runtime.module, store, updater, runtime.older, proof, correction)
-        runtime.corrector, runtime.reading, runtime.graphs, runtime.apart = fitting
+        runtime.reading, runtime.graphs = self._fit(runtime.key, runtime.module, weights, proof, correction)
         runtime.restore()
 
     # --- what a stage has whatever its schedule -----------------------------------------------------------------------
@@ -188,6 +144,28 @@ class StageBuilder:
             )
         return given[stage.index]
 
+    def _make_weights(self, stage: Stage, module: StageModule, ties: Sequence[Tie]) -> TrainedWeights:
+        plan, update = self._plan, self._options.update
+        store = self._make_store(stage, module)
+        older = _older_versions(module, store, plan.delays, plan.backward_delays)
+        if older is not None and plan.backward_delays is not None:
+            check_real_delays(module.trained, module.where)
+        updater = Updater(self._optimizer, store.layout, store.master, rotates=False)  # `_fit` says whether it does
+        average = None
+        if update.average is not None:
+            average = Buffer(store.layout, f"average of {module.where}")
+            average.load(store.master.views)
+        elsewhere = {name for tie in ties for name in tie.names_at(stage.index) if tie.stages[0] != stage.index}
+        return TrainedWeights(
+            store,
+            updater,
+            decay=update.average or 0.0,
+            average=average,
+            counted_elsewhere=elsewhere,
+            older=older,
+            agreement=self._make_agreement(stage, store, updater),
+        )
+
     def _make_store(self, stage: Stage, module: StageModule) -> VersionStore:
         proof, low = self._plan.proof, self._low
         facts, apart = proof.stages[stage], _steps_apart(proof)
@@ -206,56 +184,51 @@ class StageBuilder:
     # --- what it has because of its schedule --------------------------------------------------------------------------
 
     def _check(
-        self, stage: Stage, module: StageModule, updater: Updater | None, proof: Proof, correction: Correction | None
+        self, stage: Stage, module: StageModule, weights: StageWeights, proof: Proof, correction: Correction | None
     ) -> None:
         """Make sure that `_fit` will do."""
         rule = RULES[proof.schedule.rule]
-        if updater is None or updater.optimizer is None:
+        if not isinstance(weights, TrainedWeights) or weights.updater.optimizer is None:
             return
         check_real(rule, module.trained, module.where)
         if rule.provisional and not _steps_apart(proof):
-            updater.check_undoable()
+            weights.updater.check_undoable()
         if correction is not None:
-            correction.on(Layout({}), _place(proof, stage)).check(updater.optimizer)
+            correction.on(Layout({}), _place(proof, stage)).check(weights.updater.optimizer)
 
     def _fit(
-        self,
-        stage: Stage,
-        module: StageModule,
-        store: VersionStore | None,
-        updater: Updater | None,
-        older: OlderVersions | None,
-        proof: Proof,
-        correction: Correction | None,
-    ) -> Fitting:
-        """What a stage has because of its schedule; store and updater are prepared for it."""
-        rule, corrector, reading = RULES[proof.schedule.rule], None, WeightReads()
-        if store is not None and updater is not None:
-            if correction is not None:
-                corrector = correction.on(store.layout, _place(proof, stage))
-                corrector.name, corrector.began = correction.name, updater.updates
+        self, stage: Stage, module: StageModule, weights: StageWeights, proof: Proof, correction: Correction | None
+    ) -> tuple[WeightReads, StageGraphs]:
+        """Prepare the weights for a schedule; returns how passes read them there, and the graphs of forwards."""
+        reading, storages = WeightReads(), set[int]()
+        if isinstance(weights, TrainedWeights):
+            store, updater = weights.store, weights.updater
+            corrector = weights.corrector = self._make_corrector(stage, weights, proof, correction)
+            weights.apart = _steps_apart(proof)
             store.hold_estimate(self._estimates_whole(stage, proof, corrector))
             rate = _rate(self._options.update.rate, corrector)
             updater.correct(rate, None if corrector is None else corrector.begin)
             updater.prepare(store.layout, self._rotates(stage, proof, corrector))
-            reading = _reading(rule, store, updater, corrector, older, self._plan.backward_delays)
-        graphs = self._make_graphs(stage, module, store, reading, older, proof.schedule)
-        return Fitting(corrector, reading, graphs, _steps_apart(proof))
+            reading = _reading(RULES[proof.schedule.rule], weights, self._plan.backward_delays)
+            storages = store.storages | (set() if weights.older is None else weights.older.storages)
+        return reading, self._make_graphs(stage, module, storages, reading, proof.schedule)
+
+    def _make_corrector(
+        self, stage: Stage, weights: TrainedWeights, proof: Proof, correction: Correction | None
+    ) -> Corrector | None:
+        if correction is None:
+            return None
+        corrector = correction.on(weights.store.layout, _place(proof, stage))
+        corrector.name, corrector.began = correction.name, weights.updater.updates
+        return corrector
 
     def _make_graphs(
-        self,
-        stage: Stage,
-        module: StageModule,
-        store: VersionStore | None,
-        reading: WeightReads,
-        older: OlderVersions | None,
-        schedule: Schedule,
+        self, stage: Stage, module: StageModule, storages: set[int], reading: WeightReads, schedule: Schedule
     ) -> StageGraphs:
         parts = parts_to_recompute(
             list(module.blocks), self._options.memory.recompute, stage.index in schedule.recomputed
         )
         ops = {p.op for a in schedule.programs[stage.rank].period for p in passes(a) if p.stage == stage}
-        storages = set() if store is None else store.storages | (set() if older is None else older.storages)
         halved, parks = _halved(schedule, stage, any(neighbors_of(schedule, stage).returns)), Op.OFFLOAD in ops
         keeps = schedule.segment_before(stage.index) is None
         return StageGraphs(module, storages, self._plan.divisor, parts, halved, parks, self._hold, reading, keeps)
@@ -281,15 +254,9 @@ def _place(proof: Proof, stage: Stage) -> StagePlace:
     return StagePlace(stage.index, schedule.num_stages, schedule.microbatches, proof.stages[stage].delay.forward, where)
 
 
-def _reading(
-    rule: VersionRule,
-    store: VersionStore,
-    updater: Updater,
-    corrector: Corrector | None,
-    older: OlderVersions | None,
-    backward_delays: BlockDelays | None,
-) -> WeightReads:
+def _reading(rule: VersionRule, weights: TrainedWeights, backward_delays: BlockDelays | None) -> WeightReads:
     """How the passes of a stage find their weights."""
+    store, updater, corrector, older = weights.store, weights.updater, weights.corrector, weights.older
     if rule.rebinds:
         kind = EstimatedWeightReads if store.estimates else NewestWeightReads
         return kind(store, corrector, rule.recompute is Source.NEWEST)

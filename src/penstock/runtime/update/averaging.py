@@ -186,13 +186,14 @@ class Combining(PartyMeetings):
         """Wait until the sums over all pipelines are there."""
         what = f"rank {self._recorder.rank}, stage {stage.key.name}, {label}"
         cause = f"the other pipelines: to average batch {batch}"
-        if isinstance(stage.agreement, Agreement):
+        agreement = stage.weights.agreement
+        if isinstance(agreement, Agreement):
             members, me = self._party.members(stage.key)
-            sums = stage.agreement.begin()
+            sums = agreement.begin()
             hold()
             ticket = self._reducer.reduce(members, me, batch, sums)
             yield from self._wait_for(ticket, stage.key, batch, what, cause)
-            remembered = stage.agreement.remembered()
+            remembered = agreement.remembered()
             if remembered:
                 ticket = self._reducer.reduce(members, me, batch, remembered)
                 yield from self._wait_for(ticket, stage.key, batch, what, cause)
@@ -201,8 +202,8 @@ class Combining(PartyMeetings):
 
     def end(self, stage: StageRuntime, batch: int) -> bool:
         """Go on with the sums."""
-        if isinstance(stage.agreement, Agreement):
-            stage.agreement.end()
+        if isinstance(stage.weights.agreement, Agreement):
+            stage.weights.agreement.end()
         return (stage.key, batch) in self._votes and self._heard(stage.key, batch)
 
     def drain(self, *_: object) -> Generator[Wait, None, bool]:

@@ -52,7 +52,7 @@ class TiedGradients:
             before: earlier sums of its gradient.
         """
         ticket = Ticket(f"the reduction lane of stages that share parameters (batch {batch})")
-        gradients = [(tie, stage.gradients_of(batch, tie.names_at(stage.key.index))) for tie in stage.ties]
+        gradients = [(tie, stage.weights.gradients_of(batch, tie.names_at(stage.key.index))) for tie in stage.ties]
         shares = self._joined.setdefault(batch, [])
         shares.append(_Share(stage.key, gradients, before, ticket))
         if len(shares) == self._stages:

@@ -62,7 +62,7 @@ class Updates:
     def reduce(self, stage: StageRuntime, batch: int) -> None:
         """Begin to add the gradient of a batch to those of all that hold the same weights."""
         members, me = self._holders[stage.key.index], Holder(self._pipeline, stage.key)
-        ticket = self._reducer.reduce(members, me, batch, stage.gradient(batch))
+        ticket = self._reducer.reduce(members, me, batch, stage.weights.gradient(batch))
         self._sums[stage.key, batch] = [(Op.REDUCE, ticket)]
 
     def tie(self, stage: StageRuntime, batch: int) -> None:
@@ -95,9 +95,9 @@ class Updates:
                     taken.complete(error=failure)
                 return
             try:
-                squares = stage.gradient_squares(batch) if counts else (0.0, 0.0)
+                squares = stage.weights.gradient_squares(batch) if counts else (0.0, 0.0)
                 if taken is not None:
-                    taken.complete(stage.all_squares(batch))
+                    taken.complete(stage.weights.all_squares(batch))
                 self._control.contribute(me, batch, share._replace(squares=squares[0], rest=squares[1]), vote)
             except Exception as error:  # this may be the reducer's thread; the executor raises it where it waits
                 vote.complete(error=error)
@@ -134,8 +134,8 @@ class Updates:
         self._sums.pop((stage.key, batch), None)
         vote = self._votes.pop((stage.key, batch), None)
         decision = self._decisions.settle(batch, weight, vote.result if vote is not None else None)
-        stage.step(batch, decision.factor, keeps_old)
-        stage.mean = self._decisions.mean
+        stage.weights.step(batch, decision.factor, keeps_old)
+        stage.weights.decided(self._decisions.mean)
         return decision
 
     def try_step(self, stage: StageRuntime, batch: int, weight: float) -> None:
@@ -159,5 +159,5 @@ class Updates:
         """Settle a provisional update: make it again if it was rejected."""
         decision = self._decisions.validate(batch, self._votes.pop((stage.key, batch)).result)
         stage.settle_step(batch, decision)
-        stage.mean = self._decisions.mean
+        stage.weights.decided(self._decisions.mean)
         return decision

@@ -42,13 +42,14 @@ class WaveCombining(PartyMeetings):
     def meet(self, stage: StageRuntime, batch: int, label: str, hold: Callable[[], None]) -> Iterator[Wait]:
         """Post the own wave, and wait for the waves of others that are due."""
         what, unread = self._what(stage, label), self._unread.setdefault(stage.key, deque())
-        if isinstance(stage.agreement, WaveWeights):
-            self._push(stage.key, stage.agreement)
+        waves = stage.weights.agreement
+        if isinstance(waves, WaveWeights):
+            self._push(stage.key, waves)
             hold()
-            counts = self._here(stage.key, stage.agreement, stage.agreement.due(batch))
-            yield from self._collect(stage.key, stage.agreement, counts, batch, what)
+            counts = self._here(stage.key, waves, waves.due(batch))
+            yield from self._collect(stage.key, waves, counts, batch, what)
             if not self.combine.chosen:
-                stage.agreement.record_lags(batch, counts)
+                waves.record_lags(batch, counts)
         if (stage.key, batch) in self._votes:
             unread.append(batch)
             if self._is_due(stage.key):
@@ -56,8 +57,8 @@ class WaveCombining(PartyMeetings):
 
     def end(self, stage: StageRuntime, batch: int) -> bool:
         """Add what has come."""
-        if isinstance(stage.agreement, WaveWeights):
-            self._take(stage.key, stage.agreement)
+        if isinstance(stage.weights.agreement, WaveWeights):
+            self._take(stage.key, stage.weights.agreement)
         unread = self._unread[stage.key]
         return batch in unread and self._is_due(stage.key) and self._heard(stage.key, unread.popleft())
 
@@ -66,18 +67,18 @@ class WaveCombining(PartyMeetings):
     ) -> Generator[Wait, None, bool]:
         """End the wave under way, unless it has just begun, and wait for all there is."""
         for stage in stages:
-            if isinstance(stage.agreement, WaveWeights) and not self.combine.meets(batch - 1):
-                self._push(stage.key, stage.agreement)
+            if isinstance(stage.weights.agreement, WaveWeights) and not self.combine.meets(batch - 1):
+                self._push(stage.key, stage.weights.agreement)
             self._vote(stage.key, batch, last=False)
             self._unread.setdefault(stage.key, deque()).append(batch)
         hold()
         ends = False
         for stage in stages:
-            what = self._what(stage, f"draining before batch {batch}")
-            if isinstance(stage.agreement, WaveWeights):
-                yield from self._collect(stage.key, stage.agreement, stage.agreement.all(), batch - 1, what)
-                self._take(stage.key, stage.agreement)
-                stage.agreement.pull()
+            what, waves = self._what(stage, f"draining before batch {batch}"), stage.weights.agreement
+            if isinstance(waves, WaveWeights):
+                yield from self._collect(stage.key, waves, waves.all(), batch - 1, what)
+                self._take(stage.key, waves)
+                waves.pull()
             for unread in self._unread.pop(stage.key):
                 yield from self._wait_for_vote(stage.key, unread, what)
                 ends |= self._heard(stage.key, unread)

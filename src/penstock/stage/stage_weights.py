@@ -1,0 +1,301 @@
+"""The weights of one stage: versions, gradients, and everything that an update changes."""
+
+# ruff: noqa: ARG002 (a stage that trains nothing ignores what the other kind needs)
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from penstock.schedule.ir.schedule import Copy
+from penstock.weights.averaging import Agreement
+from penstock.weights.corrections.base import Corrector
+from penstock.weights.decision import Decision
+from penstock.weights.memory.buffers import Buffer, Handle
+from penstock.weights.memory.older_versions import OlderVersions
+from penstock.weights.optim.updater import Updater
+from penstock.weights.provisional import Provisional
+from penstock.weights.store import VersionStore
+from penstock.weights.waves import WaveWeights
+
+
+class StageWeights:
+    """The weights of a stage that trains nothing: one version, no gradients, and updates that do nothing.
+
+    `TrainedWeights` are those of a stage that trains parameters. Batches and versions are counted from the start of
+    training; version t + 1 is made by the update with the gradient of batch t.
+
+    Attributes:
+        agreement: what becomes of the weights when parallel pipelines meet; None where they hold the same.
+    """
+
+    agreement: Agreement | WaveWeights | None = None
+
+    # --- reading ----------------------------------------------------------------------------------------------------
+
+    def handle(self, version: int | None = None) -> Handle | None:
+        """Return a handle to read a version, the newest if None; None where there is nothing to bind."""
+        return None
+
+    def newest_tensors(self) -> dict[str, Tensor]:
+        """Return the newest value of every trained parameter."""
+        return {}
+
+    def common_model(self, averaged: bool) -> Buffer | None:
+        """Return what evaluations read instead of the newest version: an average, or a model that pipelines share."""
+        return None
+
+    def presented(self, averaged: bool) -> Mapping[str, Tensor]:
+        """Return what is shown as the stage's parameters instead of the newest version, by name."""
+        return {}
+
+    def predict(self, copy: Copy, versions: tuple[int, ...], batch: int, scale: float) -> None:
+        """Create a derived copy of the newest version, or of it and the one that a forward read.
+
+        Args:
+            copy: its name.
+            versions: what it is made of, the newest last.
+            batch: of the microbatch that it is for.
+            scale: S of the batch whose gradient the next update is made of: all batches before are decided.
+        """
+
+    def is_finite(self) -> bool:
+        """Return whether the newest weights and the optimizer state are finite."""
+        return True
+
+    # --- gradients --------------------------------------------------------------------------------------------------
+
+    def gradient(self, batch: int) -> list[Tensor]:
+        """Return the accumulated gradient of a batch as flat tensors."""
+        return []
+
+    def gradients_of(self, batch: int, names: Sequence[str]) -> list[Tensor]:
+        """Return the accumulated gradients of some parameters."""
+        return []
+
+    def gradient_squares(self, batch: int) -> tuple[float, float]:
+        """Return the squared gradient norm, without parameters that count with another stage, and its rounding."""
+        return 0.0, 0.0
+
+    def all_squares(self, batch: int) -> float:
+        """Return the squared norm of the whole gradient."""
+        return 0.0
+
+    # --- updates ----------------------------------------------------------------------------------------------------
+
+    def step(self, batch: int, factor: float, keeps_old: bool) -> None:
+        """Create version batch + 1: the optimizer update.
+
+        Args:
+            batch: whose gradient is complete.
+            factor: what the accumulated gradient is multiplied by first; zero skips the update.
+            keeps_old: version `batch` stays readable, so the new one is written over the gradient.
+        """
+
+    def try_step(self, batch: int, factor: float) -> None:
+        """Create version batch + 1 as `step` does, but so that it can be made again."""
+
+    def settle_step(self, decision: Decision) -> None:
+        """Settle a provisional update; if it is rejected, make it again."""
+
+    def decided(self, mean: float) -> None:
+        """Take note of c / N by the last batch that an update was made with."""
+
+    # --- between spans ----------------------------------------------------------------------------------------------
+
+    def refresh(self) -> None:
+        """Adopt what was written into the newest version between two runs."""
+
+    def begin_span(self, batches: int) -> None:
+        """Begin a span after so many batches."""
+
+    def end_span(self) -> None:
+        """End a span, with the pipeline drained."""
+
+    # --- memory -----------------------------------------------------------------------------------------------------
+
+    @property
+    def in_use(self) -> tuple[int, int]:
+        """The number of versions and of gradients: a pass may begin a gradient or end a version, and nothing else."""
+        return 0, 0
+
+    @property
+    def optimizer_bytes(self) -> int:
+        """Bytes that the optimizer remembers."""
+        return 0
+
+    def bytes_by_role(self) -> dict[str, int]:
+        """Return the parameter-sized bytes by role, without the optimizer's."""
+        return {}
+
+
+@dataclass
+class TrainedWeights(StageWeights):
+    """The weights of a stage that trains parameters.
+
+    Attributes:
+        store: the versions and gradients.
+        updater: the optimizer.
+        decay: of the average: A(t+1) = decay A(t) + (1 - decay) W(t+1) at every update that is made; A(0) = W(0).
+        average: exponential moving average of the weights; None where none is kept.
+        counted_elsewhere: parameters whose gradients count in the norm of another stage, which shares them.
+        older: versions that training passes read instead of the newest; None where none is delayed.
+        corrector: what is done about staleness; None for nothing.
+        apart: where updates are provisional, copies are kept to undo them.
+        provisional: the update that is not decided on yet.
+        mean: c / N by the last batch that an update was made with and that had a loss weight.
+    """
+
+    store: VersionStore
+    updater: Updater
+    decay: float = 0.0
+    average: Buffer | None = None
+    counted_elsewhere: Collection[str] = ()
+    older: OlderVersions | None = None
+    agreement: Agreement | WaveWeights | None = None
+    corrector: Corrector | None = None
+    apart: bool = False
+    provisional: Provisional | None = None
+    mean: float = 1.0
+
+    # --- reading ----------------------------------------------------------------------------------------------------
+
+    def handle(self, version: int | None = None) -> Handle | None:
+        """Return a handle to read a version, the newest if None."""
+        return self.store.read(self.store.newest if version is None else version)
+
+    def newest_tensors(self) -> dict[str, Tensor]:
+        """Return the newest value of every trained parameter."""
+        return self.store.newest_tensors()
+
+    def common_model(self, averaged: bool) -> Buffer | None:
+        """Return what evaluations read instead of the newest version; None for that."""
+        return self.average if averaged else None if self.agreement is None else self.agreement.model
+
+    def presented(self, averaged: bool) -> Mapping[str, Tensor]:
+        """Return what is shown as the stage's parameters instead of the newest version, by name."""
+        found: dict[str, Tensor] = {}
+        if self.store.newest and self.agreement is not None and self.agreement.model is not None:
+            found |= self.agreement.model.views
+        if averaged and self.average is not None:
+            found |= self.average.views
+        return found
+
+    def predict(self, copy: Copy, versions: tuple[int, ...], batch: int, scale: float) -> None:
+        """Create a derived copy."""
+        assert self.corrector is not None
+        *older, newest = versions
+        depends = self.corrector.look_ahead(batch - newest, self.store.gradients.get(newest), self.mean / scale)
+        if older:
+            first, last = (self.store.read(version).whole for version in versions)
+            write = partial(self.corrector.blend, first, last, newest - older[0])
+        else:
+            write = partial(self.corrector.predict, self.updater, self.store.master, copy.label)
+        self.store.create_copy(copy, (versions, copy.label, depends), write)
+
+    def is_finite(self) -> bool:
+        """Return whether the newest weights and the optimizer state are finite."""
+        remembered = [value for value in self.updater.tensors if value.is_floating_point()]
+        return all(bool(tensor.isfinite().all()) for tensor in (*self.store.master.views.values(), *remembered))
+
+    # --- gradients --------------------------------------------------------------------------------------------------
+
+    def gradient(self, batch: int) -> list[Tensor]:
+        """Return the accumulated gradient of a batch as flat tensors."""
+        return self.store.gradient(batch).flats
+
+    def gradients_of(self, batch: int, names: Sequence[str]) -> list[Tensor]:
+        """Return the accumulated gradients of some parameters."""
+        views = self.store.gradient(batch).views
+        return [views[name] for name in names]
+
+    def gradient_squares(self, batch: int) -> tuple[float, float]:
+        """Return the squared gradient norm, without parameters that count with another stage, and its rounding."""
+        return self.store.gradient(batch).squares(without=self.counted_elsewhere)
+
+    def all_squares(self, batch: int) -> float:
+        """Return the squared norm of the whole gradient."""
+        return self.store.gradient(batch).squares()[0]
+
+    # --- updates ----------------------------------------------------------------------------------------------------
+
+    def step(self, batch: int, factor: float, keeps_old: bool) -> None:
+        """Create version batch + 1: the optimizer update."""
+        torch.clear_autocast_cache()  # it remembers casts of leaves whose memory changes now
+        if self.older is not None:
+            self.older.keep(batch, self.store.versions[batch].views)
+        stepped = self.corrector.stepped if self.corrector is not None and self.corrector.watches else None
+        if self.corrector is not None and factor:
+            self.corrector.before_step(self.store.gradient(batch), self.store.master, factor)
+        self.store.update(batch, self.updater, factor, keeps_old, stepped)
+        self._average(factor)
+
+    def try_step(self, batch: int, factor: float) -> None:
+        """Create version batch + 1 as `step` does, but so that it can be made again."""
+        self.provisional = Provisional(self.store, self.updater, batch, self.apart)
+        self.provisional.make(factor)
+
+    def settle_step(self, decision: Decision) -> None:
+        """Settle a provisional update; if it is rejected, make it again."""
+        if self.provisional is None:
+            return
+        if decision.again:
+            self.provisional.again(decision.factor)
+        self.provisional.settle()
+        self.provisional = None
+        self._average(decision.factor)
+
+    def decided(self, mean: float) -> None:
+        """Take note of c / N by the last batch that an update was made with."""
+        self.mean = mean
+
+    def _average(self, factor: float) -> None:
+        """Move the average towards the new version, unless the update was skipped."""
+        if self.average is not None and factor:
+            self.average.approach(self.store.master, 1.0 - self.decay)
+
+    # --- between spans ----------------------------------------------------------------------------------------------
+
+    def refresh(self) -> None:
+        """Adopt what was written into the newest version between two runs."""
+        self.store.refresh()
+        self.store.forget_copies()
+        if self.agreement is not None:
+            self.agreement.take_over()
+
+    def begin_span(self, batches: int) -> None:
+        """Begin a span after so many batches."""
+        if self.agreement is not None:
+            self.agreement.begin_span(batches)
+
+    def end_span(self) -> None:
+        """End a span, with the pipeline drained."""
+        if self.agreement is not None:
+            self.agreement.watch.look()
+
+    # --- memory -----------------------------------------------------------------------------------------------------
+
+    @property
+    def in_use(self) -> tuple[int, int]:
+        """The number of versions and of gradients."""
+        return len(self.store.versions), len(self.store.gradients)
+
+    @property
+    def optimizer_bytes(self) -> int:
+        """Bytes that the optimizer remembers."""
+        return self.updater.nbytes
+
+    def bytes_by_role(self) -> dict[str, int]:
+        """Return the parameter-sized bytes by role, without the optimizer's."""
+        roles = self.store.bytes_by_role()
+        parts = {"averaged weights": self.average, "delayed weights": self.older, "correction": self.corrector}
+        roles |= {role: part.nbytes for role, part in parts.items() if part is not None}
+        if self.agreement is not None:
+            roles |= self.agreement.bytes_by_role()
+        if self.apart:
+            roles["optimizer before"] = 0 if self.provisional is None else self.provisional.nbytes
+        return roles
