@@ -60,6 +60,7 @@ from penstock.stage.stage_weights import TrainedWeights
 from penstock.timeline import Timeline
 from penstock.weights.corrections.base import Correction
 from penstock.weights.decision import Decision, LossScale
+from penstock.weights.optim.lr_schedulers import SchedulerFactory
 from penstock.weights.optim.updater import OptimizerFactory
 from penstock.weights.waves import WaveWeights
 
@@ -82,7 +83,7 @@ class Pipeline:
         recompute, segments: forwards that are run again (`penstock.runtime.plan.options.MemoryOptions`).
         correction, delays, backward_delays: weights that are read late
             (`penstock.runtime.plan.options.StalenessOptions`).
-        clip, divisor, rate, average, divergence: from the gradient of a batch to an update
+        clip, divisor, rate, lr_scheduler, average, divergence: from the gradient of a batch to an update
             (`penstock.runtime.plan.options.UpdateOptions`).
         slicing, tied, seed: model and data (`penstock.runtime.plan.options.DataOptions`).
         balance, timeout: where blocks go, and how long ranks wait (`penstock.runtime.plan.options.PlacementOptions`).
@@ -108,6 +109,7 @@ class Pipeline:
         loss: LossFunction | Mapping[int, LossFunction],
         optimizer: OptimizerFactory,
         rate: Callable[[int], float] | None = None,
+        lr_scheduler: SchedulerFactory | None = None,
         divisor: float | None = None,
         clip: float | None = None,
         loss_scale: LossScale | None = None,
@@ -137,7 +139,7 @@ class Pipeline:
             NumericsOptions(precision=precision, loss_scale=loss_scale),
             MemoryOptions(recompute=recompute, segments=segments),
             StalenessOptions(correction=correction, delays=delays, backward_delays=backward_delays),
-            UpdateOptions(clip=clip, divisor=divisor, rate=rate, average=average, divergence=divergence),
+            UpdateOptions(clip, divisor, rate, lr_scheduler, average, divergence),
             DataOptions(slicing=slicing, tied=tied, seed=seed),
             PlacementOptions(balance=balance, timeout=timeout),
         )

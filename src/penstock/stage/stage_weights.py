@@ -269,6 +269,7 @@ class TrainedWeights(StageWeights):
 
     def begin_span(self, batches: int) -> None:
         """Begin a span after so many batches."""
+        self.updater.begin_span()
         if self.agreement is not None:
             self.agreement.begin_span(batches)
 

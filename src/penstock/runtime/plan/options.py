@@ -25,6 +25,7 @@ from penstock.stage.autograd.recompute import Recompute, check_recompute
 from penstock.stage.precision import Precision, low_precision
 from penstock.weights.corrections.base import Correction
 from penstock.weights.decision import LossScale, Policy
+from penstock.weights.optim.lr_schedulers import SchedulerFactory
 
 
 @dataclass(frozen=True)
@@ -175,6 +176,9 @@ class UpdateOptions:
             corrected by c / N at the update, so that every partition, m and method takes the mean over the batch. The
             number of microbatches of a batch if None; in low precision the nearest power of two is taken.
         rate: update ordinal -> factor on the optimizer's learning rates.
+        lr_scheduler: optimizer -> a scheduler of torch, such as ``lambda optimizer: OneCycleLR(optimizer, max_lr=1e-3,
+            total_steps=500)``, one per stage. It sets the rates of each update that is made, and momentum if it does
+            that; nobody steps it by hand. Resumed runs have it where it was.
         average: decay of an exponential moving average of the weights, A(t+1) = average A(t) + (1 - average) W(t+1),
             which `Pipeline.evaluate` and `Pipeline.state_dict` give on demand; none is kept if None.
         divergence: what `Pipeline.trouble` is to report, where stages decide together.
@@ -186,6 +190,7 @@ class UpdateOptions:
     clip: float | None = None
     divisor: float | None = None
     rate: Callable[[int], float] | None = None
+    lr_scheduler: SchedulerFactory | None = None
     average: float | None = None
     divergence: Divergence | None = None
 
@@ -196,6 +201,8 @@ class UpdateOptions:
             raise ConfigError(f"divisor must be positive, got {self.divisor}")
         if self.average is not None and not 0 < self.average < 1:
             raise ConfigError(f"average must be a decay between 0 and 1, such as 0.999; got {self.average}")
+        if self.rate is not None and self.lr_scheduler is not None:
+            raise ConfigError("rate and lr_scheduler both set learning rates; leave one of them out")
         if self.divergence is not None:
             self.divergence.check()
 

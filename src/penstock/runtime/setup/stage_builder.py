@@ -150,7 +150,8 @@ class StageBuilder:
         older = _older_versions(module, store, plan.delays, plan.backward_delays)
         if older is not None and plan.backward_delays is not None:
             check_real_delays(module.trained, module.where)
-        updater = Updater(self._optimizer, store.layout, store.master, rotates=False)  # `_fit` says whether it does
+        # `_fit` says whether it rotates.
+        updater = Updater(self._optimizer, store.layout, store.master, rotates=False, scheduler=update.lr_scheduler)
         average = None
         if update.average is not None:
             average = Buffer(store.layout, f"average of {module.where}")

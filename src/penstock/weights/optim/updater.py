@@ -18,11 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.errors import CapabilityError
+from penstock.errors import CapabilityError, ConfigError
 from penstock.weights.memory.buffers import Buffer, Layout
 from penstock.weights.memory.scratch import Scratch
 from penstock.weights.optim.adapters import is_separable, name_of
 from penstock.weights.optim.directions import direction
+from penstock.weights.optim.lr_schedulers import ScheduledSettings, SchedulerFactory
 from penstock.weights.optim.step_info import Forecast, Step, Stepped
 from penstock.weights.optim.undo import check_undoable, undo_step
 
@@ -43,6 +44,7 @@ class Updater:
         rotates: True if updates are written over the gradient, or a callback needs the values before and after.
         rate: update ordinal (0, 1, ...) -> factor on the learning rates that the factory set.
         begin: called with the optimizer before it steps.
+        scheduler: makes a scheduler of torch that sets rates, and momentum if it does that, update by update.
 
     Raises:
         CapabilityError: the optimizer cannot step a pipeline stage.
@@ -56,6 +58,7 @@ class Updater:
         rotates: bool,
         rate: Callable[[int], float] | None = None,
         begin: Callable[[torch.optim.Optimizer], None] | None = None,
+        scheduler: SchedulerFactory | None = None,
     ) -> None:
         # Parameters get their own memory: one made on a view would share the buffer's version counter forever.
         self.parameters = {name: nn.Parameter(torch.empty_like(view)) for name, view in first.views.items()}
@@ -66,12 +69,16 @@ class Updater:
         self._told: Callable[[torch.optim.Optimizer], None] | None = getattr(factory, "undone", None)
         self._rate = rate
         self._scratch: Scratch | None = None
+        self._scheduled: ScheduledSettings | None = None
+        self._left: list[Any] = []  # the rates of all groups, as the last update has left them
         if self.optimizer is None:
             return
         _check_capability(self.optimizer, self.parameters)
         self._changed: list[dict[str, Any]] = [
             {} for _ in self.optimizer.param_groups
         ]  # settings before they were changed
+        if scheduler is not None:
+            self._scheduled = ScheduledSettings(scheduler, self.optimizer)
         self._rates = [group["lr"] for group in self.optimizer.param_groups]
         self.correct(rate, begin)
         self.prepare(layout, rotates)
@@ -94,6 +101,23 @@ class Updater:
             for group, known in zip(groups, before, strict=True)
         ]
         self._settings = [_settings(group) for group in self.optimizer.param_groups]
+        self._left = [group["lr"] for group in self.optimizer.param_groups]
+
+    def begin_span(self) -> None:
+        """Take the rates that were set by hand since the last update as those that schedules and corrections multiply.
+
+        Raises:
+            ConfigError: a scheduler sets them, so they would be lost.
+        """
+        for place, (group, left) in enumerate(zip(self._groups, self._left, strict=True)):
+            if group["lr"] is left or group["lr"] == left:
+                continue
+            if self._scheduled is not None:
+                raise ConfigError(
+                    f"the learning rate of {self.name} was set to {group['lr']} by hand, but lr_scheduler sets it at "
+                    "every update; leave one of them out"
+                )
+            self._rates[place] = self._left[place] = group["lr"]
 
     def prepare(self, layout: Layout, rotates: bool) -> None:
         """Allocate the scratch for updates over the gradient, or free it if there are none."""
@@ -134,8 +158,12 @@ class Updater:
             CapabilityError: it holds other objects, or state in its parameter groups.
         """
         found: dict[tuple[str, str], Any] = {}
-        for group, before in zip(self.optimizer.param_groups, self._settings, strict=True) if self.optimizer else ():
-            changed = sorted(key for key, value in _settings(group).items() if value != before.get(key))
+        for place, group in enumerate(self._groups):
+            before = self._settings[place]
+            scheduled = set() if self._scheduled is None else {*self._scheduled.at(self.updates)[place]}
+            changed = sorted(
+                key for key, value in _settings(group).items() if value != before.get(key) and key not in scheduled
+            )
             if changed:
                 raise CapabilityError(
                     f"{self.name} changes {', '.join(changed)} in its parameter groups during training; a checkpoint "
@@ -245,9 +273,9 @@ class Updater:
 
     def rates_of(self, update: int) -> dict[str, float]:
         """Return the learning rates of an update, by its number, for each parameter."""
-        factor = 1.0 if self._rate is None else self._rate(update)
-        groups = [] if self.optimizer is None else zip(self.optimizer.param_groups, self._rates, strict=True)
-        known = {id(p): factor * float(rate) for group, rate in groups for p in group["params"]}
+        known = {
+            id(p): self._rate_of(place, update) for place, group in enumerate(self._groups) for p in group["params"]
+        }
         return {name: known[id(parameter)] for name, parameter in self.parameters.items()}
 
     def predict(self, weights: Buffer, updates: float, uncorrected: bool, out: Buffer) -> None:
@@ -263,18 +291,26 @@ class Updater:
     def foresee(self, weights: Buffer, guess: Callable[[Forecast], Tensor], out: Buffer) -> None:
         """Write the values that `guess` predicts for each parameter of `weights`, the newest ones, into `out`."""
         out.rewrite()
-        groups = [] if self.optimizer is None else self.optimizer.param_groups
-        place = {id(p): (group, r) for group, r in zip(groups, self._rates, strict=True) for p in group["params"]}
+        place = {id(p): (group, number) for number, group in enumerate(self._groups) for p in group["params"]}
         with torch.no_grad():
             for name, parameter in self.parameters.items():
                 assert self.optimizer is not None
-                group, rate = place[id(parameter)]
-                view, ahead = weights.views[name], partial(self._ahead, rate)
+                group, number = place[id(parameter)]
+                view, ahead = weights.views[name], partial(self._ahead, number)
                 out.views[name].copy_(guess(Forecast(name, view, self.optimizer, parameter, group, ahead)))
 
-    def _ahead(self, rate: float, update: int) -> float:
-        """Return the rate of the `update`-th update from now, of a group with this initial rate."""
-        return rate * (1.0 if self._rate is None else self._rate(self.updates + update - 1))
+    def _ahead(self, place: int, update: int) -> float:
+        """Return the rate of a group at the `update`-th update from now."""
+        return self._rate_of(place, self.updates + update - 1)
+
+    def _rate_of(self, place: int, update: int) -> float:
+        """Return the rate of a group at an update, by its number."""
+        rate = self._rates[place] if self._scheduled is None else self._scheduled.near(update)[place]["lr"]
+        return float(rate) * (1.0 if self._rate is None else self._rate(update))
+
+    @property
+    def _groups(self) -> list[dict[str, Any]]:
+        return [] if self.optimizer is None else self.optimizer.param_groups
 
     def check_undoable(self) -> None:
         """Raise an error if steps cannot be undone in place.
@@ -352,15 +388,31 @@ class Updater:
         self.updates += 1
 
     def _schedule_rate(self) -> None:
-        if self.optimizer is not None and self._rate is not None:
-            factor = self._rate(self.updates)
-            for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
-                group["lr"] = rate * factor
+        """Set the rates of the next update.
+
+        Raises:
+            ConfigError: somebody else has set them since the last one.
+        """
+        for group, left in zip(self._groups, self._left, strict=True):
+            if group["lr"] is not left and group["lr"] != left:
+                raise ConfigError(
+                    f"the learning rate of {self.name} was set from {left} to {group['lr']} during a run. The loop "
+                    "over reports is not in step with updates, so a scheduler stepped there acts on the wrong ones; "
+                    "pass Pipeline(lr_scheduler=lambda optimizer: OneCycleLR(optimizer, ...)), or set rates between "
+                    "two runs"
+                )
+        if self._rate is None and self._scheduled is None:
+            return
+        factor = 1.0 if self._rate is None else self._rate(self.updates)
+        for place, group in enumerate(self._groups):
+            row = {"lr": self._rates[place]} if self._scheduled is None else self._scheduled.at(self.updates)[place]
+            group.update(row, lr=row["lr"] * factor)
 
     def _optimizer_step(self) -> None:
         if self.optimizer is not None:
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
+            self._left = [group["lr"] for group in self.optimizer.param_groups]
 
 
 def _check_capability(optimizer: torch.optim.Optimizer, parameters: dict[str, nn.Parameter]) -> None:

@@ -1,0 +1,207 @@
+"""torch's learning-rate schedulers on pipelines: the same rates at the same updates as in a plain loop."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW, Optimizer, lr_scheduler as schedulers
+
+from penstock import Pipeline, make_schedule
+from penstock.errors import CapabilityError, ConfigError
+from penstock.weights.optim.lr_schedulers import ScheduledSettings
+from support.snapshots import Kept
+
+UPDATES, M, STAGES = 12, 2, 3
+SCHEDULERS: dict[str, Callable[[Optimizer], Any]] = {
+    "one cycle": lambda o: schedulers.OneCycleLR(o, max_lr=0.05, total_steps=UPDATES + 2),
+    "cosine": lambda o: schedulers.CosineAnnealingWarmRestarts(o, T_0=3),
+    "steps": lambda o: schedulers.MultiStepLR(o, [2, 5, 6], gamma=0.3),
+    "function": lambda o: schedulers.LambdaLR(o, lambda n: 1 / (1 + n)),
+    "warm-up": lambda o: schedulers.SequentialLR(
+        o, [schedulers.LinearLR(o, 0.1, total_iters=4), schedulers.ExponentialLR(o, 0.9)], [4]
+    ),
+    "cyclic": lambda o: schedulers.CyclicLR(o, 0.001, 0.02, step_size_up=2),
+}
+OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
+    "sgd": lambda named: SGD([p for _, p in named], lr=0.02, momentum=0.9),
+    "adamw": lambda named: AdamW([p for _, p in named], lr=0.01),
+}
+
+
+def make_blocks() -> list[nn.Module]:
+    torch.manual_seed(3)
+    return [nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(STAGES)]
+
+
+def make_batches() -> list[list[tuple[Tensor, Tensor]]]:
+    generator = torch.Generator().manual_seed(5)
+    return [[tuple(torch.randn(2, 3, 4, generator=generator)) for _ in range(M)] for _ in range(UPDATES)]  # type: ignore[misc]
+
+
+def loss(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
+    return ((output - target) ** 2).sum(), target.numel()
+
+
+def train_plainly(optimizer: str, scheduler: str, delay: int) -> tuple[list[Tensor], list[dict[str, Any]]]:
+    """A loop in plain torch, whose gradients are those of the weights `delay` updates before."""
+    model = nn.Sequential(*make_blocks())
+    made = [OPTIMIZERS[optimizer](list(block.named_parameters())) for block in model]
+    plans = [SCHEDULERS[scheduler](each) for each in made]
+    settings, versions = [], [[p.detach().clone() for p in model.parameters()]]
+    for batch in make_batches():
+        newest = [p.detach().clone() for p in model.parameters()]
+        for parameter, old in zip(model.parameters(), versions[max(len(versions) - 1 - delay, 0)], strict=True):
+            parameter.data.copy_(old)
+        model.zero_grad()
+        weight = sum(target.numel() for _, target in batch)
+        for x, target in batch:
+            (loss(model(x), target)[0] / M).backward()
+        for parameter, new in zip(model.parameters(), newest, strict=True):
+            parameter.data.copy_(new)
+            parameter.grad *= M / weight
+        settings.append([{k: v for k, v in g.items() if k != "params"} for o in made for g in o.param_groups])
+        for each, plan in zip(made, plans, strict=True):
+            each.step()
+            plan.step()
+        versions.append([p.detach().clone() for p in model.parameters()])
+    return versions[-1], settings
+
+
+def make_pipeline(method: str, optimizer: str, scheduler: str | None, **options: Any) -> Pipeline:
+    return Pipeline(
+        make_blocks(),
+        make_schedule(method, STAGES, M),
+        loss=loss,
+        optimizer=OPTIMIZERS[optimizer],
+        lr_scheduler=None if scheduler is None else SCHEDULERS[scheduler],
+        balance=[1] * STAGES,
+        **options,
+    )
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@pytest.mark.parametrize(("method", "delay", "optimizer"), [("1f1b", 0, "adamw"), ("2bw", 1, "sgd")])
+def test_a_pipeline_follows_a_scheduler_as_a_plain_loop_does(
+    scheduler: str, method: str, delay: int, optimizer: str
+) -> None:
+    wanted, settings = train_plainly(optimizer, scheduler, delay)
+    pipeline = make_pipeline(method, optimizer, scheduler)
+    list(pipeline.run(make_batches()))
+    found = pipeline.state_dict()
+    torch.testing.assert_close([found[name] for name in sorted(found, key=_place)], wanted, rtol=2e-6, atol=2e-7)
+    last = [group for o in pipeline.optimizers().values() for group in o.param_groups]
+    for group, known in zip(last, settings[-1], strict=True):
+        assert {key: group[key] for key in ("lr", "momentum", "betas") if key in group} == {
+            key: known[key] for key in ("lr", "momentum", "betas") if key in known
+        }
+
+
+def _place(name: str) -> tuple[str, str]:
+    return name.split(".")[0], {"weight": "0", "bias": "1"}[name.rsplit(".", 1)[1]]
+
+
+@pytest.mark.parametrize("scheduler", ["one cycle", "cosine"])
+def test_a_resumed_run_has_the_scheduler_where_it_was(scheduler: str) -> None:
+    whole = make_pipeline("2bw", "sgd", scheduler)
+    list(whole.run(make_batches()))
+    first, second = (make_pipeline("2bw", "sgd", scheduler) for _ in range(2))
+    list(first.run(make_batches()[:5]))
+    second.load(Kept(first.snapshots()))
+    list(second.run(make_batches()[5:]))
+    for name, tensor in whole.state_dict().items():
+        assert torch.equal(second.state_dict()[name], tensor), name
+
+
+def test_settings_may_be_asked_for_in_any_order() -> None:
+    """Also after they were forgotten."""
+    optimizer = OPTIMIZERS["sgd"]([("p", nn.Parameter(torch.zeros(2)))])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        table = ScheduledSettings(SCHEDULERS["cyclic"], optimizer)
+        rates = [table.at(n)[0]["lr"] for n in range(3000)]
+        assert [table.at(n)[0]["lr"] for n in (2999, 0, 1, 2500)] == [rates[n] for n in (2999, 0, 1, 2500)]
+    assert len({round(rate, 9) for rate in rates}) == 3
+    assert optimizer.param_groups[0]["lr"] == 0.02
+
+
+def test_a_momentum_that_comes_back_to_where_it_began_is_set() -> None:
+    optimizer = OPTIMIZERS["sgd"]([("p", nn.Parameter(torch.zeros(2)))])
+    table = ScheduledSettings(SCHEDULERS["cyclic"], optimizer)
+    momenta = [table.at(n)[0].get("momentum", 0.9) for n in range(9)]
+    wanted = []
+    plain = OPTIMIZERS["sgd"]([("p", nn.Parameter(torch.zeros(2)))])
+    scheduler = SCHEDULERS["cyclic"](plain)
+    for _ in range(9):
+        wanted.append(plain.param_groups[0]["momentum"])
+        plain.step()
+        scheduler.step()
+    assert momenta == wanted
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+@pytest.mark.parametrize("method", ["1f1b", "2bw"])
+def test_a_scheduler_stepped_in_the_loop_is_refused(method: str) -> None:
+    pipeline = make_pipeline(method, "sgd", None)
+    plans = [schedulers.ExponentialLR(o, 0.9) for o in pipeline.optimizers().values()]
+    said = r"set from 0.02 to 0.018\d* during a run.*pass Pipeline\(lr_scheduler="
+    with pytest.raises(ConfigError, match=said):  # noqa: PT012
+        for _ in pipeline.run(make_batches()):
+            for plan in plans:
+                plan.step()
+
+
+def test_rates_set_between_two_runs_are_kept() -> None:
+    """As they are without a schedule, and as what a schedule multiplies."""
+    for options, wanted in (({}, 0.5), ({"rate": lambda _: 0.1}, 0.05)):
+        pipeline = make_pipeline("1f1b", "sgd", None, **options)
+        list(pipeline.run(make_batches()[:2]))
+        for optimizer in pipeline.optimizers().values():
+            optimizer.param_groups[0]["lr"] = 0.5
+        list(pipeline.run(make_batches()[2:4]))
+        assert [o.param_groups[0]["lr"] for o in pipeline.optimizers().values()] == pytest.approx([wanted] * STAGES)
+
+
+def test_a_rate_set_by_hand_that_a_scheduler_would_overwrite_is_refused() -> None:
+    pipeline = make_pipeline("1f1b", "sgd", "steps")
+    list(pipeline.run(make_batches()[:2]))
+    next(iter(pipeline.optimizers().values())).param_groups[0]["lr"] = 0.5
+    with pytest.raises(ConfigError, match="set to 0.5 by hand, but lr_scheduler sets it"):
+        list(pipeline.run(make_batches()[2:4]))
+
+
+def test_rates_beyond_the_end_of_a_scheduler_are_its_last_ones() -> None:
+    """Predictions look further than training goes."""
+    optimizer = OPTIMIZERS["sgd"]([("p", nn.Parameter(torch.zeros(2)))])
+    table = ScheduledSettings(lambda o: schedulers.OneCycleLR(o, max_lr=0.05, total_steps=4), optimizer)
+    assert table.near(9) == table.near(4)
+    assert table.at(2)[0]["lr"] > table.near(9)[0]["lr"]
+    with pytest.raises(ValueError, match="Tried to step 5 times"):
+        table.at(9)
+
+
+@pytest.mark.parametrize(
+    ("factory", "said"),
+    [
+        (schedulers.ReduceLROnPlateau, "ReduceLROnPlateau needs a metric"),
+        (lambda _: "cosine", "lr_scheduler returned str, not a scheduler of torch"),
+    ],
+)
+def test_what_is_no_function_of_updates_is_refused(factory: Any, said: str) -> None:
+    with pytest.raises(CapabilityError, match=said):
+        Pipeline(
+            make_blocks(),
+            make_schedule("1f1b", STAGES, M),
+            loss=loss,
+            optimizer=OPTIMIZERS["sgd"],
+            lr_scheduler=factory,
+        )
+
+
+def test_two_schedules_are_refused() -> None:
+    with pytest.raises(ConfigError, match="rate and lr_scheduler both set learning rates"):
+        make_pipeline("1f1b", "sgd", "steps", rate=lambda _: 1.0)
