@@ -5,7 +5,7 @@ import json
 import pytest
 
 from penstock.stage.module import StageModule
-from penstock.stage.stage_runtime import StageRuntime
+from penstock.stage.stage_weights import TrainedWeights
 from support.command_line import run
 
 TINY = [
@@ -67,10 +67,12 @@ def test_as_json(verify):
 @pytest.fixture
 def fault(monkeypatch):
     """The norm share of the last stage is doubled."""
-    real = StageRuntime.gradient_squares
-    monkeypatch.setattr(
-        StageRuntime, "gradient_squares", lambda self, batch: tuple((1 + self.has_loss) * x for x in real(self, batch))
-    )
+    real = TrainedWeights.gradient_squares
+
+    def squares(self, batch):
+        return tuple((1 + self.store.where.startswith("stage 1 ")) * x for x in real(self, batch))
+
+    monkeypatch.setattr(TrainedWeights, "gradient_squares", squares)
 
 
 @pytest.mark.usefixtures("fault")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -98,20 +97,9 @@ def test_a_wrong_number_of_microbatches(batch: int, count: int) -> None:
 
 
 def test_what_is_no_pair() -> None:
-    batches: Any = [[torch.zeros(2, 4, dtype=torch.int64)] * 2] * 2
+    batches: Any = [[torch.zeros(2, 4, dtype=torch.int64)] * 3] * 2
     with pytest.raises(DataError, match=r"microbatch 0 is not a pair \(input, target\) but Tensor"):
-        list(make_pipeline(Case("1f1b", 2, 2)).run(batches))
-
-
-def test_data_that_raise() -> None:
-    def data() -> Iterator[Any]:
-        yield from make_batches(Case("2bw", 2, 2))[:3]
-        raise OSError("the disk of the user")
-
-    pipeline = make_pipeline(Case("2bw", 2, 2))
-    with pytest.raises(OSError, match="the disk of the user"):
-        list(pipeline.run(data()))
-    refuses_to_go_on(pipeline, Case("2bw", 2, 2))
+        list(make_pipeline(Case("1f1b", 2, 3)).run(batches))
 
 
 def with_own_data(group: dist.ProcessGroup, case: Case, data: dict[int, Any], timeout: float) -> tuple[str, str]:
@@ -152,7 +140,7 @@ def test_data_that_fail_at_once_on_the_first_stage(pool: Pool) -> None:
 
 def test_a_batch_that_is_no_sequence() -> None:
     case = Case("1f1b", 2, 2)
-    with pytest.raises(DataError, match="batch 0 is a generator; a batch is a list of 2 pairs"):
+    with pytest.raises(DataError, match=r"batch 0 is a generator; a batch is a pair \(inputs, targets\)"):
         list(make_pipeline(case).run([(pair for pair in make_batches(case)[0])]))  # type: ignore[list-item]
 
 

@@ -153,5 +153,5 @@ def test_shared_parameters_go_by_their_first_name() -> None:
 def test_a_model_with_nothing_to_train() -> None:
     pipeline = make_pipeline(Case("1f1b", 3, 2), blocks=[half] * 6, loss=lambda out, target: out.sum())
     reports = list(pipeline.run([[(torch.ones(2), 0.0)] * 2] * 3))
-    assert [(r.loss, r.weight) for r in reports] == [(2 / 64, 2.0)] * 3
+    assert [(r.loss, r.weight) for r in reports] == [(2 / 64, 4.0)] * 3  # two samples in each of two microbatches
     assert pipeline.optimizers() == {}

@@ -196,7 +196,7 @@ def token_loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, float]:
 
 
 def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """A scalar, which counts as a sum of weight 1."""
+    """A scalar, which counts as a mean over samples."""
     return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=-100)
 
 

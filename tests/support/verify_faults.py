@@ -14,6 +14,7 @@ from penstock.runtime.update import decisions
 from penstock.runtime.update.update_step import Updates
 from penstock.stage.autograd.recompute import RecomputeInputSaver
 from penstock.stage.stage_runtime import StageRuntime
+from penstock.stage.stage_weights import TrainedWeights
 from penstock.train.setup import build_pipeline, prepare
 from penstock.weights.memory.buffers import Buffer, Handle
 from penstock.weights.mixed_store import MixedStore
@@ -50,7 +51,8 @@ def newest_in_recompute(patch: Patch) -> None:
     real = StageRuntime.recompute
 
     def recompute(self: StageRuntime, key: tuple[int, int], version: int, value: Any = None) -> Any:
-        return real(self, key, version if self.store is None else self.store.newest, value)
+        weights = self.weights
+        return real(self, key, weights.store.newest if isinstance(weights, TrainedWeights) else version, value)
 
     patch.setattr(StageRuntime, "recompute", recompute)
 
@@ -84,10 +86,9 @@ def dropped_microbatch(patch: Patch) -> None:
     def backward(self: StageRuntime, key: tuple[int, int], batch: int, *more: Any, **named: Any) -> Any:
         if key != (1, 0) or self.key.index != 0:
             return real(self, key, batch, *more, **named)
-        assert self.store is not None
-        before = {name: view.clone() for name, view in self.store.gradients[batch].views.items()}
+        before = {name: view.clone() for name, view in self.weights.store.gradients[batch].views.items()}
         result = real(self, key, batch, *more, **named)
-        for name, view in self.store.gradients[batch].views.items():
+        for name, view in self.weights.store.gradients[batch].views.items():
             view.copy_(before[name])
         return result
 
@@ -96,18 +97,18 @@ def dropped_microbatch(patch: Patch) -> None:
 
 def doubled_norm_share(patch: Patch) -> None:
     """The squares of stage 1 count twice."""
-    real = StageRuntime.gradient_squares
+    real = TrainedWeights.gradient_squares
 
-    def squares(self: StageRuntime, batch: int) -> tuple[float, float]:
+    def squares(self: TrainedWeights, batch: int) -> tuple[float, float]:
         total, rest = real(self, batch)
-        return (2 * total, 2 * rest) if self.key.index == 1 else (total, rest)
+        return (2 * total, 2 * rest) if self.store.where.startswith("stage 1 ") else (total, rest)
 
-    patch.setattr(StageRuntime, "gradient_squares", squares)
+    patch.setattr(TrainedWeights, "gradient_squares", squares)
 
 
 def ties_count_twice(patch: Patch) -> None:
     """A shared parameter counts in the norm with every stage that holds it."""
-    patch.setattr(StageRuntime, "gradient_squares", lambda self, batch: self.store.gradient(batch).squares())
+    patch.setattr(TrainedWeights, "gradient_squares", lambda self, batch: self.store.gradient(batch).squares())
 
 
 def no_ties(patch: Patch) -> None:

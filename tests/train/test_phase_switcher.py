@@ -20,7 +20,7 @@ from penstock.checkpoint.format import checkpoints
 from penstock.errors import CheckpointError
 from penstock.runtime.update.decisions import Decisions
 from penstock.stage.graphs import Loss
-from penstock.stage.stage_runtime import StageRuntime
+from penstock.stage.stage_weights import TrainedWeights
 from penstock.train.config.load import validate_config
 from penstock.train.graceful_stop import DrainRequest
 from penstock.train.loop import _Loop
@@ -51,15 +51,15 @@ def spike() -> Iterator[None]:
 @contextmanager
 def ruin() -> Iterator[None]:
     """Where weights are delayed, those of stage 0 are not numbers from version 12 on."""
-    real = StageRuntime.step
+    real = TrainedWeights.step
 
-    def step(self: StageRuntime, batch: int, factor: float, keeps_old: bool) -> None:
+    def step(self: TrainedWeights, batch: int, factor: float, keeps_old: bool) -> None:
         real(self, batch, factor, keeps_old)
-        if batch == AT - 1 and keeps_old and self.key.index == 0 and self.store is not None:
+        if batch == AT - 1 and keeps_old and self.store.where.startswith("stage 0 "):
             for view in self.store.master.views.values():
                 view.fill_(math.nan)
 
-    with patch.object(StageRuntime, "step", step):
+    with patch.object(TrainedWeights, "step", step):
         yield
 
 

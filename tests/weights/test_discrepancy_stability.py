@@ -59,7 +59,7 @@ def test_the_limits_of_the_rate(backward: int, corrected: bool) -> None:
         return optimizer
 
     common: dict[str, Any] = {
-        "loss": lambda o, _: (0.5 * rates * (1 + s) * o**2).sum(),  # the rate of each is in its loss
+        "loss": lambda o, _: ((0.5 * rates * (1 + s) * o**2).sum(), 1.0),  # the rate of each is in its loss
         "optimizer": descent,
     }
     if corrected:

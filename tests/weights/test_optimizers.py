@@ -52,11 +52,11 @@ def test_gpt_on_ranks(pool: Pool, method: str) -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_scalar_loss_and_constant_rate(method: str) -> None:
-    """A scalar is a sum of weight 1, so the batch's loss is the mean over microbatches, and c / N is 1."""
+    """A scalar is the mean over the samples of a microbatch, so they are weighted by their numbers of samples."""
     case = Case(method, 2, 3, loss="mean", rate=False, skips=())
     found = train(None, case)
     assert_same(found, expected(case))
-    assert {weight for _, _, weight in found.reports} == {3.0}
+    assert {weight for _, _, weight in found.reports} == {float(sum(len(y) for _, y in make_batches(case)[0]))}
 
 
 @pytest.mark.parametrize("method", ["1f1b", "2bw", "stash"])

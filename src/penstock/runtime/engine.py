@@ -113,7 +113,7 @@ class Engine:
                     save.sink(snapshot)
 
     def _train_once(self, batches: Batches, save: Saving | None, evaluate: Evaluating | None) -> Iterator[Report]:
-        source = self._open(batches, self.schedule, self._stop)
+        source = self._open(batches, self.schedule, self._stop, drains=True)
         if not self._begin(source):
             return
         executors = self._executors(self._proof)
@@ -124,6 +124,8 @@ class Engine:
             for i, e in enumerate(executors)
         ]
         yield from self._span(self._drive(runs, 1), [*executors, *evaluators], training=True)
+        if source.failure is not None:  # all batches before have been trained on, and reported
+            raise source.failure
 
     def _evaluators(self, evaluate: Evaluating) -> list[Evaluator]:
         schedule = self._forward_only.schedule
@@ -276,10 +278,12 @@ class Engine:
         if self._running:
             raise PenstockError("a run or an evaluation of this pipeline is under way; end it first")
 
-    def _open(self, batches: Batches, schedule: Schedule, stop: StopRequest | None = None) -> BatchSource:
+    def _open(
+        self, batches: Batches, schedule: Schedule, stop: StopRequest | None = None, *, drains: bool = False
+    ) -> BatchSource:
         self.check_idle()
-        reads = reads_of(schedule, {key.rank for key in self._grid.local})
-        return BatchSource(batches, schedule.microbatches, self._grid.width, reads, len(self._grid.pipelines), stop)
+        reads, pipelines = reads_of(schedule, {key.rank for key in self._grid.local}), len(self._grid.pipelines)
+        return BatchSource(batches, schedule.microbatches, self._grid.width, reads, pipelines, stop, drains)
 
     def _begin(self, source: BatchSource) -> bool:
         """Prepare a span; return whether there is a first batch, on which all ranks agree."""

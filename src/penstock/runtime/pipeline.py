@@ -72,9 +72,12 @@ class Pipeline:
         blocks: the model as a list (or dict) of modules or functions, each taking what the one before returned; a
             `LazyBlock` is made only where it is needed.
         schedule: what `make_schedule`, `prove` or `check` returned.
-        loss: (output, target) -> (sum, weight), or a scalar; used on the last stage, and on others to which no gradient
-            comes back. All sums are added, divided by the weight of the last stage's. A dict gives each its own, by
-            the number of its stage. Reports are of the last stage's.
+        loss: (output, target) -> the mean over the samples of a microbatch, as torch's losses return it; or (sum,
+            weight), such as the sum over tokens and their number. Either way an update takes the mean over the whole
+            batch, however it is divided: a mean is weighted by the number of samples, the length of the target's first
+            dimension (or the output's, if the target has none). Used on the last stage, and on others to which no
+            gradient comes back. All sums are added, divided by the weight of the last stage's. A dict gives each its
+            own, by the number of its stage. Reports are of the last stage's.
         optimizer: named parameters -> optimizer, called once per stage. A parameter that a batch does not use counts as
             one with a gradient of zero (plain torch would skip it), so momentum and weight decay act on it.
         width, reduce, combine: parallel pipelines (`penstock.runtime.plan.options.DataParallelOptions`); the width is
@@ -183,7 +186,10 @@ class Pipeline:
     def run(
         self, batches: Batches, *, save: Saving | None = None, evaluate: Evaluating | None = None
     ) -> Iterator[Report]:
-        """Train on batches; a batch is a sequence of pairs (input, target), m for each of the parallel pipelines.
+        """Train on batches: pairs (inputs, targets), as a DataLoader yields them, which are split into microbatches.
+
+        A pair is split along the first dimension into m microbatches for each of the parallel pipelines; a list of that
+        many pairs (input, target) is taken as it is.
 
         Losses arrive while later microbatches are under way, so this is an iterator of reports, one per batch, in
         order, on every rank. It ends when the data ends or `stop` was called, with the pipeline drained. Leaving the
@@ -202,6 +208,8 @@ class Pipeline:
             evaluate: evaluations to make on the way; what they find comes with the reports.
 
         Raises:
+            DataError: a batch cannot be divided. As with whatever else the data's iterator raises, all batches before
+                it have been trained on and reported by then, and the pipeline is as good as after any run.
             PenstockError: a message did not arrive, the data differ, weights were rewritten under a reader; also what
                 the model itself raises. The pipeline is broken then.
         """

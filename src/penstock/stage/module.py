@@ -232,6 +232,8 @@ class StageModule:
     def evaluate_loss(self, output: Any, target: Any, key: RngKey, sliced: bool = False) -> tuple[Tensor, float]:
         """Compute the loss sum and its weight.
 
+        A scalar is the mean over the samples of the microbatch, so its weight is their number.
+
         Raises:
             ConfigError: the loss function returned something else; or, for a slice of a sequence, it returned no
                 weight, so that the share of the slice in the whole sequence is unknown.
@@ -249,13 +251,19 @@ class StageModule:
                 "tokens and their number; it returned a scalar"
             )
         else:
-            total, weight = result, 1.0
+            total, weight = result, float(count_samples(target, output))
         if not isinstance(total, Tensor) or total.numel() != 1:
             what = f"a tensor of shape {tuple(total.shape)}" if isinstance(total, Tensor) else type(total).__name__
             raise ConfigError(f"{self.where}: the loss must be a scalar, or (sum, weight); got {what}")
         if not weight >= 0:
             raise ConfigError(f"{self.where}: the weight of a loss must not be negative, got {weight}")
-        return total, weight
+        return total if isinstance(result, tuple) else total * weight, weight
+
+
+def count_samples(target: Any, output: Any) -> int:
+    """Return the length of the first dimension of a microbatch: of its target or, if that has none, of the output."""
+    leaves = (*pytree.tree_leaves(target), *pytree.tree_leaves(output))
+    return next((leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), 1)
 
 
 def open_inputs(value: Any, wants_gradient: Sequence[bool]) -> tuple[Any, dict[int, Tensor], int]:

@@ -1,9 +1,9 @@
 """Access to the training data by microbatch: the first stage takes inputs, the last stage targets.
 
-Batches are any iterable; a batch is a sequence of pairs (input, target), each made when it is asked for: m for each of
-the parallel pipelines. The first stage looks one batch ahead, because every message of a batch says whether another one
-follows. In one process both stages share a `BatchSource`; between processes each has its own over equal data, and a
-checksum that travels with the activations catches it if they differ.
+Batches are any iterable; a batch is a pair (inputs, targets), or a sequence of microbatches, each a pair that is made
+when it is asked for: m for each of the parallel pipelines. The first stage looks one batch ahead, because every message
+of a batch says whether another one follows. In one process both stages share a `BatchSource`; between processes each
+has its own over equal data, and a checksum that travels with the activations catches it if they differ.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from penstock.errors import DataError
+from penstock.runtime.rank.microbatches import Microbatches, microbatches_of
 from penstock.runtime.update.stop_request import StopRequest
 
-Batches = Iterable[Sequence[tuple[Any, Any]]]
+Batches = Iterable[Any]
+"""What `microbatches_of` takes: whole batches, or lists of microbatches."""
 _CHECKED_BYTES = 1 << 16
 
 
@@ -36,12 +38,16 @@ class BatchSource:
     """Random access to the microbatches of the batches in flight.
 
     Args:
-        batches: an iterable of batches, each a sequence of w * m microbatches; pipeline r takes m of them, from r * m.
+        batches: an iterable of batches, each of w * m microbatches; pipeline r takes m of them, from r * m.
         microbatches: m.
         width: w, the number of parallel pipelines.
         reads: how many times this process reads each microbatch of a pipeline's batch; each once if None.
         pipelines: how many of the parallel pipelines read in this process.
         stop: the request to end the run; none can come if None.
+        drains: if reading ahead fails, the span ends before the batch that could not be read.
+
+    Attributes:
+        failure: why the span ends early; None while it does not.
     """
 
     def __init__(
@@ -52,12 +58,15 @@ class BatchSource:
         reads: Sequence[int] | None = None,
         pipelines: int = 1,
         stop: StopRequest | None = None,
+        drains: bool = False,
     ) -> None:
-        self._batches: Iterator[Sequence[tuple[Any, Any]]] = iter(batches)
+        self._drains = drains
+        self.failure: Exception | None = None
+        self._batches: Iterator[Any] = iter(batches)
         self._m, self._width = microbatches, width
         self._readers = [1] * microbatches if reads is None else reads
         self._reads = pipelines * sum(self._readers)  # of a batch
-        self._held: dict[int, Sequence[tuple[Any, Any]]] = {}
+        self._held: dict[int, Microbatches] = {}
         self._left: dict[int, int] = {}  # reads that a held batch has before it
         self._samples: dict[tuple[int, int], tuple[Sample, int]] = {}
         self._fetched = 0
@@ -73,7 +82,7 @@ class BatchSource:
         """Return True if batch number `batch` of the span exists, fetching batches up to it.
 
         Raises:
-            DataError: a batch is no sequence, or has another number of microbatches than the schedule.
+            DataError: a batch cannot be split, or has another number of microbatches than the schedule.
         """
         while self._fetched <= batch and not self._exhausted:
             try:
@@ -82,11 +91,7 @@ class BatchSource:
                 self._exhausted = True
                 break
             wanted = self._width * self._m
-            if not isinstance(following, Sequence):
-                raise DataError(
-                    f"batch {self._fetched} is a {type(following).__name__}; a batch is a list of {wanted} pairs "
-                    "(input, target), or any other sequence"
-                )
+            following = microbatches_of(following, wanted, self._fetched)
             if len(following) != wanted:
                 takes = f"{self._m} per batch" + (f" and pipeline, of which there are {self._width}") * (
                     self._width > 1
@@ -105,9 +110,19 @@ class BatchSource:
         """
         if batch > self._asked:
             self._asked = batch
-            if self._stop.agreed or not self.has(batch):
+            if self._stop.agreed or not self._comes(batch):
                 self._end = min(self._end, batch)
         return batch < self._end
+
+    def _comes(self, batch: int) -> bool:
+        """Whether a later batch exists; what its loader raises ends the span, if it drains, and is kept."""
+        try:
+            return self.has(batch)
+        except Exception as error:
+            if not self._drains:
+                raise
+            self._exhausted, self.failure = True, error
+            return False
 
     def sample(self, pipeline: int, microbatch: int) -> Sample:
         """Return a microbatch of a pipeline, by its number in the span.

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
 
 from penstock.verify.reference.stage import ReferenceStage, Weights, cast
 
@@ -54,7 +55,7 @@ def run_microbatch(
         with nullcontext() if others is None else unguarded():
             x = stage.forward(x, weights, draw)
     draw("loss")
-    sum_, weight = weighted(loss(x, target))
+    sum_, weight = weighted(loss(x, target), target, x)
     for weights, (_, others) in zip(leaves, reads, strict=True):
         if others is not None:
             replace(weights, others)  # in the leaves' precision
@@ -73,9 +74,14 @@ def leaves_of(weights: Weights, precision: torch.dtype | None) -> Weights:
     return {name: cast(w, precision).detach().clone().requires_grad_() for name, w in weights.items()}
 
 
-def weighted(result: Tensor | tuple[Tensor, float | Tensor]) -> tuple[Tensor, float]:
-    """Return the sum that a loss has computed, in at least fp32, and its weight."""
-    sum_, weight = result if isinstance(result, tuple) else (result, 1.0)
+def weighted(result: Tensor | tuple[Tensor, float | Tensor], target: Any, output: Any) -> tuple[Tensor, float]:
+    """Return the sum that a loss has computed, in at least fp32, and its weight; a scalar is a mean over samples."""
+    if isinstance(result, tuple):
+        sum_, weight = result
+    else:
+        rows = [len(leaf) for leaf in tree_leaves([target, output]) if isinstance(leaf, Tensor) and leaf.dim() > 0]
+        weight = rows[0] if rows else 1
+        sum_ = result * weight
     return sum_.to(torch.promote_types(sum_.dtype, torch.float32)), float(weight)
 
 

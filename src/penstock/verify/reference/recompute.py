@@ -63,10 +63,11 @@ def run_again(
     leaves = [leaves_of(w, precision) for w in again]
     outputs = _second_run(stages, inputs, leaves, pieces, buffers, draw)
     draw("loss")
-    reported, weight = weighted(loss(inputs.pop(), target))
+    output = inputs.pop()
+    reported, weight = weighted(loss(output, target), target, output)
     end = _differentiable(outputs[-1])
     draw("loss")
-    sum_, _ = weighted(loss(end, target))
+    sum_, _ = weighted(loss(end, target), target, end)
     seed = sum_ / c * scale
     slopes = _slopes([seed], [torch.ones_like(seed)], _tensors(end))
     for weights, (forward, others) in zip(leaves, reads, strict=True):

@@ -1,0 +1,212 @@
+"""Batches as loaders yield them: split into microbatches, short at the end, or not there because the loader failed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from penstock import Pipeline, make_schedule
+from penstock.errors import DataError
+from penstock.runtime.rank.microbatches import microbatches_of
+from support.pool import Pool
+
+M, STAGES = 4, 2
+METHODS = ("1f1b", "2bw", "stash", "zb-h1")
+
+
+def make_pipeline(method: str = "1f1b", group: dist.ProcessGroup | None = None, **options: Any) -> Pipeline:
+    torch.manual_seed(1)
+    blocks = [nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 5), nn.Linear(5, 2)]
+    return Pipeline(
+        blocks,
+        make_schedule(method, STAGES, M),
+        loss=F.mse_loss,
+        optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.1, momentum=0.9),
+        group=group,
+        timeout=20.0,
+        **options,
+    )
+
+
+def make_loader(samples: int, batch_size: int) -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(7)
+    inputs, targets = torch.randn(64, 3, generator=generator), torch.randn(64, 2, generator=generator)
+    return DataLoader(TensorDataset(inputs[:samples], targets[:samples]), batch_size=batch_size)
+
+
+def weights_of(pipeline: Pipeline) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in pipeline.state_dict().items()}
+
+
+def assert_equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("width", [1, 2])
+def test_whole_batches_give_the_bits_of_their_microbatches(method: str, width: int) -> None:
+    whole, lists = (make_pipeline(method, width=width) for _ in range(2))
+    loader = make_loader(40, 8)
+    reports = [(r.batch, r.loss, r.weight) for r in whole.run(loader)]
+    size = 8 // M // width
+    chopped = [[(x[k : k + size], y[k : k + size]) for k in range(0, 8, size)] for x, y in loader]
+    assert [(r.batch, r.loss, r.weight) for r in lists.run(chopped)] == reports
+    assert_equal(weights_of(whole), weights_of(lists))
+
+
+def test_updates_are_those_of_plain_torch_also_for_a_short_last_batch() -> None:
+    """27 samples in batches of 8: the last one has 3 for 2 microbatches, so one of them counts twice as much."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 5), nn.Linear(5, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    losses = []
+    for x, y in make_loader(27, 8):
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    torch.manual_seed(1)
+    blocks = [nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 5), nn.Linear(5, 2)]
+    pipeline = Pipeline(
+        blocks,
+        make_schedule("1f1b", STAGES, 2),
+        loss=F.mse_loss,
+        optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.1, momentum=0.9),
+    )
+    reports = list(pipeline.run(make_loader(27, 8)))
+    assert [r.loss for r in reports] == pytest.approx(losses, rel=1e-5)
+    assert [r.weight for r in reports] == [8.0, 8.0, 8.0, 3.0]
+    found = list(weights_of(pipeline).values())
+    torch.testing.assert_close(found, [p.detach() for p in model.parameters()], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_batches_before_one_that_is_too_short_are_trained_on(method: str) -> None:
+    pipeline, wanted = make_pipeline(method), make_pipeline(method)
+    reports = []
+    said = r"batch 3 has 3 samples, too few for 4 microbatches; .*drop_last=True"
+    with pytest.raises(DataError, match=said):  # noqa: PT012
+        for report in pipeline.run(make_loader(27, 8)):
+            reports.append(report.batch)
+    list(wanted.run(list(make_loader(24, 8))))
+    assert reports == [0, 1, 2]
+    assert pipeline.batches == 3
+    assert_equal(weights_of(pipeline), weights_of(wanted))
+    for each in (pipeline, wanted):  # it is as good as after any run
+        list(each.run(make_loader(16, 8)))
+    assert_equal(weights_of(pipeline), weights_of(wanted))
+    assert pipeline.batches == 5
+
+
+class DiskError(Exception):
+    """What a user's loader raises."""
+
+
+def failing(after: int) -> Iterator[Any]:
+    yield from list(make_loader(8 * after, 8))
+    raise DiskError("the disk of the user")
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("after", [1, 3])
+def test_a_loader_that_fails_costs_no_work(method: str, after: int) -> None:
+    pipeline, wanted = make_pipeline(method), make_pipeline(method)
+    reports = []
+    with pytest.raises(DiskError, match="the disk of the user"):  # noqa: PT012
+        for report in pipeline.run(failing(after)):
+            reports.append(report.batch)
+    list(wanted.run(list(make_loader(8 * after, 8))))
+    assert reports == list(range(after))
+    assert_equal(weights_of(pipeline), weights_of(wanted))
+
+
+def test_a_loader_that_fails_at_once_leaves_the_pipeline_as_it_was() -> None:
+    pipeline = make_pipeline()
+    before = weights_of(pipeline)
+    with pytest.raises(DiskError):
+        list(pipeline.run(failing(0)))
+    assert_equal(weights_of(pipeline), before)
+    assert len(list(pipeline.run(make_loader(16, 8)))) == 2
+
+
+def train_on_failing(group: dist.ProcessGroup, method: str) -> Any:
+    pipeline, reports, error = make_pipeline(method, group), [], ""
+    try:
+        for report in pipeline.run(failing(3)):
+            reports.append(report.batch)
+    except DiskError as raised:
+        error = str(raised)
+    more = [report.batch for report in pipeline.run(make_loader(16, 8))]
+    return reports, error, more, weights_of(pipeline)
+
+
+@pytest.mark.parametrize("method", ["1f1b", "2bw"])
+def test_a_loader_that_fails_on_ranks(pool: Pool, method: str) -> None:
+    """The rank with the first stage reads ahead, so it hears of it; the others end after the same batch."""
+    wanted = make_pipeline(method)
+    list(wanted.run(list(make_loader(24, 8))))
+    list(wanted.run(make_loader(16, 8)))
+    found = pool.submit(train_on_failing, method, ranks=2, fresh=True)
+    assert [error for _, error, _, _ in found] == ["the disk of the user", ""]
+    weights: dict[str, Tensor] = {}
+    for reports, _, more, state in found:
+        assert (reports, more) == ([0, 1, 2], [3, 4])
+        weights |= state
+    assert_equal(weights, weights_of(wanted))
+
+
+def test_an_evaluation_whose_loader_fails_says_so() -> None:
+    pipeline = make_pipeline()
+    with pytest.raises(DiskError):
+        pipeline.evaluate(failing(2))
+
+
+PAIR = (torch.arange(6.0).reshape(6, 1), torch.arange(6))
+
+
+@pytest.mark.parametrize("kind", [tuple, list])
+def test_parts_differ_by_one_sample_at_most(kind: Callable[[Any], Any]) -> None:
+    parts = microbatches_of(kind(PAIR), 4, 0)
+    assert [y.tolist() for _, y in parts] == [[0, 1], [2, 3], [4], [5]]
+    assert torch.equal(torch.cat([x for x, _ in parts]), PAIR[0])
+
+
+def test_trees_are_split_leaf_by_leaf() -> None:
+    """What is no tensor, or has no dimension, goes to every microbatch."""
+    inputs = {"ids": torch.arange(4), "mask": torch.ones(4, 2), "name": "text", "scale": torch.tensor(3.0)}
+    parts = microbatches_of((inputs, torch.arange(4)), 2, 0)
+    assert [(x["ids"].tolist(), tuple(x["mask"].shape), x["name"], float(x["scale"])) for x, _ in parts] == [
+        ([0, 1], (2, 2), "text", 3.0),
+        ([2, 3], (2, 2), "text", 3.0),
+    ]
+
+
+@pytest.mark.parametrize(
+    "batch", [[PAIR, PAIR], (PAIR, PAIR), [PAIR] * 3, [(None, 1.0), (torch.ones(2), torch.ones(2))]], ids=str
+)
+def test_microbatches_are_taken_as_they_are(batch: Any) -> None:
+    assert microbatches_of(batch, len(batch), 0) is batch
+
+
+@pytest.mark.parametrize(
+    ("batch", "said"),
+    [
+        (PAIR[0], "batch 5 is a Tensor; a batch is a pair"),
+        ((PAIR[0], torch.arange(5)), r"its tensors have shapes \(6, 1\), \(5,\), so not as many samples each"),
+        ((PAIR[0][:2], PAIR[1][:2]), "batch 5 has 2 samples, too few for 3 microbatches"),
+        (("text", 3), "batch 5 has 0 samples"),
+    ],
+)
+def test_what_cannot_be_split(batch: Any, said: str) -> None:
+    with pytest.raises(DataError, match=said):
+        microbatches_of(batch, 3, 5)
