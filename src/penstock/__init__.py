@@ -3,9 +3,10 @@
 The whole public API. Names are loaded when they are first used, so that schedules can be built, proven and simulated
 without torch.
 
-    schedule = penstock.make_schedule("2bw", stages=2, microbatches=4)
-    pipeline = penstock.Pipeline(blocks, schedule, loss=loss, optimizer=lambda named: torch.optim.AdamW(named))
-    for report in pipeline.run(batches):
+    pipeline = penstock.Pipeline(
+        blocks, method="2bw", stages=2, microbatches=4, loss=loss, optimizer=lambda named: torch.optim.AdamW(named)
+    )
+    for report in pipeline.run(loader):
         print(report.batch, report.loss)
     penstock.write_trace(pipeline.timeline(), "trace.json")
 """
@@ -30,9 +31,11 @@ if TYPE_CHECKING:
     from penstock.idle_time import TimeSplit as TimeSplit, split_time as split_time
     from penstock.models.gpt import GPTConfig as GPTConfig, gpt_blocks as gpt_blocks, language_loss as language_loss
     from penstock.partition.blocks import LazyBlock as LazyBlock
+    from penstock.partition.sequence_slices import Slicing as Slicing
     from penstock.runtime.execute.evaluation import Evaluating as Evaluating
     from penstock.runtime.malloc import keep_freed_memory as keep_freed_memory
     from penstock.runtime.pipeline import Pipeline as Pipeline
+    from penstock.runtime.plan.method_choice import method as method
     from penstock.runtime.rank.reports import Report as Report
     from penstock.runtime.rank.snapshot import Saving as Saving, Snapshot as Snapshot
     from penstock.runtime.update.divergence import Divergence as Divergence
@@ -49,6 +52,7 @@ if TYPE_CHECKING:
     from penstock.view.svg import timeline_svg as timeline_svg
     from penstock.view.text import draw_timeline as draw_timeline
     from penstock.weights.corrections.registry import correction_of as correction_of
+    from penstock.weights.decision import LossScale as LossScale
 
 _HOMES = {
     # schedules: build, prove, exchange
@@ -67,7 +71,10 @@ _HOMES = {
     "StageCost": "simulate.costs",
     # run
     "Pipeline": "runtime.pipeline",
+    "method": "runtime.plan.method_choice",
     "correction_of": "weights.corrections.registry",
+    "LossScale": "weights.decision",
+    "Slicing": "partition.sequence_slices",
     "Report": "runtime.rank.reports",
     "Evaluating": "runtime.execute.evaluation",
     "Divergence": "runtime.update.divergence",

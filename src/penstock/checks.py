@@ -32,9 +32,14 @@ def check_whole(what: str, value: object, least: int = 1) -> None:
         raise ConfigError(f"{what} must be a whole number of at least {least}, got {value!r}")
 
 
+def nearest_of(name: object, known: Iterable[str], count: int) -> list[str]:
+    """Return the known names that are similar to `name`, the most similar ones first, at most so many."""
+    return difflib.get_close_matches(str(name), list(known), n=count, cutoff=0.5)
+
+
 def nearest(name: object, known: Iterable[str]) -> str | None:
     """Return the known name that is most similar to `name`, or None if none is similar."""
-    return next(iter(difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.5)), None)
+    return next(iter(nearest_of(name, known, 1)), None)
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:

@@ -227,7 +227,7 @@ def test_every_configuration_key_can_be_listed(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["show", "2bx"], "unknown method '2bx'. Did you mean '2bw'?"),
+        (["show", "2bx"], "unknown method '2bx'. Did you mean '2bw'"),
         (["simulate", "2bw", "--stages", "4", "--microbatches", "2"], "needs at least 3 microbatches per batch, got 2"),
         (
             ["simulate", "1f1b", "--stages", "2", "--microbatches", "2", "--per-stage", "no.json"],

@@ -71,7 +71,7 @@ def test_ctrl_c_says_how_to_go_on_and_leaves_what_there_is(tmp_path, monkeypatch
     ("arguments", "message"),
     [
         ([], "give the folder for the results"),
-        (["--methods", "1f1b,newes", "--out", "x"], "unknown method 'newes'. Did you mean 'newest'?"),
+        (["--methods", "1f1b,newes", "--out", "x"], "unknown method 'newes'. Did you mean 'newest'"),
         (["--task", "digit", "--out", "x"], "Did you mean 'digits'?"),
         (["--lr", "fast", "--out", "x"], "lr takes comma-separated numbers"),
         (["--set", "clip", "--out", "x"], "--set takes key=value"),

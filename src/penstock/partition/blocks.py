@@ -39,8 +39,8 @@ class LazyBlock:
             return self.build()
 
 
-def named_blocks(blocks: Blocks) -> dict[str, Any]:
-    """Return the blocks by name.
+def named_blocks(blocks: Any) -> dict[str, Any]:
+    """Return the blocks by name, given as `Blocks`.
 
     Raises:
         ConfigError: there is no block, one is neither a module nor a function, or parameter names could collide.
@@ -51,6 +51,13 @@ def named_blocks(blocks: Blocks) -> dict[str, Any]:
         named = dict(blocks)
     elif isinstance(blocks, Sequence | nn.Sequential | nn.ModuleList):
         named = {str(i): block for i, block in enumerate(blocks)}
+    elif isinstance(blocks, nn.Module):
+        raise ConfigError(
+            f"{type(blocks).__name__} is one module, which cannot be cut; pass the parts that its forward calls one "
+            "after the other, each with one value in and one out (or an nn.Sequential of them):\n"
+            "    blocks = [model.embedding, *model.layers, model.head]\n"
+            "    pipeline = penstock.Pipeline(blocks, ...)"
+        )
     else:
         raise ConfigError(f"blocks must be a list or a dict of modules, got {type(blocks).__name__}")
     if not named:

@@ -28,6 +28,7 @@ from penstock.partition.blocks import Blocks, named_blocks
 from penstock.partition.sequence_slices import EQUAL_SLICES, Slicing
 from penstock.runtime.engine import Engine
 from penstock.runtime.execute.evaluation import Evaluating, check_every
+from penstock.runtime.plan.method_choice import MethodChoice, request_of
 from penstock.runtime.plan.options import (
     DataOptions,
     DataParallelOptions,
@@ -46,7 +47,7 @@ from penstock.runtime.rank.snapshot import SavedState, Saving, Snapshot, check_n
 from penstock.runtime.setup.assemble import make_lane_groups, make_ranks
 from penstock.runtime.update.divergence import Divergence, Trouble
 from penstock.runtime.update.events import Evaluated
-from penstock.schedule.build import prove_evaluation
+from penstock.schedule.build import ScheduleRequest, prove_evaluation
 from penstock.schedule.ir.rules import RULES
 from penstock.schedule.ir.schedule import Schedule, Stage
 from penstock.schedule.methods.combine import REDUCE, Combine
@@ -71,7 +72,11 @@ class Pipeline:
     Args:
         blocks: the model as a list (or dict) of modules or functions, each taking what the one before returned; a
             `LazyBlock` is made only where it is needed.
-        schedule: what `make_schedule`, `prove` or `check` returned.
+        schedule: what `make_schedule`, `prove` or `check` returned; or a method in place of it, with what follows.
+        method: its name, such as "2bw" (`penstock methods` lists them), or what `penstock.method` returned.
+        stages: d, the number of stages (of a method that places several on a rank, of ranks); as many as the group has
+            ranks for each pipeline if None.
+        microbatches: m, into which each batch is split, for each of the parallel pipelines.
         loss: (output, target) -> the mean over the samples of a microbatch, as torch's losses return it; or (sum,
             weight), such as the sum over tokens and their number. Either way an update takes the mean over the whole
             batch, however it is divided: a mean is weighted by the number of samples, the length of the target's first
@@ -107,8 +112,11 @@ class Pipeline:
     def __init__(
         self,
         blocks: Blocks,
-        schedule: Schedule | Proof,
+        schedule: Schedule | Proof | None = None,
         *,
+        method: str | MethodChoice | None = None,
+        stages: int | None = None,
+        microbatches: int | None = None,
         loss: LossFunction | Mapping[int, LossFunction],
         optimizer: OptimizerFactory,
         rate: Callable[[int], float] | None = None,
@@ -135,8 +143,19 @@ class Pipeline:
         mesh: DeviceMesh | None = None,
         timeout: float = 300.0,
     ) -> None:
-        named = named_blocks(blocks)
-        width, group = from_mesh(mesh, width, schedule_of(schedule).ranks, group)
+        named, given = named_blocks(blocks), schedule
+        request: Schedule | Proof | ScheduleRequest
+        if method is None and given is not None:
+            if stages is not None or microbatches is not None:
+                raise ConfigError("a schedule has its stages and microbatches; leave stages and microbatches out")
+            request = given
+        elif method is not None and given is None:
+            if correction is not None:
+                raise ConfigError("a method brings its correction: method=penstock.method(name, option=...)")
+            request, correction = request_of(method, stages, microbatches, width, group, mesh)
+        else:
+            raise ConfigError("give a schedule or a method, such as method='2bw', stages=4, microbatches=8; not both")
+        width, group = from_mesh(mesh, width, schedule_of(request).ranks, group)
         options = PipelineOptions(
             DataParallelOptions(width=width, reduce=reduce, combine=combine),
             NumericsOptions(precision=precision, loss_scale=loss_scale),
@@ -146,7 +165,7 @@ class Pipeline:
             DataOptions(slicing=slicing, tied=tied, seed=seed),
             PlacementOptions(balance=balance, timeout=timeout),
         )
-        self._build(PipelinePlan.make(named, schedule, options), named, loss, optimizer, group, mesh)
+        self._build(PipelinePlan.make(named, request, options), named, loss, optimizer, group, mesh)
 
     def _build(
         self,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from penstock.checks import did_you_mean
+from penstock.checks import nearest_of
 from penstock.errors import ConfigError
 from penstock.schedule.ir.order import Order
 from penstock.schedule.ir.rules import Source, VersionRule
@@ -331,14 +331,16 @@ def find_method(name: str) -> Method:
     """Return the row of a method, by name or alias.
 
     Raises:
-        ConfigError: no such method; the message suggests the nearest name.
+        ConfigError: no such method; the message suggests the nearest names.
     """
     names = {alias: row for row in _TABLE for alias in (row.name, *row.aliases)}
     key = name.lower().replace("_", "-")
     if key in names:
         return names[key]
-    hint = _HINTS.get(key) or did_you_mean(key, names)
-    raise ConfigError(f"unknown method {name!r}.{hint} Known methods: {', '.join(METHODS)}.")
+    similar = [*nearest_of(key, METHODS, 2), *nearest_of(key, names.keys() - METHODS.keys(), 2)]
+    near = list(dict.fromkeys(names[known].name for known in similar))[:3]
+    hint = _HINTS.get(key) or (f" Did you mean {' or '.join(map(repr, near))}?" if near else "")
+    raise ConfigError(f"unknown method {name!r}.{hint} `penstock methods` lists all {len(METHODS)}.")
 
 
 _COMBINED = " It is a way to combine parallel pipelines, under most methods: width=2 combine.kind={}."

@@ -125,8 +125,10 @@ def apply_change(schema: type[BaseModel], values: dict[str, Any], change: str) -
 def _explain(schema: type[BaseModel], path: tuple[str, ...], kind: str, message: str, value: Any) -> str:
     key = ".".join(path)
     if kind == "extra_forbidden":
-        known = known_keys(schema)
-        near = nearest(key, known) or nearest(path[-1], (k.split(".")[-1] for k in known))
+        known = list(known_keys(schema))
+        ends = {full.rsplit(".", 1)[-1]: full for full in reversed(known)}  # of several the first
+        near = ends.get(path[-1]) if len(path) == 1 else None
+        near = near or nearest(key, known) or ends.get(nearest(path[-1], ends) or "")
         hint = f"; did you mean {near!r}?" if near else ""
         return f"unknown configuration key {key!r}{hint}"
     if kind in ("model_type", "dict_type"):

@@ -64,16 +64,16 @@ class Updater:
         self.parameters = {name: nn.Parameter(torch.empty_like(view)) for name, view in first.views.items()}
         for name, parameter in self.parameters.items():
             parameter.data = first.views[name]
-        self.optimizer = factory(list(self.parameters.items())) if self.parameters else None
+        self.optimizer: torch.optim.Optimizer | None = None
         self.updates = 0
         self._told: Callable[[torch.optim.Optimizer], None] | None = getattr(factory, "undone", None)
         self._rate = rate
         self._scratch: Scratch | None = None
         self._scheduled: ScheduledSettings | None = None
         self._left: list[Any] = []  # the rates of all groups, as the last update has left them
-        if self.optimizer is None:
+        if not self.parameters:
             return
-        _check_capability(self.optimizer, self.parameters)
+        self.optimizer = _make(factory, self.parameters)
         self._changed: list[dict[str, Any]] = [
             {} for _ in self.optimizer.param_groups
         ]  # settings before they were changed
@@ -415,10 +415,34 @@ class Updater:
             self._left = [group["lr"] for group in self.optimizer.param_groups]
 
 
-def _check_capability(optimizer: torch.optim.Optimizer, parameters: dict[str, nn.Parameter]) -> None:
+def _make(factory: Any, parameters: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
+    """Make the optimizer of a stage.
+
+    Raises:
+        ConfigError: the factory is an optimizer itself, or no function.
+        CapabilityError: what it makes cannot step a stage.
+    """
+    if isinstance(factory, torch.optim.Optimizer):
+        name = type(factory).__name__
+        raise ConfigError(
+            f"optimizer is a {name} that exists already, but every stage needs one of its own; pass a function that "
+            f"makes it from named parameters:\n    make = lambda named: torch.optim.{name}(named, lr=...)\n"
+            "    pipeline = penstock.Pipeline(..., optimizer=make)"
+        )
+    if not callable(factory):
+        raise ConfigError(
+            f"optimizer must be a function, named parameters -> optimizer, such as lambda named: "
+            f"torch.optim.AdamW(named, lr=1e-3); got {factory!r:.80}"
+        )
+    optimizer: torch.optim.Optimizer = factory(list(parameters.items()))
+    _check_capability(optimizer, parameters)
+    return optimizer
+
+
+def _check_capability(optimizer: Any, parameters: dict[str, nn.Parameter]) -> None:
     name = type(optimizer).__name__
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise CapabilityError(f"the optimizer factory returned {type(optimizer).__name__}, not a torch optimizer")
+        raise CapabilityError(f"the optimizer factory returned {name}, not a torch optimizer; did it forget return?")
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise CapabilityError(

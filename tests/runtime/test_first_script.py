@@ -1,0 +1,128 @@
+"""First scripts of people who know torch: a method by name, a DataLoader; and what is said where that does not do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import penstock
+from penstock.errors import CapabilityError, ConfigError
+from support.pool import Pool
+
+
+def make_blocks() -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)]
+
+
+def make_adamw(named: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(named, lr=1e-2)
+
+
+def make_pipeline(*schedule: Any, **options: Any) -> penstock.Pipeline:
+    return penstock.Pipeline(make_blocks(), *schedule, **{"loss": F.mse_loss, "optimizer": make_adamw, **options})
+
+
+def make_loader() -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(2)
+    inputs, targets = torch.randn(48, 3, generator=generator), torch.randn(48, 2, generator=generator)
+    return DataLoader(TensorDataset(inputs, targets), batch_size=8)
+
+
+@pytest.mark.parametrize("method", ["2bw", "PipeDream-Flush", penstock.method("interleaved", chunks=2)], ids=str)
+def test_a_method_by_name_is_its_schedule(method: Any) -> None:
+    name = method if isinstance(method, str) else method.name
+    schedule = penstock.make_schedule(name, 2, 4, options={} if isinstance(method, str) else {"chunks": 2})
+    by_name, by_schedule = make_pipeline(method=method, stages=2, microbatches=4), make_pipeline(schedule)
+    assert by_name.schedule == by_schedule.schedule
+    losses = [[report.loss for report in pipeline.run(make_loader())] for pipeline in (by_name, by_schedule)]
+    assert losses[0] == losses[1]
+    assert losses[0][-1] < losses[0][0]
+
+
+def test_a_method_brings_its_correction() -> None:
+    chosen = penstock.method("pipemare", reschedule=20, decay=0.3)
+    by_name = make_pipeline(method=chosen, stages=2, microbatches=4)
+    correction = penstock.correction_of("pipemare", reschedule=20, decay=0.3)
+    by_schedule = make_pipeline(penstock.make_schedule("pipemare", 2, 4), correction=correction)
+    losses = [[report.loss for report in pipeline.run(make_loader())] for pipeline in (by_name, by_schedule)]
+    assert losses[0] == losses[1]
+
+
+def train_on_group(group: dist.ProcessGroup, width: int) -> tuple[int, int, list[float | None]]:
+    pipeline = make_pipeline(method="1f1b", microbatches=4 // width, group=group, width=width)
+    return pipeline.schedule.num_stages, pipeline.grid.width, [report.loss for report in pipeline.run(make_loader())]
+
+
+@pytest.mark.parametrize("width", [1, 2])
+def test_a_group_says_how_many_stages(pool: Pool, width: int) -> None:
+    found = pool.submit(train_on_group, width, ranks=2)
+    assert {(stages, wide) for stages, wide, _ in found} == {(2 // width, width)}
+    assert [loss for loss in found[-1][2] if loss is None] == []
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({}, "give a schedule or a method"),
+        ({"method": "2bw", "schedule": penstock.make_schedule("2bw", 2, 4)}, "give a schedule or a method.*not both"),
+        ({"method": "2bw", "stages": 2}, "Give microbatches="),
+        ({"method": "2bw", "microbatches": 4}, "Give stages="),
+        ({"method": "2wb", "stages": 2, "microbatches": 4}, "unknown method '2wb'. Did you mean '2bw'"),
+        ({"method": "pipemare", "stages": 2, "microbatches": 4}, "reschedule=500; 0 for none"),
+        ({"method": 3, "stages": 2, "microbatches": 4}, "method must be a name"),
+        (
+            {"method": "pipemare", "stages": 2, "microbatches": 4, "correction": penstock.correction_of("spectrain")},
+            "a method brings its correction",
+        ),
+        ({"schedule": penstock.make_schedule("2bw", 2, 4), "stages": 2}, "leave stages and microbatches out"),
+        ({"method": "2bw", "stages": 4, "microbatches": 1}, "raise microbatches to 3"),
+    ],
+    ids=str,
+)
+def test_what_is_missing_or_twice_there_is_said(options: dict[str, Any], said: str) -> None:
+    with pytest.raises((ConfigError, penstock.ScheduleError), match=said):
+        make_pipeline(**options)
+
+
+def test_an_option_that_a_method_does_not_have() -> None:
+    with pytest.raises(ConfigError, match=r"method 'interleaved' has no option 'chunk'. Did you mean 'chunks'"):
+        penstock.method("interleaved", chunk=4)
+    with pytest.raises(ConfigError, match=r"method 'gpipe' has no option 'chunks'. \(it has none\)"):
+        penstock.method("gpipe", chunks=4)
+
+
+def test_an_optimizer_that_exists_already() -> None:
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(1))])
+    said = r"(?s)optimizer is a AdamW that exists.*lambda named: torch.optim.AdamW\(named"
+    with pytest.raises(ConfigError, match=said):
+        make_pipeline(method="1f1b", stages=2, microbatches=4, optimizer=optimizer)
+
+
+@pytest.mark.parametrize("optimizer", [None, "adamw"])
+def test_what_makes_no_optimizer(optimizer: Any) -> None:
+    with pytest.raises(ConfigError, match="optimizer must be a function"):
+        make_pipeline(method="1f1b", stages=2, microbatches=4, optimizer=optimizer)
+
+
+def test_a_factory_that_forgets_to_return() -> None:
+    with pytest.raises(CapabilityError, match="returned NoneType, not a torch optimizer; did it forget return"):
+        make_pipeline(method="1f1b", stages=2, microbatches=4, optimizer=lambda named: None)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(make_blocks())
+
+
+def test_a_whole_model() -> None:
+    said = r"(?s)Model is one module, which cannot be cut; .*blocks = \[model.embedding"
+    with pytest.raises(ConfigError, match=said):
+        penstock.Pipeline(Model(), method="1f1b", stages=2, microbatches=4, loss=F.mse_loss, optimizer=make_adamw)
