@@ -53,7 +53,7 @@ def train(group: dist.ProcessGroup | None, folder: str) -> dict[str, Tensor]:
     found.load()
     for _ in pipeline.run(batches()[pipeline.batches :], save=found.every(3)):
         pass
-    assert found.save() is None
+    found.save()
     return pipeline.state_dict()
 
 
@@ -118,21 +118,25 @@ def test_nothing_there_is_a_beginning(tmp_path: Path) -> None:
 
 
 def test_saving_before_anything_was_trained_writes_nothing(tmp_path: Path) -> None:
-    assert penstock.Checkpoints(make(None), tmp_path).save() is None
+    penstock.Checkpoints(make(None), tmp_path).save()
     assert checkpoints(tmp_path) == []
 
 
-def test_one_that_was_not_written_is_tried_again(tmp_path: Path) -> None:
+def test_one_that_was_not_written_is_an_error_and_is_tried_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "checkpoints").write_text("in the way")
     pipeline = make(None)
     found = penstock.Checkpoints(pipeline, tmp_path)
     list(pipeline.run(batches()))
-    failures = [found.save(), found.wait(), found.save()]
-    for failure in failures:
-        assert failure is not None
-        assert "stage-0.safetensors" in failure
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match=r"after 8 batches was not written: .*stage-0.safetensors"):
+            found.save()
+        assert "stage-0.safetensors" in str(found.wait())
+    assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"]
+    assert "the checkpoint after 8 batches was not written: " in caplog.text
     (tmp_path / "checkpoints").unlink()
-    assert found.save() is None
+    found.save()
     assert found.wait() is None
     assert [path.name for path in checkpoints(tmp_path)] == ["batch-00000008"]
 
@@ -157,10 +161,10 @@ def left_out(group: dist.ProcessGroup | None, folder: str) -> list[Any]:
         for _ in pipeline.run(batches(), save=found.every(4)):
             pass
         threading.Timer(0.2, gate.set).start()
-        failure = found.save()
+        found.save()
     finally:
         writer.save_file = real
-    return [failure, told]
+    return [found.wait(), told]
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
@@ -181,9 +185,9 @@ def test_what_came_after_a_checkpoint_is_forgotten_when_it_is_loaded(tmp_path: P
     damage(place_of(tmp_path, 6) / "stage-1.safetensors")
     found.load()
     assert pipeline.batches == 3
-    assert found.save() is None
+    found.save()
     list(pipeline.run(batches()[3:7], save=every))
-    assert found.save() is None
+    found.save()
     assert [path.name for path in checkpoints(tmp_path)] == ["batch-00000006", "batch-00000007"]
     other = make(None)
     penstock.Checkpoints(other, tmp_path).load()

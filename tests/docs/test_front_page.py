@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import penstock
 from support.pool import Pool
@@ -30,7 +31,8 @@ def readme_names() -> dict[str, Any]:
     """What the README leaves to the reader."""
     torch.manual_seed(0)
     batches = [[(torch.randn(2, 4), torch.randn(2, 1)) for _ in range(4)] for _ in range(3)]
-    return {"blocks": [nn.Linear(4, 4), nn.Linear(4, 1)], "batches": batches}
+    loader = DataLoader(TensorDataset(torch.randn(24, 4), torch.randn(24, 1)), batch_size=8)
+    return {"blocks": [nn.Linear(4, 4), nn.Linear(4, 1)], "batches": batches, "loader": loader}
 
 
 def test_the_code_in_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,7 +52,6 @@ def test_the_code_in_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def run_distributed_readme(group: dist.ProcessGroup, folder: str) -> str:
     """The README's script on this rank, after the parts of the first snippet that it builds on."""
     names = readme_names() | {"penstock": penstock, "group": group}
-    names["schedule"] = penstock.make_schedule("2bw", stages=2, microbatches=4)
     names["loss"] = lambda output, target: (((output - target) ** 2).sum(), target.numel())
     names["optimizer"] = lambda named: torch.optim.AdamW(named, lr=1e-3)
     code = CODE[1].replace('dist.init_process_group("gloo")\n', "").replace("dist.group.WORLD", "group")

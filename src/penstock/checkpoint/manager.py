@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -19,7 +20,14 @@ from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.rank.snapshot import Saving, Snapshot
 from penstock.schedule.ir.schedule import Stage
 
+_LOG = logging.getLogger(__name__)
 _PATIENCE = 0.25  # of the shorter time-out: how long a rank in training waits for its disk
+
+
+def _warn(batches: int, failure: str | None) -> None:
+    """Say in the log that a checkpoint was not written."""
+    if failure is not None:
+        _LOG.warning("the checkpoint after %d batches was not written: %s", batches, failure)
 
 
 class Checkpoints:
@@ -39,7 +47,7 @@ class Checkpoints:
         store: of the job, through which ranks announce what they have written; torch's default store if None.
         timeout: seconds to wait for the files of other ranks.
         tell: called on the rank of the first stage, by a thread, with the number of batches of a checkpoint and None,
-            or the reason why it was not written.
+            or the reason why it was not written; a warning in the log says so if nobody is to be told.
 
     Raises:
         ConfigError: `keep` is less than 1.
@@ -57,7 +65,7 @@ class Checkpoints:
         extra: Callable[[int], Mapping[str, Any]] = lambda _: {},
         store: Store | None = None,
         timeout: float = 300.0,
-        tell: Callable[[int, str | None], None] = lambda *_: None,
+        tell: Callable[[int, str | None], None] = _warn,
     ) -> None:
         self._pipeline, self._folder, self._grid = pipeline, Path(folder), pipeline.grid
         self.damaged: list[str] = []
@@ -136,23 +144,25 @@ class Checkpoints:
         self._written = newest.batch
         return newest.extra
 
-    def save(self) -> str | None:
+    def save(self) -> None:
         """Write a checkpoint between two runs, unless it exists, and wait for it; all ranks call this together.
 
-        Returns:
-            None, or the reason why it was not written.
+        Raises:
+            CheckpointError: it was not written; earlier ones are intact.
         """
         batch = self._pipeline.batches
         failures = self._gather(self.wait(), "saving")  # wait for the previous one, as there is time now
         if batch == 0 or (batch == self._written and not any(failures)):
-            return None
+            return
         if batch == self._written:
             self._writer = self._make_writer()
         if self._writer.make_room(batch):
             for snapshot in self._pipeline.snapshots():
                 self._writer.sink(snapshot)
         self._written = -1
-        return self.wait()
+        failure = self.wait()
+        if failure is not None:
+            raise CheckpointError(f"the checkpoint after {batch} batches was not written: {failure}")
 
     def wait(self) -> str | None:
         """Wait until the last checkpoint is complete on every rank; return None or why it was not written."""

@@ -144,7 +144,7 @@ class _Loop:
             self._keep_lags()
             over = self.pipeline.batches >= min(self.config.batches, self._patience.end)
             if any(self._gather(self.request.asked)) and not over:
-                self._interrupted(self.checkpoints.save())
+                self._interrupted(self._save())
                 return
             if over or self.pipeline.batches < self.phases.end:
                 break
@@ -153,7 +153,7 @@ class _Loop:
                 self._begin_from(gone_back)
         seconds = time.perf_counter() - self._begun
         if self.config.checkpoint.every is not None:  # so that the run can be continued with more batches or patience
-            self.checkpoints.save()  # the observer has been notified of a failure
+            self._save()  # the observer has been notified of a failure
         timeline = self.pipeline.timeline()
         validation = self._validate()
         save_weights(self.pipeline, self.prepared, self.folder)
@@ -242,6 +242,14 @@ class _Loop:
             if self.reports:
                 self.metrics.add_evaluations([evaluation])
                 self.observer.evaluated(evaluation)
+
+    def _save(self) -> str | None:
+        """Write a checkpoint; returns None, or why it was not written."""
+        try:
+            self.checkpoints.save()
+        except CheckpointError as error:
+            return str(error)
+        return None
 
     def _interrupted(self, failure: str | None) -> None:
         """Report the early end of the run.
