@@ -39,6 +39,15 @@ MaybeStages = Annotated[
 MaybeMicrobatches = Annotated[
     int | None, typer.Option("--microbatches", help="Microbatches per batch.", min=1, show_default="8")
 ]
+MethodOrConfig = Annotated[
+    str | None,
+    typer.Argument(metavar="METHOD", help="A row of [bold]penstock methods[/bold], or a YAML file; 2bw if not given."),
+]
+ConfiguredStages = Annotated[int | None, typer.Option("--stages", help="Stages (ranks) of the pipeline.")]
+ConfiguredMicrobatches = Annotated[int | None, typer.Option("--microbatches", help="Microbatches per batch.")]
+Changes = Annotated[
+    list[str] | None, typer.Option("--set", help="Change a value, as in [bold]--set optimizer.lr=0.001[/bold].")
+]
 DataOption = Annotated[
     str | None,
     typer.Option(
@@ -114,6 +123,19 @@ def _order_options(changes: list[str] | None) -> dict[str, int]:
                 f"--set takes an option of the order and a whole number, such as chunks=4; got {change!r}"
             ) from None
     return options
+
+
+def _config_of(what: str | None, stages: int | None, microbatches: int | None) -> tuple[Path | None, list[str]]:
+    """The configuration file, if one is given, and what is set besides; a word that names no file is a method."""
+    from penstock.schedule.methods.table import find_method
+
+    named: dict[str, str | int | None] = {"method": None, "stages": stages, "microbatches": microbatches}
+    config = None
+    if what is not None and (Path(what).suffix or "/" in what or Path(what).is_file()):
+        config = Path(what)
+    elif what is not None:
+        named["method"] = find_method(what).name
+    return config, [f"{key}={value}" for key, value in named.items() if value is not None]
 
 
 def _with_data(changes: list[str] | None, data: str | None) -> list[str]:
@@ -302,10 +324,10 @@ def simulate(
 
 @app.command()
 def train(
-    config: Annotated[Path | None, typer.Argument(help="YAML file; the defaults train a small GPT.")] = None,
-    changes: Annotated[
-        list[str] | None, typer.Option("--set", help="Change a value, as in [bold]--set method=1f1b[/bold].")
-    ] = None,
+    what: MethodOrConfig = None,
+    stages: ConfiguredStages = None,
+    microbatches: ConfiguredMicrobatches = None,
+    changes: Changes = None,
     data: DataOption = None,
     resume: Annotated[
         Path | None,
@@ -313,7 +335,7 @@ def train(
     ] = None,
     keys: Annotated[bool, typer.Option("--keys", help="List every key with its default and meaning.")] = False,
 ) -> None:
-    """Train a GPT on text through a pipeline of local worker processes.
+    """Train a GPT on text through a pipeline of local worker processes: penstock train 1f1b --stages 4.
 
     Ctrl-C ends the run after the batches in flight, with a checkpoint; a second Ctrl-C ends it at once.
 
@@ -330,9 +352,10 @@ def train(
     if keys:
         Console().print(keys_table(with_options(described_keys())))
         return
+    config, named = _config_of(what, stages, microbatches)
     if resume is not None and config is None:
         config = resume / "config.yaml"
-    settings = load_config(config, _with_data(changes, data))
+    settings = load_config(config, named + _with_data(changes, data))
     if resume is not None:
         check_resume(settings, resume)
     if is_worker():
@@ -370,10 +393,10 @@ def _work(values: dict[str, Any], folder: str | None, drain: str | None) -> None
 
 @app.command()
 def verify(
-    config: Annotated[Path | None, typer.Argument(help="YAML file of a training run.")] = None,
-    changes: Annotated[
-        list[str] | None, typer.Option("--set", help="Change a value, as in [bold]--set method=1f1b[/bold].")
-    ] = None,
+    what: MethodOrConfig = None,
+    stages: ConfiguredStages = None,
+    microbatches: ConfiguredMicrobatches = None,
+    changes: Changes = None,
     data: DataOption = None,
     batches: Annotated[int, typer.Option(help="Batches to train; delays show from the third one on.", min=1)] = 4,
     as_json: AsJson = False,
@@ -387,7 +410,8 @@ def verify(
     from penstock.verify.verify import verify as run
     from penstock.view.verification import verification_json, verification_table
 
-    settings = load_config(config, _with_data(changes, data))
+    config, named = _config_of(what, stages, microbatches)
+    settings = load_config(config, named + _with_data(changes, data))
     with Console(stderr=True).status(f"training {batches} batches, again and again"):
         found = run(settings, batches)
     if as_json:

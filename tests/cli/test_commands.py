@@ -2,11 +2,14 @@
 
 import json
 import re
+import sys
 from io import StringIO
 
 import pytest
 from rich.console import Console
 
+from penstock.cli import main
+from penstock.errors import ConfigError
 from penstock.schedule.methods.table import METHODS
 from penstock.view.tables import methods_table
 from support.command_line import run
@@ -304,3 +307,51 @@ def test_help_reads_well(monkeypatch, capsys):
     code, out, _ = run(monkeypatch, capsys, "simulate", "--help")
     for option in ("--backward-input", "--backward-weight", "--latency", "--per-stage", "--batches", "--json"):
         assert option in out
+
+
+@pytest.mark.parametrize("command", ["train", "verify"])
+def test_a_method_is_named_as_in_show(command, monkeypatch, tmp_path):
+    """`--set` comes last, and a word that names a file is a configuration."""
+    from penstock.train.config import load
+
+    seen, real = [], load.load_config
+
+    def stop(path, changes):
+        seen.append(real(path, changes))
+        raise ConfigError("enough")
+
+    monkeypatch.setattr(load, "load_config", stop)
+    config = tmp_path / "mine.yaml"
+    config.write_text("method: gpipe\nstages: 3\n")
+    for arguments in (
+        ["1f1b", "--stages", 3, "--microbatches", 5],
+        ["PipeDream-Flush", "--microbatches", 5, "--set", "microbatches=7"],
+        [config, "--stages", 4],
+        ["--set", "method=stash"],
+    ):
+        monkeypatch.setattr(sys, "argv", ["penstock", command, *map(str, arguments)])
+        with pytest.raises(SystemExit):
+            main()
+    found = [(settings.method, settings.stages, settings.microbatches) for settings in seen]
+    default = real(None, [])
+    assert found == [
+        ("1f1b", 3, 5),
+        ("1f1b", default.stages, 7),
+        ("gpipe", 4, default.microbatches),
+        ("stash", default.stages, default.microbatches),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["2bv"], "unknown method '2bv'. Did you mean '2bw'"),
+        (["mine.yaml"], "cannot read the configuration 'mine.yaml': No such file"),
+        (["runs/mine"], "cannot read the configuration 'runs/mine'"),
+        (["1f1b", "--stages", "0"], "stages: input should be greater than or equal to 1"),
+    ],
+)
+def test_what_is_no_method_and_no_file(arguments, said, monkeypatch, capsys):
+    code, _, err = run(monkeypatch, capsys, "train", *arguments)
+    assert code == 2
+    assert said in " ".join(err.split())
