@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from penstock.comm.core.tagged_group import Tag, TaggedGroup
 from penstock.comm.core.ticket import brief
 from penstock.errors import TransportError
 
@@ -35,16 +36,39 @@ def collective(what: str, group: dist.ProcessGroup | None) -> Iterator[None]:
 def gather_json(value: Any, what: str, group: dist.ProcessGroup | None) -> list[Any]:
     """Gather a JSON value from every rank, in rank order; JSON, so that no pickle is loaded.
 
+    Values go up a binomial tree to rank 0, and the list comes back down. These are plain messages, because torch's
+    all_gather leaves tensors to a thread of its own, which may abort a process that exits at once.
+
     Raises:
         TransportError: a peer is dead, or did not take part within the group's time-out.
     """
-    raw = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    size = torch.tensor([raw.numel()])
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    messages = TaggedGroup(group, Tag.GATHER)
+    gathered = [json.loads(json.dumps(value))]  # those of this rank and of ranks after it
+    level = 1
     with collective(what, group):
-        sizes = [torch.zeros_like(size) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(sizes, size, group=group)
-        padded = torch.zeros(max(int(s) for s in sizes), dtype=torch.uint8)
-        padded[: raw.numel()] = raw
-        blocks = [torch.empty_like(padded) for _ in sizes]
-        dist.all_gather(blocks, padded, group=group)
-    return [json.loads(bytes(b[: int(s)].numpy())) for b, s in zip(blocks, sizes, strict=True)]
+        while level < size and not rank & level:
+            if rank + level < size:
+                gathered += _receive(messages, rank + level)
+            level *= 2
+        if rank:
+            _send(messages, gathered, rank - level)
+            gathered = _receive(messages, rank - level)
+        while level := level // 2:
+            if rank + level < size:
+                _send(messages, gathered, rank + level)
+    return gathered
+
+
+def _send(messages: TaggedGroup, value: Any, rank: int) -> None:
+    block = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    size = torch.tensor([block.numel()])
+    messages.finish([messages.send(size, rank), messages.send(block, rank)])
+
+
+def _receive(messages: TaggedGroup, rank: int) -> Any:
+    size = torch.zeros(1, dtype=torch.int64)
+    messages.finish([messages.receive(size, rank)])
+    block = torch.empty(int(size), dtype=torch.uint8)
+    messages.finish([messages.receive(block, rank)])
+    return json.loads(bytes(block.numpy()))
