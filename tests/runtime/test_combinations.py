@@ -25,7 +25,7 @@ from penstock.runtime.update.events import Evaluated
 from penstock.schedule.build import make_schedule, prove
 from penstock.schedule.machine.batch_border import border_fault
 from penstock.schedule.methods.table import METHODS
-from penstock.stage.autograd.recompute import Recompute
+from penstock.stage.autograd.recompute import RecomputeMode
 from penstock.verify.pass_order import order_of
 from penstock.verify.reference import Reference, train_reference
 from penstock.verify.reference.decayed import Partials
@@ -237,7 +237,7 @@ def assert_goes_on(case: Case, whole: Pipeline, kept: Kept, said: Outcome, avera
 # --- changes of the model, and forwards that are run again ------------------------------------------------------------
 
 
-def with_recompute(feature: str, changes: Mapping[str, Any], again: Recompute) -> Check:
+def with_recompute(feature: str, changes: Mapping[str, Any], again: RecomputeMode) -> Check:
     """A change that is told to the reference, and recompute, which changes numbers under late weights alone."""
 
     def check(case: Case, chosen: Features) -> None:

@@ -26,7 +26,7 @@ from penstock.schedule.build import make_schedule
 from penstock.schedule.ir.schedule import Op
 from penstock.schedule.methods.combine import Combine
 from penstock.schedule.text import parse_schedule
-from penstock.stage.precision import Precision
+from penstock.stage.precision import PrecisionName
 from penstock.weights.store import VersionStore
 from penstock.weights.waves import WaveWeights
 from support.cases import OPTIMIZERS, Case, make_batches, make_blocks, make_pipeline, mean_loss
@@ -219,7 +219,7 @@ class Counts(nn.Module):
     forwards: ClassVar[list[tuple[int, int, list[float]]]] = []
 
 
-def count_missing(in_flight: int, distance: int, precision: Precision) -> int:
+def count_missing(in_flight: int, distance: int, precision: PrecisionName) -> int:
     """The most updates of minibatches before its own that a forward misses, of another pipeline."""
     width, count = 2, (distance + 3) * in_flight
     Counts.forwards.clear()
@@ -261,7 +261,7 @@ class Pass(nn.Module):
         (7, 4, 40, "fp32"),
     ],
 )
-def test_the_bound_on_missing_updates(in_flight: int, distance: int, missing: int, precision: Precision) -> None:
+def test_the_bound_on_missing_updates(in_flight: int, distance: int, missing: int, precision: PrecisionName) -> None:
     """HetPipe, section 5: s_global = (D + 1)(s_local + 1) + s_local - 1, which stashing reaches and does not pass."""
     local = in_flight - 1
     assert missing == (distance + 1) * (local + 1) + local - 1

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from penstock.models.gpt import GPTConfig, gpt_blocks, language_loss
 from penstock.runtime.pipeline import Pipeline
 from penstock.schedule.build import make_schedule
-from penstock.stage.autograd.recompute import Recompute
-from penstock.stage.precision import Precision
+from penstock.stage.autograd.recompute import RecomputeMode
+from penstock.stage.precision import PrecisionName
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 
@@ -27,7 +27,7 @@ def make_batches(count: int, m: int) -> list[list[tuple[Tensor, Tensor]]]:
 @pytest.mark.parametrize("recompute", ["none", "block"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("method", ["2bw", "1f1b", "stash"])
-def test_the_ledger_is_the_allocators(method: str, precision: Precision, recompute: Recompute) -> None:
+def test_the_ledger_is_the_allocators(method: str, precision: PrecisionName, recompute: RecomputeMode) -> None:
     """Both peaks over the same batches, after a first run that fills the libraries' own workspaces."""
     blocks = {name: block.make().cuda() for name, block in gpt_blocks(SHAPE, 0).items()}
     assert all(isinstance(block, nn.Module) for block in blocks.values())

@@ -15,7 +15,7 @@ from penstock.schedule.ir.schedule import Op
 from penstock.schedule.proof.check import check
 from penstock.schedule.text import parse_schedule
 from penstock.schedule.transforms.recompute import with_recompute
-from penstock.stage.autograd.recompute import Recompute
+from penstock.stage.autograd.recompute import RecomputeMode
 from support.cases import (
     LENGTH,
     METHODS,
@@ -33,13 +33,13 @@ from support.cases import (
 from support.pool import Pool
 from support.smallest_batch import least
 
-WAYS: tuple[Recompute, ...] = ("block", "stage")
+WAYS: tuple[RecomputeMode, ...] = ("block", "stage")
 
 
 @pytest.mark.parametrize("recompute", WAYS)
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("method", ["gpipe", "2bw", "stash"])
-def test_the_numbers_are_the_same(pool: Pool, method: str, depth: int, recompute: Recompute, device: str) -> None:
+def test_the_numbers_are_the_same(pool: Pool, method: str, depth: int, recompute: RecomputeMode, device: str) -> None:
     """Dropout, batch statistics and clipping included."""
     m = max(least(method, depth), 2)
     case = Case(method, depth, m, model="restless", spans=(3, 2), recompute=recompute, clip=0.6, device=device)
@@ -49,7 +49,7 @@ def test_the_numbers_are_the_same(pool: Pool, method: str, depth: int, recompute
         assert_same(train_on_ranks(pool, case), wanted)
 
 
-def peak(recompute: Recompute, method: str = "gpipe") -> int:
+def peak(recompute: RecomputeMode, method: str = "gpipe") -> int:
     case = Case(method, 2, 8, model="gpt", spans=(2,), skips=(), recompute=recompute)
     pipeline = make_pipeline(case)
     list(pipeline.run(make_batches(case)))
@@ -102,7 +102,7 @@ class Counting(nn.Module):
 
 
 @pytest.mark.parametrize("recompute", WAYS)
-def test_buffers_are_updated_once_and_seen_as_they_were(recompute: Recompute) -> None:
+def test_buffers_are_updated_once_and_seen_as_they_were(recompute: RecomputeMode) -> None:
     case = Case("gpipe", 2, 3, spans=(1,), skips=())
     counting = Counting()
     blocks = {"table": nn.Embedding(13, WIDTH), "counting": counting, "head": nn.Linear(WIDTH, 13)}
@@ -141,7 +141,7 @@ class Peak(nn.Module):
 
 
 @pytest.mark.parametrize("recompute", ["block", "stage"])
-def test_buffers_that_few_forwards_change(recompute: Recompute) -> None:
+def test_buffers_that_few_forwards_change(recompute: RecomputeMode) -> None:
     """The largest value grows in the first, third and fourth microbatch, while all of them wait for their backward."""
     case = Case("gpipe", 2, 4, spans=(1,), skips=())
     batch = [(tokens, target) for tokens, target in make_batches(case)[0]]
@@ -161,7 +161,7 @@ def test_buffers_that_few_forwards_change(recompute: Recompute) -> None:
 
 
 @pytest.mark.parametrize("recompute", ["block", "stage"])
-def test_an_input_that_is_used_again_is_refused(recompute: Recompute) -> None:
+def test_an_input_that_is_used_again_is_refused(recompute: RecomputeMode) -> None:
     """The next microbatch in the memory of the one before: autograd notices that only where graphs are kept."""
     case = Case("gpipe", 2, 3, spans=(1,), skips=())
     batch = make_batches(case)[0]

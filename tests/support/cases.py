@@ -21,8 +21,8 @@ from penstock.runtime.pipeline import Pipeline
 from penstock.schedule.build import make_schedule
 from penstock.schedule.ir.schedule import Op, Schedule, passes
 from penstock.schedule.methods.table import find_method
-from penstock.stage.autograd.recompute import Recompute
-from penstock.stage.precision import Precision, low_precision
+from penstock.stage.autograd.recompute import RecomputeMode
+from penstock.stage.precision import PrecisionName, low_precision
 from penstock.train.config.schema import OptimizerName, OptimizerSection
 from penstock.train.setup.optimizers import optimizer_factory
 from penstock.verify.pass_order import order_of
@@ -247,9 +247,9 @@ class Case:
     clip: float | None = None
     scaling: Scaling | None = None
     spikes: tuple[int, ...] = ()
-    recompute: Recompute = "none"
+    recompute: RecomputeMode = "none"
     seed: int = 0
-    precision: Precision = "fp32"
+    precision: PrecisionName = "fp32"
     tied: bool = False
     width: int = 1
     device: str = "cpu"

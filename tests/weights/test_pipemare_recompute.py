@@ -25,7 +25,7 @@ from penstock.schedule.transforms.recompute import length_of, with_recompute
 from penstock.simulate.costs import Costs
 from penstock.simulate.long_run import steady_bubble
 from penstock.simulate.simulate import simulate_schedule
-from penstock.stage.autograd.recompute import Recompute, RecomputeInput
+from penstock.stage.autograd.recompute import RecomputeMode, RecomputeInput
 from penstock.train.config.load import validate_config
 from penstock.train.setup.prepare import prepare
 from penstock.weights.corrections.pipemare import PipeMare
@@ -328,7 +328,7 @@ def test_blocks_recompute_on_estimates() -> None:
 
 
 @pytest.mark.parametrize(("recompute", "m"), [("none", 3), ("block", 1), ("stage", 1)])
-def test_estimates_in_low_precision(recompute: Recompute, m: int) -> None:
+def test_estimates_in_low_precision(recompute: RecomputeMode, m: int) -> None:
     """Made of the weights in fp32, and cast once."""
     case = case_of(4, m, recompute=recompute, precision="bf16", optimizer="momentum", spans=(6, 3))
     segments = 2 if recompute == "stage" else 1

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ConfigError
-from penstock.stage.autograd.recompute import Recompute
-from penstock.stage.precision import Precision
+from penstock.stage.autograd.recompute import RecomputeMode
+from penstock.stage.precision import PrecisionName
 from penstock.verify.reference import Scaling
 from support.cases import (
     ONE_OF_EACH,
@@ -28,7 +28,7 @@ from support.cases import (
 from support.pool import Pool
 from support.smallest_batch import least
 
-LOW: tuple[Precision, ...] = ("bf16", "fp16")
+LOW: tuple[PrecisionName, ...] = ("bf16", "fp16")
 CALM = Scaling(2.0**10, 2.0, 0.5, 2)
 
 
@@ -36,7 +36,7 @@ CALM = Scaling(2.0**10, 2.0, 0.5, 2)
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("method", ONE_OF_EACH)
 def test_low_precision_equals_the_reference(
-    pool: Pool, method: str, depth: int, precision: Precision, device: str
+    pool: Pool, method: str, depth: int, precision: PrecisionName, device: str
 ) -> None:
     m, scaling = max(least(method, depth), 2), CALM if precision == "fp16" else None
     case = Case(method, depth, m, spans=(4, 3), precision=precision, scaling=scaling, device=device)
@@ -48,7 +48,7 @@ def test_low_precision_equals_the_reference(
 
 @pytest.mark.parametrize("recompute", ["block", "stage"])
 @pytest.mark.parametrize("method", ["1f1b", "2bw"])
-def test_together_with_everything_else(method: str, recompute: Recompute) -> None:
+def test_together_with_everything_else(method: str, recompute: RecomputeMode) -> None:
     case = Case(method, 2, 2, precision="bf16", recompute=recompute, clip=0.5, width=2, tied=True, spans=(5,))
     found, wanted = train(None, case), expected(case)
     found.gradients = found.gradients[: len(wanted.gradients)]
@@ -92,7 +92,7 @@ def adam(named: Named) -> torch.optim.Optimizer:
     ("method", "precision", "wanted"),
     [("1f1b", "fp32", 16), ("2bw", "fp32", 20), ("1f1b", "bf16", 18), ("2bw", "bf16", 24)],
 )
-def test_bytes_per_parameter(method: str, precision: Precision, wanted: int) -> None:
+def test_bytes_per_parameter(method: str, precision: PrecisionName, wanted: int) -> None:
     """By the live-byte ledger, without the scratch of updates, which has a constant size."""
     width = 256
     blocks: list[Any] = [nn.Linear(width, width, bias=False) for _ in range(4)]

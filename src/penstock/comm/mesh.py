@@ -19,13 +19,13 @@ Groups = Mapping[frozenset[int], dist.ProcessGroup]
 
 
 def from_mesh(
-    mesh: DeviceMesh | None, width: int | None, depth: int, group: dist.ProcessGroup | None
+    mesh: DeviceMesh | None, width: int, depth: int, group: dist.ProcessGroup | None
 ) -> tuple[int, dist.ProcessGroup | None]:
     """Return the number of pipelines and the group of all ranks, for `RankGrid`.
 
     Args:
         mesh: with dimensions (width, depth) or (width, depth, inner); None if there is none.
-        width: the number of pipelines that the user gave, if any.
+        width: the number of pipelines that the user gave; with a mesh 1 is that of the mesh.
         depth: the number of ranks of the schedule.
         group: the mesh's ranks, in its order; the whole job if None.
 
@@ -34,7 +34,7 @@ def from_mesh(
         CapabilityError: the inner dimension is not 1.
     """
     if mesh is None:
-        return 1 if width is None else width, group
+        return width, group
     if not isinstance(mesh, DeviceMesh):
         raise ConfigError(f"mesh must be a torch.distributed.device_mesh.DeviceMesh, got {mesh!r:.80}")
     names = mesh.mesh_dim_names or ()
@@ -50,7 +50,7 @@ def from_mesh(
         )
     if sizes["depth"] != depth:
         raise ConfigError(f"the schedule has {depth} ranks, but the depth of the mesh is {sizes['depth']}")
-    if width not in (None, sizes["width"]):
+    if width not in (1, sizes["width"]):
         raise ConfigError(f"width is {width}, but that of the mesh is {sizes['width']}; leave width out")
     whole: dist.ProcessGroup | None = dist.group.WORLD if group is None else group
     assert whole is not None, "a mesh makes the default group"

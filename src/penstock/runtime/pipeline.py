@@ -12,9 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
-from penstock.comm.collective.all_reduce import Reduce
 from penstock.comm.collective.gather import gather_json
 from penstock.comm.communicators import holders_of
 from penstock.comm.core.rank_grid import RankGrid
@@ -23,20 +21,18 @@ from penstock.comm.mesh import from_mesh, groups_of_holders
 from penstock.comm.p2p.nccl import LaneGroups
 from penstock.comm.p2p.transport import Channel
 from penstock.errors import ConfigError
-from penstock.partition.block_delays import Delays
 from penstock.partition.blocks import Blocks, named_blocks
-from penstock.partition.sequence_slices import EQUAL_SLICES, Slicing
 from penstock.runtime.engine import Engine
 from penstock.runtime.execute.evaluation import Evaluating, check_every
 from penstock.runtime.plan.method_choice import MethodChoice, request_of
 from penstock.runtime.plan.options import (
-    DataOptions,
-    DataParallelOptions,
-    MemoryOptions,
-    NumericsOptions,
+    DataParallel,
+    Partition,
     PipelineOptions,
-    PlacementOptions,
-    StalenessOptions,
+    Precision,
+    Recompute,
+    RunOptions,
+    Staleness,
     UpdateOptions,
 )
 from penstock.runtime.plan.plan import PipelinePlan
@@ -50,17 +46,15 @@ from penstock.runtime.update.events import Evaluated
 from penstock.schedule.build import ScheduleRequest, prove_evaluation
 from penstock.schedule.ir.rules import RULES
 from penstock.schedule.ir.schedule import Schedule, Stage
-from penstock.schedule.methods.combine import REDUCE, Combine
 from penstock.schedule.proof.check import Proof
-from penstock.schedule.transforms.recompute import Segments
-from penstock.stage.autograd.recompute import Recompute
+from penstock.stage.autograd.recompute import RecomputeMode
 from penstock.stage.module import LossFunction
-from penstock.stage.precision import Precision
+from penstock.stage.precision import PrecisionName
 from penstock.stage.stage_runtime import StageRuntime
 from penstock.stage.stage_weights import TrainedWeights
 from penstock.timeline import Timeline
 from penstock.weights.corrections.base import Correction
-from penstock.weights.decision import Decision, LossScale
+from penstock.weights.decision import Decision
 from penstock.weights.optim.lr_schedulers import SchedulerFactory
 from penstock.weights.optim.updater import OptimizerFactory
 from penstock.weights.waves import WaveWeights
@@ -85,24 +79,22 @@ class Pipeline:
             own, by the number of its stage. Reports are of the last stage's.
         optimizer: named parameters -> optimizer, called once per stage. A parameter that a batch does not use counts as
             one with a gradient of zero (plain torch would skip it), so momentum and weight decay act on it.
-        width, reduce, combine: parallel pipelines (`penstock.runtime.plan.options.DataParallelOptions`); the width is
-            1, or that of the mesh, if None.
-        precision, loss_scale: number formats (`penstock.runtime.plan.options.NumericsOptions`).
-        recompute, segments: forwards that are run again (`penstock.runtime.plan.options.MemoryOptions`).
-        correction, delays, backward_delays: weights that are read late
-            (`penstock.runtime.plan.options.StalenessOptions`).
-        clip, divisor, rate, lr_scheduler, average, divergence: from the gradient of a batch to an update
+        lr_schedule, lr_scheduler, max_grad_norm, ema_decay, divergence: from the gradient of a batch to an update
             (`penstock.runtime.plan.options.UpdateOptions`).
-        slicing, tied, seed: model and data (`penstock.runtime.plan.options.DataOptions`).
-        balance, timeout: where blocks go, and how long ranks wait (`penstock.runtime.plan.options.PlacementOptions`).
+        precision: "fp32", "bf16" or "fp16"; or a `Precision`, with a loss scale of its own.
+        recompute: "none", "block" or "stage": forwards that are run again to save memory; or a `Recompute`.
+        data_parallel: the number of parallel pipelines; or a `DataParallel`, which says how they agree.
+        staleness: what is done about weights that are read late, such as `PipeMare(reschedule=500)`, where a method
+            does not bring it; or a `Staleness`, with delays of one's own choice.
+        partition: the number of blocks of each stage; or a `Partition`, which also tells of tied parameters and of
+            slices of sequences. Blocks are balanced by cost if None.
+        seed: of the random numbers that blocks draw.
         group: a process group with one process per rank, the ranks of a pipeline next to each other; None to run all
             ranks in this process. Pipelines whose runs overlap in time need a group each, or they take each other's
             messages. Over gloo models are on the CPU. Over NCCL (tested over gloo only so far) the group is the whole
             job, `torch.cuda.set_device` has been called, and blocks and batches are on that device.
-        mesh: a device mesh with dimensions ("width", "depth") or ("width", "depth", "inner"), of which inner must be 1
-            so far. Its ranks are those of the group (of the whole job, if there is no group) in the same order, as
-            `init_device_mesh` lays them out. With reduce="fast" its groups along the width belong to a run while that
-            is under way.
+        timeout: seconds after which a missing message is an error; between runs, where all ranks meet, the group's own
+            time-out counts.
 
     Raises:
         ConfigError: model, schedule and group do not fit.
@@ -119,53 +111,47 @@ class Pipeline:
         microbatches: int | None = None,
         loss: LossFunction | Mapping[int, LossFunction],
         optimizer: OptimizerFactory,
-        rate: Callable[[int], float] | None = None,
+        lr_schedule: Callable[[int], float] | None = None,
         lr_scheduler: SchedulerFactory | None = None,
-        divisor: float | None = None,
-        clip: float | None = None,
-        loss_scale: LossScale | None = None,
-        recompute: Recompute = "none",
-        segments: Segments = 1,
-        seed: int = 0,
-        width: int | None = None,
-        reduce: Reduce = "ordered",
-        combine: Combine = REDUCE,
-        precision: Precision = "fp32",
-        average: float | None = None,
-        tied: Mapping[str, str] | None = None,
-        slicing: Slicing = EQUAL_SLICES,
-        correction: Correction | None = None,
-        delays: Delays | None = None,
-        backward_delays: Delays | None = None,
+        max_grad_norm: float | None = None,
+        ema_decay: float | None = None,
+        precision: PrecisionName | Precision = "fp32",
+        recompute: RecomputeMode | Recompute = "none",
+        data_parallel: int | DataParallel = 1,
+        staleness: Correction | Staleness | None = None,
+        partition: Sequence[int] | Partition | None = None,
         divergence: Divergence | None = None,
-        balance: Sequence[int] | None = None,
+        seed: int = 0,
         group: dist.ProcessGroup | None = None,
-        mesh: DeviceMesh | None = None,
         timeout: float = 300.0,
     ) -> None:
-        named, given = named_blocks(blocks), schedule
+        named = named_blocks(blocks)
+        options = PipelineOptions(
+            data_parallel if isinstance(data_parallel, DataParallel) else DataParallel(data_parallel),
+            precision if isinstance(precision, Precision) else Precision(precision),
+            recompute if isinstance(recompute, Recompute) else Recompute(recompute),
+            staleness if isinstance(staleness, Staleness) else Staleness(staleness),
+            partition if isinstance(partition, Partition) else Partition(partition),
+            UpdateOptions(max_grad_norm, lr_schedule, lr_scheduler, ema_decay, divergence),
+            RunOptions(seed, timeout),
+        )
+        mesh = options.data_parallel.mesh
         request: Schedule | Proof | ScheduleRequest
-        if method is None and given is not None:
+        if method is None and schedule is not None:
             if stages is not None or microbatches is not None:
                 raise ConfigError("a schedule has its stages and microbatches; leave stages and microbatches out")
-            request = given
-        elif method is not None and given is None:
-            if correction is not None:
+            request = schedule
+        elif method is not None and schedule is None:
+            if options.staleness.correction is not None:
                 raise ConfigError("a method brings its correction: method=penstock.method(name, option=...)")
+            width = options.data_parallel.width
             request, correction = request_of(method, stages, microbatches, width, group, mesh)
+            options = options.changed(correction=correction)
         else:
             raise ConfigError("give a schedule or a method, such as method='2bw', stages=4, microbatches=8; not both")
-        width, group = from_mesh(mesh, width, schedule_of(request).ranks, group)
-        options = PipelineOptions(
-            DataParallelOptions(width=width, reduce=reduce, combine=combine),
-            NumericsOptions(precision=precision, loss_scale=loss_scale),
-            MemoryOptions(recompute=recompute, segments=segments),
-            StalenessOptions(correction=correction, delays=delays, backward_delays=backward_delays),
-            UpdateOptions(clip, divisor, rate, lr_scheduler, average, divergence),
-            DataOptions(slicing=slicing, tied=tied, seed=seed),
-            PlacementOptions(balance=balance, timeout=timeout),
-        )
-        self._build(PipelinePlan.make(named, request, options), named, loss, optimizer, group, mesh)
+        width, group = from_mesh(mesh, options.data_parallel.width, schedule_of(request).ranks, group)
+        plan = PipelinePlan.make(named, request, options.changed(width=width))
+        self._build(plan, named, loss, optimizer, group)
 
     def _build(
         self,
@@ -174,16 +160,15 @@ class Pipeline:
         loss: LossFunction | Mapping[int, LossFunction],
         optimizer: OptimizerFactory,
         group: dist.ProcessGroup | None,
-        mesh: DeviceMesh | None = None,
     ) -> None:
         """Build the ranks of this process and their communicators."""
-        parallel, timeout = plan.options.data_parallel, plan.options.placement.timeout
+        parallel, timeout = plan.options.data_parallel, plan.options.run.timeout
         self._plan, self.proof, self.schedule, self.parts = plan, plan.proof, plan.schedule, plan.parts
         self.timeout, self.combine = timeout, parallel.combine
         self.delays, self.backward_delays = plan.delays.by_block, (plan.backward_delays or plan.delays).by_block
         self.grid = RankGrid(parallel.width, self.schedule.ranks, group, timeout)
         holders = holders_of(self.schedule, parallel.width).values()
-        alike = groups_of_holders(self.grid, holders, mesh, timeout) if parallel.fast else {}
+        alike = groups_of_holders(self.grid, holders, parallel.mesh, timeout) if parallel.fast else {}
         self._ranks = make_ranks(named, plan, self.grid, loss, optimizer)
         evaluation, proofs = prove_evaluation(self.schedule), {Channel.TRAINING: self.proof}
         self._groups = self._make_lane_groups(proofs | {Channel.EVALUATION: evaluation}, bool(plan.ties))
@@ -213,9 +198,9 @@ class Pipeline:
         Losses arrive while later microbatches are under way, so this is an iterator of reports, one per batch, in
         order, on every rank. It ends when the data ends or `stop` was called, with the pipeline drained. Leaving the
         loop early drains it, too: all batches that have entered are finished. Where stages decide together (with
-        `clip`, `loss_scale` or `width`), any rank may leave or stop, and the others end after the same batch. Else the
-        first stage decides between processes: let all ranks leave after the same batch, or they train on until the
-        first one does.
+        `max_grad_norm`, a loss scale or parallel pipelines), any rank may leave or stop, and the others end after the
+        same batch. Else the first stage decides between processes: let all ranks leave after the same batch, or they
+        train on until the first one does.
 
         Snapshots and evaluations do not drain the pipeline where all stages have one newest version between two
         batches: with rules flush and double-buffer. With the others it is drained for them, which with stash and

@@ -10,17 +10,17 @@ from torch.utils import _pytree as pytree
 
 from penstock.errors import ConfigError
 
-Precision = Literal["fp32", "bf16", "fp16"]
+PrecisionName = Literal["fp32", "bf16", "fp16"]
 
 
-def low_precision(precision: Precision) -> torch.dtype | None:
+def low_precision(precision: PrecisionName) -> torch.dtype | None:
     """Return the dtype that parameters are cast to; None where they stay as they are.
 
     Raises:
         ConfigError: the precision is unknown.
     """
-    if precision not in get_args(Precision):
-        raise ConfigError(f"precision must be one of {', '.join(get_args(Precision))}; got {precision!r}")
+    if precision not in get_args(PrecisionName):
+        raise ConfigError(f"precision must be one of {', '.join(get_args(PrecisionName))}; got {precision!r}")
     return {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
 
 

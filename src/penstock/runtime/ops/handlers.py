@@ -9,7 +9,7 @@ from penstock.runtime.ops.batch_ops import AverageAction, DecideAction, ReduceAc
 from penstock.runtime.ops.bound import Bound
 from penstock.runtime.ops.messages import Receive, Send
 from penstock.runtime.ops.moves import bind_move
-from penstock.runtime.ops.passes import Backward, Predict, Recompute, WeightBackward, bind_forward
+from penstock.runtime.ops.passes import Backward, Predict, RecomputeForward, WeightBackward, bind_forward
 from penstock.runtime.ops.post_validation import Redo, Validate
 from penstock.runtime.rank.span import RankSpan
 from penstock.schedule.ir.schedule import Op
@@ -23,7 +23,7 @@ HANDLERS: Mapping[Op, Callable[[Instruction, RankSpan], Bound]] = MappingProxyTy
         Op.B: Backward,
         Op.I: Backward,
         Op.W: WeightBackward,
-        Op.R: Recompute,
+        Op.R: RecomputeForward,
         Op.REDO: Redo,
         Op.PREDICT: Predict,
         Op.REDUCE: ReduceAction,

@@ -159,7 +159,7 @@ class WeightBackward(Consumer):
         self._runtime.backward_for_weights(key, turn.batch, self.version(turn), self.copy(turn))
 
 
-class Recompute(Consumer):
+class RecomputeForward(Consumer):
     """A forward again, because only its input was kept (R)."""
 
     def work(self, turn: Turn) -> None:

@@ -61,7 +61,7 @@ def request_of(
     chosen: str | MethodChoice,
     stages: int | None,
     microbatches: int | None,
-    width: int | None,
+    width: int,
     group: dist.ProcessGroup | None,
     mesh: DeviceMesh | None,
 ) -> tuple[ScheduleRequest, Correction | None]:
@@ -71,7 +71,7 @@ def request_of(
         chosen: the method.
         stages: as of `make_schedule`; as many as the mesh is deep, or the group has ranks per pipeline, if None.
         microbatches: m.
-        width: the number of parallel pipelines; 1 if None.
+        width: the number of parallel pipelines.
         group, mesh: as of `penstock.runtime.pipeline.Pipeline`.
 
     Raises:
@@ -87,7 +87,7 @@ def request_of(
     if microbatches is None:
         raise ConfigError("how many microbatches is a batch split into? Give microbatches=, such as microbatches=8")
     if stages is None:
-        stages = _default_stages(width or 1, group, mesh)
+        stages = _default_stages(width, group, mesh)
     return ScheduleRequest(chosen.name, stages, microbatches, options=chosen.options), chosen.correction
 
 

@@ -1,4 +1,4 @@
-"""The options of a pipeline, in groups.
+"""The options of a pipeline, in groups, as users give them to `Pipeline`.
 
 Each option is described here, and here alone; what can be said of it without a model and a schedule is checked here,
 too. `penstock.runtime.plan.plan` checks the rest. A key of `penstock train` that has the name of an option is that
@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.comm.collective.all_reduce import Reduce, is_fast
 from penstock.errors import ConfigError
@@ -21,16 +22,16 @@ from penstock.runtime.update.divergence import Divergence
 from penstock.schedule.methods.combine import REDUCE, Combine
 from penstock.schedule.transforms.batch_ops import what_decides
 from penstock.schedule.transforms.recompute import Segments
-from penstock.stage.autograd.recompute import Recompute, check_recompute
-from penstock.stage.precision import Precision, low_precision
+from penstock.stage.autograd.recompute import RecomputeMode, check_recompute
+from penstock.stage.precision import PrecisionName, low_precision
 from penstock.weights.corrections.base import Correction
 from penstock.weights.decision import LossScale, Policy
 from penstock.weights.optim.lr_schedulers import SchedulerFactory
 
 
 @dataclass(frozen=True)
-class DataParallelOptions:
-    """How many pipelines train side by side, and how they agree.
+class DataParallel:
+    """Parallel pipelines that share the work of a batch, and how they agree.
 
     Attributes:
         width: w, parallel pipelines that hold the same weights (or, with `combine`, meet now and then). Each takes its
@@ -48,6 +49,10 @@ class DataParallelOptions:
             changed some waves later, and `stop` as many waves later; the end of a run is the end of a wave. Evaluations
             and `Pipeline.state_dict` are of the model that pipelines have in common; with "average" of their newest
             weights, `state_dict` of those of the first pipeline here.
+        mesh: a device mesh with dimensions ("width", "depth") or ("width", "depth", "inner"), of which inner must be 1
+            so far; the width is that of the mesh. Its ranks are those of the pipeline's group (of the whole job, if
+            there is no group) in the same order, as `init_device_mesh` lays them out. With reduce="fast" its groups
+            along the width belong to a run while that is under way.
 
     Raises:
         ConfigError: a width below 1, or an unknown way to add gradients or to agree.
@@ -56,6 +61,7 @@ class DataParallelOptions:
     width: int = 1
     reduce: Reduce = "ordered"
     combine: Combine = REDUCE
+    mesh: DeviceMesh | None = None
 
     def __post_init__(self) -> None:
         """Check each by itself."""
@@ -74,25 +80,31 @@ class DataParallelOptions:
 
 
 @dataclass(frozen=True)
-class NumericsOptions:
-    """The number formats of passes, and how small gradients survive in them.
+class Precision:
+    """The number format of passes, and how small gradients survive in it.
 
     Attributes:
         precision: what passes compute in: "fp32", as the parameters are, or "bf16" or "fp16". Parameters in float32 are
             then cast once per version, and floating-point inputs of the first stage; there is one master copy in
             float32, and gradients accumulate in float32. fp16 comes with a dynamic loss scale unless one is given.
         loss_scale: how the loss is scaled for backward.
+        divisor: c, about the loss weight of a batch (a count of tokens, say); gradients are accumulated over c and
+            corrected by c / N at the update, so that every partition, m and method takes the mean over the batch. The
+            number of microbatches of a batch if None; in low precision the nearest power of two is taken.
 
     Raises:
-        ConfigError: an unknown precision.
+        ConfigError: an unknown precision, or a divisor that is not positive.
     """
 
-    precision: Precision = "fp32"
+    precision: PrecisionName = "fp32"
     loss_scale: LossScale | None = None
+    divisor: float | None = None
 
     def __post_init__(self) -> None:
-        """Check the precision."""
+        """Check each by itself."""
         low_precision(self.precision)
+        if self.divisor is not None and not self.divisor > 0:
+            raise ConfigError(f"divisor must be positive, got {self.divisor}")
 
     @property
     def low(self) -> torch.dtype | None:
@@ -106,7 +118,7 @@ class NumericsOptions:
 
 
 @dataclass(frozen=True)
-class MemoryOptions:
+class Recompute:
     """What is computed twice to save memory.
 
     Attributes:
@@ -124,7 +136,7 @@ class MemoryOptions:
         ConfigError: an unknown value of `recompute`, or segments where nothing is recomputed in such.
     """
 
-    recompute: Recompute = "none"
+    recompute: RecomputeMode = "none"
     segments: Segments = 1
 
     def __post_init__(self) -> None:
@@ -133,7 +145,7 @@ class MemoryOptions:
 
 
 @dataclass(frozen=True)
-class StalenessOptions:
+class Staleness:
     """Weights that are read late: what is done about it, and delays that are chosen to study it.
 
     Attributes:
@@ -164,22 +176,36 @@ class StalenessOptions:
 
 
 @dataclass(frozen=True)
+class Partition:
+    """How a model is cut into stages, and its sequences into slices.
+
+    Attributes:
+        balance: blocks per stage; balanced by cost if None.
+        tied: name of a parameter -> that of the one it is the same as, such as {"head.weight": "embedding.weight"},
+            where blocks are made lazily; modules that hold one parameter are seen to do so. Stages that share one hold
+            a copy each, which stay equal, and it counts once in the norm; its optimizer must treat all copies alike.
+        slicing: how sequences are cut where a method takes slices of them (`penstock.partition.sequence_slices`).
+    """
+
+    balance: Sequence[int] | None = None
+    tied: Mapping[str, str] | None = None
+    slicing: Slicing = EQUAL_SLICES
+
+
+@dataclass(frozen=True)
 class UpdateOptions:
     """How the gradient of a batch becomes an update.
 
     Attributes:
-        clip: the largest global norm of the gradient of a batch's mean loss; larger ones are scaled down to it, as
-            `torch.nn.utils.clip_grad_norm_` does, whatever the order and the version rule. With it, or with
-            `loss_scale`, `width` or post-validation, a gradient that is not finite skips the update, and the next
-            version is a copy.
-        divisor: c, about the loss weight of a batch (a count of tokens, say); gradients are accumulated over c and
-            corrected by c / N at the update, so that every partition, m and method takes the mean over the batch. The
-            number of microbatches of a batch if None; in low precision the nearest power of two is taken.
-        rate: update ordinal -> factor on the optimizer's learning rates.
+        max_grad_norm: the largest global norm of the gradient of a batch's mean loss; larger ones are scaled down to
+            it, as `torch.nn.utils.clip_grad_norm_` does, whatever the order and the version rule. With it, or with a
+            loss scale, parallel pipelines or post-validation, a gradient that is not finite skips the update, and the
+            next version is a copy.
+        lr_schedule: update ordinal -> factor on the optimizer's learning rates.
         lr_scheduler: optimizer -> a scheduler of torch, such as ``lambda optimizer: OneCycleLR(optimizer, max_lr=1e-3,
             total_steps=500)``, one per stage. It sets the rates of each update that is made, and momentum if it does
             that; nobody steps it by hand. Resumed runs have it where it was.
-        average: decay of an exponential moving average of the weights, A(t+1) = average A(t) + (1 - average) W(t+1),
+        ema_decay: decay of an exponential moving average of the weights, A(t+1) = decay A(t) + (1 - decay) W(t+1),
             which `Pipeline.evaluate` and `Pipeline.state_dict` give on demand; none is kept if None.
         divergence: what `Pipeline.trouble` is to report, where stages decide together.
 
@@ -187,54 +213,34 @@ class UpdateOptions:
         ConfigError: a number is out of its range.
     """
 
-    clip: float | None = None
-    divisor: float | None = None
-    rate: Callable[[int], float] | None = None
+    max_grad_norm: float | None = None
+    lr_schedule: Callable[[int], float] | None = None
     lr_scheduler: SchedulerFactory | None = None
-    average: float | None = None
+    ema_decay: float | None = None
     divergence: Divergence | None = None
 
     def __post_init__(self) -> None:
         """Check each by itself."""
-        Policy(self.clip)
-        if self.divisor is not None and not self.divisor > 0:
-            raise ConfigError(f"divisor must be positive, got {self.divisor}")
-        if self.average is not None and not 0 < self.average < 1:
-            raise ConfigError(f"average must be a decay between 0 and 1, such as 0.999; got {self.average}")
-        if self.rate is not None and self.lr_scheduler is not None:
-            raise ConfigError("rate and lr_scheduler both set learning rates; leave one of them out")
+        Policy(self.max_grad_norm)
+        if self.ema_decay is not None and not 0 < self.ema_decay < 1:
+            raise ConfigError(f"ema_decay must be between 0 and 1, such as 0.999; got {self.ema_decay}")
+        if self.lr_schedule is not None and self.lr_scheduler is not None:
+            raise ConfigError("lr_schedule and lr_scheduler both set learning rates; leave one of them out")
         if self.divergence is not None:
             self.divergence.check()
 
 
 @dataclass(frozen=True)
-class DataOptions:
-    """What belongs to model and data.
+class RunOptions:
+    """What belongs to a run as a whole.
 
     Attributes:
-        slicing: how sequences are cut where a method takes slices of them (`penstock.partition.sequence_slices`).
-        tied: name of a parameter -> that of the one it is the same as, such as {"head.weight": "embedding.weight"},
-            where blocks are made lazily; modules that hold one parameter are seen to do so. Stages that share one hold
-            a copy each, which stay equal, and it counts once in the norm; its optimizer must treat all copies alike.
         seed: of the random numbers that blocks draw (`penstock.stage.rng`).
-    """
-
-    slicing: Slicing = EQUAL_SLICES
-    tied: Mapping[str, str] | None = None
-    seed: int = 0
-
-
-@dataclass(frozen=True)
-class PlacementOptions:
-    """Where blocks go, and how long ranks wait for each other.
-
-    Attributes:
-        balance: blocks per stage; balanced by cost if None.
         timeout: seconds after which a missing message is an error; between runs, where all ranks meet, the group's own
             time-out counts.
     """
 
-    balance: Sequence[int] | None = None
+    seed: int = 0
     timeout: float = 300.0
 
 
@@ -246,21 +252,21 @@ class PipelineOptions:
         ConfigError: two options do not go together, whatever the model and the schedule.
     """
 
-    data_parallel: DataParallelOptions = field(default_factory=DataParallelOptions)
-    numerics: NumericsOptions = field(default_factory=NumericsOptions)
-    memory: MemoryOptions = field(default_factory=MemoryOptions)
-    staleness: StalenessOptions = field(default_factory=StalenessOptions)
+    data_parallel: DataParallel = field(default_factory=DataParallel)
+    precision: Precision = field(default_factory=Precision)
+    recompute: Recompute = field(default_factory=Recompute)
+    staleness: Staleness = field(default_factory=Staleness)
+    partition: Partition = field(default_factory=Partition)
     update: UpdateOptions = field(default_factory=UpdateOptions)
-    data: DataOptions = field(default_factory=DataOptions)
-    placement: PlacementOptions = field(default_factory=PlacementOptions)
+    run: RunOptions = field(default_factory=RunOptions)
 
     def __post_init__(self) -> None:
         """Check options of different groups together."""
-        combine, average = self.data_parallel.combine, self.update.average
+        combine, average = self.data_parallel.combine, self.update.ema_decay
         if average is not None and combine.apart:
             raise ConfigError(
-                f"average={average} and combine={combine.kind} do not go together: each pipeline would average weights "
-                "of its own; leave one of them out"
+                f"ema_decay={average} and combine={combine.kind} do not go together: each pipeline would average "
+                "weights of its own; leave one of them out"
             )
         if self.update.divergence is not None and combine.apart:
             raise ConfigError(
@@ -269,8 +275,8 @@ class PipelineOptions:
             )
         if self.update.divergence is not None and not self.deciding:
             raise ConfigError(
-                "a divergence (fallback.when) is noticed where all stages decide together; set clip, loss_scale or "
-                "width"
+                "a divergence (fallback.when) is noticed where all stages decide together; set max_grad_norm, "
+                "loss_scale or width"
             )
 
     @classmethod
@@ -301,16 +307,16 @@ class PipelineOptions:
     @property
     def policy(self) -> Policy:
         """What stages decide by."""
-        return Policy(self.update.clip, self.numerics.scaling)
+        return Policy(self.update.max_grad_norm, self.precision.scaling)
 
     @property
     def deciding(self) -> Mapping[str, str]:
         """For what all stages decide together before an update, each with how to be without it."""
-        parallel, numerics = self.data_parallel, self.numerics
+        parallel, precision = self.data_parallel, self.precision
         return what_decides(
-            self.update.clip is not None,
-            numerics.scaling is not None,
-            numerics.loss_scale is None,
+            self.update.max_grad_norm is not None,
+            precision.scaling is not None,
+            precision.loss_scale is None,
             parallel.width,
             parallel.combine.kind if parallel.combine.apart else None,
         )

@@ -74,9 +74,9 @@ class UnprovenPlan:
         """
         if isinstance(given, ScheduleRequest):
             check_enough(blocks, given.stages)  # every rank holds a stage, so this much is known before it is built
-        plain, staleness, tied = schedule_of(given), options.staleness, options.data.tied or {}
-        parallel, memory = options.data_parallel, options.memory
-        parts = cut_blocks(blocks, plain.num_stages, options.placement.balance)
+        plain, staleness, tied = schedule_of(given), options.staleness, options.partition.tied or {}
+        parallel, recompute = options.data_parallel, options.recompute.recompute
+        parts = cut_blocks(blocks, plain.num_stages, options.partition.balance)
         ties, inside = find_ties(blocks, parts, tied)
         fault = parallel.combine.fault(
             plain,
@@ -88,13 +88,11 @@ class UnprovenPlan:
         )
         if fault is not None:
             raise ConfigError(fault)
-        check_slices(plain, memory.recompute, options.data.slicing)
-        delays, backward = resolve_both(
-            staleness.delays, staleness.backward_delays, blocks, tied, plain, memory.recompute
-        )
+        check_slices(plain, recompute, options.partition.slicing)
+        delays, backward = resolve_both(staleness.delays, staleness.backward_delays, blocks, tied, plain, recompute)
         schedule = with_all_actions(given, options, _stages_of(ties))
-        check_recomputed_blocks(schedule, memory.recompute)
-        check_correction(schedule, staleness.correction, options.numerics.low, memory.recompute, tied=bool(ties))
+        check_recomputed_blocks(schedule, recompute)
+        check_correction(schedule, staleness.correction, options.precision.low, recompute, tied=bool(ties))
         return UnprovenPlan(options, given, schedule, parts, ties, inside, delays, backward)
 
     def prove(self) -> PipelinePlan:
@@ -132,9 +130,9 @@ class UnprovenPlan:
         options = self.options.changed(correction=correction)
         schedule = with_all_actions(given, options, _stages_of(self.ties))
         check_same_places(self.schedule, schedule)
-        recompute = options.memory.recompute
+        recompute = options.recompute.recompute
         check_recomputed_blocks(schedule, recompute)
-        check_correction(schedule, correction, options.numerics.low, recompute, tied=bool(self.ties))
+        check_correction(schedule, correction, options.precision.low, recompute, tied=bool(self.ties))
         return UnprovenPlan(**self._values() | {"options": options, "given": given, "schedule": schedule})
 
     @property
@@ -148,10 +146,10 @@ class UnprovenPlan:
 
         S is the loss scale.
         """
-        parallel, given = self.options.data_parallel, self.options.update.divisor
+        parallel, given = self.options.data_parallel, self.options.precision.divisor
         pipelines = 1 if parallel.combine.apart else parallel.width
         divisor = float(pipelines * self.schedule.microbatches if given is None else given)
-        return divisor if self.options.numerics.low is None else 2.0 ** round(math.log2(divisor))
+        return divisor if self.options.precision.low is None else 2.0 ** round(math.log2(divisor))
 
     def _values(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in fields(UnprovenPlan)}

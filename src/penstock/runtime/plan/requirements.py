@@ -64,13 +64,13 @@ def prove_with_all_actions(given: Schedule | Proof, options: PipelineOptions, ti
 
 def _additions(plain: Schedule, options: PipelineOptions, tied: Collection[int]) -> dict[str, Any]:
     """The arguments of `penstock.schedule.build.extended`."""
-    parallel, memory = options.data_parallel, options.memory
+    parallel, recompute = options.data_parallel, options.recompute
     combine = parallel.combine
     return {
         "decides": bool(options.deciding) or needs_decisions(plain) or RULES[plain.rule].provisional,
         "reduces": parallel.width != 1 and not combine.apart,
-        "recomputes": memory.recompute == "stage",
-        "segments": memory.segments,
+        "recomputes": recompute.recompute == "stage",
+        "segments": recompute.segments,
         "tied": tied,
         "averages": combine.every if combine.apart else None,
         "behind": combine.behind,

@@ -46,7 +46,7 @@ class RankState:
         stop: StopRequest,
     ) -> None:
         options = plan.options
-        self.key, self.recorder, self.slicing, self.stop = key, recorder, options.data.slicing, stop
+        self.key, self.recorder, self.slicing, self.stop = key, recorder, options.partition.slicing, stop
         self.snapshots: list[ref[Snapshot]] = []  # that somebody may still have
         self._last = plan.schedule.num_stages - 1
         self.decisions = Decisions(

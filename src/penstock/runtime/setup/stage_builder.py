@@ -56,7 +56,7 @@ class StageBuilder:
         recorder: Recorder,
     ) -> None:
         self._key, self._plan, self._loss, self._optimizer = key, plan, loss, optimizer
-        self._options, self._low = plan.options, plan.options.numerics.low
+        self._options, self._low = plan.options, plan.options.precision.low
         self._hold = partial(recorder.change, "activations")
 
     def build(self, stage: Stage, blocks: dict[str, Any]) -> StageRuntime:
@@ -126,7 +126,7 @@ class StageBuilder:
             if delays is not None:
                 delays.check_trained(blocks)
         loss = self._loss_of(stage) if ways.has_loss else None
-        module = StageModule(blocks, loss, where, self._options.data.seed, self._low, bool(ways.outputs))
+        module = StageModule(blocks, loss, where, self._options.run.seed, self._low, bool(ways.outputs))
         if module.trained and stage.index in schedule.frozen:
             raise ConfigError(
                 f"{where} is frozen in the schedule, but {next(iter(module.trained))} wants gradients; set "
@@ -153,14 +153,14 @@ class StageBuilder:
         # `_fit` says whether it rotates.
         updater = Updater(self._optimizer, store.layout, store.master, rotates=False, scheduler=update.lr_scheduler)
         average = None
-        if update.average is not None:
+        if update.ema_decay is not None:
             average = Buffer(store.layout, f"average of {module.where}")
             average.load(store.master.views)
         elsewhere = {name for tie in ties for name in tie.names_at(stage.index) if tie.stages[0] != stage.index}
         return TrainedWeights(
             store,
             updater,
-            decay=update.average or 0.0,
+            decay=update.ema_decay or 0.0,
             average=average,
             counted_elsewhere=elsewhere,
             older=older,
@@ -207,7 +207,7 @@ class StageBuilder:
             corrector = weights.corrector = self._make_corrector(stage, weights, proof, correction)
             weights.apart = _steps_apart(proof)
             store.hold_estimate(self._estimates_whole(stage, proof, corrector))
-            rate = _rate(self._options.update.rate, corrector)
+            rate = _rate(self._options.update.lr_schedule, corrector)
             updater.correct(rate, None if corrector is None else corrector.begin)
             updater.prepare(store.layout, self._rotates(stage, proof, corrector))
             reading = _reading(RULES[proof.schedule.rule], weights, self._plan.backward_delays)
@@ -227,7 +227,7 @@ class StageBuilder:
         self, stage: Stage, module: StageModule, storages: set[int], reading: WeightReads, schedule: Schedule
     ) -> StageGraphs:
         parts = parts_to_recompute(
-            list(module.blocks), self._options.memory.recompute, stage.index in schedule.recomputed
+            list(module.blocks), self._options.recompute.recompute, stage.index in schedule.recomputed
         )
         ops = {p.op for a in schedule.programs[stage.rank].period for p in passes(a) if p.stage == stage}
         halved, parks = _halved(schedule, stage, any(neighbors_of(schedule, stage).returns)), Op.OFFLOAD in ops
@@ -236,7 +236,7 @@ class StageBuilder:
 
     def _estimates_whole(self, stage: Stage, proof: Proof, corrector: Corrector | None) -> bool:
         """Whether estimates are written to a buffer, not made tensor by tensor: of what forwards read, or is cast."""
-        again = self._options.memory.recompute == "block" or stage.index in proof.schedule.recomputed
+        again = self._options.recompute.recompute == "block" or stage.index in proof.schedule.recomputed
         return (self._low is not None or again) and corrector is not None and corrector.motion is not None
 
     def _rotates(self, stage: Stage, proof: Proof, corrector: Corrector | None) -> bool:

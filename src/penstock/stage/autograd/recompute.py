@@ -20,7 +20,7 @@ from penstock.errors import ConfigError
 from penstock.schedule.transforms.recompute import Segments
 from penstock.stage.autograd.saved_bytes import storage_bytes
 
-Recompute = Literal["none", "block", "stage"]
+RecomputeMode = Literal["none", "block", "stage"]
 BufferPlace = tuple[nn.Module, str]
 _State = tuple[int, int]
 """Identity and version counter of a tensor."""
@@ -144,7 +144,7 @@ class RecomputeInputSaver:
         return {(m, key): tensor for m in modules for key, tensor in m._buffers.items() if tensor is not None}
 
 
-def parts_to_recompute(names: Sequence[str], recompute: Recompute, in_schedule: bool) -> list[Sequence[str]]:
+def parts_to_recompute(names: Sequence[str], recompute: RecomputeMode, in_schedule: bool) -> list[Sequence[str]]:
     """Group the blocks of a stage that are recomputed together; empty where their graphs are kept.
 
     Args:
@@ -163,8 +163,8 @@ def check_recompute(recompute: str, segments: Segments) -> None:
     Raises:
         ConfigError: the kind is unknown, or nothing is recomputed in such segments.
     """
-    if recompute not in get_args(Recompute):
-        raise ConfigError(f"recompute must be one of {', '.join(get_args(Recompute))}; got {recompute!r}")
+    if recompute not in get_args(RecomputeMode):
+        raise ConfigError(f"recompute must be one of {', '.join(get_args(RecomputeMode))}; got {recompute!r}")
     if recompute != "stage" and segments != 1:
         raise ConfigError(
             f"segments={segments!r} is for recompute='stage', where stages recompute forwards together; recompute is "
