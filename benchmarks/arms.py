@@ -124,8 +124,8 @@ class PenstockArm:
             schedule,
             loss=task.loss,
             optimizer=task.optimizer,
-            clip=clip,
-            balance=[1] * schedule.num_stages,
+            max_grad_norm=clip,
+            partition=[1] * schedule.num_stages,
             group=dist.new_group(),  # of its own: a stream that is halted may have messages under way
         )
 

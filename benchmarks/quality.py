@@ -27,7 +27,7 @@ from penstock.view.comparing import TerminalComparison
 from penstock.view.comparison_page import RESULTS as ROWS, SUMMARY, write_findings
 
 PUBLISHED = RESULTS / "quality"
-SHARED = ("stages=8", "batches=600", "rate.warm_up=150", "seeds=3", "tune=1")
+SHARED = ("stages=8", "batches=600", "lr_schedule.warm_up=150", "seeds=3", "tune=1")
 EIGHT = ("microbatches=8", "microbatch_size=2")
 MANY = ("microbatches=32", "microbatch_size=1")
 """Four microbatches per stage: 1f1b is idle 18 % of the time, the first stage is 7/32 of an update behind."""
@@ -35,7 +35,7 @@ MANY = ("microbatches=32", "microbatch_size=1")
 ONE = ("microbatches=1", "microbatch_size=16")
 """The same 16 samples per update, all in one microbatch: the delay of the first stage is then 7 updates."""
 
-HALF = ("batches=320", "rate.warm_up=80")
+HALF = ("batches=320", "lr_schedule.warm_up=80")
 """The number of updates of 1f1b in the simulated time in which methods without a bubble make 600."""
 
 FEW = "2bw,2bw:sync=150,stash,pipemare,pipemare:sync=150,spectrain"

@@ -65,7 +65,7 @@ class InProcessArm:
             schedule,
             loss=TINY.loss,
             optimizer=TINY.optimizer,
-            balance=[1] * schedule.num_stages,
+            partition=[1] * schedule.num_stages,
         )
 
     def run(self, batches: int) -> None:

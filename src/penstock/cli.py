@@ -445,7 +445,7 @@ def compare(
         int | None, typer.Option(help="Seeds to try all rates with; the others use the best one. All if not given.")
     ] = None,
     changes: Annotated[
-        list[str] | None, typer.Option("--set", help="Change a value, as in [bold]--set clip=1.0[/bold].")
+        list[str] | None, typer.Option("--set", help="Change a value, as in [bold]--set max_grad_norm=1.0[/bold].")
     ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder for the results; an interrupted comparison is continued.")

@@ -77,13 +77,13 @@ def fault(monkeypatch):
 
 @pytest.mark.usefixtures("fault")
 def test_what_is_wrong_is_said_and_gives_exit_code_1(verify):
-    code, out, err = verify("method=1f1b", "clip=0.1")
+    code, out, err = verify("method=1f1b", "max_grad_norm=0.1")
     assert code == 1
     rows = [" ".join(line.split()) for line in out.splitlines()]
     assert sum(row.startswith("decisions 4 of 12 ") and row.endswith(" norm") for row in rows) == 2
     assert "the pipeline does not train what 1f1b says: it differs first in batch 0, in decisions (norm: " in out
     assert err == ""
-    code, out, _ = verify("method=1f1b", "clip=0.1", arguments=["--json"])
+    code, out, _ = verify("method=1f1b", "max_grad_norm=0.1", arguments=["--json"])
     found = json.loads(out)
     assert code == 1
     assert found["agrees"] is False

@@ -34,6 +34,7 @@ from penstock.models.gpt import language_loss
 from penstock.partition.blocks import cut_blocks
 from penstock.runtime.execute.evaluation import Evaluating
 from penstock.runtime.pipeline import Pipeline
+from penstock.runtime.plan.options import Precision
 from penstock.schedule.build import prove
 from penstock.simulate.costs import Costs
 from penstock.train.setup.lr_schedule import rate_schedule
@@ -43,7 +44,8 @@ from penstock.view.comparing import caption
 TEXT = Path(__file__).parents[2] / "LICENSE"  # any text that stays the same
 TINY = (
     "stages=2", "microbatches=4", "microbatch_size=1", "batches=6", "seeds=1", "evaluate.every=2", "evaluate.samples=8",
-    "model.layers=2", "model.width=16", "model.heads=2", "model.context=8", "rate.warm_up=2", "optimizer.lr=0.01",
+    "model.layers=2", "model.width=16", "model.heads=2", "model.context=8", "lr_schedule.warm_up=2",
+    "optimizer.lr=0.01",
     f"data={TEXT}",
 )  # fmt: skip
 
@@ -105,8 +107,8 @@ def pipeline_of(config: ComparisonConfig, method: str, **more: Any) -> Pipeline:
         prove(method, config.stages, config.microbatches),
         loss=task.loss,
         optimizer=make_optimizers(config, config.optimizer.lr),
-        rate=rate_schedule(config.rate, config.batches),
-        divisor=4 * 8,
+        lr_schedule=rate_schedule(config.lr_schedule, config.batches),
+        precision=Precision(divisor=4 * 8),
         **more,
     )
 
@@ -114,7 +116,7 @@ def pipeline_of(config: ComparisonConfig, method: str, **more: Any) -> Pipeline:
 def test_rows_are_those_of_a_pipeline(found: Findings) -> None:
     """Of 2bw, which is evaluated in the run without a drain; norms are those that its stages decide by."""
     config, task = found.config, found.task
-    pipeline = pipeline_of(config, "2bw", clip=1e9)
+    pipeline = pipeline_of(config, "2bw", max_grad_norm=1e9)
     held_out = [[task.held_out(2 * k, 2) for k in range(4)]]
     losses, norms, evaluated = [], {}, {}
     for report in pipeline.run(data(config), evaluate=Evaluating(2, lambda: held_out)):
@@ -150,7 +152,7 @@ def test_versions_in_the_midst_of_a_run_are_those_of_the_equations(found: Findin
         method=method.partition(":")[0],
         options={"reschedule": 3} if "pipemare" in method else {},
         optimizer=make_optimizers(config, config.optimizer.lr),
-        rate=rate_schedule(config.rate, config.batches),
+        rate=rate_schedule(config.lr_schedule, config.batches),
         divisor=4 * 8,
         seed=0,
     )
@@ -181,7 +183,7 @@ def test_a_method_after_synchronous_batches(tmp_path: Path) -> None:
     config, task, entrant = found.config, found.task, found.entrants[1]
     model = torch.nn.Sequential(*(block.make() for block in task.blocks(0).values()))
     optimizer = make_optimizers(config, config.optimizer.lr)(list(model.named_parameters()))
-    rates, rate = [group["lr"] for group in optimizer.param_groups], rate_schedule(config.rate, config.batches)
+    rates, rate = [group["lr"] for group in optimizer.param_groups], rate_schedule(config.lr_schedule, config.batches)
     versions, losses = [], []
     for t, batch in enumerate(data(config)):
         versions.append([p.detach().clone() for p in model.parameters()])
@@ -230,7 +232,7 @@ def test_the_midst_of_a_long_simulation_is_filled_in(method: str) -> None:
 
 
 def test_seeds_and_rates_differ_and_clipping_is_counted_before(tmp_path: Path) -> None:
-    findings = compared(tmp_path / "out", "methods=1f1b", "seeds=2", "lr=0.01,0.001", "batches=2", "clip=0.5")
+    findings = compared(tmp_path / "out", "methods=1f1b", "seeds=2", "lr=0.01,0.001", "batches=2", "max_grad_norm=0.5")
     results = findings.results
     assert list(results) == [Key("1f1b", s, lr) for s in (0, 1) for lr in (0.01, 0.001)]
     losses = {key: result.losses[0] for key, result in results.items()}
@@ -276,7 +278,7 @@ def test_a_block_with_statistics_is_refused() -> None:
 # --- divergence -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("method", "changes"), [("2bw", []), ("1f1b", ["clip=1e9"])])
+@pytest.mark.parametrize(("method", "changes"), [("2bw", []), ("1f1b", ["max_grad_norm=1e9"])])
 def test_a_run_that_diverges_is_a_result(tmp_path: Path, method: str, changes: list[str]) -> None:
     changes = [f"methods={method}", "optimizer.name=sgd", "lr=1e8", "batches=20", *changes]
     (result,) = compared(tmp_path / "out", *changes).results.values()
@@ -414,7 +416,7 @@ def test_another_comparison_is_refused_before_its_methods_are_looked_at(tmp_path
     ("changes", "message"),
     [
         (["batches=3"], "batches is 2 there and 3 now"),
-        (["clip=1.0"], "clip is not set there and 1.0 now"),
+        (["max_grad_norm=1.0"], "max_grad_norm is not set there and 1.0 now"),
         (["optimizer.beta2=0.9", "model.width=8"], "model.width is 16 there and 8 now; optimizer.beta2 is 0.95 there"),
         (["data=pyproject.toml"], "data found is .* tokens, .* there and"),
     ],

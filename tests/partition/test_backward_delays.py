@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from penstock.errors import CapabilityError, ConfigError
 from penstock.runtime.pipeline import Pipeline
+from penstock.runtime.plan.options import Staleness
 from penstock.schedule.build import make_schedule
 from support.cases import Case, Outcome, assert_same, make_batches, make_blocks, make_pipeline, together, train
 from support.delay_cases import VARIED, assert_trained, go_on, long_case, sequential, snapshots
@@ -57,8 +58,7 @@ def test_the_formulas_written_out(forward: int, backward: int) -> None:
         make_schedule("1f1b", 3, 1),
         loss=lambda y, t: ((y - t) ** 2).sum(),
         optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
-        delays=forward,
-        backward_delays=backward,
+        staleness=Staleness(delays=forward, backward_delays=backward),
     )
     list(pipeline.run([[pair] for pair in data]))
     for t, (x, target) in enumerate(data):
@@ -101,7 +101,7 @@ def test_a_part_of_a_parameter_is_looked_up_at_its_place() -> None:
         make_schedule("1f1b", 1, 1),
         loss=lambda y, t: ((y - t) ** 2).sum(),
         optimizer=lambda named: torch.optim.SGD(named, lr=0.02),
-        backward_delays=2,
+        staleness=Staleness(backward_delays=2),
     )
     list(pipeline.run([[pair] for pair in data]))
     for t, (x, target) in enumerate(data):
@@ -306,7 +306,7 @@ def test_blocks_that_run_their_forward_again_are_refused(reentrant: bool, captur
         "delays": 2,
     }
     batches = [[(torch.ones(2, 3, dtype=torch.float64), None)]] * 4
-    refused = Pipeline(blocks, backward_delays=0, **arguments)
+    refused = Pipeline(blocks, staleness=Staleness(backward_delays=0), **arguments)
     with pytest.raises(CapabilityError, match="torch.utils.checkpoint.*take the checkpoint out .* backward_delays"):
         list(refused.run(batches))
     same = [Map(), Checkpointed(reentrant, captured)]

@@ -17,6 +17,7 @@ from penstock.errors import CheckpointError, ConfigError, VersionError
 from penstock.partition.blocks import LazyBlock
 from penstock.runtime.execute.evaluation import Evaluating
 from penstock.runtime.pipeline import Pipeline
+from penstock.runtime.plan.options import Staleness
 from penstock.schedule.build import make_schedule
 from penstock.schedule.methods.corrections import CORRECTIONS
 from penstock.weights.corrections.pipemare import PipeMare
@@ -107,7 +108,7 @@ def test_in_low_precision_the_cast_versions_are_kept(precision: Any) -> None:
 
 def test_clipping_and_averages() -> None:
     case = long_case(clip=0.3)
-    pipeline = make_pipeline(case, delays=VARIED, average=0.9)
+    pipeline = make_pipeline(case, delays=VARIED, ema_decay=0.9)
     list(pipeline.run(make_batches(case)))
     wanted = sequential(case, VARIED, clip=0.3)
     state, averaged = pipeline.state_dict(), pipeline.state_dict(averaged=True)
@@ -260,16 +261,16 @@ def test_a_checkpoint_without_older_versions_begins_with_the_newest() -> None:
 def test_evaluations_read_the_newest_version() -> None:
     case = long_case(spans=(8,))
     held_out = make_batches(replace(case, spans=(2,)))
-    pipeline = make_pipeline(case, delays=VARIED, clip=1e9)
+    pipeline = make_pipeline(case, delays=VARIED, max_grad_norm=1e9)
     found = []
     for report in pipeline.run(make_batches(case), evaluate=Evaluating(3, lambda: held_out)):
         found += report.evaluated
     found += pipeline.evaluated()
     assert [e.version for e in found] == [3, 6]
     for evaluation in found:
-        other = make_pipeline(case, delays=VARIED, clip=1e9)
+        other = make_pipeline(case, delays=VARIED, max_grad_norm=1e9)
         list(other.run(make_batches(case)[: evaluation.version]))
-        plain = make_pipeline(case, blocks=make_blocks(case.model, seed=99), clip=1e9)
+        plain = make_pipeline(case, blocks=make_blocks(case.model, seed=99), max_grad_norm=1e9)
         plain.load(Kept(other.snapshots()))
         evaluated = plain.evaluate(held_out)
         assert evaluated is not None
@@ -393,5 +394,5 @@ def test_a_block_that_is_made_late_is_looked_at_then() -> None:
         "optimizer": lambda named: torch.optim.SGD(named, lr=0.1),
     }
     with pytest.raises(ConfigError, match="block 'b' has no trained parameters"):
-        Pipeline(blocks, delays={"b": 1}, **arguments)
-    assert Pipeline(blocks, delays=1, **arguments).delays == {"a": 1, "b": 1}
+        Pipeline(blocks, staleness=Staleness(delays={"b": 1}), **arguments)
+    assert Pipeline(blocks, staleness=Staleness(delays=1), **arguments).delays == {"a": 1, "b": 1}

@@ -15,6 +15,7 @@ from penstock.errors import ConfigError, DataError
 from penstock.models.gpt import GPTConfig, gpt_blocks
 from penstock.partition.sequence_slices import Slicing, equal_lengths, equal_time_lengths
 from penstock.runtime.pipeline import Pipeline
+from penstock.runtime.plan.options import Partition
 from penstock.schedule.build import make_schedule
 from support.cases import token_loss
 from support.pool import Pool
@@ -173,7 +174,13 @@ def test_chunks_of_a_graph_that_depend_on_each_other() -> None:
         optimizer.step()
         optimizer.zero_grad()
     schedule = make_schedule("seq1f1b", 2, 1, options={"slices": 4})
-    pipeline = Pipeline(layers(), schedule, loss=loss, optimizer=sgd, slicing=Slicing(dimension=0), balance=[2, 2])
+    pipeline = Pipeline(
+        layers(),
+        schedule,
+        loss=loss,
+        optimizer=sgd,
+        partition=Partition(slicing=Slicing(dimension=0), balance=[2, 2]),
+    )
     for _ in pipeline.run([[(graph, target)]] * 3):
         pass
     found = list(pipeline.state_dict().values())

@@ -64,7 +64,7 @@ def precise(method: str, depth: int, m: int, width: int, combine: Combine, **cha
     }
     schedule = make_schedule(method, depth, m)
     return Pipeline(
-        precise_blocks(model_of(depth)), schedule, balance=BALANCE[schedule.num_stages], **(arguments | changes)
+        precise_blocks(model_of(depth)), schedule, partition=BALANCE[schedule.num_stages], **(arguments | changes)
     )
 
 
@@ -423,7 +423,7 @@ AVERAGE = Combine("average", every=2)
         ("1f1b", {"width": 1, "combine": AVERAGE}, "combine=average needs parallel pipelines; set width to at least"),
         ("1f1b", {"combine": Combine("elastic", pull=0.6)}, "pull must be at most 1/w = 0.5 with 2 pipelines, got 0.6"),
         ("1f1b", {"combine": AVERAGE, "reduce": "fast"}, "reduce=fast cannot be used with combine=average"),
-        ("1f1b", {"combine": AVERAGE, "average": 0.9}, "average=0.9 and combine=average do not go together"),
+        ("1f1b", {"combine": AVERAGE, "ema_decay": 0.9}, "ema_decay=0.9 and combine=average do not go together"),
         ("1f1b", {"combine": "average"}, "combine must be a Combine, such as Combine('average', every=4)"),
         ("zb-h2-post", {"combine": AVERAGE}, "use the method without post-validation"),
         ("newest", {"combine": AVERAGE}, "under which a microbatch reads several versions"),

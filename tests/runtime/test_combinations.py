@@ -171,7 +171,7 @@ def kept_and_looked_at(case: Case, chosen: Features) -> None:
     case = replace(case, spans=(6,), **changes)
     stopping = drained(case, 3) if {"evaluate", "resume"} & set(chosen) else case
     result, data = wanted(stopping), make_batches(replace(case, spans=(8,)))[6:]
-    said, average = outcome_of(case, result), {"average": AVERAGE} if "average" in chosen else {}
+    said, average = outcome_of(case, result), {"ema_decay": AVERAGE} if "average" in chosen else {}
     taken: list[Snapshot] = []
     evaluations: list[Evaluated] = []
     recording, outcome = Recording(OPTIMIZERS[case.optimizer]), Outcome()
@@ -262,7 +262,7 @@ def wide(case: Case, _: Features) -> None:
 def combined(case: Case, _: Features) -> None:
     case = replace(case, width=2)
     schedule, batches, blocks = case.schedule, uneven_batches(4, case.m, 2), precise_blocks(case.model)
-    pipeline = make_pipeline(case, blocks=blocks, loss=precise_loss, rate=None, combine=MEETING)
+    pipeline = make_pipeline(case, blocks=blocks, loss=precise_loss, lr_schedule=None, combine=MEETING)
     list(pipeline.run(batches))
 
     def reads(t: int, k: int, s: int) -> int:
@@ -377,7 +377,7 @@ CHECKS: Mapping[tuple[str, ...], Check] = {
     ("fallback", "sync"): with_others,
 }
 WORDS = {
-    "clip": "which clip needs",
+    "clip": "which max_grad_norm needs",
     "loss scale": "which loss_scale needs",
     "width": "which a width of 2 needs",
     "bf16": "fp32",

@@ -108,14 +108,14 @@ def test_a_schedule_that_decides_already_is_taken_as_it_is() -> None:
     schedule = make_schedule("2bw", 2, 3, decides=True)
     pipeline = make_pipeline(case, schedule=schedule)
     assert pipeline.schedule == schedule
-    with_clip, without = make_pipeline(case), make_pipeline(case, clip=None)
+    with_clip, without = make_pipeline(case), make_pipeline(case, max_grad_norm=None)
     assert with_clip.schedule == schedule != without.schedule
 
 
 @pytest.mark.parametrize("clip", [0.0, -1.0, math.nan, math.inf])
 def test_a_norm_that_makes_no_sense_is_refused(clip: float) -> None:
     with pytest.raises(ConfigError, match="clip must be a positive number"):
-        make_pipeline(Case("1f1b", 2, 2), clip=clip)
+        make_pipeline(Case("1f1b", 2, 2), max_grad_norm=clip)
 
 
 @pytest.mark.parametrize(

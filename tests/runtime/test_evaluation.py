@@ -191,7 +191,7 @@ def test_what_cannot_be_evaluated_is_refused() -> None:
     with pytest.raises(ConfigError, match="no averaged weights"):
         make_pipeline(case).evaluate(data_of(case), averaged=True)
     with pytest.raises(ConfigError, match="average must be a decay between 0 and 1"):
-        make_pipeline(case, average=1.0)
+        make_pipeline(case, ema_decay=1.0)
 
 
 # --- averaged weights -------------------------------------------------------------------------------------------------
@@ -202,7 +202,7 @@ def test_what_cannot_be_evaluated_is_refused() -> None:
 def test_the_average_follows_its_equation(method: str, precision: str) -> None:
     """A(t+1) = 0.8 A(t) + 0.2 W(t+1), A(0) = W(0); a skipped update does not count."""
     case = Case(method, 2, 2, spans=(1,) * 5, skips=(2,), precision=precision)  # type: ignore[arg-type]
-    pipeline = make_pipeline(case, average=0.8)
+    pipeline = make_pipeline(case, ema_decay=0.8)
     wanted = {name: w.clone() for name, w in pipeline.state_dict().items()}
     for t, batch in enumerate(make_batches(case)):
         list(pipeline.run([batch]))
@@ -217,7 +217,7 @@ def test_the_average_follows_its_equation(method: str, precision: str) -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_averaged_weights_are_evaluated_on_demand(precision: str) -> None:
     case = Case("2bw", 2, 2, spans=(4,), skips=(), precision=precision)  # type: ignore[arg-type]
-    pipeline = make_pipeline(case, average=0.5)
+    pipeline = make_pipeline(case, ema_decay=0.5)
     list(pipeline.run(make_batches(case)))
     averaged = pipeline.state_dict(averaged=True)
     found, newest = pipeline.evaluate(data_of(case), averaged=True), pipeline.evaluate(data_of(case))

@@ -52,7 +52,7 @@ def test_an_optimizer_that_raises() -> None:
         return 1.0 if ordinal < 2 else 1 / (ordinal - 2)
 
     case = Case("1f1b", 2, 2, skips=())
-    pipeline = make_pipeline(case, rate=rate)
+    pipeline = make_pipeline(case, lr_schedule=rate)
     with pytest.raises(ZeroDivisionError) as caught:
         list(pipeline.run(make_batches(case)))
     assert caught.value.__notes__[0].startswith("raised by STEP2 of stage")

@@ -80,7 +80,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 def test_a_plan_needs_no_module() -> None:
-    options = PipelineOptions().changed(clip=1.0, balance=[2, 2, 1])
+    options = PipelineOptions().changed(max_grad_norm=1.0, balance=[2, 2, 1])
     plan = PipelinePlan.make(unmade(5), ScheduleRequest("2bw", 3, 4), options)
     assert plan.parts == [["block0", "block1"], ["block2", "block3"], ["block4"]]
     assert any(action.op.value == "DECIDE" for action in plan.schedule.programs[0].period)
@@ -96,7 +96,7 @@ def test_every_check_is_made_once(counted: Counter[str]) -> None:
 
 
 def test_a_plan_is_followed_by_another_one_that_is_not_checked_again(counted: Counter[str]) -> None:
-    plan = PipelinePlan.make(linear(4), ScheduleRequest("2bw", 2, 2), PipelineOptions().changed(clip=1.0))
+    plan = PipelinePlan.make(linear(4), ScheduleRequest("2bw", 2, 2), PipelineOptions().changed(max_grad_norm=1.0))
     pipeline = pipeline_of(plan, linear(4), total, sgd)
     following = plan.followed_by(ScheduleRequest("1f1b", 2, 2), None).prove()
     before = counted.copy()
@@ -124,7 +124,13 @@ def test_a_plan_is_followed_by_another_one_that_is_not_checked_again(counted: Co
             "goes with version rule newest",
         ),
         ("seq1f1b", 2, {"recompute": "block"}, ConfigError, "does not go with slices of sequences"),
-        ("wpipe", 2, {"clip": 1.0}, ConfigError, "wait for a decision of all stages, which clip needs"),
+        (
+            "wpipe",
+            2,
+            {"max_grad_norm": 1.0},
+            ConfigError,
+            "wait for a decision of all stages, which max_grad_norm needs",
+        ),
         ("2bw", 6, {"recompute": "stage", "segments": 7}, ConfigError, "from 1 to 6 here"),
         (
             "i-timeprest",
@@ -165,10 +171,10 @@ def test_too_few_microbatches_are_found_last() -> None:
         ({"precision": "fp8"}, "precision must be one of fp32, bf16, fp16"),
         ({"recompute": "all"}, "recompute must be one of none, block, stage"),
         ({"segments": 2}, "segments=2 is for recompute='stage'"),
-        ({"clip": 0.0}, "clip must be a positive number"),
+        ({"max_grad_norm": 0.0}, "max_grad_norm must be a positive number"),
         ({"divisor": 0.0}, "divisor must be positive"),
-        ({"average": 1.0}, "average must be a decay between 0 and 1"),
-        ({"average": 0.9, "combine": Combine("average")}, "average=0.9 and combine=average do not go together"),
+        ({"ema_decay": 1.0}, "ema_decay must be between 0 and 1"),
+        ({"ema_decay": 0.9, "combine": Combine("average")}, "ema_decay=0.9 and combine=average do not go together"),
     ],
 )
 def test_options_are_checked_when_they_are_made(options: dict[str, Any], message: str) -> None:
@@ -201,7 +207,7 @@ def test_a_request_gives_the_plan_of_its_proof(method: str) -> None:
     correction = correction_of(method, **given)
     options, request = PipelineOptions().changed(correction=correction), ScheduleRequest(method, 4, 8)
     if method != "wpipe":  # whose stages cannot decide together
-        options = options.changed(clip=1.0, width=2)
+        options = options.changed(max_grad_norm=1.0, width=2)
     blocks = unmade(request.schedule.num_stages)
     draft = UnprovenPlan.of(blocks, request, options)
     plan = draft.prove()
@@ -211,9 +217,9 @@ def test_a_request_gives_the_plan_of_its_proof(method: str) -> None:
 
 def test_a_pipeline_runs_the_plan_of_its_keywords() -> None:
     """What a keyword of `Pipeline` says is what its plan says."""
-    pipeline = make_pipeline(Case("1f1b", 2, 2, clip=0.5, width=2, precision="bf16", tied=True), average=0.9, seed=7)
+    pipeline = make_pipeline(Case("1f1b", 2, 2, clip=0.5, width=2, precision="bf16", tied=True), ema_decay=0.9, seed=7)
     options = pipeline._plan.options
-    assert (options.update.clip, options.update.average, options.data.seed) == (0.5, 0.9, 7)
-    assert (options.data_parallel.width, options.numerics.precision) == (2, "bf16")
-    assert options.data.tied == {"head.weight": "table.weight"}
-    assert (options.placement.balance, options.placement.timeout) == ((3, 3), 20.0)
+    assert (options.update.max_grad_norm, options.update.ema_decay, options.run.seed) == (0.5, 0.9, 7)
+    assert (options.data_parallel.width, options.precision.precision) == (2, "bf16")
+    assert options.partition.tied == {"head.weight": "table.weight"}
+    assert (options.partition.balance, options.run.timeout) == ((3, 3), 20.0)

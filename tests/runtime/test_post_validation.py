@@ -184,7 +184,7 @@ def test_averaged_weights_follow_what_was_decided() -> None:
     case = Case("zb-h2-post", 2, 4, spans=(4,), clip=0.5)
     averages = []
     for method in ("zb-h2-post", "zb-h2"):
-        pipeline = make_pipeline(replace(case, method=method), average=0.5)
+        pipeline = make_pipeline(replace(case, method=method), ema_decay=0.5)
         list(pipeline.run(make_batches(case)))
         averages.append(pipeline.state_dict(averaged=True))
     assert_equal_tensors(averages[0], averages[1], "averaged weights")

@@ -20,6 +20,7 @@ from penstock.comm.core.rank_grid import Holder
 from penstock.errors import CheckpointError, ConfigError, PenstockError, TransportError, VersionError
 from penstock.runtime.execute.evaluation import Evaluating
 from penstock.runtime.pipeline import Pipeline
+from penstock.runtime.plan.options import DataParallel
 from penstock.runtime.rank.snapshot import Saving, Snapshot
 from penstock.runtime.update.divergence import Divergence
 from penstock.schedule.build import make_schedule
@@ -230,9 +231,8 @@ def count_missing(in_flight: int, distance: int, precision: PrecisionName) -> in
         make_schedule("stash", in_flight, 1),
         loss=lambda out, _: (out[:, 2].sum(), 1.0),
         optimizer=lambda named: torch.optim.SGD(named, lr=1.0),
-        width=width,
-        combine=Combine("wsp", every=in_flight, distance=distance),
-        balance=[1] * in_flight,
+        data_parallel=DataParallel(width=width, combine=Combine("wsp", every=in_flight, distance=distance)),
+        partition=[1] * in_flight,
         precision=precision,
     )
     list(pipeline.run(batches))
@@ -501,7 +501,7 @@ WAVES = Combine("wsp", every=2, distance=1)
         ("1f1b", {"width": 1}, "combine=wsp needs parallel pipelines; set width to at least 2"),
         ("1f1b", {"combine": Combine("wsp", distance=1, lag=[0, 1, 0])}, "lag has 3 numbers for 2 pipelines; give one"),
         ("1f1b", {"reduce": "fast"}, "reduce=fast cannot be used with combine=wsp"),
-        ("1f1b", {"average": 0.9}, "average=0.9 and combine=wsp do not go together"),
+        ("1f1b", {"ema_decay": 0.9}, "ema_decay=0.9 and combine=wsp do not go together"),
         ("1f1b", {"delays": 2}, "delays cannot be used with combine=wsp"),
         ("1f1b", {"divergence": Divergence()}, "so they would not agree on a divergence"),
         ("zb-h2-post", {}, "use the method without post-validation"),

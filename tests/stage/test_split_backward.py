@@ -347,7 +347,7 @@ def test_the_account_of_activations_is_what_lives(
         schedule,
         loss=squares,
         optimizer=OPTIMIZERS["sgd"],
-        balance=balance,
+        partition=balance,
         recompute=recompute,
     )
     for _ in pipeline.run(data[:2]):
@@ -420,7 +420,7 @@ def test_a_pipeline_of_compiled_blocks() -> None:
         torch.manual_seed(4)
         blocks = [change(Residual(), number) for number in range(4)]
         schedule = make_schedule(method, 2, 4)
-        pipeline = Pipeline(blocks, schedule, loss=squares, optimizer=OPTIMIZERS["sgd"], balance=[2, 2])
+        pipeline = Pipeline(blocks, schedule, loss=squares, optimizer=OPTIMIZERS["sgd"], partition=[2, 2])
         data = [[tuple(torch.randn(2, SAMPLES, TOKENS, WIDTH)) for _ in range(4)] for _ in range(3)]
         losses = [report.loss for report in pipeline.run(data)]
         return {key.replace("_orig_mod.", ""): value for key, value in pipeline.state_dict().items()}, losses

@@ -29,6 +29,7 @@ from penstock.verify.pass_order import order_of
 from penstock.verify.reference import Reference, Scaling, train_reference
 from penstock.weights.corrections.base import Correction
 from penstock.weights.decision import Decision, LossScale
+from support.grouped import grouped
 
 VOCABULARY, WIDTH, LENGTH = 13, 8, 4
 SPIKE = VOCABULARY  # a target that no model can mean
@@ -367,9 +368,9 @@ def make_pipeline(case: Case, group: dist.ProcessGroup | None = None, **changes:
         "schedule": case.schedule,
         "loss": LOSSES[case.loss],
         "optimizer": OPTIMIZERS[case.optimizer],
-        "rate": warm_up if case.rate else None,
+        "lr_schedule": warm_up if case.rate else None,
         "divisor": case.divisor,
-        "clip": case.clip,
+        "max_grad_norm": case.clip,
         "loss_scale": LossScale(*case.scaling) if case.scaling is not None else None,
         "recompute": case.recompute,
         "seed": case.seed,
@@ -382,7 +383,7 @@ def make_pipeline(case: Case, group: dist.ProcessGroup | None = None, **changes:
         "group": group,
         "timeout": 20.0,
     }
-    return Pipeline(**(arguments | changes))
+    return Pipeline(**grouped(arguments | changes))
 
 
 def train(group: dist.ProcessGroup | None, case: Case, **changes: Any) -> Outcome:

@@ -24,9 +24,17 @@ def test_the_defaults_are_a_2_stage_2bw_pipeline():
 def test_changes_are_read_as_the_field_means_them():
     config = load_config(
         None,
-        ["method=1f1b", "stages=4", "optimizer.lr=1e-3", "rate.floor=0", "balance=[1, 2]", "prompt=1", "data=null"],
+        [
+            "method=1f1b",
+            "stages=4",
+            "optimizer.lr=1e-3",
+            "lr_schedule.floor=0",
+            "balance=[1, 2]",
+            "prompt=1",
+            "data=null",
+        ],
     )
-    assert (config.method, config.stages, config.optimizer.lr, config.rate.floor) == ("1f1b", 4, 1e-3, 0)
+    assert (config.method, config.stages, config.optimizer.lr, config.lr_schedule.floor) == ("1f1b", 4, 1e-3, 0)
     assert (config.balance, config.prompt, config.data) == ([1, 2], "1", None)
 
 
@@ -42,7 +50,7 @@ def test_changes_are_read_as_the_field_means_them():
             "evaluate.every is 6, but with combine.kind=average pipelines meet every 4 batches",
         ),
         (["combine.kind=average", "width=2", "evaluate.patience=2"], "evaluate.patience needs to hear of evaluations"),
-        (["combine.kind=average", "width=2", "average=0.9"], "average=0.9 and combine=average do not go together"),
+        (["combine.kind=average", "width=2", "ema_decay=0.9"], "ema_decay=0.9 and combine=average do not go together"),
         (["combine.kind=average", "width=2", "reduce=fast"], "reduce=fast cannot be used with combine=average"),
         (["combine.kind=average", "width=2", "delays=2", "method=1f1b"], "delays cannot be used with combine=average"),
         (
@@ -126,8 +134,8 @@ def test_what_is_written_into_a_run_folder_can_be_read_back(tmp_path):
         ({"stages": 0}, "stages: input should be greater than or equal to 1, got 0"),
         ({"optimizer": {"name": "adamx"}}, "optimizer.name: input should be 'adamw', 'adam', 'nadam', 'sgd', 'muon'"),
         ({"optimizer": {"lr": "fast"}}, "optimizer.lr: input should be a valid number"),
-        ({"clip": "none"}, "clip: input should be a valid number or null, got 'none'"),
-        ({"clip": 0}, "clip: input should be greater than 0 or null, got 0"),
+        ({"max_grad_norm": "none"}, "max_grad_norm: input should be a valid number or null, got 'none'"),
+        ({"max_grad_norm": 0}, "max_grad_norm: input should be greater than 0 or null, got 0"),
         ({"evaluate": {"every": "never"}}, "evaluate.every: input should be a valid integer or null, got 'never'"),
         ({"optimizer": {"lr": "none"}}, "optimizer.lr: input should be a valid number, got 'none'"),
         ({"balance": [1, "x"]}, "balance.1: input should be a valid integer, got 'x'"),
@@ -203,14 +211,20 @@ def test_a_method_s_settings_are_those_that_are_not_given() -> None:
     other = load_config(None, ["method=spike", "optimizer.name=adamw"]).optimizer
     assert (other.name, other.nesterov) == ("adamw", True)  # refused later: it is not what the method needs
     assert load_config(None, ["method=2gw"]).clip is None
-    assert load_config(None, ["method=wpipe", "clip=2"]).clip == 2
+    assert load_config(None, ["method=wpipe", "max_grad_norm=2"]).max_grad_norm == 2
     assert load_config(None, ["method=2bw"]) == load_config(None, [])
 
 
 def test_every_choice_is_named_with_its_key():
     """What the message names that refuses another one."""
     meanings = {key: meaning for key, _, meaning in described_keys()}
-    for key, wrong in (("precision", "x"), ("recompute", "x"), ("reduce", "x"), ("undo", "x"), ("rate.decay", "x")):
+    for key, wrong in (
+        ("precision", "x"),
+        ("recompute", "x"),
+        ("reduce", "x"),
+        ("undo", "x"),
+        ("lr_schedule.decay", "x"),
+    ):
         with pytest.raises(ConfigError) as refused:
             load_config(None, [f"{key}={wrong}"])
         choices = re.findall(r"'(\S+?)'", str(refused.value).rpartition(", got")[0])

@@ -16,8 +16,8 @@ from penstock.train.setup.prepare import Prepared, prepare
 from support.combinations import PAGE, REFUSALS, answer, case_of, stated_on
 
 CHANGES: Mapping[str, tuple[str, ...]] = {
-    "resume": ("evaluate.every=2", "average=0.9", "checkpoint.every=2"),  # what no method refuses
-    "clip": ("clip=0.6",),
+    "resume": ("evaluate.every=2", "ema_decay=0.9", "checkpoint.every=2"),  # what no method refuses
+    "clip": ("max_grad_norm=0.6",),
     "bf16": ("precision=bf16",),
     "tied": ("model.tied=true",),
     "recompute block": ("recompute=block",),
@@ -53,7 +53,7 @@ def changes_of(method: str, feature: str, data: Path) -> list[str]:
     case = case_of(method)
     small = ("batches=6", "microbatch_size=1", "model.layers=4", "model.width=8", "model.heads=2", "model.context=8")
     shape = (f"method={method}", f"stages={case.depth}", f"microbatches={case.m}", f"data={data}", "held_out=0.2")
-    plain = () if answer(method, "clip") is None else ("clip=null",)  # there is clipping by default
+    plain = () if answer(method, "clip") is None else ("max_grad_norm=null",)  # there is clipping by default
     return [*small, *shape, *plain, *OPTIMIZERS[case.optimizer], *CHANGES[feature]]
 
 
@@ -92,7 +92,7 @@ def test_low_precision_is_refused_whatever_it_is(data: Path) -> None:
         ("spectrain", "combine", "combine 'average' is not supported with correction 'spectrain'"),
         ("zb-v", "sync", "sync.method: zb-v cannot be followed by 1f1b: they differ in stages"),
         ("2bw", "delays", "delays need version rule 'flush'"),
-        ("wpipe", "clip", "wait for a decision of all stages, which clip needs; set clip to null"),
+        ("wpipe", "clip", "wait for a decision of all stages, which max_grad_norm needs; set max_grad_norm to null"),
         ("i-timeprest", "recompute stage", "needs an order that places its own recomputes"),
     ],
 )

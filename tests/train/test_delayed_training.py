@@ -87,7 +87,7 @@ def test_backwards_may_be_late_by_themselves(text: str) -> None:
 
 @pytest.mark.processes
 def test_the_command_trains_what_one_process_does(tmp_path: Path, text: str, command: Command) -> None:
-    changes = [text, "method=1f1b", "batches=5", "delays=1f1b:4", "sample_length=0", "rate.warm_up=1"]
+    changes = [text, "method=1f1b", "batches=5", "delays=1f1b:4", "sample_length=0", "lr_schedule.warm_up=1"]
     out = tmp_path / "runs"
     result = command("train", *settings(f"out={out}", *changes))
     assert result.returncode == 0, result.stderr

@@ -70,7 +70,7 @@ def lines_of(folder, key):
     return [line for line in lines if key in line]
 
 
-SHORT = ["batches=60", "sample_length=0", "checkpoint.every=25", "evaluate.every=15", "average=0.9"]
+SHORT = ["batches=60", "sample_length=0", "checkpoint.every=25", "evaluate.every=15", "ema_decay=0.9"]
 
 
 @pytest.mark.parametrize(("send", "number"), [(to_the_group, signal.SIGINT), (to_all, signal.SIGTERM)])
@@ -138,7 +138,7 @@ def test_a_second_signal_ends_it_at_once(tmp_path, text):
 def test_a_run_ends_when_nothing_gets_better(tmp_path, text, command):
     """A rate that is much too high; all ranks end after the same batch, with a checkpoint of it."""
     changes = settings(
-        f"out={tmp_path / 'runs'}", "batches=100000", "sample_length=0", "optimizer.lr=30", "rate.warm_up=0",
+        f"out={tmp_path / 'runs'}", "batches=100000", "sample_length=0", "optimizer.lr=30", "lr_schedule.warm_up=0",
         "evaluate.every=2", "evaluate.samples=4", "evaluate.patience=3", "checkpoint.every=100000",
     )  # fmt: skip
     ran = command("train", "--data", text, *changes)

@@ -95,7 +95,7 @@ TINY = ["microbatches=2", "model.layers=2", "model.width=32", "model.heads=2", "
         (["fallback.at=3", "fallback.method=chimera"], "fallback.method: .* differ in stages|directions"),
         (["fallback.at=3", "fallback.method=seq1f1b"], "fallback.method: .*slices"),
         (
-            ["fallback.when=[spike]", "clip=null"],
+            ["fallback.when=[spike]", "max_grad_norm=null"],
             r"divergence \(fallback.when\) is noticed where all",
         ),
         (

@@ -45,19 +45,22 @@ WRONG = [
     (["recompute=stage", "segments=7"], "from 1 to 6 here"),
     (["delays=2"], "delays need version rule 'flush'"),
     (["combine.kind=average"], "combine=average needs parallel pipelines; set width to at least 2"),
-    (["combine.kind=average", "width=2", "average=0.9"], "average=0.9 and combine=average do not go together"),
+    (["combine.kind=average", "width=2", "ema_decay=0.9"], "ema_decay=0.9 and combine=average do not go together"),
     (["combine.kind=average", "width=2", "combine.every=7"], "batches is 1000, but with combine.kind=average"),
     (["method=pipemare", "model.tied=true"], "correction 'pipemare' steps every stage in its own way"),
-    (["method=wpipe", "stages=3", "clip=1"], "wait for a decision of all stages, which clip needs"),
+    (["method=wpipe", "stages=3", "max_grad_norm=1"], "wait for a decision of all stages, which max_grad_norm needs"),
     (["method=ftpipe", "optimizer.name=muon"], "supports SGD with momentum, Adam and AdamW, not Muon"),
     (["undo=in-place"], "method '2bw' never takes an update back"),
     (["sync.batches=3", "sync.method=stash"], "sync.method must be synchronous"),
     (["sync.batches=3", "sync.method=zb-v"], "sync.method: 2bw cannot be followed by zb-v: they differ in stages"),
     (
-        ["fallback.when=[spike]", "clip=null"],
+        ["fallback.when=[spike]", "max_grad_norm=null"],
         "a divergence (fallback.when) is noticed where all",
     ),
-    (["evaluate.every=5", "evaluate.patience=2", "clip=null"], "evaluate.patience needs stages that decide together"),
+    (
+        ["evaluate.every=5", "evaluate.patience=2", "max_grad_norm=null"],
+        "evaluate.patience needs stages that decide together",
+    ),
     (["prompt="], "prompt must not be empty"),
 ]
 
@@ -91,8 +94,8 @@ def test_a_comparison_says_so_at_once(method: str, text: str) -> None:
 
 def test_a_key_with_the_name_of_an_option_is_that_option(text: str) -> None:
     changes = {
-        "width": "2", "reduce": "fast", "precision": "bf16", "recompute": "stage", "segments": "auto", "clip": "0.5",
-        "average": "0.9", "seed": "3", "balance": "[3, 3]", "timeout": "7.5", "delays": "{head: 1}",
+        "width": "2", "reduce": "fast", "precision": "bf16", "recompute": "stage", "segments": "auto",
+        "max_grad_norm": "0.5",         "ema_decay": "0.9", "seed": "3", "balance": "[3, 3]", "timeout": "7.5", "delays": "{head: 1}",
         "backward_delays": "2",
     }  # fmt: skip
     config = load_config(None, [text, *(f"{key}={value}" for key, value in changes.items())])

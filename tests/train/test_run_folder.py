@@ -36,7 +36,7 @@ def test_the_configuration_is_that_of_the_batches_to_come_and_says_what_was_befo
         "optimizer.lr": {"before": 0.003, "now": 0.5},
     }
     assert load_config(path, []) == later
-    last = load_config(path, ["method=pipemare", "correction={decay: null}", 'prompt="a\\nb"', "rate.warm_up=0"])
+    last = load_config(path, ["method=pipemare", "correction={decay: null}", 'prompt="a\\nb"', "lr_schedule.warm_up=0"])
     last = last.model_copy(update={"prompt": "a\nb"})
     note_changes(last, tmp_path, 5)
     assert load_config(path, []) == last
@@ -44,7 +44,7 @@ def test_the_configuration_is_that_of_the_batches_to_come_and_says_what_was_befo
     assert lines[:2] == [
         "# From batch 3 on: method=1f1b (before: 2bw), batches=6 (before: 3), optimizer.lr=0.5 (before: 0.003)",
         '# From batch 5 on: method=pipemare (before: 1f1b), correction={"decay": null} (before: {}), '
-        'prompt="a\\nb" (before: def ), rate.warm_up=0 (before: 50)',
+        'prompt="a\\nb" (before: def ), lr_schedule.warm_up=0 (before: 50)',
     ]
     assert lines[2] == "method: pipemare"
 

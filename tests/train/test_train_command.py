@@ -89,18 +89,18 @@ def learnt_by_the_reference(config):
     for t in range(config.batches):
         numbers = [t * per_batch + k * config.microbatch_size for k in range(config.microbatches)]
         batches.append([windows.samples(number, config.microbatch_size) for number in numbers])
-    rates = [config.optimizer.lr * rate_schedule(config.rate, config.batches)(t) for t in range(config.batches)]
+    rates = [config.optimizer.lr * rate_schedule(config.lr_schedule, config.batches)(t) for t in range(config.batches)]
     result = train_reference(
         [{n: blocks[n] for n in names[:2]}, {n: blocks[n] for n in names[2:]}],
         language_loss,
         batches,
         method=config.method,
         optimizer=optimizer_factory(config.optimizer),
-        rate=rate_schedule(config.rate, config.batches),
+        rate=rate_schedule(config.lr_schedule, config.batches),
         divisor=per_batch * 16,
-        clip=config.clip,
+        clip=config.max_grad_norm,
     )
-    assert any(norm > config.clip for norm in result.norms)
+    assert any(norm > config.max_grad_norm for norm in result.norms)
     for name, block in blocks.items():
         own = {k.removeprefix(f"{name}."): v for k, v in result.versions[-1].items() if k.startswith(f"{name}.")}
         block.load_state_dict(own, strict=False)
@@ -117,7 +117,8 @@ def learnt_by_the_reference(config):
 def test_it_trains_what_the_reference_trains_and_learns(tmp_path, text, command):
     """Losses, rates and weights are those of the equations; the held-out loss is that of text not trained on."""
     changes = [
-        "batches=60", "model.layers=2", "optimizer.lr=0.01", "rate.warm_up=5", "balance=[2,2]", "clip=0.5",
+        "batches=60", "model.layers=2", "optimizer.lr=0.01", "lr_schedule.warm_up=5", "balance=[2,2]",
+        "max_grad_norm=0.5",
         "validation_samples=1000", "sample_length=0", f"out={tmp_path / 'runs'}", f"data={text}",
     ]  # fmt: skip
     ran = command("train", *settings(*changes))

@@ -28,7 +28,7 @@ from support import verify_faults
 
 TINY = (
     "microbatches=3", "microbatch_size=1", "model.layers=2", "model.width=16", "model.heads=2", "model.context=8",
-    "rate.warm_up=2", "optimizer.lr=0.01", "clip=0.5", "threads=1",
+    "lr_schedule.warm_up=2", "optimizer.lr=0.01", "clip=0.5", "threads=1",
 )  # fmt: skip
 FLUSH = [name for name, row in METHODS.items() if row.rule in ("flush", "provisional")]
 MOMENTUM = ["optimizer.name=sgd", "optimizer.nesterov=false", "optimizer.weight_decay=0"]
@@ -199,7 +199,7 @@ def test_skipped_updates(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("method", ["1f1b", "2bw"])
 def test_a_run_that_becomes_nan_is_said_to_show_nothing(text: str, method: str) -> None:
     """Plain torch, too, skips updates whose norm is not finite."""
-    found = verified(text, f"method={method}", "optimizer.lr=1e30", "rate.warm_up=0")
+    found = verified(text, f"method={method}", "optimizer.lr=1e30", "lr_schedule.warm_up=0")
     assert found.agrees, found.verdict
     assert "of them are NaN, which proves nothing" in found.verdict
     assert "NaN" not in verified(text, f"method={method}").verdict

@@ -263,7 +263,7 @@ def train_odd(run: Any, method: str = "newest", dtype: torch.dtype = torch.float
         prove(method, 2, 1),
         loss=lambda y, t: ((y - t) ** 2).sum(),
         optimizer=lambda named: torch.optim.SGD(named, lr=0.1, momentum=0.9),
-        correction=correction_of(method),
+        staleness=correction_of(method),
     )
     list(pipeline.run([[(torch.randn(2, 8), torch.randn(2, 8))]] * 3))
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.runtime.pipeline import Pipeline
+from penstock.runtime.plan.options import Staleness
 from penstock.schedule.build import make_schedule, prove
 from penstock.weights.corrections.registry import correction_of
 
@@ -65,10 +66,12 @@ def test_the_limits_of_the_rate(backward: int, corrected: bool) -> None:
     if corrected:
         blocks = [Weights(rates * s), *(lambda x: x * 1.0 for _ in range(LATE))]
         correction, balance = correction_of("pipemare", reschedule=0, decay=0.135), [1] * len(blocks)
-        pipeline = Pipeline(blocks, prove("pipemare", LATE + 1, 1), correction=correction, balance=balance, **common)
+        pipeline = Pipeline(blocks, prove("pipemare", LATE + 1, 1), staleness=correction, partition=balance, **common)
     else:
         schedule = make_schedule("sequential", 1, 1)
-        pipeline = Pipeline([Weights(rates * s)], schedule, delays=LATE, backward_delays=backward, **common)
+        pipeline = Pipeline(
+            [Weights(rates * s)], schedule, staleness=Staleness(delays=LATE, backward_delays=backward), **common
+        )
     x = torch.zeros_like(s)
     list(pipeline.run([[(x, x)]] * UPDATES))
     middle, end = (torch.stack(seen[at - 60 : at]).amax(0) for at in (UPDATES // 2, UPDATES))

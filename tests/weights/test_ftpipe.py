@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from penstock.errors import CapabilityError, ConfigError
 from penstock.runtime.pipeline import Pipeline
+from penstock.runtime.plan.options import Precision
 from penstock.runtime.rank.snapshot import Saving, Snapshot
 from penstock.schedule.build import prove
 from penstock.schedule.ir.schedule import Op
@@ -177,10 +178,10 @@ def by_pipeline(
         prove(method, d, m, rule="predicted-stash" if setting.stash else None),
         loss=lambda y, factor: 0.5 * (y * y).sum() * factor,
         optimizer=lambda named: OPTIMIZERS[setting.optimizer](named, setting.decay),
-        rate=rate,
-        loss_scale=scale,
-        correction=correction_of(method, **options),
-        balance=[1] * d,
+        lr_schedule=rate,
+        precision=Precision(loss_scale=scale),
+        staleness=correction_of(method, **options),
+        partition=[1] * d,
     )
     data = [(x, math.inf if g == spike else 1.0) for g, x in enumerate(samples(batches * m))]
     for _ in pipeline.run([data[t * m : t * m + m] for t in range(batches)]):
@@ -216,10 +217,10 @@ def test_the_divisor_does_not_matter_to_what_is_gathered(optimizer: str, divisor
             prove("ftpipe-aggregated", d, m),
             loss=lambda y, weight: (0.5 * (y * y).sum(), weight),
             optimizer=lambda named: OPTIMIZERS[optimizer](named, setting.decay),
-            rate=rate,
-            divisor=divisor,
-            correction=correction_of("ftpipe-aggregated"),
-            balance=[1] * d,
+            lr_schedule=rate,
+            precision=Precision(divisor=divisor),
+            staleness=correction_of("ftpipe-aggregated"),
+            partition=[1] * d,
         )
 
     taken: list[Snapshot] = []
@@ -308,7 +309,7 @@ def test_what_it_does_not_go_with() -> None:
         Pipeline(
             [nn.Linear(2, 2), nn.Linear(2, 2)],
             prove("ftpipe", 2, 1),
-            correction=correction_of("ftpipe"),
+            staleness=correction_of("ftpipe"),
             recompute="block",
             **arguments,
             **optimizer,

@@ -79,7 +79,7 @@ def make_pipeline(method: str, optimizer: str, scheduler: str | None, **options:
         loss=loss,
         optimizer=OPTIMIZERS[optimizer],
         lr_scheduler=None if scheduler is None else SCHEDULERS[scheduler],
-        balance=[1] * STAGES,
+        partition=[1] * STAGES,
         **options,
     )
 
@@ -157,7 +157,7 @@ def test_a_scheduler_stepped_in_the_loop_is_refused(method: str) -> None:
 
 def test_rates_set_between_two_runs_are_kept() -> None:
     """As they are without a schedule, and as what a schedule multiplies."""
-    for options, wanted in (({}, 0.5), ({"rate": lambda _: 0.1}, 0.05)):
+    for options, wanted in (({}, 0.5), ({"lr_schedule": lambda _: 0.1}, 0.05)):
         pipeline = make_pipeline("1f1b", "sgd", None, **options)
         list(pipeline.run(make_batches()[:2]))
         for optimizer in pipeline.optimizers().values():
@@ -204,4 +204,4 @@ def test_what_is_no_function_of_updates_is_refused(factory: Any, said: str) -> N
 
 def test_two_schedules_are_refused() -> None:
     with pytest.raises(ConfigError, match="rate and lr_scheduler both set learning rates"):
-        make_pipeline("1f1b", "sgd", "steps", rate=lambda _: 1.0)
+        make_pipeline("1f1b", "sgd", "steps", lr_schedule=lambda _: 1.0)

@@ -25,7 +25,7 @@ from penstock.schedule.transforms.recompute import length_of, with_recompute
 from penstock.simulate.costs import Costs
 from penstock.simulate.long_run import steady_bubble
 from penstock.simulate.simulate import simulate_schedule
-from penstock.stage.autograd.recompute import RecomputeMode, RecomputeInput
+from penstock.stage.autograd.recompute import RecomputeInput, RecomputeMode
 from penstock.train.config.load import validate_config
 from penstock.train.setup.prepare import prepare
 from penstock.weights.corrections.pipemare import PipeMare

@@ -112,7 +112,7 @@ def pipeline(method: str, order: str, p: int, n: int, count: int) -> list[Tensor
         prove(method, p, n, order=order),
         loss=lambda y, target: ((y - target) ** 2).sum(),
         optimizer=lambda named: torch.optim.SGD(named, lr=RATE, momentum=MOMENTUM),
-        correction=correction_of(method, reschedule=FADE, decay=DECAY) if method == "pipemare" else None,
+        staleness=correction_of(method, reschedule=FADE, decay=DECAY) if method == "pipemare" else None,
     )
     for _ in made.run([given.pairs[k : k + n] for k in range(0, count, n)]):
         pass
@@ -177,7 +177,7 @@ def test_with_adam_corrections_cost_a_quarter_more() -> None:
             prove(method, 3, 2, order="fine-grained"),
             loss=lambda y, t: ((y - t) ** 2).sum(),
             optimizer=lambda named: torch.optim.Adam(named, lr=0.01),
-            correction=correction_of(method, reschedule=0) if method == "pipemare" else None,
+            staleness=correction_of(method, reschedule=0) if method == "pipemare" else None,
         )
         for _ in made.run([[(torch.ones(1, 16), torch.zeros(1, 16))] * 2] * 4):
             pass

@@ -136,8 +136,8 @@ def test_weights_that_are_written_between_runs_count() -> None:
 def test_the_gradient_of_a_loss_in_low_precision_is_not_rounded() -> None:
     """1 / 3 has no short binary form."""
     case = Case("1f1b", 2, 3, spans=(2,), skips=(), loss="mean", precision="bf16")
-    low = make_pipeline(case, loss=lambda y, target: mean_loss(y.float(), target).bfloat16(), clip=100.0)
-    full = make_pipeline(case, loss=lambda y, target: mean_loss(y.float(), target), clip=100.0)
+    low = make_pipeline(case, loss=lambda y, target: mean_loss(y.float(), target).bfloat16(), max_grad_norm=100.0)
+    full = make_pipeline(case, loss=lambda y, target: mean_loss(y.float(), target), max_grad_norm=100.0)
     norms = []
     for pipeline in (low, full):
         list(pipeline.run(make_batches(case)[:1]))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.runtime.pipeline import Pipeline
+from penstock.runtime.plan.options import Staleness
 from penstock.schedule.build import make_schedule
 from support.cases import Named
 
@@ -58,8 +59,8 @@ def descend(trials: Mapping[str, Trial], method: str, depth: int, m: int, steps:
         make_schedule(method, depth, m),
         loss=lambda output, _: output,
         optimizer=descent,
-        delays={name: trial.tau for name, trial in trials.items()} if method == "1f1b" else None,
-        balance=[len(trials) // depth] * depth,
+        staleness=Staleness(delays={name: trial.tau for name, trial in trials.items()} if method == "1f1b" else None),
+        partition=[len(trials) // depth] * depth,
     )
     start = torch.zeros((), dtype=torch.float64)
     list(pipeline.run([(start, start)] * m for _ in range(steps)))

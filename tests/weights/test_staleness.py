@@ -51,8 +51,8 @@ def trajectory(method: str, depth: int, rate: float, updates: int, **options: fl
         prove(method, depth, 1),
         loss=lambda o, _: (0.5 * (CURVATURE + SENSITIVITY) * o**2).sum(),
         optimizer=lambda named: torch.optim.SGD(named, lr=rate),
-        correction=correction_of(method, **options),
-        balance=[1] * depth,
+        staleness=correction_of(method, **options),
+        partition=[1] * depth,
     )
     x = torch.zeros(1, dtype=torch.float64)
     for _ in pipeline.run([[(x, x)]] * updates):
@@ -175,8 +175,8 @@ def after_an_impulse(method: str, depth: int, nesterov: bool, batches: int) -> l
         prove(method, depth, 1),
         loss=lambda o, _: o.sum(),
         optimizer=factory,
-        correction=correction_of(method),
-        balance=[1] * depth,
+        staleness=correction_of(method),
+        partition=[1] * depth,
     )
     for t in range(batches):
         x = torch.full((1,), float(t == 0), dtype=torch.float64)

@@ -137,12 +137,15 @@ def test_wpipe_with_other_features(changes: dict[str, Any]) -> None:
     ("changes", "message"),
     [
         (
-            {"clip": 1.0},
-            "rank 0 updates stage 2 before stage 0 .* cannot wait for a .*, which clip needs; set clip to null",
+            {"max_grad_norm": 1.0},
+            "rank 0 updates stage 2 before stage 0 .* cannot wait for a .*, which max_grad_norm needs",
         ),
         ({"loss_scale": LossScale()}, "which loss_scale needs; remove it, or"),
         ({"precision": "fp16"}, "which the loss scale of fp16 needs; set precision to bf16 or fp32, or"),
-        ({"width": 2, "clip": 1.0}, r"which clip and a width of 2 need; set clip to null \(None\), set width to 1, or"),
+        (
+            {"width": 2, "max_grad_norm": 1.0},
+            r"which max_grad_norm and a width of 2 need; set max_grad_norm to null \(None\), set width to 1, or",
+        ),
         ({"width": 2, "combine": Combine("average", every=2)}, "which combine 'average' needs; set width to 1, or"),
         (
             {"tied": {"head.weight": "table.weight"}},
@@ -159,9 +162,9 @@ def test_what_would_have_to_wait_for_both_groups_is_refused(changes: dict[str, A
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (["clip=1.0"], "clip"),
-        (["clip=null", "precision=fp16"], "fp16"),
-        (["clip=null", "model.tied=true"], "stages 0, 3"),
+        (["max_grad_norm=1.0"], "max_grad_norm"),
+        (["max_grad_norm=null", "precision=fp16"], "fp16"),
+        (["max_grad_norm=null", "model.tied=true"], "stages 0, 3"),
     ],
     ids=["clip", "fp16", "tied"],
 )

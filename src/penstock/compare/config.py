@@ -57,7 +57,7 @@ class ComparisonConfig(Strict):
     microbatches: int = Field(default=8, ge=1, description="m, microbatches per batch (per update)")
     microbatch_size: int = Field(default=4, ge=1, description="samples per microbatch")
     batches: int = Field(default=300, ge=1, description="updates to make")
-    clip: Number | None = Field(
+    max_grad_norm: Number | None = Field(
         default=None,
         gt=0,
         description="largest global norm of a gradient; null for none, so that no update waits for it",
@@ -74,7 +74,7 @@ class ComparisonConfig(Strict):
     threads: int = Field(default=1, ge=1, description="threads to compute with; the number changes the last bits")
     model: NetSection = Field(default=NetSection(), description="the model of the task")
     optimizer: OptimizerSection = Field(default=OptimizerSection(), description="the optimizer")
-    rate: RateSection = Field(default=RateSection(), description="the learning rate over time")
+    lr_schedule: RateSection = Field(default=RateSection(), description="the learning rate over time")
     evaluate: ScoringSection = Field(default=ScoringSection(), description="when held-out losses are taken")
 
     @property

@@ -102,12 +102,12 @@ def _plans(config: ComparisonConfig, task: Task, contender: Contender) -> tuple[
             f"sync: {OPENING} would train the first {contender.sync} batches, but there are only {config.batches}; use "
             "a smaller sync, or more batches"
         )
-    correction = make_correction(row.correction, contender.for_correction, config.batches, config.rate.warm_up)
+    correction = make_correction(row.correction, contender.for_correction, config.batches, config.lr_schedule.warm_up)
     request = ScheduleRequest(row.name, config.stages, config.microbatches, options=contender.for_order)
     options = PipelineOptions().changed(
-        rate=rate_schedule(config.rate, config.batches),
+        lr_schedule=rate_schedule(config.lr_schedule, config.batches),
         divisor=config.microbatches * config.microbatch_size * task.units,
-        clip=config.clip,
+        max_grad_norm=config.max_grad_norm,
         delays=contender.delays or None,
     )
     if not contender.sync:

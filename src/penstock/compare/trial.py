@@ -119,7 +119,7 @@ class _Trial:
         for d in decided:
             if not self._whole:
                 self._lose(d.batch, d.loss)
-            if self._config.clip is not None:
+            if self._config.max_grad_norm is not None:
                 self._decided[d.batch] = d.norm
             if d.skipped:
                 self._diverge(d.batch + 1)

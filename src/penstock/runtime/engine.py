@@ -238,7 +238,7 @@ class Engine:
         """Return the loss sum on batches with the newest weights (or their average), and its weight, on all ranks."""
         kinds = [stage.weights for state in self._ranks for stage in state.stages.values()]
         if averaged and any(isinstance(weights, TrainedWeights) and weights.average is None for weights in kinds):
-            raise ConfigError("there are no averaged weights; give the pipeline a decay, such as average=0.999")
+            raise ConfigError("there are no averaged weights; give the pipeline a decay, such as ema_decay=0.999")
         source, found = self._open(batches, self._forward_only.schedule), []
         if self._begin(source):
             executors = self._executors(self._forward_only)

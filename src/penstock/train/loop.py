@@ -85,7 +85,7 @@ class _Loop:
         self.microbatches = prepared.microbatches
         self.board = Board(store, self.rank, self.ranks)
         self.tokens_per_batch = prepared.tokens_per_batch
-        self.rate = rate_schedule(config.rate, config.batches)
+        self.rate = rate_schedule(config.lr_schedule, config.batches)
         self.pipeline = make_pipeline(prepared, dist.group.WORLD)
         request.doing = lambda: self.pipeline.doing
         self.metrics = Metrics(folder)
@@ -311,7 +311,7 @@ class _Loop:
 
     def _validate(self) -> dict[str, float | None]:
         """Return the loss on held-out samples, with the newest weights and with averaged ones, if there are any."""
-        kinds = {"validation_loss": False} | ({"averaged_loss": True} if self.config.average is not None else {})
+        kinds = {"validation_loss": False} | ({"averaged_loss": True} if self.config.ema_decay is not None else {})
         found = {}
         for kind, averaged in kinds.items():
             result = self.pipeline.evaluate(self._held_out(self.config.validation_samples), averaged=averaged)

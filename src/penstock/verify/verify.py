@@ -197,9 +197,9 @@ def _run_reference(prepared: Prepared, count: int) -> tuple[Reference, WatchedFa
         _data(prepared, count),
         method=find_method(config.method).name,
         optimizer=watch,
-        rate=rate_schedule(config.rate, config.batches),
+        rate=rate_schedule(config.lr_schedule, config.batches),
         divisor=divisor,
-        clip=config.clip,
+        clip=config.max_grad_norm,
         scaling=Scaling(*astuple(LossScale())) if config.precision == "fp16" else None,
         seed=config.seed,
         parts=_parts(plan.schedule, config.width),
@@ -271,8 +271,8 @@ def _run_plain(prepared: Prepared, count: int, begin: Sequence[Mapping[str, Tens
         language_loss,
         _data(prepared, count),
         optimizer_factory(config.optimizer),
-        rate_schedule(config.rate, config.batches),
-        config.clip,
+        rate_schedule(config.lr_schedule, config.batches),
+        config.max_grad_norm,
         begin,
     )
     return record if _decides(prepared) else {**record, "decisions": {}}

@@ -61,7 +61,7 @@ def comparison_page(findings: Findings) -> str:
         f"{task.title}. {counted(config.stages, 'stage')}, {counted(config.microbatches, 'microbatch')} of "
         f"{config.microbatch_size}, {counted(config.batches, 'batch')} of {batch} {task.unit}; "
         f"{counted(config.seeds, 'seed')}; {optimizer}, "
-        f"{'no clipping' if config.clip is None else f'clipped at {config.clip:g}'}."
+        f"{'no clipping' if config.max_grad_norm is None else f'clipped at {config.max_grad_norm:g}'}."
     )
     parts = [
         f"<h1>{escape(title)}</h1><p class='note'>{escape(setting)}</p>",

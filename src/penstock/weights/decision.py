@@ -72,16 +72,16 @@ class Policy:
     """Settings of the decision on a batch.
 
     Attributes:
-        clip: the largest global norm of a gradient of the mean loss; larger ones are scaled down to it.
+        max_grad_norm: the largest global norm of a gradient of the mean loss; larger ones are scaled down to it.
         loss_scale: the loss scale; None to scale nothing.
     """
 
-    clip: float | None = None
+    max_grad_norm: float | None = None
     loss_scale: LossScale | None = None
 
     def __post_init__(self) -> None:
-        if self.clip is not None and not 0 < self.clip < math.inf:
-            raise ConfigError(f"clip must be a positive number, got {self.clip}")
+        if self.max_grad_norm is not None and not 0 < self.max_grad_norm < math.inf:
+            raise ConfigError(f"max_grad_norm must be a positive number, got {self.max_grad_norm}")
 
 
 class Decision(NamedTuple):

@@ -40,7 +40,7 @@ def check_offered(schedule: Schedule, combine: Combine = REDUCE) -> None:
     if not combine.apart and any(a.op is Op.AVERAGE for a in actions):
         raise CapabilityError(
             f"{schedule.name}: the runtime averages parallel pipelines where it is told how, as in "
-            "combine=Combine('average', every=4)"
+            "data_parallel=DataParallel(2, combine=Combine('average', every=4))"
         )
     if missing:
         raise CapabilityError(f"{schedule.name}: the runtime does not offer {', '.join(missing)} yet")
@@ -129,7 +129,7 @@ def _check_uncorrected(schedule: Schedule, wanted: str) -> None:
         alike = (METHODS[schedule.name].order if schedule.name in METHODS else "", schedule.rule, "none")
         same = [row.name for row in METHODS.values() if (row.order, row.rule, row.correction) == alike]
         instead = f"; without it the method is {same[0]!r}" if same else ""
-        raise ConfigError(f"{schedule.name}: {lacks}; pass correction=correction_of({schedule.name!r}){instead}")
+        raise ConfigError(f"{schedule.name}: {lacks}; pass staleness=correction_of({schedule.name!r}){instead}")
 
 
 def check_correction(
@@ -148,7 +148,7 @@ def check_correction(
     if wanted not in ("none", correction.name):
         raise ConfigError(
             f"{schedule.name}: this schedule's method has correction {wanted!r}, but correction {correction.name!r} "
-            f"was given; pass correction=correction_of({schedule.name!r}), or take the other method's schedule"
+            f"was given; pass staleness=correction_of({schedule.name!r}), or take the other method's schedule"
         )
     if correction.name not in CORRECTIONS:
         raise ConfigError(f"unknown correction {correction.name!r}; known: {', '.join(CORRECTIONS)}")

@@ -44,7 +44,7 @@ class Decisions:
         pipeline: int = 0,
         stop: StopRequest | None = None,
     ) -> None:
-        self._clip, self._divisor, self.delay = policy.clip, divisor, delay
+        self._clip, self._divisor, self.delay = policy.max_grad_norm, divisor, delay
         self._combine, self._pipeline, self._agreed = combine, pipeline, -1
         self.scaler = Scaler(policy.loss_scale)
         self.detector = DivergenceDetector(divergence, self.scaler.scales)

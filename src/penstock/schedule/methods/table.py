@@ -303,7 +303,7 @@ _TABLE = (
         "wpipe",
         "stash",
         aliases=("2gw",),
-        settings=MappingProxyType({"clip": None}),
+        settings=MappingProxyType({"max_grad_norm": None}),
     ),
     Method(
         "ftpipe",

@@ -128,7 +128,7 @@ def what_decides(clip: bool, loss_scale: bool, fp16: bool, width: int, apart: st
         width: number of parallel pipelines.
         apart: how the pipelines are combined, if each has its own weights.
     """
-    found = {"clip": "set clip to null (None)"} if clip else {}
+    found = {"max_grad_norm": "set max_grad_norm to null (None)"} if clip else {}
     if loss_scale:
         scale = ("the loss scale of fp16", "set precision to bf16 or fp32") if fp16 else ("loss_scale", "remove it")
         found[scale[0]] = scale[1]

@@ -204,7 +204,7 @@ class TrainConfig(Strict):
     microbatches: int = Field(default=4, ge=1, description="m, microbatches per batch (per update) and pipeline")
     microbatch_size: int = Field(default=2, ge=1, description="samples per microbatch")
     batches: int = Field(default=1000, ge=1, description="updates to make")
-    clip: Number | None = Field(
+    max_grad_norm: Number | None = Field(
         default=1.0,
         gt=0,
         description="largest global norm of a gradient; null for none, and no vote on overflow (in fp32, if w = 1)",
@@ -239,7 +239,7 @@ class TrainConfig(Strict):
     prompt: str = Field(default="def ", description="the sample at the end begins like this (text corpora only)")
     sample_length: int = Field(default=200, ge=0, description="tokens of the sample at the end; 0 for none")
     out: str = Field(default="runs", description="folder in which a folder for this run is made")
-    average: Number | None = Field(
+    ema_decay: Number | None = Field(
         default=None, gt=0, lt=1, description="decay of an average of the weights, such as 0.999; null for none"
     )
     restarts: int = Field(default=0, ge=0, description="times that failed workers are started again")
@@ -247,7 +247,7 @@ class TrainConfig(Strict):
     threads: int | None = Field(default=None, ge=1, description="threads per rank; cores divided by ranks if not set")
     model: ModelSection = Field(default=ModelSection(), description="the model")
     optimizer: OptimizerSection = Field(default=OptimizerSection(), description="the optimizer")
-    rate: RateSection = Field(default=RateSection(), description="the learning rate over time")
+    lr_schedule: RateSection = Field(default=RateSection(), description="the learning rate over time")
     checkpoint: CheckpointSection = Field(default=CheckpointSection(), description="from which a run goes on")
     evaluate: EvaluateSection = Field(default=EvaluateSection(), description="evaluations in the midst of training")
     sync: SyncSection = Field(default=SyncSection(), description="a synchronous method for the first batches (T3)")

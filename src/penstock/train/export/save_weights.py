@@ -23,7 +23,7 @@ def save_weights(pipeline: Pipeline, prepared: Prepared, folder: Path) -> None:
         CheckpointError: a rank failed to write.
     """
     _save(pipeline, prepared, folder, folder, averaged=False)
-    if prepared.config.average is not None:
+    if prepared.config.ema_decay is not None:
         _save(pipeline, prepared, folder, folder / AVERAGED, averaged=True)
 
 

@@ -30,7 +30,7 @@ def pipeline_options(config: TrainConfig, model: GPTConfig) -> PipelineOptions:
         "correction": _correction(config),
         "divergence": _divergence(config.fallback),
         "divisor": tokens_per_batch(config, model),
-        "rate": rate_schedule(config.rate, config.batches),
+        "lr_schedule": rate_schedule(config.lr_schedule, config.batches),
         "tied": TIED_EMBEDDINGS if config.model.tied else None,
     }
     return PipelineOptions().changed(**alike | others)
@@ -44,7 +44,7 @@ def tokens_per_batch(config: TrainConfig, model: GPTConfig) -> int:
 def _correction(config: TrainConfig) -> Correction | None:
     row = find_method(config.method)
     options = correction_options(row, config.correction)
-    return make_correction(row.correction, options, config.batches, config.rate.warm_up)
+    return make_correction(row.correction, options, config.batches, config.lr_schedule.warm_up)
 
 
 def _divergence(section: FallbackSection) -> Divergence | None:

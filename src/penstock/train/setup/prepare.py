@@ -90,8 +90,8 @@ def prepare(config: TrainConfig) -> Prepared:
     options = pipeline_options(config, model)
     if config.evaluate.patience is not None and not options.deciding:
         raise ConfigError(
-            "evaluate.patience needs stages that decide together, so that all end after the same batch; set clip, or "
-            "a width above 1"
+            "evaluate.patience needs stages that decide together, so that all end after the same batch; set "
+            "max_grad_norm, or a width above 1"
         )
     draft = UnprovenPlan.of(gpt_blocks(model, config.seed), request, options)
     if draft.schedule.slices > 1:

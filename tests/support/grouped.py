@@ -1,0 +1,28 @@
+"""Arguments of `Pipeline`, from options by their own names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from penstock.runtime.plan.options import DataParallel, Partition, Precision, Recompute, Staleness
+
+GROUPS = {
+    "data_parallel": DataParallel,
+    "precision": Precision,
+    "recompute": Recompute,
+    "staleness": Staleness,
+    "partition": Partition,
+}
+
+
+def grouped(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Put the options that belong to groups into these; everything else stays as it is."""
+    rest = dict(values)
+    groups = {}
+    for name, group in GROUPS.items():
+        own = {field.name: rest.pop(field.name) for field in fields(group) if field.name in rest}
+        if own:
+            groups[name] = group(**own)
+    return rest | groups
