@@ -85,9 +85,9 @@ class Shape:
     def _impatient(self) -> dict[str, Any]:
         """A rate that is too high, so that a run with an average ends in the midst of its batches."""
         return {
-            "average": 0.9,
+            "ema_decay": 0.9,
             "optimizer": {"lr": 0.3},
-            "rate": {"warm_up": 0},
+            "lr_schedule": {"warm_up": 0},
             "evaluate": {"every": 2, "samples": 4, "patience": self.patience},
         }
 

@@ -69,7 +69,7 @@ def in_pairs(group: dist.ProcessGroup, case: Case) -> Outcome:
     """Half of the job trains two pipelines of one stage; so does the other half."""
     halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("half", "width", "depth"))["width", "depth"]
-    return train(halves[dist.get_rank(group) // 2], case, mesh=mesh, width=None)
+    return train(halves[dist.get_rank(group) // 2], case, mesh=mesh, width=1)
 
 
 @pytest.mark.parametrize("m", [1, 2])

@@ -26,7 +26,7 @@ def on_a_mesh(group: dist.ProcessGroup, shape: tuple[int, ...]) -> Outcome:
         patch.object(dist, "new_group", side_effect=AssertionError("a group beside those of the mesh")),
         patch.object(dist, "all_reduce", wraps=dist.all_reduce) as sums,
     ):
-        outcome = train(None, CASE, mesh=mesh, width=None)
+        outcome = train(None, CASE, mesh=mesh, width=1)
     assert sums.call_count == len(outcome.decided)
     return outcome
 

@@ -266,7 +266,7 @@ def test_casts_and_complex_weights_are_refused() -> None:
         "schedule": make_schedule("1f1b", 1, 1),
         "loss": lambda y, _: y.abs().sum(),
         "optimizer": lambda named: torch.optim.SGD(named, lr=0.1),
-        "backward_delays": 1,
+        "staleness": Staleness(backward_delays=1),
     }
     pipeline = Pipeline([Cast(4, 4)], **arguments)
     with pytest.raises(
@@ -303,18 +303,17 @@ def test_blocks_that_run_their_forward_again_are_refused(reentrant: bool, captur
         "schedule": make_schedule("1f1b", 1, 1),
         "loss": lambda y, _: (y**2).sum(),
         "optimizer": lambda named: torch.optim.SGD(named, lr=0.1),
-        "delays": 2,
     }
     batches = [[(torch.ones(2, 3, dtype=torch.float64), None)]] * 4
-    refused = Pipeline(blocks, staleness=Staleness(backward_delays=0), **arguments)
+    refused = Pipeline(blocks, staleness=Staleness(delays=2, backward_delays=0), **arguments)
     with pytest.raises(CapabilityError, match="torch.utils.checkpoint.*take the checkpoint out .* backward_delays"):
         list(refused.run(batches))
     same = [Map(), Checkpointed(reentrant, captured)]
     plain = [Map(), Map()]
     for ours, theirs in zip(plain, same, strict=True):
         ours.load_state_dict(theirs.state_dict())
-    delays = {"backward_delays": {"0": 0, "1": 2}}
-    found, wanted = (Pipeline(b, **arguments, **delays) for b in (same, plain))
+    late = Staleness(delays=2, backward_delays={"0": 0, "1": 2})
+    found, wanted = (Pipeline(b, staleness=late, **arguments) for b in (same, plain))
     for pipeline in (found, wanted):
         list(pipeline.run(batches))
     for name, weight in wanted.state_dict().items():

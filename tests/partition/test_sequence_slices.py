@@ -18,6 +18,7 @@ from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.plan.options import Partition
 from penstock.schedule.build import make_schedule
 from support.cases import token_loss
+from support.grouped import grouped
 from support.pool import Pool
 
 LENGTH, WIDTH, VOCABULARY = 12, 8, 13
@@ -88,7 +89,7 @@ def trained(
     group: dist.ProcessGroup | None, method: str, p: int, m: int, slices: int, batches: int, **more: Any
 ) -> tuple[dict[str, Tensor], list[float]]:
     schedule = make_schedule(method, p, m, options={"slices": slices})
-    pipeline = Pipeline(model(), schedule, loss=exact_loss, optimizer=sgd, group=group, timeout=20.0, **more)
+    pipeline = Pipeline(model(), schedule, loss=exact_loss, optimizer=sgd, group=group, timeout=20.0, **grouped(more))
     losses = [report.loss for report in pipeline.run(data(batches, m)) if report.loss is not None]
     for stage in pipeline.stages.values():
         assert not any((stage.flights, stage.carry, stage.carry_gradients))

@@ -20,6 +20,7 @@ from penstock.schedule.methods.combine import COMBINES, Combine
 from penstock.schedule.text import parse_schedule
 from penstock.verify.reference import Scaling
 from support.cases import BALANCE, OPTIMIZERS, TIED, Case, make_batches, make_blocks, make_pipeline
+from support.grouped import grouped
 from support.meetings import (
     Reference,
     State,
@@ -64,7 +65,10 @@ def precise(method: str, depth: int, m: int, width: int, combine: Combine, **cha
     }
     schedule = make_schedule(method, depth, m)
     return Pipeline(
-        precise_blocks(model_of(depth)), schedule, partition=BALANCE[schedule.num_stages], **(arguments | changes)
+        precise_blocks(model_of(depth)),
+        schedule,
+        partition=BALANCE[schedule.num_stages],
+        **grouped(arguments | changes),
     )
 
 

@@ -114,7 +114,7 @@ def test_a_schedule_that_decides_already_is_taken_as_it_is() -> None:
 
 @pytest.mark.parametrize("clip", [0.0, -1.0, math.nan, math.inf])
 def test_a_norm_that_makes_no_sense_is_refused(clip: float) -> None:
-    with pytest.raises(ConfigError, match="clip must be a positive number"):
+    with pytest.raises(ConfigError, match="max_grad_norm must be a positive number"):
         make_pipeline(Case("1f1b", 2, 2), max_grad_norm=clip)
 
 

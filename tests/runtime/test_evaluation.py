@@ -190,7 +190,7 @@ def test_what_cannot_be_evaluated_is_refused() -> None:
         list(make_pipeline(case).run(make_batches(case), evaluate=Evaluating(1, list)))
     with pytest.raises(ConfigError, match="no averaged weights"):
         make_pipeline(case).evaluate(data_of(case), averaged=True)
-    with pytest.raises(ConfigError, match="average must be a decay between 0 and 1"):
+    with pytest.raises(ConfigError, match="ema_decay must be between 0 and 1"):
         make_pipeline(case, ema_decay=1.0)
 
 

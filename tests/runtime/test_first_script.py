@@ -50,13 +50,13 @@ def test_a_method_brings_its_correction() -> None:
     chosen = penstock.method("pipemare", reschedule=20, decay=0.3)
     by_name = make_pipeline(method=chosen, stages=2, microbatches=4)
     correction = penstock.correction_of("pipemare", reschedule=20, decay=0.3)
-    by_schedule = make_pipeline(penstock.make_schedule("pipemare", 2, 4), correction=correction)
+    by_schedule = make_pipeline(penstock.make_schedule("pipemare", 2, 4), staleness=correction)
     losses = [[report.loss for report in pipeline.run(make_loader())] for pipeline in (by_name, by_schedule)]
     assert losses[0] == losses[1]
 
 
 def train_on_group(group: dist.ProcessGroup, width: int) -> tuple[int, int, list[float | None]]:
-    pipeline = make_pipeline(method="1f1b", microbatches=4 // width, group=group, width=width)
+    pipeline = make_pipeline(method="1f1b", microbatches=4 // width, group=group, data_parallel=width)
     return pipeline.schedule.num_stages, pipeline.grid.width, [report.loss for report in pipeline.run(make_loader())]
 
 
@@ -78,7 +78,7 @@ def test_a_group_says_how_many_stages(pool: Pool, width: int) -> None:
         ({"method": "pipemare", "stages": 2, "microbatches": 4}, "reschedule=500; 0 for none"),
         ({"method": 3, "stages": 2, "microbatches": 4}, "method must be a name"),
         (
-            {"method": "pipemare", "stages": 2, "microbatches": 4, "correction": penstock.correction_of("spectrain")},
+            {"method": "pipemare", "stages": 2, "microbatches": 4, "staleness": penstock.correction_of("spectrain")},
             "a method brings its correction",
         ),
         ({"schedule": penstock.make_schedule("2bw", 2, 4), "stages": 2}, "leave stages and microbatches out"),

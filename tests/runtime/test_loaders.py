@@ -54,7 +54,7 @@ def assert_equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("width", [1, 2])
 def test_whole_batches_give_the_bits_of_their_microbatches(method: str, width: int) -> None:
-    whole, lists = (make_pipeline(method, width=width) for _ in range(2))
+    whole, lists = (make_pipeline(method, data_parallel=width) for _ in range(2))
     loader = make_loader(40, 8)
     reports = [(r.batch, r.loss, r.weight) for r in whole.run(loader)]
     size = 8 // M // width

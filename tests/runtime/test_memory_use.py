@@ -18,6 +18,7 @@ from penstock.schedule.build import make_schedule
 from penstock.timeline import Timeline
 from penstock.weights.store import VersionStore
 from support.cases import METHODS, ONE_OF_EACH, OPTIMIZERS, Named
+from support.grouped import grouped
 from support.live_storage import LiveStorage
 from support.pool import Pool
 
@@ -45,7 +46,7 @@ def squares(output: Tensor, target: Tensor) -> Tensor:
 
 def make_pipeline(method: str, depth: int, m: int, layers: list[nn.Module], **changes: Any) -> Pipeline:
     arguments: dict[str, Any] = {"loss": squares, "optimizer": OPTIMIZERS["adamw"], "balance": BALANCE[depth]}
-    return Pipeline([fresh, *layers], make_schedule(method, depth, m), **(arguments | changes))
+    return Pipeline([fresh, *layers], make_schedule(method, depth, m), **grouped(arguments | changes))
 
 
 def make_layers(width: int = WIDTH) -> list[nn.Module]:

@@ -115,7 +115,7 @@ def test_a_plan_is_followed_by_another_one_that_is_not_checked_again(counted: Co
         ("2bw", 6, {"balance": [6]}, ConfigError, "must hold 6 positive numbers that add up to the model's 6 blocks"),
         ("2bw", 6, {"delays": 1}, ConfigError, "delays need version rule 'flush'"),
         ("2bw", 6, {"combine": Combine("average")}, ConfigError, "needs parallel pipelines"),
-        ("pipemare", 6, {}, ConfigError, "pass correction=correction_of"),
+        ("pipemare", 6, {}, ConfigError, "pass staleness=correction_of"),
         (
             "2bw",
             6,

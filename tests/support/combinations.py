@@ -100,7 +100,7 @@ BUILDS: Mapping[str, Build] = {
     "recompute block": changed(recompute="block"),
     "recompute stage": changed(recompute="stage"),
     "evaluate": built_before,
-    "average": given(average=AVERAGE),
+    "average": given(ema_decay=AVERAGE),
     "resume": built_before,
     "width": changed(width=2),
     "combine": lambda case: make_pipeline(replace(case, width=2), combine=MEETING),

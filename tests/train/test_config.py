@@ -210,7 +210,7 @@ def test_a_method_s_settings_are_those_that_are_not_given() -> None:
     assert load_config(None, ["method=nag-pp", "optimizer.beta1=0.9"]).optimizer.beta1 == 0.9
     other = load_config(None, ["method=spike", "optimizer.name=adamw"]).optimizer
     assert (other.name, other.nesterov) == ("adamw", True)  # refused later: it is not what the method needs
-    assert load_config(None, ["method=2gw"]).clip is None
+    assert load_config(None, ["method=2gw"]).max_grad_norm is None
     assert load_config(None, ["method=wpipe", "max_grad_norm=2"]).max_grad_norm == 2
     assert load_config(None, ["method=2bw"]) == load_config(None, [])
 

@@ -88,7 +88,7 @@ def values(tmp_path: Path) -> dict[str, Any]:
         "microbatch_size": 1,
         "sample_length": 0,
         "validation_samples": 4,
-        "rate": {"warm_up": 0, "decay": "none"},
+        "lr_schedule": {"warm_up": 0, "decay": "none"},
         "model": {"layers": 2, "width": 16, "heads": 2, "context": 8},
         "checkpoint": {"every": 5},
         "sync": {"batches": 3},

@@ -95,12 +95,12 @@ def test_a_comparison_says_so_at_once(method: str, text: str) -> None:
 def test_a_key_with_the_name_of_an_option_is_that_option(text: str) -> None:
     changes = {
         "width": "2", "reduce": "fast", "precision": "bf16", "recompute": "stage", "segments": "auto",
-        "max_grad_norm": "0.5",         "ema_decay": "0.9", "seed": "3", "balance": "[3, 3]", "timeout": "7.5", "delays": "{head: 1}",
-        "backward_delays": "2",
+        "max_grad_norm": "0.5", "ema_decay": "0.9", "seed": "3", "balance": "[3, 3]", "timeout": "7.5",
+        "delays": "{head: 1}", "backward_delays": "2",
     }  # fmt: skip
     config = load_config(None, [text, *(f"{key}={value}" for key, value in changes.items())])
     options = pipeline_options(config, model_shape(config, load_corpus(config.data)))
     found = {name: value for group in vars(options).values() for name, value in vars(group).items()}
     assert {key: found[key] for key in changes} == {key: getattr(config, key) for key in changes}
-    named = {"combine", "correction", "rate"}  # whose values are of another kind
+    named = {"combine", "correction", "lr_schedule"}  # whose values are of another kind
     assert PipelineOptions.names() & TrainConfig.model_fields.keys() == changes.keys() | named

@@ -166,7 +166,7 @@ def test_the_table_says_what_a_correction_keeps(name: str) -> None:
         ("spectrain", {"recompute": "stage"}, "needs an order that places its own recomputes"),
         ("spectrain", {"recompute": "block"}, "set recompute=none"),
         ("spectrain", {"optimizer": "adafactor"}, "not of Adafactor"),
-        ("spectrain", {"correction": None}, r"pass correction=correction_of\('spectrain'\)"),
+        ("spectrain", {"correction": None}, r"pass staleness=correction_of\('spectrain'\)"),
         ("spike", {"optimizer": "sgd"}, "without nesterov"),
         ("nag-pp", {"optimizer": "adamw"}, "needs NAdam, not AdamW"),
         ("gap-aware", {"optimizer": "adamw"}, "need SGD with momentum, not AdamW"),
@@ -182,7 +182,7 @@ def test_what_does_not_go_with_a_correction_is_refused(name: str, changes: dict[
 def test_a_correction_that_is_missing_or_another_s(method: str) -> None:
     """Else another method would be trained under its name."""
     proof = prove(method, 2, 1)
-    said = rf"{method}: .* pass correction=correction_of\('{method}'\)"
+    said = rf"{method}: .* pass staleness=correction_of\('{method}'\)"
     case = Case(method, 2, 1, optimizer="momentum", model="matrices")
     with pytest.raises(ConfigError, match=said):
         make_pipeline(case)

@@ -303,7 +303,7 @@ def test_other_optimizers_are_refused(optimizer: torch.optim.Optimizer, message:
 
 
 def test_what_it_does_not_go_with() -> None:
-    arguments: dict[str, Any] = {"loss": lambda y, _: y.sum(), "balance": [1, 1]}
+    arguments: dict[str, Any] = {"loss": lambda y, _: y.sum(), "partition": [1, 1]}
     optimizer = {"optimizer": lambda named: OPTIMIZERS["sgd"](named, 0.0)}
     with pytest.raises(CapabilityError, match="set recompute=none"):
         Pipeline(

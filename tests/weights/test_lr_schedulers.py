@@ -203,5 +203,5 @@ def test_what_is_no_function_of_updates_is_refused(factory: Any, said: str) -> N
 
 
 def test_two_schedules_are_refused() -> None:
-    with pytest.raises(ConfigError, match="rate and lr_scheduler both set learning rates"):
+    with pytest.raises(ConfigError, match="lr_schedule and lr_scheduler both set learning rates"):
         make_pipeline("1f1b", "sgd", "steps", lr_schedule=lambda _: 1.0)

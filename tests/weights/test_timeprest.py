@@ -24,6 +24,7 @@ from penstock.weights.corrections.blending import Blending
 from penstock.weights.corrections.registry import correction_of
 from penstock.weights.store import VersionStore
 from support.cases import Case, Recording, assert_same, expected, make_batches, make_pipeline, train, train_on_ranks
+from support.grouped import grouped
 from support.pool import Pool
 
 METHODS = ("timeprest", "v-timeprest", "i-timeprest")
@@ -176,7 +177,7 @@ def run(
     correction = Blending(beta) if method == "i-timeprest" else None
     arguments = {"blocks": blocks_of(depth), "correction": correction, "balance": (1,) * depth} | changes
     proof = prove(method, depth, m, order=order)
-    pipeline = Pipeline(schedule=proof, loss=loss, optimizer=recording, **arguments)
+    pipeline = Pipeline(schedule=proof, loss=loss, optimizer=recording, **grouped(arguments))
     first = 0
     for length in SPANS:
         assert len(list(pipeline.run(data_of(m)[first : first + length]))) == length
@@ -381,7 +382,7 @@ def test_what_every_byte_of_timeprest_is_for(method: str) -> None:
     [
         ("i-timeprest", {"precision": "bf16"}, "blends of two versions need fp32"),
         ("i-timeprest", {"recompute": "stage"}, "needs an order that places its own recomputes"),
-        ("i-timeprest", {"correction": None}, r"pass correction=correction_of\('i-timeprest'\)"),
+        ("i-timeprest", {"correction": None}, r"pass staleness=correction_of\('i-timeprest'\)"),
         ("timeprest", {"correction": correction_of("i-timeprest")}, "goes with version rule blended"),
         ("v-timeprest", {"depth": 6}, "6 stages need at least 5 microbatches"),
     ],
