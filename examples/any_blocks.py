@@ -46,10 +46,10 @@ def my_order(stages, microbatches):  # an order of your own: the passes of every
 for method in ("2bw", my_order):
     torch.manual_seed(1)
     schedule = penstock.make_schedule(method, STAGES, MICROBATCHES)
-    predicted = penstock.simulate_schedule(schedule, penstock.Costs.uniform(schedule), batches=2)
+    predicted = schedule.simulate(batches=2)
     console.print(penstock.draw_timeline(predicted.timeline, console.width), soft_wrap=True)
     pipeline = penstock.Pipeline(
-        [nn.Linear(8, 32), *(Residual(32) for _ in range(6)), nn.Linear(32, 1)],  # cut by cost; or balance=[2, 2, 2, 2]
+        [nn.Linear(8, 32), *(Residual(32) for _ in range(6)), nn.Linear(32, 1)],  # cut by cost; or partition=[2, 2, ...]
         schedule,
         loss=loss,
         optimizer=lambda named: torch.optim.AdamW(named, lr=3e-3),  # one per stage

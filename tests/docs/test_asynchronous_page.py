@@ -19,7 +19,7 @@ ROWS = re.findall(r"^\| (`[^|]*) \|(?:[^|]*\|){4}([^|]*)\|$", PAGE, re.MULTILINE
 NEEDS = {name: needs.strip() for names, needs in ROWS for name in re.findall(r"`([\w-]+)`", names)}
 OTHERS = {
     "optimizer.name": "adamw", "optimizer.nesterov": "true", "optimizer.weight_decay": "0.1", "optimizer.beta1": "0.9",
-    "microbatches": "4", "clip": "1.0",
+    "microbatches": "4", "max_grad_norm": "1.0",
 }  # fmt: skip
 WORDS = {"SGD": "sgd", "Adam": "adam", "AdamW": "adamw", "NAdam": "nadam", "Muon": "muon"}
 

@@ -22,9 +22,10 @@ from penstock.comm.p2p.nccl import LaneGroups
 from penstock.comm.p2p.transport import Channel
 from penstock.errors import ConfigError
 from penstock.partition.blocks import Blocks, named_blocks
+from penstock.proven_schedule import ProvenSchedule
 from penstock.runtime.engine import Engine
 from penstock.runtime.execute.evaluation import Evaluating, check_every
-from penstock.runtime.plan.method_choice import MethodChoice, request_of
+from penstock.runtime.plan.method_choice import correction_by, request_of
 from penstock.runtime.plan.options import (
     DataParallel,
     Partition,
@@ -46,6 +47,7 @@ from penstock.runtime.update.events import Evaluated
 from penstock.schedule.build import ScheduleRequest, prove_evaluation
 from penstock.schedule.ir.rules import RULES
 from penstock.schedule.ir.schedule import Schedule, Stage
+from penstock.schedule.methods.choice import MethodChoice
 from penstock.schedule.proof.check import Proof
 from penstock.stage.autograd.recompute import RecomputeMode
 from penstock.stage.module import LossFunction
@@ -66,7 +68,8 @@ class Pipeline:
     Args:
         blocks: the model as a list (or dict) of modules or functions, each taking what the one before returned; a
             `LazyBlock` is made only where it is needed.
-        schedule: what `make_schedule`, `prove` or `check` returned; or a method in place of it, with what follows.
+        schedule: what `make_schedule`, `check` or `load_schedule` returned; or a method in place of it, with what
+            follows.
         method: its name, such as "2bw" (`penstock methods` lists them), or what `penstock.method` returned.
         stages: d, the number of stages (of a method that places several on a rank, of ranks); as many as the group has
             ranks for each pipeline if None.
@@ -141,6 +144,8 @@ class Pipeline:
             if stages is not None or microbatches is not None:
                 raise ConfigError("a schedule has its stages and microbatches; leave stages and microbatches out")
             request = schedule
+            if isinstance(schedule, ProvenSchedule) and schedule.chosen and options.staleness.correction is None:
+                options = options.changed(correction=correction_by(schedule.chosen))
         elif method is not None and schedule is None:
             if options.staleness.correction is not None:
                 raise ConfigError("a method brings its correction: method=penstock.method(name, option=...)")
@@ -305,7 +310,7 @@ class Pipeline:
         freed, and those that it takes besides are made (`live_bytes` tells of both once a run has begun).
 
         Args:
-            schedule: what `make_schedule`, `prove` or `check` returned.
+            schedule: what `make_schedule`, `check` or `load_schedule` returned.
             correction: of its method; the one before is over, and one that comes back begins anew.
             evaluate: the evaluations of the runs before and after. Each rule has its own border for that of a version,
                 and one that would fall between the two is made now.

@@ -67,7 +67,7 @@ def from_torch_csv(text: str, name: str = "torch-csv") -> Schedule:
 
     Penstock sends messages of its own, so those of the file are compared with what its passes need and then left out.
     UNSHARD, RESHARD and REDUCE_GRAD are left out, too: they shard and add up what parallel copies of the pipeline hold,
-    which a schedule of one of them does not say (`Pipeline(width=...)` adds gradients up by itself).
+    which a schedule of one of them does not say (`Pipeline(data_parallel=...)` adds gradients up by itself).
 
     Args:
         text: the content of the file.

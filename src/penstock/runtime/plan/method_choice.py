@@ -1,60 +1,24 @@
-"""A method by its name, with the options of its order and of its correction."""
+"""From a method by its name to the schedule that it asks for, and its correction."""
 
 from __future__ import annotations
-
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from penstock.checks import did_you_mean
 from penstock.errors import ConfigError
 from penstock.schedule.build import ScheduleRequest
-from penstock.schedule.ir.order import options_of
-from penstock.schedule.methods.corrections import CORRECTIONS
-from penstock.schedule.methods.table import find_method
-from penstock.schedule.orders import ORDERS
+from penstock.schedule.methods.choice import MethodChoice, method
 from penstock.weights.corrections.base import Correction
 from penstock.weights.corrections.registry import correction_of
 
 
-@dataclass(frozen=True)
-class MethodChoice:
-    """What `method` returns.
-
-    Attributes:
-        name: of the row of the method table.
-        options: of its order.
-        correction: what it does about staleness; None for nothing.
-    """
-
-    name: str
-    options: Mapping[str, int] = field(default_factory=dict)
-    correction: Correction | None = None
-
-
-def method(name: str, **options: Any) -> MethodChoice:
-    """Choose a method, such as ``method("pipemare", reschedule=500)`` or ``method("interleaved", chunks=4)``.
-
-    Args:
-        name: of a row of the method table (`penstock methods`), or another name for it.
-        options: of its order and of its correction.
+def correction_by(chosen: MethodChoice) -> Correction | None:
+    """Return the correction of a method that has been chosen; None if it has none.
 
     Raises:
-        ConfigError: there is no such method or option, or an option without a default is missing.
+        ConfigError: an option without a default is missing.
     """
-    row = find_method(name)
-    of_order, of_correction = options_of(ORDERS[row.order]), CORRECTIONS[row.correction].options
-    unknown = [option for option in options if option not in {*of_order, *of_correction}]
-    if unknown:
-        known = sorted({*of_order, *of_correction})
-        hint = did_you_mean(unknown[0], known)
-        has = f"its options are {', '.join(known)}" if known else "it has none"
-        raise ConfigError(f"method {row.name!r} has no option {unknown[0]!r}.{hint} ({has})")
-    correction = correction_of(row.name, **{k: v for k, v in options.items() if k in of_correction})
-    return MethodChoice(row.name, {k: v for k, v in options.items() if k in of_order}, correction)
+    return correction_of(chosen.name, **chosen.correction)
 
 
 def request_of(
@@ -88,7 +52,7 @@ def request_of(
         raise ConfigError("how many microbatches is a batch split into? Give microbatches=, such as microbatches=8")
     if stages is None:
         stages = _default_stages(width, group, mesh)
-    return ScheduleRequest(chosen.name, stages, microbatches, options=chosen.options), chosen.correction
+    return ScheduleRequest(chosen.name, stages, microbatches, options=chosen.options), correction_by(chosen)
 
 
 def _default_stages(width: int, group: dist.ProcessGroup | None, mesh: DeviceMesh | None) -> int:

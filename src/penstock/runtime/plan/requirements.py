@@ -27,7 +27,7 @@ def schedule_of(given: GivenSchedule) -> Schedule:
         ConfigError: it is something else.
     """
     if not isinstance(given, GivenSchedule):
-        raise ConfigError(f"schedule must come from make_schedule, prove or check, not {given!r:.80}")
+        raise ConfigError(f"schedule must come from make_schedule, check or load_schedule, not {given!r:.80}")
     return given if isinstance(given, Schedule) else given.schedule
 
 

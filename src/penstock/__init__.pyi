@@ -1,0 +1,53 @@
+"""The public API: every name, and the module that it comes from."""
+
+from .checkpoint.manager import Checkpoints as Checkpoints
+from .errors import (
+    CapabilityError as CapabilityError,
+    CheckpointError as CheckpointError,
+    ConfigError as ConfigError,
+    DataError as DataError,
+    PenstockError as PenstockError,
+    ScheduleError as ScheduleError,
+    TransportError as TransportError,
+    VersionError as VersionError,
+)
+from .idle_time import TimeSplit as TimeSplit, split_time as split_time
+from .models.gpt import GPTConfig as GPTConfig, gpt_blocks as gpt_blocks, language_loss as language_loss
+from .partition.blocks import LazyBlock as LazyBlock
+from .partition.sequence_slices import Slicing as Slicing, equal_time_lengths as equal_time_lengths
+from .proven_schedule import (
+    ProvenSchedule as ProvenSchedule,
+    check as check,
+    load_schedule as load_schedule,
+    make_schedule as make_schedule,
+)
+from .runtime.execute.evaluation import Evaluating as Evaluating
+from .runtime.malloc import keep_freed_memory as keep_freed_memory
+from .runtime.pipeline import Pipeline as Pipeline
+from .runtime.plan.options import (
+    DataParallel as DataParallel,
+    Partition as Partition,
+    Precision as Precision,
+    Recompute as Recompute,
+    Staleness as Staleness,
+)
+from .runtime.rank.reports import Report as Report
+from .runtime.rank.snapshot import SavedState as SavedState, Saving as Saving, Snapshot as Snapshot
+from .runtime.update.divergence import Divergence as Divergence, Trouble as Trouble
+from .runtime.update.events import Evaluated as Evaluated
+from .schedule.ir.schedule import Schedule as Schedule
+from .schedule.methods.choice import MethodChoice as MethodChoice, method as method
+from .schedule.methods.combine import Combine as Combine
+from .schedule.text import parse_schedule as parse_schedule
+from .schedule.torch_csv import from_torch_csv as from_torch_csv, to_torch_csv as to_torch_csv
+from .simulate.costs import Costs as Costs, StageCost as StageCost
+from .simulate.simulate import Simulation as Simulation
+from .timeline import Timeline as Timeline
+from .view.perfetto import write_trace as write_trace
+from .view.svg import timeline_svg as timeline_svg
+from .view.text import draw_timeline as draw_timeline
+from .weights.corrections.base import Correction as Correction
+from .weights.corrections.registry import correction_of as correction_of
+from .weights.decision import Decision as Decision, LossScale as LossScale
+
+__version__: str

@@ -1,0 +1,138 @@
+"""A schedule with its proof, as users hold it: what is known of it, and what can be done with it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from penstock.errors import ConfigError
+from penstock.schedule.build import ScheduleRequest
+from penstock.schedule.ir.order import NO_OPTIONS, Options, OrderFunction
+from penstock.schedule.ir.schedule import Schedule
+from penstock.schedule.load import prove_file
+from penstock.schedule.methods.choice import MethodChoice, method
+from penstock.schedule.proof import check as proofs
+from penstock.schedule.proof.check import Proof
+from penstock.schedule.text import parse_schedule
+from penstock.schedule.torch_csv import to_torch_csv
+from penstock.simulate.costs import Costs
+from penstock.simulate.simulate import Simulation, Window, simulate_schedule
+
+
+@dataclass(frozen=True)
+class ProvenSchedule(Proof):
+    """A schedule with its proof: complete, free of deadlock, and every pass reads the version that its rule names.
+
+    `make_schedule`, `check` and `load_schedule` return one, and `Pipeline(schedule=...)` takes it. `stages` and
+    `activations` have the facts that the proof derived; `print` shows the text form.
+
+    Attributes:
+        chosen: the method that was asked for, with its options; None for orders of one's own.
+    """
+
+    chosen: MethodChoice | None = None
+
+    @classmethod
+    def of(cls, proof: Proof, chosen: MethodChoice | None = None) -> ProvenSchedule:
+        """Return a proof in this form."""
+        return cls(**{field.name: getattr(proof, field.name) for field in fields(Proof)}, chosen=chosen)
+
+    @property
+    def name(self) -> str:
+        """The name of the schedule."""
+        return self.schedule.name
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """The most weight versions that a stage of each rank has alive at once."""
+        return tuple(self.versions_on(rank) for rank in range(self.schedule.ranks))
+
+    def simulate(self, costs: Costs | None = None, batches: int = 1, window: Window | None = None) -> Simulation:
+        """Predict a span of batches.
+
+        Args:
+            costs: times of every stage; for each rank a forward of 1 and a backward of 2 if None.
+            batches: length of the span; the pipeline starts empty and is drained.
+            window: messages that may be outstanding on a lane; the least that costs no time if None.
+
+        Raises:
+            ConfigError: `batches` or `window` is below 1, or the costs are for another number of stages.
+            ScheduleError: some ranks would wait for ever with this window.
+        """
+        return simulate_schedule(self, Costs.uniform(self.schedule) if costs is None else costs, batches, window=window)
+
+    def save(self, path: Path | str) -> None:
+        """Write the schedule to a file: for torch.distributed.pipelining if it ends in .csv, else in the text form.
+
+        Raises:
+            ConfigError: it cannot be written.
+            ScheduleError: it has what torch's form cannot say.
+        """
+        target = Path(path)
+        text = to_torch_csv(self.schedule) if target.suffix == ".csv" else f"{self.schedule}\n"
+        try:
+            target.write_text(text)
+        except OSError as error:
+            raise ConfigError(f"cannot write the schedule to {str(target)!r}: {error.strerror or error}") from None
+
+    def __str__(self) -> str:
+        """The text form of the schedule."""
+        return str(self.schedule)
+
+
+def make_schedule(
+    method_or_order: str | MethodChoice | OrderFunction,
+    stages: int,
+    microbatches: int,
+    *,
+    rule: str | None = None,
+    order: str | OrderFunction | None = None,
+    options: Options = NO_OPTIONS,
+    decides: bool = False,
+    window: int | None = None,
+) -> ProvenSchedule:
+    """Build a schedule and prove it.
+
+    Args:
+        method_or_order: the name of a method, what `method` returned, or a function (stages, microbatches) -> order,
+            which may return an `Order` or simply, per rank, the passes of one flushed batch as text:
+            ``["F0 F1 B0 B1", "F0 B0 F1 B1"]``.
+        stages, microbatches, rule, order, options, decides, window: as of `penstock.schedule.build.make_schedule`.
+
+    Raises:
+        ConfigError: unknown method, order or rule, or choices that cannot go together.
+        ScheduleError: the schedule is wrong; where only m is too small, the message names the smallest legal m.
+    """
+    chosen = None if callable(method_or_order) else method_or_order
+    if isinstance(chosen, str):
+        chosen = method(chosen)
+    if chosen is not None:
+        options = {**chosen.options, **options}
+    asked = chosen.name if chosen is not None else method_or_order
+    assert not isinstance(asked, MethodChoice)
+    request = ScheduleRequest(asked, stages, microbatches, rule, order, options, decides, window)
+    return ProvenSchedule.of(request.prove(), chosen if rule is None else None)
+
+
+def check(schedule: Schedule | str) -> ProvenSchedule:
+    """Prove a schedule, which may be in its text form.
+
+    Raises:
+        ScheduleError: it is wrong; the message names the action and the reason.
+    """
+    return ProvenSchedule.of(proofs.check(parse_schedule(schedule) if isinstance(schedule, str) else schedule))
+
+
+def load_schedule(path: Path | str, stages: int, microbatches: int, **options: int) -> ProvenSchedule:
+    """Load the schedule in a file and prove it.
+
+    Args:
+        path: `*.py` with a function (stages, microbatches, *, options) that returns an order: the one called `order`,
+            or the only function. `*.csv` as `torch.distributed.pipelining` writes it. Otherwise, the text form.
+        stages, microbatches, options: arguments of the function; the other forms hold a finished schedule.
+
+    Raises:
+        ConfigError: the file cannot be read, or its function fails.
+        ScheduleError: the schedule is wrong; the message names the action at fault.
+    """
+    return ProvenSchedule.of(prove_file(Path(path), stages, microbatches, options))
