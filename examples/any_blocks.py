@@ -49,7 +49,7 @@ for method in ("2bw", my_order):
     predicted = schedule.simulate(batches=2)
     console.print(penstock.draw_timeline(predicted.timeline, console.width), soft_wrap=True)
     pipeline = penstock.Pipeline(
-        [nn.Linear(8, 32), *(Residual(32) for _ in range(6)), nn.Linear(32, 1)],  # cut by cost; or partition=[2, 2, ...]
+        [nn.Linear(8, 32), *(Residual(32) for _ in range(6)), nn.Linear(32, 1)],  # cut by cost; or partition=[2, ...]
         schedule,
         loss=loss,
         optimizer=lambda named: torch.optim.AdamW(named, lr=3e-3),  # one per stage
