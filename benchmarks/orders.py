@@ -15,7 +15,9 @@ from typing import Any
 
 from benchmarks.arms import STAGES, CeilingArm, Data, Maker, PenstockArm, TorchArm
 from benchmarks.throughput import RESULTS, collect, interval, measure, summarise
-from penstock import Costs, prove, simulate_schedule
+from penstock import Costs
+from penstock.schedule.build import prove
+from penstock.simulate.simulate import simulate_schedule
 
 PAIRS = {
     "interleaved": "interleaved",

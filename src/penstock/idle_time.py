@@ -68,6 +68,11 @@ class TimeSplit:
     idle: tuple[Idle, ...]
     partial: bool = False
 
+    def __repr__(self) -> str:
+        """Return the shares of all ranks."""
+        shares = ", ".join(f"{name} {share:.1%}" for name, share in self.shares().items() if share >= 0.0005)
+        return f"<TimeSplit of {self.makespan:.4g}: {shares}>"
+
     def shares(self, rank: int | None = None) -> dict[str, float]:
         """Return work and idle time by cause as fractions of the time of one rank or of all; the idle ones sum to the
         bubble."""

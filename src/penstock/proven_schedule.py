@@ -19,7 +19,7 @@ from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import Simulation, Window, simulate_schedule
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ProvenSchedule(Proof):
     """A schedule with its proof: complete, free of deadlock, and every pass reads the version that its rule names.
 

@@ -85,6 +85,10 @@ class Timeline:
     unit: str = "s"
     since: float = 0.0
 
+    def __repr__(self) -> str:
+        """Return its size."""
+        return f"<Timeline of {self.ranks} ranks: {len(self.intervals)} intervals>"
+
     def work(self, rank: int | None = None) -> list[Interval]:
         """Return the busy intervals of the compute lane, of one rank or of all."""
         return [i for i in self.intervals if i.is_work and (rank is None or i.rank == rank)]

@@ -65,7 +65,6 @@ def test_too_few_blocks() -> None:
         ([torch.relu, 3], "block .1. is a int"),
         ("half", "block .0. is a str"),
         (3, "must be a list or a dict"),
-        ({"a": torch.relu, "a.b": torch.relu}, "blocks 'a' and 'a.b' could give two parameters the same name"),
     ],
 )
 def test_what_is_no_block(blocks: Any, message: str) -> None:

@@ -100,7 +100,7 @@ def test_twenty_updates_of_averaging_pipelines(method: str, depth: int, m: int, 
     factory = OPTIMIZERS["sgd" if combine.kind == "bmuf" else "adamw"]
     batches = uneven_batches(20, m, width, nothing=[(0, 0), (5, width - 1)])
     clip = 1.5 / m**0.5  # norms are means over m microbatches
-    pipeline = precise(method, depth, m, width, combine, clip=clip, optimizer=factory)
+    pipeline = precise(method, depth, m, width, combine, max_grad_norm=clip, optimizer=factory)
     norms = [d.norm for report in pipeline.run(batches) for d in report.decided]
     assert min(norms[1:]) < clip < max(norms[1:])  # some are clipped
     wanted = Reference(combine, width, m, depth, factory, reads_of(method, depth, m), clip=clip, model=model_of(depth))

@@ -87,7 +87,7 @@ def test_periods_of_the_batch_before_are_not_run() -> None:
 
 @pytest.mark.parametrize("schedule", ["2bw", 3])
 def test_what_is_no_schedule(schedule: Any) -> None:
-    with pytest.raises(ConfigError, match="schedule must come from make_schedule, prove or check"):
+    with pytest.raises(ConfigError, match="schedule must come from make_schedule, check or load_schedule"):
         make_pipeline(Case("1f1b", 1, 2), schedule=schedule)
 
 

@@ -187,13 +187,13 @@ def test_every_option_has_a_name_of_its_own_and_keywords_are_options() -> None:
     names = [option.name for group in fields(default) for option in fields(getattr(default, group.name))]
     assert len(names) == len(set(names)) == len(PipelineOptions.names())
     arguments = Pipeline.__init__.__annotations__.keys()
-    what = {"blocks", "schedule", "method", "stages", "microbatches", "loss", "optimizer", "group", "mesh", "return"}
-    assert set(names) >= arguments - what
+    what = {"blocks", "schedule", "method", "stages", "microbatches", "loss", "optimizer", "group", "return"}
+    assert {*names, *(group.name for group in fields(default))} >= arguments - what
 
 
 def test_options_change_by_name() -> None:
     changed = PipelineOptions().changed(width=3, seed=5)
-    assert (changed.data_parallel.width, changed.data.seed) == (3, 5)
+    assert (changed.data_parallel.width, changed.run.seed) == (3, 5)
     assert changed.changed(width=1, seed=0) == PipelineOptions()
     with pytest.raises(TypeError, match="no option 'wdith'"):
         PipelineOptions().changed(wdith=3)

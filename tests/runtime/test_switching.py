@@ -558,7 +558,7 @@ def test_whoever_reads_data_hears_of_trouble_in_time(method: str, depth: int, m:
 
 def test_divergence_needs_stages_that_decide_together() -> None:
     case = case_of([("2bw", 2)], 2, 2)
-    with pytest.raises(ConfigError, match="set clip"):
+    with pytest.raises(ConfigError, match="set max_grad_norm"):
         make_pipeline(case, divergence=Divergence())
     with pytest.raises(ConfigError, match="spike must be above 1"):
         make_pipeline(replace(case, clip=1.0), divergence=Divergence(spike=0.5))

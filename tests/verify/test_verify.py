@@ -28,12 +28,17 @@ from support import verify_faults
 
 TINY = (
     "microbatches=3", "microbatch_size=1", "model.layers=2", "model.width=16", "model.heads=2", "model.context=8",
-    "lr_schedule.warm_up=2", "optimizer.lr=0.01", "clip=0.5", "threads=1",
+    "lr_schedule.warm_up=2", "optimizer.lr=0.01", "max_grad_norm=0.5", "threads=1",
 )  # fmt: skip
 FLUSH = [name for name, row in METHODS.items() if row.rule in ("flush", "provisional")]
 MOMENTUM = ["optimizer.name=sgd", "optimizer.nesterov=false", "optimizer.weight_decay=0"]
 NADAM = ["optimizer.name=nadam"]
-NEEDS = {"gap-aware": [*MOMENTUM, "microbatches=1"], "nag-pp": NADAM, "nag-pp-no-stash": NADAM, "wpipe": ["clip=null"]}
+NEEDS = {
+    "gap-aware": [*MOMENTUM, "microbatches=1"],
+    "nag-pp": NADAM,
+    "nag-pp-no-stash": NADAM,
+    "wpipe": ["max_grad_norm=null"],
+}
 LATER = [
     "spike",
     "spike-lwp",
@@ -85,7 +90,7 @@ def test_every_method_passes_verification(text: str, method: str) -> None:
     parameters = 2 * 6 + 3
     assert counts == {
         "losses": 2 * 4,
-        "decisions": 0 if "clip=null" in needs else 3 * 4,
+        "decisions": 0 if "max_grad_norm=null" in needs else 3 * 4,
         "gradients": 4 * parameters * both,
         "weights": 4 * parameters * both,
         "optimizer state": REMEMBERED.get(needs[0].removeprefix("optimizer.name=") if needs else "", 3)
@@ -140,11 +145,11 @@ def test_slices_in_low_precision_are_refused(text: str) -> None:
         ("1f1b", ["model.tied=true"]),
         ("2bw", ["model.tied=true", "stages=1"]),
         ("interleaved", ["model.tied=true", "stages=1"]),
-        ("1f1b", ["clip=null"]),
-        ("2bw", ["clip=null", "width=3", "balance=[1,3]"]),
+        ("1f1b", ["max_grad_norm=null"]),
+        ("2bw", ["max_grad_norm=null", "width=3", "balance=[1,3]"]),
         ("1f1b", ["stages=4", "optimizer.name=sgd"]),
-        ("zb-h2-post", ["clip=1e9"]),
-        ("zb-h2-post", ["clip=1.2"]),
+        ("zb-h2-post", ["max_grad_norm=1e9"]),
+        ("zb-h2-post", ["max_grad_norm=1.2"]),
         ("zb-h2-post", ["precision=fp16", "width=2", "stages=3"]),
         ("zb-h2-post", ["undo=in-place"]),
         (
@@ -266,14 +271,19 @@ PLANTS: dict[str, tuple[Any, list[str], int, list[str]]] = {
     "stale casts": (verify_faults.stale_casts, ["precision=bf16"], 2, PASSES),
     "dropped microbatch": (verify_faults.dropped_microbatch, [], 0, PASSES[1:]),
     "dropped microbatch, flush": (verify_faults.dropped_microbatch, ["method=gpipe"], 0, PASSES[1:]),
-    "dropped microbatch, no clip": (verify_faults.dropped_microbatch, ["clip=null"], 0, PASSES[2:]),
+    "dropped microbatch, no clip": (verify_faults.dropped_microbatch, ["max_grad_norm=null"], 0, PASSES[2:]),
     "doubled norm share": (verify_faults.doubled_norm_share, [], 0, PASSES[1:]),
     "doubled norm share, flush": (verify_faults.doubled_norm_share, ["method=1f1b"], 0, PASSES[1:]),
-    "doubled norm share, no effect": (verify_faults.doubled_norm_share, ["clip=1000.0"], 0, ["decisions"]),
+    "doubled norm share, no effect": (verify_faults.doubled_norm_share, ["max_grad_norm=1000.0"], 0, ["decisions"]),
     "ties count twice": (verify_faults.ties_count_twice, ["model.tied=true"], 0, PASSES[1:]),
     "no ties": (verify_faults.no_ties, ["model.tied=true"], 0, PASSES[1:]),
     "scaled by m": (verify_faults.changed_decisions(m=3), [], 0, PASSES[2:]),
-    "scaled by m, sgd": (verify_faults.changed_decisions(m=3), ["optimizer.name=sgd", "clip=null"], 0, PASSES[2:]),
+    "scaled by m, sgd": (
+        verify_faults.changed_decisions(m=3),
+        ["optimizer.name=sgd", "max_grad_norm=null"],
+        0,
+        PASSES[2:],
+    ),
     "not clipped": (verify_faults.changed_decisions(clip=None), [], 0, PASSES[2:]),
     "rate of the next update": (verify_faults.next_rate, [], 0, PASSES[3:]),
     "batches mixed": (verify_faults.swapped({2: 3, 3: 2}), [], 0, PASSES),
@@ -283,7 +293,7 @@ PLANTS: dict[str, tuple[Any, list[str], int, list[str]]] = {
     "forgetful optimizer": (verify_faults.forgetful_optimizer, [], 4, ["optimizer state"]),
     "older state dict": (verify_faults.older_state_dict, [], 4, ["final state"]),
     "never rejected": (verify_faults.never_rejected, ["method=zb-h2-post"], 0, PASSES[2:]),
-    "undone by half": (verify_faults.undone_by_half, ["method=zb-h2-post", "clip=1.2"], 0, PASSES[3:]),
+    "undone by half": (verify_faults.undone_by_half, ["method=zb-h2-post", "max_grad_norm=1.2"], 0, PASSES[3:]),
     "wrong loss": (verify_faults.wrong_loss, [], 0, ["losses"]),
 }
 

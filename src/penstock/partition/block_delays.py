@@ -19,6 +19,7 @@ from torch import nn
 
 from penstock.checks import check_whole, did_you_mean
 from penstock.errors import ConfigError
+from penstock.partition.blocks import block_of
 from penstock.schedule.delay_profiles import delays_of_profile
 from penstock.schedule.ir.schedule import Op, Schedule
 
@@ -43,7 +44,7 @@ class BlockDelays:
 
     def by_parameter(self, names: Collection[str]) -> dict[str, int]:
         """Return the delays of parameters, by their canonical names."""
-        return {name: self.by_block[block_of(name, self.by_block)] for name in names}
+        return {name: self.by_block[_owner(name, self.by_block)] for name in names}
 
     def check_trained(self, blocks: Mapping[str, Any]) -> None:
         """Raise an error if a block with a chosen delay has no trained parameters.
@@ -152,16 +153,16 @@ def check_backward_delays(schedule: Schedule, backward: BlockDelays | None, reco
         )
 
 
-def block_of(parameter: str, blocks: Collection[str]) -> str:
+def _owner(parameter: str, blocks: Collection[str]) -> str:
     """Return the block that a parameter belongs to, by its canonical name.
 
     Raises:
         ConfigError: it belongs to no block.
     """
-    for block in blocks:
-        if parameter.startswith(f"{block}."):
-            return block
-    raise ConfigError(f"{parameter!r} is not a parameter of any block; blocks: {', '.join(blocks)}")
+    block = block_of(parameter, blocks)
+    if block is None:
+        raise ConfigError(f"{parameter!r} is not a parameter of any block; blocks: {', '.join(blocks)}")
+    return block
 
 
 def _by_block(given: Delays | None, names: list[str], what: str) -> dict[str, int]:
@@ -194,7 +195,7 @@ def _by_block(given: Delays | None, names: list[str], what: str) -> dict[str, in
 
 def _sharing(blocks: Mapping[str, Any], tied: Mapping[str, str]) -> list[tuple[str, str]]:
     """Return the pairs of blocks that share a trained parameter."""
-    pairs = [(block_of(b, blocks), block_of(a, blocks)) for a, b in tied.items()]
+    pairs = [(_owner(b, blocks), _owner(a, blocks)) for a, b in tied.items()]
     first: dict[int, str] = {}
     for name, block in blocks.items():
         for parameter in block.parameters() if isinstance(block, nn.Module) else ():

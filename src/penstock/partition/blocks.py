@@ -43,7 +43,7 @@ def named_blocks(blocks: Any) -> dict[str, Any]:
     """Return the blocks by name, given as `Blocks`.
 
     Raises:
-        ConfigError: there is no block, one is neither a module nor a function, or parameter names could collide.
+        ConfigError: there is no block, one is neither a module nor a function, or names of parameters collide.
     """
     if isinstance(blocks, nn.ModuleDict):
         named = dict(blocks.items())
@@ -65,13 +65,46 @@ def named_blocks(blocks: Any) -> dict[str, Any]:
     for name, block in named.items():
         if not callable(block) and not isinstance(block, LazyBlock):
             raise ConfigError(f"block {name!r} is a {type(block).__name__}, neither a module nor a function")
-        outer = next((other for other in named if name.startswith(f"{other}.")), None)
-        if outer is not None:
-            raise ConfigError(
-                f"blocks {outer!r} and {name!r} could give two parameters the same name; a block's name must not begin "
-                "with that of another one and a dot"
-            )
+    _check_nested(named)
     return named
+
+
+def _check_nested(named: Mapping[str, Any]) -> None:
+    """Make sure that every parameter and buffer belongs to one block by its name, where names of blocks are nested.
+
+    Raises:
+        ConfigError: a block has one whose name begins like that of another block.
+    """
+    for inner in named:
+        for outer in named:
+            if not inner.startswith(f"{outer}."):
+                continue
+            path = inner.removeprefix(f"{outer}.")
+            taken = next((own for own in _state_names(named[outer]) if own.startswith(f"{path}.")), None)
+            if taken is not None:
+                raise ConfigError(
+                    f"{outer}.{taken} is part of block {outer!r}, but by its name of block {inner!r}; rename one of "
+                    "the blocks, or leave what is a block of its own out of the other one"
+                )
+
+
+def _state_names(block: Any) -> list[str]:
+    """Return the names of the parameters and buffers of a block; a lazy one is built without memory."""
+    if isinstance(block, LazyBlock):
+        with torch.device("meta"):
+            block = block.build()
+    if not isinstance(block, nn.Module):
+        return []
+    return [name for name, _ in (*block.named_parameters(remove_duplicate=False), *block.named_buffers())]
+
+
+def block_of(name: str, blocks: Iterable[str]) -> str | None:
+    """Return the block that a parameter or buffer belongs to by its full name; None if there is none.
+
+    Blocks may be nested by name, as "transformer" and "transformer.h.0" are: the longest one that fits has it.
+    """
+    fitting = [block for block in blocks if name.startswith(f"{block}.")]
+    return max(fitting, key=len, default=None)
 
 
 def cost_of(block: Any) -> float:

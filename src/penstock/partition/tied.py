@@ -7,14 +7,14 @@ they stay equal. In the global norm they count once, with the first of their sta
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from penstock.errors import ConfigError
-from penstock.partition.blocks import LazyBlock
+from penstock.partition.blocks import LazyBlock, block_of
 
 
 @dataclass(frozen=True)
@@ -116,27 +116,28 @@ def _root(name: str, tied: Mapping[str, str], alias: Mapping[str, str]) -> str:
 
 def _stage_of(name: str, blocks: Mapping[str, Any], parts: Sequence[Sequence[str]]) -> int:
     """Return the stage of the block that a parameter belongs to."""
-    for index, part in enumerate(parts):
-        for prefix in part:
-            if name.startswith(f"{prefix}.") and isinstance(blocks[prefix], nn.Module | LazyBlock):
-                return index
+    block = block_of(name, blocks)
+    if block is not None and isinstance(blocks[block], nn.Module | LazyBlock):
+        return next(index for index, part in enumerate(parts) if block in part)
     raise ConfigError(f"tied: {name!r} is not a parameter of any block; blocks: {', '.join(blocks)}")
 
 
-def share_inside(modules: Mapping[str, Any], tied: Mapping[str, str]) -> None:
+def share_inside(modules: Mapping[str, Any], tied: Mapping[str, str], blocks: Collection[str]) -> None:
     """Replace tied parameters of one stage by one object.
 
     Args:
         modules: the blocks of the stage, built.
         tied: name of a parameter -> name of the parameter it is tied to; those of other stages are ignored.
+        blocks: names of all blocks of the model.
 
     Raises:
         ConfigError: a block has no such parameter, or their shapes differ.
     """
     for name, owner in tied.items():
-        if any(name.startswith(f"{prefix}.") for prefix in modules):
-            module, key = _place(name, modules)
-            other, other_key = _place(owner, modules)
+        home, other_home = block_of(name, blocks), block_of(owner, blocks)
+        if home is not None and other_home is not None and {home, other_home} <= modules.keys():
+            module, key = _place(name, home, modules)
+            other, other_key = _place(owner, other_home, modules)
             mine, theirs = getattr(module, key), getattr(other, other_key)
             if mine.shape != theirs.shape:
                 raise ConfigError(
@@ -146,9 +147,8 @@ def share_inside(modules: Mapping[str, Any], tied: Mapping[str, str]) -> None:
             setattr(module, key, theirs)
 
 
-def _place(name: str, modules: Mapping[str, Any]) -> tuple[nn.Module, str]:
-    """Return the module that holds a parameter, and its name there."""
-    prefix = next(p for p in modules if name.startswith(f"{p}."))
+def _place(name: str, prefix: str, modules: Mapping[str, Any]) -> tuple[nn.Module, str]:
+    """Return the module within a block that holds a parameter, and its name there."""
     path, _, key = name.removeprefix(f"{prefix}.").rpartition(".")
     try:
         module: nn.Module = modules[prefix].get_submodule(path)

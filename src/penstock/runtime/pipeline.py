@@ -6,7 +6,7 @@ numbers, bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from penstock.partition.blocks import Blocks, named_blocks
 from penstock.proven_schedule import ProvenSchedule
 from penstock.runtime.engine import Engine
 from penstock.runtime.execute.evaluation import Evaluating, check_every
+from penstock.runtime.full_state import gather_state, with_all_names
 from penstock.runtime.plan.method_choice import correction_by, request_of
 from penstock.runtime.plan.options import (
     DataParallel,
@@ -184,6 +185,11 @@ class Pipeline:
     def _make_lane_groups(self, proofs: Mapping[Channel, Proof], ties: bool) -> dict[Channel, list[LaneGroups]]:
         return make_lane_groups(self.grid, self.stages.values(), proofs, ties)
 
+    def __repr__(self) -> str:
+        """Return the schedule and how far training is."""
+        width = f"{self.grid.width} pipelines, " if self.grid.width > 1 else ""
+        return f"<Pipeline of {self.schedule!r}: {width}{self.batches} batches trained>"
+
     @property
     def stages(self) -> dict[Stage, StageRuntime]:
         """The stages in this process; of the first pipeline, where it holds several."""
@@ -278,7 +284,7 @@ class Pipeline:
         try:
             for state in self._ranks:
                 for stage in state.stages.values():
-                    restore(stage, saved, older)
+                    restore(stage, saved, older, self.delays)
                 key = state.decisions.key if state.decisions.key in saved.facts else "decisions"
                 state.decisions.load(int(saved.facts["batch"]), saved.facts[key])
                 for stage in state.stages.values():
@@ -362,6 +368,25 @@ class Pipeline:
 
     # --- looking at it ----------------------------------------------------------------------------------------------
 
+    def full_state_dict(self, *, averaged: bool = False) -> dict[str, Tensor]:
+        """Return parameters and buffers of the whole model, which the unsplit model's `load_state_dict` takes.
+
+        Between two runs; all ranks call this together, and rank 0 gets it, on the CPU; the others get an empty dict.
+        Names are those of the blocks and of what is in them: with blocks ``{"transformer.h.0": ..., "lm_head": ...}``
+        those of a model that has them there. Shared parameters come under each of their names. Of several pipelines
+        it is the first one's, or of the model that they have in common.
+
+        Args:
+            averaged: the averaged weights.
+
+        Raises:
+            PenstockError: a run is under way.
+            TransportError: a peer is dead, or did not call this in time.
+        """
+        self._engine.check_idle()
+        stages = [stage for key, stage in self.stages.items() if key.direction == 0]  # others hold copies of them
+        return gather_state(with_all_names(self._state_of(stages, averaged), stages), self.grid)
+
     def state_dict(self, *, averaged: bool = False) -> dict[str, Tensor]:
         """Return parameters and buffers of the stages in this process, newest or averaged, by canonical name.
 
@@ -372,8 +397,11 @@ class Pipeline:
         what is to outlive the next batch. What is written into them between two runs is where the next one begins: in
         one process others that hold the same weights take it over; write the same in all processes that do.
         """
+        return self._state_of(sorted(self.stages.values(), key=lambda stage: -stage.place), averaged)
+
+    def _state_of(self, stages: Iterable[StageRuntime], averaged: bool) -> dict[str, Tensor]:
         state: dict[str, Tensor] = {}
-        for stage in sorted(self.stages.values(), key=lambda stage: -stage.place):
+        for stage in stages:
             if stage.weights.agreement is not None and self._engine.at_rest:
                 stage.refresh()
             state.update(stage.module.state())

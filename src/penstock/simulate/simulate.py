@@ -60,6 +60,11 @@ class Simulation:
     receive_buffers: tuple[float, ...]
     parked: int = 0
 
+    def __repr__(self) -> str:
+        """Return the schedule, and the figures that matter most."""
+        of = self.bubble
+        return f"<Simulation of {self.lowered.schedule!r}: makespan {of.makespan:g}, bubble {of.bubble:.4f}>"
+
     def figures(self) -> dict[str, object]:
         """Return the figures under the names that `penstock simulate --json` prints."""
         return {

@@ -131,6 +131,16 @@ class StageModule:
                 state.update(block.state_dict(prefix=f"{prefix}."))
         return {name: tensor for name, tensor in state.items() if name not in self._aliases}
 
+    def aliases(self) -> dict[str, str]:
+        """Further names of shared parameters, each with the canonical one; between two runs."""
+        first = {id(parameter): name for name, parameter in self._originals.items()}
+        found: dict[str, str] = {}
+        for prefix, block in self.named_modules():
+            for name, tensor in block.state_dict(prefix=f"{prefix}.", keep_vars=True).items():
+                if first.get(id(tensor), name) != name:
+                    found[name] = first[id(tensor)]
+        return found
+
     def unversioned(self) -> dict[str, Tensor]:
         """Tensors that no optimizer steps, by canonical name: frozen parameters and persistent buffers."""
         buffers = {f"{prefix}.{name}" for prefix, block in self.named_modules() for name, _ in block.named_buffers()}

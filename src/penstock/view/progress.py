@@ -18,7 +18,7 @@ from penstock.timeline import Timeline
 from penstock.train.observer import Progress, RunSummary, Switched
 from penstock.train.setup.prepare import Prepared
 from penstock.view.perfetto import write_trace
-from penstock.view.tables import time_table
+from penstock.view.tables import bytes_table, human_bytes, time_table
 from penstock.view.words import counted
 
 TRACE = "trace.json"
@@ -92,7 +92,7 @@ class TerminalObserver:
         """Refresh the live display."""
         if self._live is not None and self._bar is not None and self._latest is not None:
             said = [line for line in (self._evaluation, self._ending) if line]
-            figures, held = _figures(self._latest), _bytes_table(self._latest.live_bytes)
+            figures, held = _figures(self._latest), bytes_table(self._latest.live_bytes)
             self._live.update(Group(self._bar, figures, *said, held))
 
     def evaluated(self, found: Evaluated) -> None:
@@ -152,7 +152,7 @@ class TerminalObserver:
             print_(f"{summary.again} updates were undone and repeated", highlight=False)
         if summary.time.makespan:
             self.console.print(time_table(summary.time))
-        print_(_bytes_table(summary.peak_bytes, "peak bytes"))
+        print_(bytes_table(summary.peak_bytes, "peak bytes"))
         print_(f"\nrun folder: {summary.folder}", highlight=False, markup=False)
         print_(
             f"  metrics.jsonl, {TRACE} (open it at ui.perfetto.dev), weights/, checkpoints/, config.yaml",
@@ -211,26 +211,3 @@ def _figures(progress: Progress) -> Table:
         f"lr {progress.rate:.2e}",
     )
     return table
-
-
-def _bytes_table(by_rank: dict[int, dict[str, int]], title: str = "live bytes") -> Table:
-    """Return a table of bytes with a row per purpose and a column per stage."""
-    kinds = sorted({kind for kinds in by_rank.values() for kind, number in kinds.items() if number})
-    kinds.sort(key=lambda kind: kind == "total")
-    table = Table(title=title, title_justify="left", title_style="dim", box=None, padding=(0, 2), pad_edge=False)
-    table.add_column("")
-    for rank in sorted(by_rank):
-        table.add_column(f"rank {rank}", justify="right")
-    for kind in kinds:
-        table.add_row(kind, *(human_bytes(by_rank[rank].get(kind, 0)) for rank in sorted(by_rank)))
-    return table
-
-
-def human_bytes(number: int) -> str:
-    """Format a number of bytes in powers of ten, as in `1.5 MB`."""
-    value = float(number)
-    for unit in ("B", "kB", "MB", "GB"):
-        if value < 1000:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1000
-    return f"{value:.1f} TB"

@@ -288,3 +288,26 @@ def keys_table(keys: list[tuple[str, Any, str]], title: str = "keys of CONFIG.ya
     for key, default, meaning in keys:
         table.add_row(key, "-" if default is None else str(default), meaning)
     return table
+
+
+def bytes_table(by_rank: dict[int, dict[str, int]], title: str = "live bytes") -> Table:
+    """Return a table of bytes with a row per purpose and a column per rank."""
+    kinds = sorted({kind for kinds in by_rank.values() for kind, number in kinds.items() if number})
+    kinds.sort(key=lambda kind: kind == "total")
+    table = Table(title=title, title_justify="left", title_style="dim", box=None, padding=(0, 2), pad_edge=False)
+    table.add_column("")
+    for rank in sorted(by_rank):
+        table.add_column(f"rank {rank}", justify="right")
+    for kind in kinds:
+        table.add_row(kind, *(human_bytes(by_rank[rank].get(kind, 0)) for rank in sorted(by_rank)))
+    return table
+
+
+def human_bytes(number: int) -> str:
+    """Format a number of bytes in powers of ten, as in `1.5 MB`."""
+    value = float(number)
+    for unit in ("B", "kB", "MB", "GB"):
+        if value < 1000:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1000
+    return f"{value:.1f} TB"

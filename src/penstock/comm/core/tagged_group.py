@@ -16,6 +16,7 @@ class Tag(IntEnum):
     Clocks are compared under tag 0 before anything else is sent. The lanes of the schedule use `LANES` and all above.
     """
 
+    STATE = 5
     GATHER = 6
     INITIAL_WEIGHTS = 7
     CONTROL = 8

@@ -22,6 +22,7 @@ from penstock.runtime.update.divergence import Divergence
 from penstock.schedule.methods.combine import REDUCE, Combine
 from penstock.schedule.transforms.batch_ops import what_decides
 from penstock.schedule.transforms.recompute import Segments
+from penstock.short_repr import ShortRepr
 from penstock.stage.autograd.recompute import RecomputeMode, check_recompute
 from penstock.stage.precision import PrecisionName, low_precision
 from penstock.weights.corrections.base import Correction
@@ -29,8 +30,8 @@ from penstock.weights.decision import LossScale, Policy
 from penstock.weights.optim.lr_schedulers import SchedulerFactory
 
 
-@dataclass(frozen=True)
-class DataParallel:
+@dataclass(frozen=True, repr=False)
+class DataParallel(ShortRepr):
     """Parallel pipelines that share the work of a batch, and how they agree.
 
     Attributes:
@@ -79,8 +80,8 @@ class DataParallel:
         return is_fast(self.reduce)
 
 
-@dataclass(frozen=True)
-class Precision:
+@dataclass(frozen=True, repr=False)
+class Precision(ShortRepr):
     """The number format of passes, and how small gradients survive in it.
 
     Attributes:
@@ -117,8 +118,8 @@ class Precision:
         return self.loss_scale or (LossScale() if self.precision == "fp16" else None)
 
 
-@dataclass(frozen=True)
-class Recompute:
+@dataclass(frozen=True, repr=False)
+class Recompute(ShortRepr):
     """What is computed twice to save memory.
 
     Attributes:
@@ -144,8 +145,8 @@ class Recompute:
         check_recompute(self.recompute, self.segments)
 
 
-@dataclass(frozen=True)
-class Staleness:
+@dataclass(frozen=True, repr=False)
+class Staleness(ShortRepr):
     """Weights that are read late: what is done about it, and delays that are chosen to study it.
 
     Attributes:
@@ -175,8 +176,8 @@ class Staleness:
         return self.delays is not None or self.backward_delays is not None
 
 
-@dataclass(frozen=True)
-class Partition:
+@dataclass(frozen=True, repr=False)
+class Partition(ShortRepr):
     """How a model is cut into stages, and its sequences into slices.
 
     Attributes:

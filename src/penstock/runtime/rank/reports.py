@@ -35,6 +35,13 @@ class Report:
     decided: tuple[Decision, ...] = ()
     evaluated: tuple[Evaluated, ...] = ()
 
+    def __repr__(self) -> str:
+        """Return the figures; of decisions and evaluations their number."""
+        loss = "None" if self.loss is None else f"{self.loss:.6g}"
+        more = f", {len(self.decided)} decided" * bool(self.decided)
+        more += f", {len(self.evaluated)} evaluated" * bool(self.evaluated)
+        return f"Report(batch={self.batch}, loss={loss}, weight={self.weight}, seconds={self.seconds:.4g}{more})"
+
 
 class Reports:
     """Makes the reports of one rank in one span.

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import CheckpointError
+from penstock.partition.blocks import block_of
 from penstock.runtime.update.decisions import Decisions
 from penstock.schedule.methods.combine import Combine
 from penstock.stage.stage_runtime import StageRuntime
@@ -55,6 +56,10 @@ class Snapshot:
     values: dict[str, Any]
     facts: dict[str, Any]
     copied: torch.cuda.Event | None = None
+
+    def __repr__(self) -> str:
+        """Return which state it is, and how large."""
+        return f"<Snapshot of stage {self.stage} (copy {self.place}) before batch {self.batch}: {self.nbytes} bytes>"
 
     @cached_property
     def nbytes(self) -> int:
@@ -195,19 +200,20 @@ def copies_of_fixed(stage: StageRuntime) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in stage.module.unversioned().items()}
 
 
-def restore(stage: StageRuntime, saved: SavedState, older: bool) -> None:
+def restore(stage: StageRuntime, saved: SavedState, older: bool, blocks: Collection[str]) -> None:
     """Restore a stage from a snapshot.
 
     Args:
         stage: the stage, with nothing in flight.
         saved: the snapshots of all stages.
         older: passes will read the version before the newest.
+        blocks: names of all blocks of the model.
 
     Raises:
         CheckpointError: a tensor is missing or has another shape, or the optimizer is another one.
     """
     reader = _StageReader(stage, saved)
-    reader.check()
+    reader.check(blocks)
     own = f"fixed.{stage.place}/"
     for name, tensor in stage.module.unversioned().items():
         kind = own if f"{own}{name}" in saved.names else "fixed/"
@@ -262,7 +268,7 @@ class _StageReader:
             for place, name in enumerate(tie.names_at(index)):
                 self._names[name] = [name, *(names[place] for names in tie.names)]
 
-    def check(self) -> None:
+    def check(self, blocks: Collection[str]) -> None:
         """Make sure that the optimizer is of the saved kind, and that the blocks have all tensors saved for them.
 
         Raises:
@@ -283,8 +289,8 @@ class _StageReader:
                 kind, _, rest = name.partition("/")
                 if (
                     kind.partition(".")[0] in ("weights", "fixed")
-                    and rest.startswith(f"{block}.")
                     and rest not in known
+                    and block_of(rest, blocks) == block
                 ):
                     raise CheckpointError(f"the checkpoint has a {rest}, which block {block!r} does not have")
 

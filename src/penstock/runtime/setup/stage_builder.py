@@ -117,7 +117,7 @@ class StageBuilder:
 
     def _make_module(self, stage: Stage, blocks: dict[str, Any]) -> StageModule:
         plan, schedule = self._plan, self._plan.schedule
-        share_inside(blocks, plan.inside)
+        share_inside(blocks, plan.inside, [name for part in plan.parts for name in part])
         where = f"stage {stage.name} on rank {stage.rank}"
         ways = neighbors_of(schedule, stage)
         if schedule.slices > 1:

@@ -182,6 +182,12 @@ class Schedule:
     segments: tuple[tuple[int, ...], ...] = ()
     window: int | None = None
 
+    def __repr__(self) -> str:
+        """Return its name and size; `str` returns the text form."""
+        return (
+            f"<Schedule {self.name}: {self.num_stages} stages on {self.ranks} ranks, {self.microbatches} microbatches>"
+        )
+
     @property
     def ranks(self) -> int:
         """The number of ranks of the pipeline."""

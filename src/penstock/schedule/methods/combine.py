@@ -47,6 +47,7 @@ from penstock.errors import ConfigError
 from penstock.schedule.ir.rules import RULES
 from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.methods.wave_lags import Lag, lag_fault, parting_fault, width_fault
+from penstock.short_repr import ShortRepr
 
 STATES = ("keep", "average", "reset")
 """What happens to optimizer states when pipelines synchronize."""
@@ -122,8 +123,8 @@ COMBINES: Mapping[str, CombineSpec] = MappingProxyType({spec.name: spec for spec
 """Every way to combine pipelines by its name."""
 
 
-@dataclass(frozen=True)
-class Combine:
+@dataclass(frozen=True, repr=False)
+class Combine(ShortRepr):
     """Options for combining parallel pipelines (this module has the equations).
 
     Attributes:

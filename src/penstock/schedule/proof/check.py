@@ -94,6 +94,10 @@ class Proof:
     activations: tuple[Fraction, ...]
     steady_from: int
 
+    def __repr__(self) -> str:
+        """Return the schedule that it is about."""
+        return f"<{type(self).__name__} of {self.schedule!r}>"
+
     @property
     def schedule(self) -> Schedule:
         """The schedule that was checked."""
