@@ -120,12 +120,12 @@ class PenstockArm:
         self.microbatches, self.data = microbatches, data
         schedule = make_schedule(method, STAGES, microbatches)
         self.pipeline = Pipeline(
-            task.stages(schedule.num_stages),
+            task.stages(schedule.schedule.num_stages),
             schedule,
             loss=task.loss,
             optimizer=task.optimizer,
             max_grad_norm=clip,
-            partition=[1] * schedule.num_stages,
+            partition=[1] * schedule.schedule.num_stages,
             group=dist.new_group(),  # of its own: a stream that is halted may have messages under way
         )
 

@@ -46,7 +46,7 @@ def tiny_data() -> Data:
 
 def stages_of(method: str, microbatches: int) -> int:
     """The stages of a method on `DEPTH` ranks: more where a rank holds several."""
-    return make_schedule(method, DEPTH, microbatches).num_stages
+    return make_schedule(method, DEPTH, microbatches).schedule.num_stages
 
 
 class InProcessArm:
@@ -61,11 +61,11 @@ class InProcessArm:
         self.losses: list[float] = []
         schedule = make_schedule(method, DEPTH, microbatches)
         self.pipeline = Pipeline(
-            TINY.stages(schedule.num_stages),
+            TINY.stages(schedule.schedule.num_stages),
             schedule,
             loss=TINY.loss,
             optimizer=TINY.optimizer,
-            partition=[1] * schedule.num_stages,
+            partition=[1] * schedule.schedule.num_stages,
         )
 
     def run(self, batches: int) -> None:

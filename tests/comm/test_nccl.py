@@ -35,9 +35,9 @@ def train(group: dist.ProcessGroup, case: Case, then: tuple[str, ...] = ()) -> O
         cases.make_schedule(case.method, case.depth, case.m),
         loss=cases.LOSSES[case.loss],
         optimizer=recording,
-        rate=cases.warm_up if case.rate else None,
+        lr_schedule=cases.warm_up if case.rate else None,
         divisor=case.divisor,
-        balance=cases.BALANCE[case.depth],
+        partition=cases.BALANCE[case.depth],
         group=group,
         timeout=20.0,
     )

@@ -114,8 +114,8 @@ def test_sequence_slices_in_one_process(method: str, p: int, m: int, slices: int
     ("method", "p", "m", "slices"), [("seq1f1b", 2, 3, 3), ("seq1f1b", 4, 4, 2), ("terapipe", 4, 2, 2)]
 )
 def test_sequence_slices_on_ranks(pool: Pool, method: str, p: int, m: int, slices: int) -> None:
-    parts = pool.submit(partial(trained, clip=100.0), method, p, m, slices, 4, ranks=p)
-    alone, losses = trained(None, method, p, m, slices, 4, clip=100.0)
+    parts = pool.submit(partial(trained, max_grad_norm=100.0), method, p, m, slices, 4, ranks=p)
+    alone, losses = trained(None, method, p, m, slices, 4, max_grad_norm=100.0)
     state = {name: value for found, _ in parts for name, value in found.items()}
     assert state.keys() == alone.keys()
     assert all(torch.equal(state[name], value) for name, value in alone.items())

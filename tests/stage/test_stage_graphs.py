@@ -84,10 +84,10 @@ def test_stage_graphs_in_one_process(name: str, recompute: Any) -> None:
 )  # processes of the pool
 def test_stage_graphs_on_ranks(pool: Pool, name: str) -> None:
     shape = SHAPES[name]
-    parts = pool.submit(partial(trained, clip=50.0), name, ranks=shape.num_stages)
+    parts = pool.submit(partial(trained, max_grad_norm=50.0), name, ranks=shape.num_stages)
     together = {key: value for state, _ in parts for key, value in state.items()}
     assert_close((together, parts[-1][1]), name)
-    alone, losses = trained(None, name, clip=50.0)
+    alone, losses = trained(None, name, max_grad_norm=50.0)
     assert losses == parts[-1][1]
     assert all(torch.equal(together[key], value) for key, value in alone.items())
 
