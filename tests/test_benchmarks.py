@@ -80,7 +80,7 @@ def test_one_of_its_arms_clips():
     with patch("benchmarks.arms.Pipeline") as pipeline, patch("benchmarks.arms.dist.new_group"):
         for name, clip in (("2bw", None), ("2bw, clip = 1", 1.0)):
             ARMS[name](2, Mock())
-            assert pipeline.call_args.kwargs["clip"] == clip
+            assert pipeline.call_args.kwargs["max_grad_norm"] == clip
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from penstock.comm.p2p.transport import Channel
 from penstock.errors import CapabilityError
 from penstock.runtime.execute.evaluation import Evaluating
 from penstock.runtime.pipeline import Pipeline
+from penstock.runtime.plan.options import Precision
 from penstock.schedule.proof.check import Proof
 from support import cases
 from support.cases import METHODS, Case, Outcome, Recording, assert_same, finish, make_batches, make_blocks, together
@@ -36,7 +37,7 @@ def train(group: dist.ProcessGroup, case: Case, then: tuple[str, ...] = ()) -> O
         loss=cases.LOSSES[case.loss],
         optimizer=recording,
         lr_schedule=cases.warm_up if case.rate else None,
-        divisor=case.divisor,
+        precision=Precision(divisor=case.divisor),
         partition=cases.BALANCE[case.depth],
         group=group,
         timeout=20.0,
