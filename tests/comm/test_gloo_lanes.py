@@ -29,14 +29,14 @@ class Rank:
         rank = dist.get_rank(group)
         self.transport = GlooTransport(rank, (FORTH, BACK), WINDOW, group)
         self.out, self.back = (FORTH, BACK) if rank == 0 else (BACK, FORTH)
-        self.sends, self.receives = self.transport._sends[self.out], self.transport._receives[self.back]
+        self.sends, self.receives = self.transport.sender(self.out), self.transport.receiver(self.back)
 
     def send(self, number: int, size: int = 3) -> Ticket:
         tensor = torch.full((size,), float(number))
-        return self.transport.send(self.out, TensorMessage(Header(0, number, True), tensor, (False,)))
+        return self.sends.send(TensorMessage(Header(0, number, True), tensor, (False,)))
 
     def receive(self) -> Ticket:
-        return self.transport.receive(self.back)
+        return self.receives.receive()
 
     @property
     def threads(self) -> tuple[bool, bool]:

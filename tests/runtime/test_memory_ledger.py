@@ -7,10 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.runtime.rank.memory_ledger import MemoryLedger
-from penstock.schedule.ir.schedule import Op
+from penstock.runtime.ops.bound import BoundAction, Turn
+from penstock.runtime.rank.stage_books import Effect
 from penstock.schedule.methods.combine import Combine
-from penstock.stage.stage_runtime import StageRuntime
 from penstock.verify.reference import Scaling
 from support.cases import Case, make_batches, make_pipeline
 from support.correction_cases import case_of
@@ -33,20 +32,21 @@ CASES = {
 
 def watched(monkeypatch: pytest.MonkeyPatch) -> Counter[bool]:
     """Compare the record with the truth after every action; counts those after which something had changed."""
-    after, seen = MemoryLedger.after_action, Counter[bool]()
+    account, seen = BoundAction._account, Counter[bool]()
 
-    def compare(self: MemoryLedger, stage: StageRuntime, op: Op) -> None:
-        before = dict(self._recorder.live)
-        after(self, stage, op)
+    def compare(self: BoundAction, turn: Turn, start: float, effect: Effect) -> None:
+        ledger = self._span.memory
+        before = dict(ledger._recorder.live)
+        account(self, turn, start, effect)
         truth: Counter[str] = Counter()
-        for each in self._stages:
+        for each in ledger._stages:
             truth.update(each.weights.bytes_by_role())
-        live = self._recorder.live
-        assert {role: live[role] for role in truth} == dict(truth), f"after {op} of {stage.module.where}"
-        assert self._recorder.roles == truth.keys()
+        live = ledger._recorder.live
+        assert {role: live[role] for role in truth} == dict(truth), f"after {turn.what}"
+        assert ledger._recorder.roles == truth.keys()
         seen[live != before] += 1
 
-    monkeypatch.setattr(MemoryLedger, "after_action", compare)
+    monkeypatch.setattr(BoundAction, "_account", compare)
     return seen
 
 

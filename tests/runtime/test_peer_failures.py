@@ -13,10 +13,9 @@ import pytest
 import torch.distributed as dist
 
 from penstock.comm.core.ticket import Ticket
-from penstock.comm.p2p.local import LocalTransport
+from penstock.comm.p2p.local import LocalLane
 from penstock.comm.p2p.message import TensorMessage
 from penstock.errors import PenstockError, TransportError
-from penstock.schedule.machine.instructions import LaneKey
 from support.cases import Case, make_batches, make_pipeline
 from support.pool import Pool
 from support.runtime_faults import Fails, divide_by_zero, refuses_to_go_on, what_happens, with_block
@@ -60,26 +59,27 @@ def test_a_block_that_raises_on_a_rank(pool: Pool) -> None:
 
 
 def test_a_message_of_another_batch_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    send = LocalTransport.send
+    send = LocalLane.send
 
-    def stray(self: LocalTransport, lane: LaneKey, message: TensorMessage) -> Ticket:
-        if lane.source == 0 and message.header.first == 2:
+    def stray(self: LocalLane, message: TensorMessage) -> Ticket:
+        if self.lane.source == 0 and message.header.first == 2:
             message = replace(message, header=message.header._replace(batch=7))
-        return send(self, lane, message)
+        return send(self, message)
 
-    monkeypatch.setattr(LocalTransport, "send", stray)
+    monkeypatch.setattr(LocalLane, "send", stray)
     with pytest.raises(TransportError, match=r"microbatch 2 \(batch 1\).* got that of microbatch 2 \(batch 7\)"):
         list(make_pipeline(Case("1f1b", 2, 2)).run(make_batches(Case("1f1b", 2, 2))))
 
 
 def test_a_message_that_is_lost_in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    send = LocalTransport.send
+    send = LocalLane.send
 
-    def losing(self: LocalTransport, lane: LaneKey, message: TensorMessage) -> Ticket:
+    def losing(self: LocalLane, message: TensorMessage) -> Ticket:
+        lane = self.lane
         lost = lane.source == 1 and lane.target == 2 and message.header.first == 3
-        return Ticket(lane) if lost else send(self, lane, message)
+        return Ticket(lane) if lost else send(self, message)
 
-    monkeypatch.setattr(LocalTransport, "send", losing)
+    monkeypatch.setattr(LocalLane, "send", losing)
     case = Case("1f1b", 3, 2)
     pipeline = make_pipeline(case)
     with pytest.raises(TransportError, match="no rank can go on: .*rank 2, stage 2, F3"):
@@ -89,20 +89,21 @@ def test_a_message_that_is_lost_in_one_process(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_message_that_is_not_the_one_expected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two messages change places."""
-    send = LocalTransport.send
+    send = LocalLane.send
     kept: list[TensorMessage] = []
 
-    def swapping(self: LocalTransport, lane: LaneKey, message: TensorMessage) -> Ticket:
+    def swapping(self: LocalLane, message: TensorMessage) -> Ticket:
+        lane = self.lane
         if lane == (0, 1, lane.payload) and message.header.first in (1, 2) and lane.source == 0:
             kept.append(message)
             if len(kept) == 1:
                 return Ticket(lane)
-            first = send(self, lane, kept[1])
-            send(self, lane, kept[0])
+            first = send(self, kept[1])
+            send(self, kept[0])
             return first
-        return send(self, lane, message)
+        return send(self, message)
 
-    monkeypatch.setattr(LocalTransport, "send", swapping)
+    monkeypatch.setattr(LocalLane, "send", swapping)
     case = Case("gpipe", 2, 4)
     with pytest.raises(
         TransportError,

@@ -134,7 +134,8 @@ class Engine:
         found = []
         for state, executor in zip(self._ranks, executors, strict=True):
             reads = reads_of(schedule, {state.key.rank})
-            opened = partial(BatchSource, microbatches=schedule.microbatches, width=self._grid.width, reads=reads)
+            m, width = schedule.microbatches, self._grid.width
+            opened = partial(BatchSource, microbatches=m, width=width, reads=reads, shared=self._grid.group is None)
             found.append(Evaluator(state, executor, evaluate, opened, delay, lacks))
         return found
 
@@ -283,7 +284,8 @@ class Engine:
     ) -> BatchSource:
         self.check_idle()
         reads, pipelines = reads_of(schedule, {key.rank for key in self._grid.local}), len(self._grid.pipelines)
-        return BatchSource(batches, schedule.microbatches, self._grid.width, reads, pipelines, stop, drains)
+        shared = self._grid.group is None
+        return BatchSource(batches, schedule.microbatches, self._grid.width, reads, pipelines, stop, drains, shared)
 
     def _begin(self, source: BatchSource) -> bool:
         """Prepare a span; return whether there is a first batch, on which all ranks agree."""

@@ -11,9 +11,12 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
+from penstock.schedule.ir.ops import Lane
 from penstock.timeline import Interval, Timeline
 
 KEEP = 50_000
+_COMPUTE = Lane.COMPUTE.value
+_START = Interval._fields.index("start")
 
 
 class Recorder:
@@ -31,7 +34,7 @@ class Recorder:
 
     def __init__(self, rank: int, origin: float, keep: int = KEEP) -> None:
         self.rank, self.origin = rank, origin
-        self.intervals: deque[Interval] = deque(maxlen=keep)
+        self.intervals: deque[tuple[Any, ...]] = deque(maxlen=keep)  # tuples are made faster than `Interval`
         self.samples: dict[str, deque[tuple[float, float]]] = {}
         self.live: dict[str, int] = {}
         self.peak: dict[str, int] = {}
@@ -60,11 +63,33 @@ class Recorder:
         """Convert a value of `time.perf_counter` to the common clock."""
         return stamp - self.origin
 
-    def add(self, interval: Interval) -> None:
-        """Record an interval."""
-        self.intervals.append(interval)
-        if interval.is_work:
-            self.busy += interval.end - interval.start
+    def add(
+        self,
+        lane: str,
+        start: float,
+        end: float,
+        what: str,
+        label: str,
+        stage: int = 0,
+        direction: int = 0,
+        batch: int = -1,
+        version: int = -1,
+        cause: str = "",
+        microbatch: int = -1,
+        peer: int = -1,
+    ) -> None:
+        """Record an interval (`penstock.timeline.Interval`) in which the rank does no work."""
+        numbers = stage, direction, batch, version, cause, microbatch, self.span, peer
+        self.intervals.append((self.rank, lane, start, end, what, label, *numbers))
+
+    def add_work(
+        self, start: float, end: float, what: str, label: str, stage: int, direction: int, batch: int, version: int,
+        microbatch: int,
+    ) -> None:  # fmt: skip
+        """Record an interval in which the rank works."""
+        numbers = stage, direction, batch, version, "", microbatch, self.span, -1
+        self.intervals.append((self.rank, _COMPUTE, start, end, what, label, *numbers))
+        self.busy += end - start
 
     def hold(self, kind: str, nbytes: int) -> None:
         """Set the live bytes of one kind."""
@@ -82,15 +107,25 @@ class Recorder:
 
     def change(self, kind: str, nbytes: int) -> None:
         """Add to the live bytes of one kind."""
-        if nbytes:
-            self.hold(kind, self.live.get(kind, 0) + nbytes)
+        if not nbytes:
+            return
+        live = self.live.get(kind)
+        if live is None:
+            self.hold(kind, nbytes)
+            return
+        self.live[kind] = live = live + nbytes
+        self._total += nbytes
+        if nbytes > 0:
+            self.peak[kind] = max(self.peak[kind], live)
+            self.peak_total = max(self.peak_total, self._total)
+        self.samples[kind].append((self.now(), live))
 
     def recording(self) -> dict[str, Any]:
         """Return everything that is kept, as plain values that can be serialized."""
         full = len(self.intervals) == self.intervals.maxlen
         return {
             "rank": self.rank,
-            "since": max(self.intervals[0].start, 0.0) if full else 0.0,  # all intervals after this are kept
+            "since": max(self.intervals[0][_START], 0.0) if full else 0.0,  # all intervals after this are kept
             "intervals": list(self.intervals),
             "memory": {kind: list(samples) for kind, samples in self.samples.items()},
         }
@@ -101,7 +136,7 @@ def merge_recordings(parts: Sequence[dict[str, Any]], ranks: int) -> Timeline:
     since = max(part["since"] for part in parts)
     timeline = Timeline(ranks, since=since)
     for part in parts:
-        timeline.intervals += [Interval(*interval) for interval in part["intervals"] if interval[2] >= since]
+        timeline.intervals += [Interval(*interval) for interval in part["intervals"] if interval[_START] >= since]
         for kind, samples in part["memory"].items():
             timeline.memory[part["rank"], kind] = [(when, amount) for when, amount in samples]
     return timeline

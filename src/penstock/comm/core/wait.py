@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from penstock.comm.core.recorder import Recorder
 from penstock.comm.core.ticket import Ticket
-from penstock.timeline import Interval, Waiting
+from penstock.timeline import Waiting
 
 
 class Wait(NamedTuple):
@@ -39,5 +39,5 @@ def wait_for(
         recorder.doing = what
         end = max(start, recorder.at(ticket.done_at))  # not when the rank was resumed, where ranks take turns
         label = f"wait for {cause}"
-        recorder.add(Interval(recorder.rank, "compute", start, end, kind, label, cause=cause, peer=peer))
+        recorder.add("compute", start, end, kind, label, cause=cause, peer=peer)
     ticket.check(what)

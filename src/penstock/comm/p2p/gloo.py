@@ -6,15 +6,14 @@ from collections.abc import Mapping
 
 import torch.distributed as dist
 
-from penstock.comm.core.ticket import Ticket
 from penstock.comm.p2p.gloo_lanes import ReceiveLane, SendLane
-from penstock.comm.p2p.message import CREDIT_RANGE, CREDITED, Credits, TensorMessage
+from penstock.comm.p2p.message import CREDITED
 from penstock.comm.p2p.transport import Channel
 from penstock.schedule.machine.instructions import LaneKey
 
 
 class LaneTransport:
-    """A transport that gives every message to an object for its lane.
+    """A transport with an object for either end of every lane.
 
     Args:
         sends: the lanes that begin at this rank.
@@ -24,13 +23,13 @@ class LaneTransport:
     def __init__(self, sends: Mapping[LaneKey, SendLane], receives: Mapping[LaneKey, ReceiveLane]) -> None:
         self._sends, self._receives = sends, receives
 
-    def receive(self, lane: LaneKey) -> Ticket:
-        """Post a RECV on a lane."""
-        return self._receives[lane].receive()
+    def sender(self, lane: LaneKey) -> SendLane:
+        """Return the end of a lane that begins at this rank."""
+        return self._sends[lane]
 
-    def send(self, lane: LaneKey, message: TensorMessage) -> Ticket:
-        """Post a SEND on a lane."""
-        return self._sends[lane].send(message)
+    def receiver(self, lane: LaneKey) -> ReceiveLane:
+        """Return the end of a lane that ends at this rank."""
+        return self._receives[lane]
 
     def close(self) -> None:
         """Let the threads end after everything that has been posted."""
@@ -63,16 +62,8 @@ class GlooTransport(LaneTransport):
         sends = {lane: SendLane(lane, *settings) for lane in lanes if lane.source == rank}
         receives = {lane: ReceiveLane(lane, *settings) for lane in lanes if lane.target == rank}
         super().__init__(sends, receives)
-        self._credited = {
-            lane: [receives.get(LaneKey(lane.target, rank, payload)) for payload in CREDITED] for lane in sends
-        }
+        for lane, sending in sends.items():
+            sending.back = [receives.get(LaneKey(lane.target, rank, payload)) for payload in CREDITED]
         for lane, receiving in receives.items():
             back = (sends.get(LaneKey(rank, lane.source, payload)) for payload in CREDITED)
             receiving.back = [(place, sending) for place, sending in enumerate(back) if sending is not None]
-
-    def send(self, lane: LaneKey, message: TensorMessage) -> Ticket:
-        """Post a SEND on a lane; the message tells its receiver which of its own SENDs have been taken."""
-        return self._sends[lane].send(message, self._credits(lane))
-
-    def _credits(self, lane: LaneKey) -> Credits:
-        return [0 if receiving is None else receiving.posted % CREDIT_RANGE for receiving in self._credited[lane]]

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -26,10 +27,9 @@ from penstock.comm.core.tagged_group import Tag, TaggedGroup
 from penstock.comm.core.ticket import Ticket
 from penstock.comm.p2p.message import (
     CREDIT_RANGE,
+    CREDITED,
     HEADER_BYTES,
-    NO_CREDITS,
     Codec,
-    Credits,
     TensorMessage,
     bytes_of,
     expect,
@@ -99,7 +99,11 @@ class _Sent(Ticket):
 
 
 class SendLane(LaneEnd):
-    """The sending end of a lane."""
+    """The sending end of a lane.
+
+    Attributes:
+        back: for every payload the lane back from the receiver, whose posted RECVs its messages tell of.
+    """
 
     def __init__(
         self, lane: LaneKey, window: int, group: dist.ProcessGroup | None, first: int = 0,
@@ -110,10 +114,12 @@ class SendLane(LaneEnd):
         self._open: deque[_Sent] = deque()  # not known to be taken, nor handed to the thread
         self._rest_of: deque[tuple[int, dist.Work | None]] = deque()  # second sends, with the number of the message
         self._count = self._taken = 0
+        self.back: Sequence[ReceiveLane | None] = [None] * len(CREDITED)
         self._lock = threading.Lock()
 
-    def send(self, message: TensorMessage, credit: Credits = NO_CREDITS) -> Ticket:
-        """Post a SEND of a message, with the credits of this rank for its peer."""
+    def send(self, message: TensorMessage) -> Ticket:
+        """Post a SEND of a message, which tells the receiver which of its own SENDs have been taken."""
+        credit = [0 if receiving is None else receiving.posted % CREDIT_RANGE for receiving in self.back]
         ticket, block = _Sent(self), self.codec.encode(message, credit)
         if len(self._recent) >= self._window:
             self._largest = max(self._largest, self._recent.popleft())

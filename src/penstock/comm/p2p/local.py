@@ -6,7 +6,7 @@ the stage before it saved for its backward.
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import deque
 
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -16,50 +16,70 @@ from penstock.comm.p2p.message import Structure, TensorMessage, copied, dump_str
 from penstock.schedule.machine.instructions import LaneKey
 
 
+class LocalLane:
+    """Both ends of a lane.
+
+    Args:
+        lane: between two ranks of a pipeline.
+    """
+
+    def __init__(self, lane: LaneKey) -> None:
+        self.lane = lane
+        self._sends: deque[tuple[Ticket, TensorMessage]] = deque()
+        self._receives: deque[Ticket] = deque()
+        self._structure: Structure | None = None
+        self._form: tuple[object, ...] | None = None
+
+    def receive(self) -> Ticket:
+        """Post a RECV; it completes at once if the message is there."""
+        ticket = Ticket(self.lane)
+        if self._sends:
+            sent, message = self._sends.popleft()
+            sent.complete()
+            ticket.complete(message)
+        else:
+            self._receives.append(ticket)
+        return ticket
+
+    def send(self, message: TensorMessage) -> Ticket:
+        """Post a SEND; it completes when the RECV has been posted."""
+        ticket, form = Ticket(self.lane), form_of(message)
+        if form is None or form != self._form:
+            self._check(message)
+            self._form = form
+        message = TensorMessage(message.header, _copied(message.tree), message.wants_gradient)
+        if self._receives:
+            ticket.complete()
+            self._receives.popleft().complete(message)
+        else:
+            self._sends.append((ticket, message))
+        return ticket
+
+    def _check(self, message: TensorMessage) -> None:
+        """Refuse a message that could not travel between processes."""
+        structure = structure_of(message, str(self.lane))
+        if structure != self._structure:
+            dump_structure(structure, str(self.lane))
+            self._structure = structure
+
+
 class LocalTransport:
     """Lanes between ranks of one process; one object serves them all."""
 
     def __init__(self) -> None:
-        self._sends: defaultdict[LaneKey, deque[tuple[Ticket, TensorMessage]]] = defaultdict(deque)
-        self._receives: defaultdict[LaneKey, deque[Ticket]] = defaultdict(deque)
-        self._structures: dict[LaneKey, Structure] = {}
-        self._forms: dict[LaneKey, tuple[object, ...] | None] = {}
+        self._lanes: dict[LaneKey, LocalLane] = {}
 
-    def receive(self, lane: LaneKey) -> Ticket:
-        """Post a RECV; it completes at once if the message is there."""
-        ticket = Ticket(lane)
-        self._receives[lane].append(ticket)
-        self._match(lane)
-        return ticket
+    def sender(self, lane: LaneKey) -> LocalLane:
+        """Return a lane."""
+        return self._lanes.setdefault(lane, LocalLane(lane))
 
-    def send(self, lane: LaneKey, message: TensorMessage) -> Ticket:
-        """Post a SEND; it completes when the RECV has been posted."""
-        ticket, form = Ticket(lane), form_of(message)
-        if form is None or form != self._forms.get(lane):
-            self._check(lane, message)
-            self._forms[lane] = form
-        self._sends[lane].append((ticket, TensorMessage(message.header, _copied(message.tree), message.wants_gradient)))
-        self._match(lane)
-        return ticket
-
-    def _check(self, lane: LaneKey, message: TensorMessage) -> None:
-        """Refuse a message that could not travel between processes."""
-        structure = structure_of(message, str(lane))
-        if structure != self._structures.get(lane):
-            dump_structure(structure, str(lane))
-            self._structures[lane] = structure
+    def receiver(self, lane: LaneKey) -> LocalLane:
+        """Return a lane."""
+        return self.sender(lane)
 
     def close(self) -> None:
         """Forget what is under way."""
-        self._sends.clear()
-        self._receives.clear()
-
-    def _match(self, lane: LaneKey) -> None:
-        sends, receives = self._sends[lane], self._receives[lane]
-        while sends and receives:
-            sent, message = sends.popleft()
-            sent.complete()
-            receives.popleft().complete(message)
+        self._lanes.clear()
 
 
 def _copied(tree: object) -> object:

@@ -14,12 +14,12 @@ from penstock.comm.core.recorder import Recorder
 from penstock.comm.core.ticket import Ticket
 from penstock.comm.core.wait import Wait, wait_for
 from penstock.comm.p2p.message import TensorMessage
-from penstock.comm.p2p.transport import Transport
+from penstock.comm.p2p.transport import Receiver, Sender, Transport
 from penstock.errors import TransportError
 from penstock.schedule.ir.schedule import Payload, Stage
 from penstock.schedule.machine.instructions import LaneKey, Lowered, Route
 from penstock.schedule.proof.in_flight import Piece
-from penstock.timeline import Interval, Waiting
+from penstock.timeline import Waiting
 
 
 class Desk:
@@ -58,22 +58,22 @@ class Inbox:
     Args:
         route: between which stages.
         desk: where they are laid ready.
-        transport: receives them.
+        lane: on which they travel.
         recorder: of their bytes, and of waits.
         peer: the global rank of the sender.
     """
 
-    def __init__(self, route: Route, desk: Desk, transport: Transport, recorder: Recorder, peer: int) -> None:
-        self._route, self._desk, self._transport, self._recorder = route, desk, transport, recorder
-        self._lane, self._peer = route.lane, peer
+    def __init__(self, route: Route, desk: Desk, lane: Receiver, recorder: Recorder, peer: int) -> None:
+        self._route, self._desk, self._lane, self._recorder, self._peer = route, desk, lane, recorder, peer
         self._piece = route.slice[0] if route.slice else 0
         self._name = route.payload.value  # an enum takes longer to format than a string
         self._posted: dict[int, Ticket] = {}
 
     def post(self, first: int) -> None:
         """Post the RECV of the message that begins with microbatch `first` of the span."""
-        ticket = self._posted[first] = self._transport.receive(self._lane)
-        self._recorder.change("messages", ticket.nbytes)
+        ticket = self._posted[first] = self._lane.receive()
+        if ticket.nbytes:
+            self._recorder.change("messages", ticket.nbytes)
 
     def arrived(self, first: int) -> bool:
         """Return whether a posted message is there (or has failed)."""
@@ -104,7 +104,8 @@ class Inbox:
             ticket.check(what)
         content, ticket.result = ticket.result, None  # the ticket may be kept longer than the content lives
         assert isinstance(content, TensorMessage)
-        self._recorder.change("messages", -ticket.nbytes)
+        if ticket.nbytes:
+            self._recorder.change("messages", -ticket.nbytes)
         if content.on_use is not None:
             content.on_use()
         header = content.header
@@ -132,16 +133,17 @@ class OutLane:
     """The posted SENDs of one lane from this rank.
 
     Args:
-        lane: first in, first out.
+        lane: its sending end.
+        payload: what travels on it.
         window: how many may be outstanding.
         recorder: of how long they take, and their bytes.
         peer: the global rank of the receiver.
     """
 
-    def __init__(self, lane: LaneKey, window: int, recorder: Recorder, peer: int) -> None:
+    def __init__(self, lane: Sender, payload: Payload, window: int, recorder: Recorder, peer: int) -> None:
         self.lane, self._window, self._recorder, self._peer = lane, window, recorder, peer
         self._queue: deque[_Sending] = deque()
-        self._name = f"{lane.payload} {recorder.rank}>{peer}"
+        self._name = f"{payload} {recorder.rank}>{peer}"
 
     def add(self, sending: _Sending) -> None:
         """Note a SEND that has been posted."""
@@ -179,19 +181,7 @@ class OutLane:
             ticket.check(f"rank {recorder.rank}, stage {stage}, sending {label}")
         recorder.change("messages", -nbytes)
         start, end = recorder.at(ticket.made_at), recorder.at(ticket.done_at)
-        recorder.add(
-            Interval(
-                recorder.rank,
-                self._name,
-                start,
-                end,
-                "SEND",
-                label,
-                microbatch=first,
-                span=recorder.span,
-                peer=self._peer,
-            )
-        )
+        recorder.add(self._name, start, end, "SEND", label, microbatch=first, peer=self._peer)
 
 
 class Outbox:
@@ -200,13 +190,13 @@ class Outbox:
     Args:
         route: between which stages.
         desk: where their contents lie ready.
-        transport: sends them.
         lane: on which they travel.
         recorder: of their bytes.
     """
 
-    def __init__(self, route: Route, desk: Desk, transport: Transport, lane: OutLane, recorder: Recorder) -> None:
-        self._route, self._desk, self._transport, self._lane, self._recorder = route, desk, transport, lane, recorder
+    def __init__(self, route: Route, desk: Desk, lane: OutLane, recorder: Recorder) -> None:
+        self._route, self._desk, self._lane, self._recorder = route, desk, lane, recorder
+        self._source, self._count = route.source.name, route.count
         self._piece = route.slice[0] if route.slice else 0
         self._name = route.payload.value  # an enum takes longer to format than a string
 
@@ -223,14 +213,16 @@ class Outbox:
         self._send(first)
 
     def _send(self, first: int) -> None:
-        route, recorder = self._route, self._recorder
-        contents = [self._desk.take((k, self._piece)) for k in range(first, first + route.count)]
-        content = contents[0] if len(contents) == 1 else _closed(contents)
+        recorder = self._recorder
+        if self._count == 1:
+            content = self._desk.take((first, self._piece))
+        else:
+            content = _closed([self._desk.take((k, self._piece)) for k in range(first, first + self._count)])
         nbytes, label, start = content.nbytes, f"{self._name} {first}", recorder.now()
         recorder.change("messages", nbytes)
-        ticket = self._transport.send(self._lane.lane, content)
-        self._lane.add(_Sending(ticket, nbytes, route.source.name, label, first))
-        recorder.add(Interval(recorder.rank, "compute", start, recorder.now(), Waiting.POST, f"send {label}"))
+        ticket = self._lane.lane.send(content)
+        self._lane.add(_Sending(ticket, nbytes, self._source, label, first))
+        recorder.add("compute", start, recorder.now(), Waiting.POST, f"send {label}")
 
 
 class Mailbox:
@@ -261,7 +253,7 @@ class Mailbox:
         if number not in self._inboxes:
             route = self._lowered.routes[number]
             desk, peer = self.desk(route.payload, route.source, route.target), self._peer(route.source.rank)
-            self._inboxes[number] = Inbox(route, desk, self._transport, self._recorder, peer)
+            self._inboxes[number] = Inbox(route, desk, self._transport.receiver(route.lane), self._recorder, peer)
         return self._inboxes[number]
 
     def outbox(self, number: int) -> Outbox:
@@ -269,9 +261,10 @@ class Mailbox:
         route = self._lowered.routes[number]
         lane = route.lane
         if lane not in self._lanes:
-            self._lanes[lane] = OutLane(lane, self._lowered.window, self._recorder, self._peer(lane.target))
+            peer, end = self._peer(lane.target), self._transport.sender(lane)
+            self._lanes[lane] = OutLane(end, lane.payload, self._lowered.window, self._recorder, peer)
         desk = self.desk(route.payload, route.source, route.target)
-        return Outbox(route, desk, self._transport, self._lanes[lane], self._recorder)
+        return Outbox(route, desk, self._lanes[lane], self._recorder)
 
     def flush(self) -> Iterator[Wait]:
         """Wait until everything sent is on its way."""

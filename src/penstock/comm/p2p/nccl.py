@@ -20,7 +20,7 @@ from penstock.comm.core.tagged_group import TaggedGroup
 from penstock.comm.core.ticket import Ticket
 from penstock.comm.p2p.gloo import LaneTransport
 from penstock.comm.p2p.gloo_lanes import ReceiveLane, SendLane
-from penstock.comm.p2p.message import NO_CREDITS, Codec, Credits, TensorMessage, as_it_lies
+from penstock.comm.p2p.message import Codec, TensorMessage, as_it_lies
 from penstock.comm.p2p.transport import Channel
 from penstock.errors import CapabilityError
 from penstock.schedule.machine.instructions import LaneKey
@@ -130,9 +130,9 @@ class _SplitSendLane(SendLane):
         self.codec = Codec(str(self.lane), inline=False)
         self._wires = _Wires(tensors, dist.get_global_rank(control, self._peer), device)
 
-    def send(self, message: TensorMessage, credit: Credits = NO_CREDITS) -> Ticket:
+    def send(self, message: TensorMessage) -> Ticket:
         """Post the description and every tensor; the ticket is done when all have been sent."""
-        ticket = super().send(message, credit)
+        ticket = super().send(message)
         self.hand_over()
         leaves = [
             as_it_lies(leaf).contiguous() for leaf in pytree.tree_leaves(message.tree) if isinstance(leaf, Tensor)

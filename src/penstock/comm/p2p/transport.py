@@ -21,15 +21,31 @@ class Channel(IntEnum):
     EVALUATION = 1
 
 
-class Transport(Protocol):
-    """Moves messages along the lanes of one rank (a lane: source, target, payload)."""
+class Sender(Protocol):
+    """The sending end of a lane."""
 
-    def receive(self, lane: LaneKey) -> Ticket:
+    def send(self, message: TensorMessage) -> Ticket:
+        """Post a SEND; the caller keeps at most a window of them outstanding."""
+        ...
+
+
+class Receiver(Protocol):
+    """The receiving end of a lane."""
+
+    def receive(self) -> Ticket:
         """Post a RECV; the ticket's result is the message."""
         ...
 
-    def send(self, lane: LaneKey, message: TensorMessage) -> Ticket:
-        """Post a SEND; the caller keeps at most a window of them outstanding per lane."""
+
+class Transport(Protocol):
+    """Moves messages along the lanes of one rank (a lane: source, target, payload)."""
+
+    def sender(self, lane: LaneKey) -> Sender:
+        """Return the end of a lane that begins at this rank."""
+        ...
+
+    def receiver(self, lane: LaneKey) -> Receiver:
+        """Return the end of a lane that ends at this rank."""
         ...
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ from penstock.comm.core.rank_grid import Holder
 from penstock.comm.p2p.mailbox import Mailbox
 from penstock.comm.p2p.routing import StageRoutes
 from penstock.runtime.rank.loss_ledger import LossLedger
-from penstock.runtime.rank.memory_ledger import MemoryLedger
+from penstock.runtime.rank.memory_ledger import MemoryLedger, StageMemory
 from penstock.runtime.rank.reports import Reports
 from penstock.runtime.rank.span import RankSpan, StageSpan
 from penstock.runtime.setup.rank_state import RankState
@@ -38,25 +38,28 @@ def make_span(
     schedule, recorder, decisions = lowered.schedule, state.recorder, state.decisions
     pipeline, rank = state.key
     mailbox = Mailbox(rank, lowered, links.transport, recorder)
+    meetings, holders = _meetings(state, holders, links, combine)
+    provisional = RULES[schedule.rule].provisional
+    memory = MemoryLedger(recorder, state.stages.values())
+    always = all(instruction.action.unit.every == 1 for instruction in lowered.programs[rank].period)
     stages = {
         key: StageSpan(
             state.stages[key],
             spec,
             StageRoutes(schedule, key, mailbox),
+            StageMemory(memory, state.stages[key].weights),
             is_last=key.index == schedule.num_stages - 1,
             name=f"rank {recorder.rank}, stage {key.name}",
+            repeats=always and not provisional and isinstance(meetings, NoMeetings),
         )
         for key, spec in specs.items()
     }
-    meetings, holders = _meetings(state, holders, links, combine)
-    provisional = RULES[schedule.rule].provisional
     tying = TiedGradients(pipeline, holders, links.ties, sum(bool(runtime.ties) for runtime in state.stages.values()))
     updates = Updates(pipeline, holders, links.reducer, tying, links.control, decisions, recorder, provisional)
     forwards = sum(instruction.action.op is Op.F for instruction in lowered.programs[rank].period)
     decides = any(spec.decides for spec in specs.values())
     losses = LossLedger(sum(stage.trained for stage in stages.values()), decides and not provisional)
     reports = Reports(forwards, decides, losses, decisions, recorder)
-    memory = MemoryLedger(recorder, state.stages.values())
     return RankSpan(
         schedule, pipeline, stages, mailbox, recorder, decisions, updates, meetings, losses, reports, memory,
         state.slicing, provisional, state.stop,

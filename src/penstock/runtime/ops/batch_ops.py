@@ -50,7 +50,7 @@ class StepAction(BoundAction):
         """Update, and take a snapshot if it is time."""
         span, batch = self._span, turn.batch
         weight = span.losses.weight_for_update(batch)
-        decision = span.updates.step(self._runtime, batch, weight, self.stage.books.rotated)
+        decision = span.updates.step(self._runtime, batch, weight, self.stage.books.last.rotated)
         span.stop.agreed |= decision.stop
         meets = span.meetings.meets(batch)
         (span.capture.before_meeting if meets else span.capture.after_step)(self._runtime, batch + 1)

@@ -7,10 +7,12 @@ from typing import NamedTuple
 
 from penstock.comm.core.wait import Wait
 from penstock.runtime.rank.span import RankSpan
+from penstock.runtime.rank.stage_books import Effect
 from penstock.schedule.ir.schedule import Copy, Kind, Op, format_unit, since
 from penstock.schedule.machine.instructions import Instruction
 from penstock.stage.stage_weights import TrainedWeights
-from penstock.timeline import Interval
+
+_PASSES = (Op.F, Op.B, Op.I, Op.W, Op.R)
 
 
 class Turn(NamedTuple):
@@ -21,12 +23,16 @@ class Turn(NamedTuple):
         first: its first microbatch, or its batch, counted from the start of the span.
         batch: its batch, counted from the start of training.
         label: its name, such as F3 or STEP[2], with numbers counted from the start of the span.
+        what: rank, stage and name, for messages.
+        version: the (first) version that it reads, counted from the start of training; -1 where it reads none.
     """
 
     t: int
     first: int
     batch: int
     label: str
+    what: str
+    version: int
 
 
 class Bound:
@@ -73,13 +79,13 @@ class BoundAction(Bound):
         action = self.action
         self.stage = span.stages[action.stage]
         runtime = self.stage.runtime
-        self._runtime, self._recorder = runtime, span.recorder
+        self._runtime, self._recorder, self._where = runtime, span.recorder, self.stage.name
         self._versions = () if action.reads is None else action.reads.versions
         self._derive = None if action.reads is None else action.reads.derive
         self._evaluates = action.unit.kind is Kind.EVAL
         plain = self._whole or (action.unit.count == 1 and not action.unit.slice and not self._evaluates)
         self._unit = None if plain else action.unit
-        self._bears = self.op in (Op.STEP, Op.VALIDATE, Op.AVERAGE)
+        self._is_pass, self._bears = self.op in _PASSES, self.op in (Op.STEP, Op.VALIDATE, Op.AVERAGE)
         weights = runtime.weights
         self._store = weights.store if isinstance(weights, TrainedWeights) and self.stage.trained else None
         self._copies = bool(self.stage.spec.copy_uses)
@@ -93,14 +99,11 @@ class BoundAction(Bound):
         """Its numbers in the period (or epilogue) of batch t."""
         first = self._first + t * self._stride
         unit = first if self._unit is None else format_unit(self._unit._replace(first=first))
-        return Turn(t, first, self._span.start + t + self._offset, f"{self._name}{unit}")
-
-    def version(self, turn: Turn) -> int:
-        """The (first) version that it reads, counted from the start of training; -1 where it reads none."""
-        if not self._versions:
-            return -1
-        version = self._versions[0] + turn.t
-        return self._span.start + (version if version > self._span.older else self._span.older)
+        label, span, version = f"{self._name}{unit}", self._span, -1
+        if self._versions:
+            version = self._versions[0] + t
+            version = span.start + (version if version > span.older else span.older)
+        return Turn(t, first, span.start + t + self._offset, label, f"{self._where}, {label}", version)
 
     def versions(self, turn: Turn) -> tuple[int, ...]:
         """All versions that it reads, counted from the start of training."""
@@ -128,31 +131,30 @@ class BoundAction(Bound):
         """Run it in the books and in fact, and take account of what it changed."""
         stage, recorder = self.stage, self._recorder
         start = recorder.now()
-        recorder.doing = f"{stage.name}, {turn.label}"
+        recorder.doing = turn.what
         try:
             self.before_books(turn)
-            # What the first stage has read, which is on another rank: the schedule says it, and has been proven.
-            admitted = {turn.first: max(self._versions[0] + turn.t, self._span.older)} if self._versions else {}
-            stage.books.apply(self.action, turn.t, admitted)
+            effect = stage.books.apply(self.action, turn.t, turn.first)
             start = self.work(turn) or start
         except Exception as error:
             error.add_note(f"raised by {turn.label} of {self._runtime.module.where}")
             raise
-        self._account(turn, start)
+        self._account(turn, start, effect)
 
-    def _account(self, turn: Turn, start: float) -> None:
-        stage, runtime, span, recorder = self.stage, self._runtime, self._span, self._recorder
-        store, books = self._store, stage.books
+    def _account(self, turn: Turn, start: float, effect: Effect) -> None:
+        span, recorder, store = self._span, self._recorder, self._store
         if store is not None:
-            if self._bears or len(store.versions) != len(books.versions):
-                store.retain(v + span.start for v in books.versions)
+            if self._bears or len(store.versions) != len(effect.versions):
+                store.retain([v + span.start + turn.t for v in effect.versions])
             if self._copies:
-                store.retain_copies(books.copies)
+                k = turn.t * self._m
+                store.retain_copies([copy._replace(first=copy.first + k) for copy in effect.copies])
         span.capture.record()
-        span.memory.after_action(runtime, self.op)
+        if self._is_pass:
+            self.stage.memory.after_pass()
+        else:
+            self.stage.memory.after_action(optimizers=self._bears)
         batch = -1 if self._evaluates else turn.batch  # evaluation is no batch of the training
-        version = batch + 1 if self._bears else self.version(turn)
+        version = batch + 1 if self._bears else turn.version
         first, index, direction = -1 if self._whole else turn.first, *self._place
-        end, rank = recorder.now(), recorder.rank
-        place = index, direction, batch, version, "", first, recorder.span
-        recorder.add(Interval(rank, "compute", start, end, self._name, turn.label, *place))
+        recorder.add_work(start, recorder.now(), self._name, turn.label, index, direction, batch, version, first)

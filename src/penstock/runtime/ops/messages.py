@@ -64,10 +64,12 @@ class Consumer(BoundAction):
     def run(self, t: int) -> Iterator[Wait] | None:
         """Run it at once where everything is there."""
         turn = self.turn(t)
-        if self._must_wait(turn) or not all(need.arrived(t) for need in self._needs):
+        if self._must_wait(turn):
             return self._run_later(turn)
-        self._collect(turn)
-        self.act(turn)
+        for need in self._needs:
+            if not need.arrived(t):
+                return self._run_later(turn)
+        self._collect_and_act(turn)
         return None
 
     def _must_wait(self, turn: Turn) -> bool:  # noqa: ARG002
@@ -81,14 +83,11 @@ class Consumer(BoundAction):
     def _run_later(self, turn: Turn) -> Iterator[Wait]:
         if self._must_wait(turn):
             yield from self.before(turn)
-        what = f"{self.stage.name}, {self._name}{turn.first}"
         for need in self._needs:
-            yield from need.wait(turn.t, what)
-        self._collect(turn)
-        self.act(turn)
+            yield from need.wait(turn.t, turn.what)
+        self._collect_and_act(turn)
 
-    def _collect(self, turn: Turn) -> None:
-        if self._needs:
-            what = f"{self.stage.name}, {self._name}{turn.first}"
-            for need in self._needs:
-                need.collect(turn.t, self._span.start, what)
+    def _collect_and_act(self, turn: Turn) -> None:
+        for need in self._needs:
+            need.collect(turn.t, self._span.start, turn.what)
+        self.act(turn)

@@ -19,7 +19,7 @@ from penstock.stage.graphs import Loss
 from penstock.stage.in_flight import Microbatch
 from penstock.stage.precision import cast
 from penstock.stage.rng import RngKey
-from penstock.timeline import Interval, Waiting
+from penstock.timeline import Waiting
 
 _NO_GRADIENTS: tuple[bool, ...] = ()
 _NO_SAMPLE = Sample(None, None, 0)
@@ -87,7 +87,7 @@ class Forward(Consumer):
         sample = source.sample(self._span.pipeline, k)
         more = enters and source.follows(k // self._m + 1)
         end, label, index = recorder.now(), f"read sample {k}", self.action.stage.index
-        recorder.add(Interval(recorder.rank, "compute", start, end, Waiting.DATA, label, index, cause="the data"))
+        recorder.add("compute", start, end, Waiting.DATA, label, index, cause="the data")
         if self._slice is None:
             return sample, more
         own, target = (self._span.slicing.part(tree, self._slice) for tree in (sample.input, sample.target))
@@ -101,7 +101,7 @@ class TrainingForward(Forward):
         """Run the blocks and keep what the backward needs."""
         scale = self._span.decisions.scale(turn.batch) if self._runtime.has_loss else 1.0
         microbatch = Microbatch(turn.first, self.draw(turn), target, scale, self._slice)
-        return self._runtime.forward(microbatch, value, wants, self.version(turn), self.copy(turn))
+        return self._runtime.forward(microbatch, value, wants, turn.version, self.copy(turn))
 
 
 class UntrainedForward(Forward):
@@ -137,7 +137,7 @@ class Backward(Consumer):
 
     def work(self, turn: Turn) -> None:
         """Run them one after the other, so that gradients are added in the order of the microbatches."""
-        span, routes, version, copy = self._span, self.stage.routes, self.version(turn), self.copy(turn)
+        span, routes, version, copy = self._span, self.stage.routes, turn.version, self.copy(turn)
         for k, piece in self._keys:
             k += turn.t * self._m
             batch = span.start + k // self._m
@@ -156,7 +156,7 @@ class WeightBackward(Consumer):
     def work(self, turn: Turn) -> None:
         """Run it."""
         key = turn.first, self._keys[0][1]
-        self._runtime.backward_for_weights(key, turn.batch, self.version(turn), self.copy(turn))
+        self._runtime.backward_for_weights(key, turn.batch, turn.version, self.copy(turn))
 
 
 class RecomputeForward(Consumer):
@@ -164,7 +164,7 @@ class RecomputeForward(Consumer):
 
     def work(self, turn: Turn) -> None:
         """Make the graphs again, and lay the output ready for the next stage of the segment."""
-        span, routes, version = self._span, self.stage.routes, self.version(turn)
+        span, routes, version = self._span, self.stage.routes, turn.version
         for k, piece in self._keys:
             k += turn.t * self._m
             again = self._runtime.recompute((k, piece), version, routes.recomputed_input((k, piece)))

@@ -33,7 +33,7 @@ class Redo(Consumer):
         scale = span.decisions.scale(turn.batch) if runtime.has_loss else 1.0
         draw = RngKey(turn.batch, span.pipeline * self._m + turn.first % self._m)
         microbatch = Microbatch(turn.first, draw, target, scale)
-        output, loss = runtime.forward(microbatch, value, wants, self.version(turn), self.copy(turn))
+        output, loss = runtime.forward(microbatch, value, wants, turn.version, self.copy(turn))
         if loss is not None and self.stage.is_last:
             span.losses.add(header.batch, key, loss)
         if runtime.module.hands_on:
@@ -51,8 +51,8 @@ class Validate(BoundAction):
 
     def before_books(self, turn: Turn) -> None:
         """Tell the books whether the version is rejected."""
-        rejected = self._span.updates.rejects(self.action.stage, turn.batch)
-        self._span.rejected = self.stage.books.rejecting = rejected
+        self._span.rejected = self._span.updates.rejects(self.action.stage, turn.batch)
+        self.stage.books.reject(self._span.rejected)
 
     def work(self, turn: Turn) -> None:
         """Settle the update."""

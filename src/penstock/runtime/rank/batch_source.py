@@ -27,7 +27,10 @@ _CHECKED_BYTES = 1 << 16
 
 
 class Sample(NamedTuple):
-    """The input and target of a microbatch, with their checksum from before any block could write into them."""
+    """The input and target of a microbatch, with their checksum from before any block could write into them.
+
+    The checksum is 0 where all ranks read the same source.
+    """
 
     input: Any
     target: Any
@@ -45,6 +48,7 @@ class BatchSource:
         pipelines: how many of the parallel pipelines read in this process.
         stop: the request to end the run; none can come if None.
         drains: if reading ahead fails, the span ends before the batch that could not be read.
+        shared: every rank reads this source, so samples need no checksum.
 
     Attributes:
         failure: why the span ends early; None while it does not.
@@ -59,8 +63,9 @@ class BatchSource:
         pipelines: int = 1,
         stop: StopRequest | None = None,
         drains: bool = False,
+        shared: bool = False,
     ) -> None:
-        self._drains = drains
+        self._drains, self._shared = drains, shared
         self.failure: Exception | None = None
         self._batches: Iterator[Any] = iter(batches)
         self._m, self._width = microbatches, width
@@ -138,7 +143,7 @@ class BatchSource:
                 raise DataError(
                     f"the data ends after {self._fetched} batches, but the first stage has sent batch {batch}"
                 )
-            sample, left = _sample(self._held[batch][pipeline * self._m + k], microbatch), self._readers[k]
+            sample, left = self._sample(self._held[batch][pipeline * self._m + k], microbatch), self._readers[k]
         if left > 1:
             self._samples[pipeline, microbatch] = sample, left - 1
         self._left[batch] -= 1
@@ -146,11 +151,10 @@ class BatchSource:
             del self._held[batch], self._left[batch]
         return sample
 
-
-def _sample(pair: Any, microbatch: int) -> Sample:
-    if not isinstance(pair, tuple | list) or len(pair) != 2:
-        raise DataError(f"microbatch {microbatch} is not a pair (input, target) but {type(pair).__name__}")
-    return Sample(pair[0], pair[1], checksum(pair))
+    def _sample(self, pair: Any, microbatch: int) -> Sample:
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise DataError(f"microbatch {microbatch} is not a pair (input, target) but {type(pair).__name__}")
+        return Sample(pair[0], pair[1], 0 if self._shared else checksum(pair))
 
 
 def checksum(tree: Any, limit: int | None = _CHECKED_BYTES) -> int:

@@ -6,11 +6,10 @@ from collections import Counter
 from collections.abc import Collection
 
 from penstock.comm.core.recorder import Recorder
-from penstock.schedule.ir.schedule import Op, Stage
 from penstock.stage.stage_runtime import StageRuntime
+from penstock.stage.stage_weights import StageWeights
 
 _OPTIMIZER = "optimizer"
-_PASSES = frozenset({Op.F, Op.B, Op.I, Op.W, Op.R})
 
 
 class MemoryLedger:
@@ -23,14 +22,6 @@ class MemoryLedger:
 
     def __init__(self, recorder: Recorder, stages: Collection[StageRuntime]) -> None:
         self._recorder, self._stages = recorder, stages
-        self._seen: dict[Stage, tuple[int, int]] = {}
-
-    def after_action(self, stage: StageRuntime, op: Op) -> None:
-        """Report the memory after an action of a stage, unless the action was a pass that changed nothing."""
-        in_use = stage.weights.in_use
-        if op not in _PASSES or self._seen.get(stage.key) != in_use:
-            self._seen[stage.key] = in_use
-            self.record(optimizers=op in (Op.STEP, Op.VALIDATE, Op.AVERAGE))
 
     def record(self, *, optimizers: bool) -> None:
         """Report the bytes that the stages hold now, by role.
@@ -49,3 +40,30 @@ class MemoryLedger:
         self._recorder.roles = roles
         for role, nbytes in totals.items():
             self._recorder.hold(role, nbytes)
+
+
+class StageMemory:
+    """Has the memory of a rank reported after an action of one stage, unless the action was a pass that changed none.
+
+    Args:
+        ledger: of the rank.
+        weights: of the stage.
+    """
+
+    def __init__(self, ledger: MemoryLedger, weights: StageWeights) -> None:
+        self._ledger, self._weights = ledger, weights
+        self._seen: tuple[int, int] | None = None
+
+    def after_pass(self) -> None:
+        """Report the memory if the pass has begun a gradient or ended a version."""
+        if self._seen != self._weights.in_use:
+            self.after_action(optimizers=False)
+
+    def after_action(self, *, optimizers: bool) -> None:
+        """Report the memory.
+
+        Args:
+            optimizers: optimizer states may have changed, too.
+        """
+        self._seen = self._weights.in_use
+        self._ledger.record(optimizers=optimizers)

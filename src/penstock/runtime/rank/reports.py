@@ -9,7 +9,7 @@ from penstock.comm.core.recorder import Recorder
 from penstock.runtime.rank.loss_ledger import BatchLoss, LossLedger
 from penstock.runtime.update.decisions import Decisions
 from penstock.runtime.update.events import Evaluated
-from penstock.timeline import Interval, Waiting
+from penstock.timeline import Waiting
 from penstock.weights.decision import Decision
 
 
@@ -90,5 +90,5 @@ class Reports:
             report, self.ready = self.ready, None
             start = self._recorder.now()
             yield report
-            rank, end, label = self._recorder.rank, self._recorder.now(), f"report of batch {report.batch}"
-            self._recorder.add(Interval(rank, "compute", start, end, Waiting.CALLER, label, cause="the caller"))
+            end, label = self._recorder.now(), f"report of batch {report.batch}"
+            self._recorder.add("compute", start, end, Waiting.CALLER, label, cause="the caller")

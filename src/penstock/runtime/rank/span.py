@@ -18,9 +18,10 @@ from penstock.comm.p2p.routing import StageRoutes
 from penstock.partition.sequence_slices import Slicing
 from penstock.runtime.rank.batch_source import BatchSource
 from penstock.runtime.rank.loss_ledger import LossLedger
-from penstock.runtime.rank.memory_ledger import MemoryLedger
+from penstock.runtime.rank.memory_ledger import MemoryLedger, StageMemory
 from penstock.runtime.rank.reports import Reports
 from penstock.runtime.rank.snapshot_capture import SnapshotCapture
+from penstock.runtime.rank.stage_books import StageBooks
 from penstock.runtime.update.averaging import Meetings
 from penstock.runtime.update.decisions import Decisions
 from penstock.runtime.update.stop_request import StopRequest
@@ -28,7 +29,6 @@ from penstock.runtime.update.update_step import Updates
 from penstock.schedule.ir.schedule import Schedule, Stage
 from penstock.schedule.proof.in_flight import Piece
 from penstock.schedule.proof.stage_spec import StageSpec
-from penstock.schedule.proof.stage_state import StageState
 from penstock.stage.stage_runtime import StageRuntime
 
 AtBorder = Callable[[int], Iterator[Wait]]
@@ -43,6 +43,8 @@ class StageSpan:
         routes: where its inputs and outputs lie.
         is_last: reports are of its loss.
         name: rank (counted through all pipelines) and stage, for messages.
+        memory: reports its parameter-sized memory.
+        repeats: every period of it has the same actions, with the same effects.
 
     Attributes:
         books: the schedule's books, played along with the actions.
@@ -51,10 +53,20 @@ class StageSpan:
     """
 
     def __init__(
-        self, runtime: StageRuntime, spec: StageSpec, routes: StageRoutes, *, is_last: bool, name: str
+        self,
+        runtime: StageRuntime,
+        spec: StageSpec,
+        routes: StageRoutes,
+        memory: StageMemory,
+        *,
+        is_last: bool,
+        name: str,
+        repeats: bool,
     ) -> None:
-        self.runtime, self.spec, self.routes, self.is_last, self.name = runtime, spec, routes, is_last, name
-        self.books = StageState(spec)
+        self.runtime, self.spec, self.routes, self.memory = runtime, spec, routes, memory
+        self.is_last, self.name = is_last, name
+        self._repeats = repeats
+        self.books = StageBooks(spec, repeats=repeats)
         self.begun = -1
         self.drafts: dict[Piece, Any] = {}
 
@@ -65,7 +77,7 @@ class StageSpan:
 
     def begin_span(self, older: int) -> None:
         """Open the books for a new span, whose first batch may read version `older`."""
-        self.books = StageState(replace(self.spec, older=older))
+        self.books = StageBooks(replace(self.spec, older=older), repeats=self._repeats)
         self.begun = -1
         self.drafts.clear()
 

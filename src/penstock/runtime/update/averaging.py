@@ -21,7 +21,7 @@ from penstock.runtime.update.decisions import Decisions
 from penstock.schedule.ir.schedule import Action, Op, Stage
 from penstock.schedule.methods.combine import Combine
 from penstock.stage.stage_runtime import StageRuntime
-from penstock.timeline import Interval, Waiting
+from penstock.timeline import Waiting
 from penstock.weights.averaging import Agreement
 
 
@@ -167,7 +167,7 @@ class PartyMeetings(Meetings):
         yield from wait_for(self._recorder, ticket, what, cause, Waiting.CONTROL)
         start, end = self._recorder.at(ticket.made_at), self._recorder.at(ticket.done_at)
         place, op = (stage.index, stage.direction, batch), Op.AVERAGE
-        self._recorder.add(Interval(self._recorder.rank, "collective", start, end, op.value, f"{op}{batch}", *place))
+        self._recorder.add("collective", start, end, op.value, f"{op}{batch}", *place)
 
 
 class Combining(PartyMeetings):

@@ -15,7 +15,7 @@ from penstock.runtime.update.tied_gradients import TiedGradients
 from penstock.schedule.ir.schedule import Op, Stage
 from penstock.stage.graphs import Loss
 from penstock.stage.stage_runtime import StageRuntime
-from penstock.timeline import Interval, Waiting
+from penstock.timeline import Waiting
 from penstock.weights.decision import Decision
 
 _OTHERS = {
@@ -116,8 +116,7 @@ class Updates:
             cause = f"{_OTHERS[op]} batch {batch}"
             yield from wait_for(self._recorder, ticket, what, cause, Waiting.CONTROL)
             start, end = self._recorder.at(ticket.made_at), self._recorder.at(ticket.done_at)
-            row = self._recorder.rank
-            self._recorder.add(Interval(row, "collective", start, end, op.value, f"{op}{batch}", *place))
+            self._recorder.add("collective", start, end, op.value, f"{op}{batch}", *place)
         if action is Op.STEP and (stage, batch) in self._squares:
             cause = "the norm of its own gradient"
             yield from wait_for(self._recorder, self._squares[stage, batch], what, cause, Waiting.CONTROL)

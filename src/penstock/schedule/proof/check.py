@@ -28,7 +28,6 @@ from penstock.schedule.ir.gc_pause import no_collection
 from penstock.schedule.ir.rules import RULES
 from penstock.schedule.ir.schedule import (
     Action,
-    Kind,
     Op,
     Program,
     Schedule,
@@ -155,13 +154,7 @@ def check(schedule: Schedule, lookahead: int | None = None, window: int | None =
 
 def _transient(schedule: Schedule) -> int:
     """Return the first batch in whose period no unit, and no version that is read, lies before the span."""
-    latest = 0
-    for p in schedule.passes():
-        size = 1 if p.unit.kind is Kind.BATCH else schedule.microbatches
-        latest = max(latest, -(p.unit.first // size))
-        if p.reads is not None:
-            latest = max(latest, -min(p.reads.versions))
-    return latest
+    return max(spec.transient for spec in stage_specs(schedule, older=0))
 
 
 def _prove_progress(lowered: Lowered) -> None:

@@ -108,10 +108,24 @@ class Flights:
                 piece,
                 tuple(v - t for v in f.versions),
                 f.derive and (f.derive.label, f.derive.first - k),
-                (f.recomputed is not None, (f.recomputed or t) - t, f[3:]),
+                (None if f.recomputed is None else f.recomputed - t, f[3:]),
             )
             for (mb, piece), f in self.held.items()
         )  # no forward is void at a border
+
+    def shifted(self, batches: int, microbatches: int) -> Flights:
+        """Return a copy in which everything is that many batches, and microbatches, later."""
+        return Flights(
+            {
+                (k + microbatches, piece): flight._replace(
+                    versions=tuple(v + batches for v in flight.versions),
+                    derive=flight.derive and flight.derive._replace(first=flight.derive.first + microbatches),
+                    recomputed=None if flight.recomputed is None else flight.recomputed + batches,
+                )
+                for (k, piece), flight in self.held.items()
+            },
+            {(k + microbatches, piece) for k, piece in self.void},
+        )
 
     def copy(self) -> Flights:
         """Return an independent copy."""

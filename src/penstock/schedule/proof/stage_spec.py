@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from penstock.errors import ScheduleError
 from penstock.schedule.ir.rules import RULES, Source, VersionRule
-from penstock.schedule.ir.schedule import Action, Copy, Op, Schedule, Stage
+from penstock.schedule.ir.schedule import Action, Copy, Op, Schedule, Stage, since
 from penstock.schedule.proof.future_reads import Forwards, forwards_of
 from penstock.schedule.transforms.batch_ops import COLLECTIVES
 
@@ -23,6 +23,7 @@ class StageSpec:
         older: the number of the version that represents everything before the span, 0 or -1.
         collectives: the collectives of each batch on this stage in their required order; an update waits for them.
         admits: True for the first trained stage, where microbatches are admitted.
+        transient: the first batch in whose period nothing that its actions work on, or read, lies before the span.
     """
 
     stage: Stage
@@ -36,6 +37,7 @@ class StageSpec:
     sharded: bool
     collectives: tuple[Op, ...]
     admits: bool
+    transient: int
 
     @property
     def decides(self) -> bool:
@@ -65,6 +67,7 @@ def stage_specs(schedule: Schedule, older: int) -> list[StageSpec]:
             sharded=any(a.op is Op.GATHER for a in here),
             collectives=tuple(op for op in COLLECTIVES if any(a.op is op for a in here)),
             admits=stage.index == first,
+            transient=_transient(here, schedule.microbatches),
         )
         for stage, here in actions.items()
     ]
@@ -88,6 +91,12 @@ def _check_labels(actions: list[Action], rule: VersionRule) -> None:
             f"{where}: forwards and backwards read copies of one label, {min(forward & backward)!r}; each needs a "
             "prediction of its own"
         )
+
+
+def _transient(actions: list[Action], microbatches: int) -> int:
+    begins = [since(action.unit, microbatches) for action in actions]
+    reads = [-min(action.reads.versions) for action in actions if action.reads is not None]
+    return max([0, *begins, *reads])
 
 
 def _copy_uses(actions: list[Action], microbatches: int) -> Counter[Copy]:

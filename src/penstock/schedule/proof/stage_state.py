@@ -88,6 +88,23 @@ class StageState:
         twin.copies = self.copies.copy()
         return twin
 
+    def shifted(self, batches: int) -> StageState:
+        """Return a copy in which everything is `batches` batches later: a state that repeats, that many periods on."""
+        twin, k = self.copy(), batches * self.spec.microbatches
+        twin.newest += batches
+        twin.versions = {v + batches for v in self.versions}
+        twin.provisional = {v + batches for v in self.provisional}
+        twin.flights, twin.copies = self.flights.shifted(batches, k), self.copies.shifted(batches, k)
+        twin.gradients = {}
+        for batch, gradient in self.gradients.items():
+            later = batches * (self.spec.share - gradient.remaining)
+            sums = gradient.forward + later, gradient.backward + later, gradient.recompute + later
+            twin.gradients[batch + batches] = Gradient(gradient.remaining, *sums, gradient.joined)
+        twin.gathered = None if self.gathered is None else self.gathered + batches
+        twin.held = {(peer, unit._replace(first=unit.first + k)) for peer, unit in self.held}
+        twin.forwards += batches * len(self.spec.forwards.period)
+        return twin
+
     def state(self, t: int) -> object:
         """Return a comparable state, with numbers relative to batch t."""
         if not self.spec.share:

@@ -53,6 +53,14 @@ class Copies:
         k = t * self.microbatches
         return sorted((c.label, c.first - k, n, [v - t for v in made]) for c, (n, made) in self.alive.items())
 
+    def shifted(self, batches: int, microbatches: int) -> Copies:
+        """Return a copy in which everything is that many batches, and microbatches, later."""
+        alive = {
+            copy._replace(first=copy.first + microbatches): (left, tuple(v + batches for v in made))
+            for copy, (left, made) in self.alive.items()
+        }
+        return Copies(self.uses, self.microbatches, alive, self.peak)
+
     def copy(self) -> Copies:
         """Return an independent copy."""
         return Copies(self.uses, self.microbatches, dict(self.alive), self.peak)
