@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from penstock.errors import TransportError
 
-_NAP = 50e-6  # seconds between two looks: too short for a core to fall asleep, long enough to leave it to others
+_KEEN = 300e-6  # seconds in which a wait looks as often as it can: messages between small stages take no longer
+_NAP = 50e-6  # seconds between two looks after that: too short for a core to fall asleep, but left to others
 _POLLED = 1.0  # seconds of a wait that are spent looking; pipelines at work wait for less
+_give_way: Callable[[], None] = getattr(os, "sched_yield", partial(time.sleep, 0))  # not every system has it
 
 
 class Ticket:
@@ -66,9 +70,12 @@ class Ticket:
         """Block until done, or for `timeout` seconds; return whether it is done.
 
         At first it polls: a core that has fallen asleep comes back slower, on virtual machines by up to a tenth of the
-        work that follows (docs/benchmarks.md).
+        work that follows (docs/benchmarks.md). A core that others want is theirs at every look.
         """
         start = now = time.perf_counter()
+        while not self.done and now - start < _KEEN:
+            _give_way()
+            now = time.perf_counter()
         polled = min(timeout, _POLLED)
         while not self.done and now - start < polled:
             time.sleep(_NAP)

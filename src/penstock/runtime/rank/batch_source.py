@@ -24,6 +24,7 @@ from penstock.runtime.update.stop_request import StopRequest
 Batches = Iterable[Any]
 """What `microbatches_of` takes: whole batches, or lists of microbatches."""
 _CHECKED_BYTES = 1 << 16
+_NUMPY = frozenset({torch.float32, torch.float64, torch.int64, torch.int32})  # types of samples that numpy has, too
 
 
 class Sample(NamedTuple):
@@ -162,11 +163,19 @@ def checksum(tree: Any, limit: int | None = _CHECKED_BYTES) -> int:
     total = 0
     for leaf in pytree.tree_leaves(tree):
         if isinstance(leaf, Tensor):
-            flat = leaf.detach().reshape(-1)
-            if limit is not None and leaf.nbytes > limit:
-                flat = flat[: max(1, limit // max(leaf.element_size(), 1))]
-            data = flat.cpu().contiguous().view(torch.uint8).numpy().data
-            total = zlib.crc32(data, zlib.crc32(str((leaf.dtype, tuple(leaf.shape))).encode(), total))
+            total = zlib.crc32(str((leaf.dtype, tuple(leaf.shape))).encode(), total)
+            total = zlib.crc32(_first_bytes(leaf, limit), total)
         else:
             total = zlib.crc32(repr(leaf).encode(), total)
     return total
+
+
+def _first_bytes(tensor: Tensor, limit: int | None) -> memoryview:
+    """Return the first `limit` bytes of a tensor's elements, at least of one element."""
+    short = limit is None or tensor.nbytes <= limit
+    if short and tensor.is_cpu and tensor.is_contiguous() and tensor.dtype in _NUMPY:
+        return tensor.detach().numpy().data
+    flat = tensor.detach().reshape(-1)
+    if not short and limit is not None:
+        flat = flat[: max(1, limit // max(tensor.element_size(), 1))]
+    return flat.cpu().contiguous().view(torch.uint8).numpy().data
