@@ -85,6 +85,20 @@ DEFECTS = (
         "if not lag and position < borders[rank] and early and not position:",
         ("tests/schedule/test_batch_border.py",),
     ),
+    Defect(
+        "on the machine nobody waits for what a HOLD or FETCH takes",
+        "schedule/machine",
+        "needs += awaits",
+        "needs += ()",
+        ("tests/schedule/test_awaited.py",),
+    ),
+    Defect(
+        "a RECV of parked activations does not wait for a buffer",
+        "comm/p2p",
+        "return self._wait_for_room() if len(self._open) >= self._window else None",
+        "return self._wait_for_room() if not self._open and not self._window else None",
+        ("tests/stage/test_activation_offload.py",),
+    ),
     # --- simulate, timeline, idle time --------------------------------------------------------------------------------
     Defect(
         "a bubble is divided by the longest span of a rank instead of by the makespan",
@@ -303,6 +317,13 @@ DEFECTS = (
         "len(self._losses) < divergence.window:",
         "len(self._losses) <= divergence.window:",
         ("tests/train/test_phase_plan.py", "tests/runtime/test_decisions.py", "tests/train/test_phase_switcher.py"),
+    ),
+    Defect(
+        "a backward does not wait for the activations that a FETCH takes back",
+        "runtime",
+        "for message in (*instruction.needs, *instruction.awaits)]",
+        "for message in instruction.needs]",
+        ("tests/stage/test_activation_offload.py",),
     ),
     # --- checkpoint ---------------------------------------------------------------------------------------------------
     Defect(

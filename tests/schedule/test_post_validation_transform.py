@@ -36,7 +36,7 @@ ORDERS = (
 def texts(instructions: tuple[Instruction, ...]) -> list[str]:
     """Actions without versions, messages by payload."""
     found = []
-    for action, route, _, _ in instructions:
+    for action, route, *_ in instructions:
         k = action.unit.first
         found.append(f"{action.op} {action.payload} {k}" if route >= 0 else f"{action.op}{k}")
     return found

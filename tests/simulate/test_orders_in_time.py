@@ -15,7 +15,7 @@ from penstock.schedule.build import prove
 from penstock.schedule.ir.schedule import Op
 from penstock.schedule.orders import ORDERS
 from penstock.simulate.costs import Costs, StageCost
-from penstock.simulate.simulate import Simulation, simulate_schedule
+from penstock.simulate.simulate import Simulation, play, simulate_schedule
 
 TIMES = [(1.0, 1.0, 1.0), (1.0, 1.5, 0.5), (10.0, 12.0, 7.0)]
 MEASURED = (18.522, 18.086, 9.337)  # of a model of 1.5 B parameters (arXiv 2401.10241), with a latency of 0.601
@@ -342,3 +342,37 @@ def test_bpipe(p: int, m: int) -> None:
     assert found.parked == operations.count(Op.OFFLOAD) + operations.count(Op.RETURN)
     assert (found.parked > 0) == (p > 3)
     assert found.messages == run("1f1b", p, m).messages
+
+
+@pytest.mark.parametrize("latency", [0.0, 0.5, 8.0])
+@pytest.mark.parametrize("times", [(1.0, 0.5, 0.5), (1.0, 1.0, 1.0), (1.0, 1.5, 1.5)])
+@pytest.mark.parametrize(("p", "m"), [(4, 8), (5, 12), (6, 24), (8, 32)])
+def test_bpipe_stops_nobody(p: int, m: int, times: tuple[float, float, float], latency: float) -> None:
+    """A partner takes activations in while it computes, so up to 8 ranks need the time of 1F1B, whatever things take.
+
+    When HOLD and FETCH waited, p = 8 needed up to 8.5 % more: with B = F, or where messages take longer than passes.
+    """
+    found, plain = run("bpipe", p, m, times, latency), run("1f1b", p, m, times, latency)
+    assert found.bubble.makespan == pytest.approx(plain.bubble.makespan)
+
+
+def test_where_bpipe_costs_time() -> None:
+    """A RETURN stands in the partner's program where it costs no wait if B = 2F and messages take no time.
+
+    p = 16, ranks 0 and 15, at most 9 microbatches. Of 14 in a row rank 0 parks 7. RETURN k stands between F and B of
+    microbatch k + 9 on rank 15, and rank 0 runs F k + 16 directly behind B k. So F k + 9 of rank 0 goes down 16
+    forwards, the RETURN lets B k run, and F k + 16 follows: 7 microbatches take at least 16 F + B, where 1F1B takes
+    7 (F + B). The 7 that are not parked take no less. From B = 1.5 F on that is no more; below, other ranks add to it.
+    """
+    lowered = {(name, m): prove(ORDERS[name], 16, m).lowered for name in ("bpipe", "1f1b") for m in (64, 78)}
+
+    def makespan(name: str, m: int, backward: float) -> float:
+        costs = Costs.uniform(lowered[name, m].schedule, 1, backward / 2, backward / 2)
+        return play(lowered[name, m], costs, 1)[0].bubble().makespan
+
+    for backward in (1.0, 1.25, 1.5, 2.0):
+        fourteen = {name: makespan(name, 78, backward) - makespan(name, 64, backward) for name in ("bpipe", "1f1b")}
+        plain, least = 14 * (1 + backward), 16 + backward + 7 * (1 + backward)
+        assert fourteen["1f1b"] == plain
+        assert max(plain, least) <= fourteen["bpipe"] <= 1.1 * max(plain, least)
+        assert (makespan("bpipe", 78, backward) == makespan("1f1b", 78, backward)) == (backward >= 1.5)

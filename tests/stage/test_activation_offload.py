@@ -2,23 +2,52 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from penstock.errors import ScheduleError
+from penstock.comm.core.ticket import Ticket
+from penstock.comm.p2p.inbox import Inbox
+from penstock.comm.p2p.local import LocalTransport
+from penstock.comm.p2p.message import TensorMessage
+from penstock.errors import ScheduleError, TransportError
 from penstock.schedule.build import make_schedule
-from penstock.schedule.ir.schedule import Op
+from penstock.schedule.ir.schedule import Op, Payload
+from penstock.schedule.machine.instructions import LaneKey
 from penstock.schedule.proof.check import check
 from penstock.schedule.text import parse_schedule
 from penstock.stage.autograd import activation_offload
-from support.cases import Case, assert_same, expected, make_batches, make_pipeline, train, train_on_ranks
+from support.cases import (
+    OPTIMIZERS,
+    Case,
+    Outcome,
+    Recording,
+    assert_same,
+    expected,
+    finish,
+    make_batches,
+    make_pipeline,
+    run_spans,
+    together,
+    train,
+    train_on_ranks,
+)
 from support.pool import Pool
+from support.tree_cases import RAGGED, TreeCase, batches_of, blocks_of, expected as expected_of_trees
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 OFFLOAD, PARKED = ((GOLDEN / f"{name}.txt").read_text() for name in ("offload", "parked"))
+
+
+def train_trees(group: dist.ProcessGroup | None, case: TreeCase) -> Outcome:
+    recording = Recording(OPTIMIZERS[case.optimizer])
+    pipeline = make_pipeline(case, group, blocks=blocks_of(case), optimizer=recording)
+    outcome = Outcome([(r.batch, r.loss, r.weight) for r in pipeline.run(batches_of(case))])
+    return finish(outcome, pipeline, recording)
 
 
 def test_the_backward_reads_what_was_moved(monkeypatch: Any) -> None:
@@ -139,6 +168,89 @@ def test_a_wrong_one_is_refused(old: str, new: str, message: str) -> None:
         return
     with pytest.raises(ScheduleError, match=message):
         check(schedule)
+
+
+class _Late(Ticket):
+    """A RECV whose message is seen at the third look only."""
+
+    __slots__ = ("looks",)
+
+    def __init__(self, where: object) -> None:
+        super().__init__(where)
+        self.looks = 0
+
+    @property
+    def done(self) -> bool:
+        self.looks += self._done
+        return self.looks > 2
+
+
+def test_what_comes_late_is_taken_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the same bits, with nothing left on any account, and never more than a window of messages posted."""
+    case, posted = Case("bpipe", 6, 9, spans=(3, 2)), Counter[LaneKey]()
+    receive, take = LocalTransport.receive, Inbox._lay_ready
+
+    def later(self: LocalTransport, lane: LaneKey) -> Ticket:
+        if lane.payload is not Payload.PARKED:
+            return receive(self, lane)
+        posted[lane] += 1
+        assert posted[lane] <= 2
+        ticket = _Late(lane)
+        self._receives[lane].append(ticket)
+        self._match(lane)
+        return ticket
+
+    def counted(self: Inbox, *arguments: Any) -> Any:
+        posted[self._key] -= 1
+        return take(self, *arguments)
+
+    monkeypatch.setattr(LocalTransport, "receive", later)
+    monkeypatch.setattr(Inbox, "_lay_ready", counted)
+    recording = Recording(OPTIMIZERS[case.optimizer])
+    pipeline = make_pipeline(case, optimizer=recording)
+    assert pipeline.proof.lowered.window == 2
+    assert_same(finish(run_spans(pipeline, case), pipeline, recording), expected(case))
+    timeline = pipeline.timeline()
+    for rank in range(6):
+        taken = [i for i in timeline.intervals if i.rank == rank and i.label.startswith("take parked")]
+        moves = [i for i in timeline.work(rank) if i.what in ("HOLD", "FETCH")]
+        assert len(taken) == len(moves)  # none of them at once
+        assert bool(moves) == (rank in (0, 1, 4, 5))
+    for live in pipeline.live_bytes().values():
+        assert not any(live.get(kind, 0) for kind in ("messages", "activations", "parked activations"))
+
+
+def test_whoever_takes_activations_in_computes_meanwhile() -> None:
+    """If HOLD1 waited, rank 0 would wait for B0 of rank 1 for ever; if FETCH1 did, rank 1 for F2 of rank 0."""
+    text = """
+        rule flush
+        microbatches 3
+        nodes 0@0 1@1
+        rank 0: F0^t F1^t B0^t OFFLOAD1@0>1/parked FETCH1@0<1/parked F2^t B1^t B2^t STEP[t]
+        rank 1: HOLD1@1<0/parked F0^t B0^t F1^t F2^t RETURN1@1>0/parked B1^t B2^t STEP[t]
+    """
+    case = Case("gpipe", 2, 3, spans=(3,))
+    assert_same(train(None, case, schedule=parse_schedule(text)), expected(case))
+
+
+def test_parked_activations_that_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever needs them says so."""
+    send = LocalTransport.send
+
+    def losing(self: LocalTransport, lane: LaneKey, message: TensorMessage) -> Ticket:
+        return Ticket(lane) if lane == (0, 1, Payload.PARKED) else send(self, lane, message)
+
+    monkeypatch.setattr(LocalTransport, "send", losing)
+    case = Case("gpipe", 2, 3, spans=(2,))
+    with pytest.raises(TransportError, match="rank 1, stage 1, RETURN1 on the parked lane from rank 0 to rank 1"):
+        train(None, case, schedule=parse_schedule(PARKED))
+
+
+def test_parked_activations_of_changing_size(pool: Pool) -> None:
+    """Both ends of a lane agree on the size of a block although messages are taken later than their HOLDs."""
+    shapes = (*RAGGED, *RAGGED[::-1])
+    case = TreeCase("bpipe", 4, len(shapes), "mixed", optimizer="sgd", spans=(3,), shapes=shapes)
+    assert_same(together(pool.submit(train_trees, case, ranks=4)), expected_of_trees(case))
 
 
 def test_offload_on_ranks(pool: Pool) -> None:

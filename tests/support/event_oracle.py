@@ -2,7 +2,8 @@
 
 It shares nothing with `penstock.schedule.machine.play` but the unrolled actions: no lowering, no lanes, no clocks.
 Every action starts when the one before it on its rank has ended and when all it needs has arrived; repeated until
-nothing is left. On a machine whose buffers do not run out the simulator must give these times exactly.
+nothing is left. HOLD, and FETCH from a peer, need nothing: what uses the activations behind them needs these. On a
+machine whose buffers do not run out the simulator must give these times exactly.
 """
 
 from itertools import pairwise
@@ -15,18 +16,22 @@ def start_times(schedule, duration, latency, batches):
     todo = [list(schedule.actions(rank, batches)) for rank in range(schedule.ranks)]
     done = [[] for _ in todo]
     born = {}  # fact -> (when it exists, on which rank)
+    fetched = set()  # what comes back from a peer: stage, microbatch, slice
     progress = True
     while progress:
         progress = False
         for rank, actions in enumerate(todo):
-            while actions and all(fact in born for fact in _needed(schedule, actions[0])):
+            while actions and all(fact in born for fact in _needed(schedule, actions[0], fetched)):
                 action = actions.pop(0)
-                ready = [time + latency * (at != rank) for time, at in map(born.get, _needed(schedule, action))]
+                needed = map(born.get, _needed(schedule, action, fetched))
+                ready = [time + latency * (at != rank) for time, at in needed]
                 start = max([done[rank][-1][2] if done[rank] else 0, *ready])
                 end = start + duration(action)
                 done[rank].append((action, start, end))
                 for fact in _given(action):
                     born[fact] = end, rank
+                if action.op is Op.FETCH and action.peer:
+                    fetched |= {(stage, k, piece) for _, stage, k, piece in _pieces(action)}
                 progress = True
     assert not any(todo), f"the order waits for itself: {[str(actions[0]) for actions in todo if actions]}"
     return done
@@ -50,20 +55,21 @@ def _given(action):
             yield "sent back", action.peer.index, action.peer.direction, k, piece
 
 
-def _needed(schedule, action):
+def _needed(schedule, action, fetched):
     own = set(_given(action))
     facts = []
-    for op, (index, direction, _), k, (piece, pieces) in _pieces(action):
+    for op, stage, k, (piece, pieces) in _pieces(action):
+        index, direction, _ = stage
+        if (stage, k, (piece, pieces)) in fetched and op not in (Op.HOLD, Op.RETURN, Op.FETCH):
+            facts.append(("sent back", index, direction, k, piece))
         if op is Op.F:
             facts += [("F", e.source, direction, k, piece) for e in schedule.edges if e.target == index]
             facts += [("F", index, direction, k, piece - 1)] * (piece > 0)
         if op in (Op.B, Op.I):
             facts += [("G", e.target, direction, k, piece) for e in schedule.edges if e.source == index and e.backward]
             facts += [("G", index, direction, k, piece + 1)] * (piece + 1 < pieces)
-        if op is Op.HOLD:
+        if op is Op.RETURN:
             facts.append(("sent", action.peer.index, action.peer.direction, k, piece))
-        if op is Op.FETCH and action.peer:
-            facts.append(("sent back", index, direction, k, piece))
         if op is Op.R:
             for segment in schedule.segments:
                 facts += [("R", a, direction, k, piece) for a, b in pairwise(segment) if b == index]

@@ -50,7 +50,7 @@ def receive_buffers(lowered: Lowered, batches: int) -> tuple[float, ...]:
             for i in program.period
             if (t + 1 < batches if i.ahead else t >= 0)  # what is posted ahead is for the next batch
         ]
-        for t, (action, route, needs, _) in [*played, *((batches, i) for i in program.epilogue)]:
+        for t, (action, route, needs, *_) in [*played, *((batches, i) for i in program.epilogue)]:
             if action.op is Op.RECV and action.unit.first + t * m >= 0:
                 held += sizes[route]
                 peak = max(peak, held)

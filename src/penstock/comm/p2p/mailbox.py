@@ -1,4 +1,4 @@
-"""The messages of one rank: posted, on their way out, and lying ready to be sent or used.
+"""The messages of one rank: its desks and inboxes, and what it sends.
 
 Everything that does not depend on the microbatch is bound once: a `Desk` for each pair of stages and payload, an
 `Inbox` or `Outbox` for each route of the schedule.
@@ -13,110 +13,13 @@ from typing import NamedTuple
 from penstock.comm.core.recorder import Recorder
 from penstock.comm.core.ticket import Ticket
 from penstock.comm.core.wait import Wait, wait_for
+from penstock.comm.p2p.desk import Desk
+from penstock.comm.p2p.inbox import Inbox, ParkedInbox, ParkedLane
 from penstock.comm.p2p.message import TensorMessage
-from penstock.comm.p2p.transport import Receiver, Sender, Transport
-from penstock.errors import TransportError
+from penstock.comm.p2p.transport import Sender, Transport
 from penstock.schedule.ir.schedule import Payload, Stage
 from penstock.schedule.machine.instructions import LaneKey, Lowered, Route
-from penstock.schedule.proof.in_flight import Piece
 from penstock.timeline import Waiting
-
-
-class Desk:
-    """Contents of messages of one payload from one stage to another that have arrived, or wait to be sent.
-
-    Args:
-        recorder: of the bytes that stages of one rank hand to each other; None where the stages lie on two ranks,
-            whose bytes are counted with the message.
-    """
-
-    def __init__(self, recorder: Recorder | None) -> None:
-        self._contents: dict[Piece, TensorMessage] = {}
-        self._recorder = recorder
-
-    def put(self, content: TensorMessage) -> None:
-        """Lay a content ready."""
-        header = content.header
-        self._contents[header.first, header.piece] = content
-        if self._recorder is not None:
-            self._recorder.change("messages", content.nbytes)
-
-    def take(self, key: Piece) -> TensorMessage:
-        """Take the content of a microbatch (slice)."""
-        content = self._contents.pop(key)
-        if self._recorder is not None:
-            self._recorder.change("messages", -content.nbytes)
-        return content
-
-    def __contains__(self, key: Piece) -> bool:
-        return key in self._contents
-
-
-class Inbox:
-    """The messages of one route to this rank.
-
-    Args:
-        route: between which stages.
-        desk: where they are laid ready.
-        lane: on which they travel.
-        recorder: of their bytes, and of waits.
-        peer: the global rank of the sender.
-    """
-
-    def __init__(self, route: Route, desk: Desk, lane: Receiver, recorder: Recorder, peer: int) -> None:
-        self._route, self._desk, self._lane, self._recorder, self._peer = route, desk, lane, recorder, peer
-        self._piece = route.slice[0] if route.slice else 0
-        self._name = route.payload.value  # an enum takes longer to format than a string
-        self._posted: dict[int, Ticket] = {}
-
-    def post(self, first: int) -> None:
-        """Post the RECV of the message that begins with microbatch `first` of the span."""
-        ticket = self._posted[first] = self._lane.receive()
-        if ticket.nbytes:
-            self._recorder.change("messages", ticket.nbytes)
-
-    def arrived(self, first: int) -> bool:
-        """Return whether a posted message is there (or has failed)."""
-        return self._posted[first].done
-
-    def wait(self, first: int, what: str) -> Iterator[Wait]:
-        """Wait until a posted message is there.
-
-        Raises:
-            TransportError: the lane broke.
-        """
-        cause = f"rank {self._peer}: {self._name} {first}"
-        yield from wait_for(self._recorder, self._posted[first], what, cause, Waiting.MESSAGE, self._peer)
-
-    def collect(self, first: int, batch: int, what: str) -> None:
-        """Lay a message that has arrived ready.
-
-        Args:
-            first: its first microbatch, counted through the span.
-            batch: to which it must belong, counted from the start of training.
-            what: the action that needs it, for messages.
-
-        Raises:
-            TransportError: the lane broke, or another message came.
-        """
-        ticket, route = self._posted.pop(first), self._route
-        if ticket.error is not None:
-            ticket.check(what)
-        content, ticket.result = ticket.result, None  # the ticket may be kept longer than the content lives
-        assert isinstance(content, TensorMessage)
-        if ticket.nbytes:
-            self._recorder.change("messages", -ticket.nbytes)
-        if content.on_use is not None:
-            content.on_use()
-        header = content.header
-        if header.batch != batch or header.first != first or header.piece != self._piece:
-            raise TransportError(
-                f"{what}: expected the {route.payload} of microbatch {_named(first, self._piece)} (batch {batch}) "
-                f"from rank {route.source.rank}, got that of microbatch {_named(header.first, header.piece)} (batch "
-                f"{header.batch})"
-            )
-        for each in [content] if route.count == 1 else _opened(content, route.count):
-            self._desk.put(each)
 
 
 class _Sending(NamedTuple):
@@ -239,6 +142,8 @@ class Mailbox:
         self._rank, self._lowered, self._transport, self._recorder = rank, lowered, transport, recorder
         self._desks: dict[tuple[Payload, Stage, Stage], Desk] = {}
         self._inboxes: dict[int, Inbox] = {}
+        self._parked: dict[int, ParkedInbox] = {}
+        self._parked_lanes: dict[LaneKey, ParkedLane] = {}
         self._lanes: dict[LaneKey, OutLane] = {}
 
     def desk(self, payload: Payload, source: Stage, target: Stage) -> Desk:
@@ -250,11 +155,23 @@ class Mailbox:
 
     def inbox(self, number: int) -> Inbox:
         """The inbox of a route of the schedule."""
+        route = self._lowered.routes[number]
+        if route.payload is Payload.PARKED:
+            return self.parked(number)
         if number not in self._inboxes:
-            route = self._lowered.routes[number]
             desk, peer = self.desk(route.payload, route.source, route.target), self._peer(route.source.rank)
             self._inboxes[number] = Inbox(route, desk, self._transport.receiver(route.lane), self._recorder, peer)
         return self._inboxes[number]
+
+    def parked(self, number: int) -> ParkedInbox:
+        """The inbox of a route of parked activations."""
+        if number not in self._parked:
+            route = self._lowered.routes[number]
+            desk, peer = self.desk(route.payload, route.source, route.target), self._peer(route.source.rank)
+            lane = self._parked_lanes.setdefault(route.lane, ParkedLane(self._lowered.window, self._recorder))
+            end = self._transport.receiver(route.lane)
+            self._parked[number] = ParkedInbox(route, desk, end, self._recorder, peer, lane)
+        return self._parked[number]
 
     def outbox(self, number: int) -> Outbox:
         """An outbox for a route of the schedule."""
@@ -282,18 +199,3 @@ def _closed(contents: list[TensorMessage]) -> TensorMessage:
     return TensorMessage(
         contents[-1].header._replace(first=contents[0].header.first), [p.tree for p in contents], wants
     )
-
-
-def _opened(content: TensorMessage, count: int) -> list[TensorMessage]:
-    """The contents of the microbatches of a unit."""
-    share = len(content.wants_gradient) // count
-    return [
-        TensorMessage(
-            content.header._replace(first=content.header.first + i), tree, content.wants_gradient[i * share :][:share]
-        )
-        for i, tree in enumerate(content.tree)
-    ]
-
-
-def _named(first: int, piece: int) -> str:
-    return f"{first}, slice {piece}" if piece else str(first)

@@ -25,15 +25,15 @@ class Send(Bound):
 
 
 class Receive(Bound):
-    """Posts a RECV."""
+    """Posts a RECV; waits first while parked activations that have not come take all buffers of its lane."""
 
     def __init__(self, instruction: Instruction, span: RankSpan) -> None:
         super().__init__(instruction, span)
         self._inbox = span.mailbox.inbox(instruction.route)
 
-    def run(self, t: int) -> None:
+    def run(self, t: int) -> Iterator[Wait] | None:
         """Post it."""
-        self._inbox.post(self._first + t * self._stride)
+        return self._inbox.post(self._first + t * self._stride)
 
 
 class _Need:
@@ -59,7 +59,7 @@ class Consumer(BoundAction):
 
     def __init__(self, instruction: Instruction, span: RankSpan) -> None:
         super().__init__(instruction, span)
-        self._needs = [_Need(message, span) for message in instruction.needs]
+        self._needs = [_Need(message, span) for message in (*instruction.needs, *instruction.awaits)]
 
     def run(self, t: int) -> Iterator[Wait] | None:
         """Run it at once where everything is there."""

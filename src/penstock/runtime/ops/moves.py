@@ -1,12 +1,19 @@
-"""Activations that leave a stage and come back: OFFLOAD and FETCH, and HOLD and RETURN on the rank that keeps them."""
+"""Activations that leave a stage and come back: OFFLOAD and FETCH, and HOLD and RETURN on the rank that keeps them.
+
+What comes from a peer is taken as soon as it comes: HOLD and FETCH do not wait for it, but RETURN and the next action
+on the microbatch do.
+"""
 
 from __future__ import annotations
 
-from penstock.comm.p2p.mailbox import Desk
+from functools import partial
+
+from penstock.comm.p2p.desk import Desk
 from penstock.comm.p2p.message import Header, TensorMessage
 from penstock.runtime.ops.bound import BoundAction, Turn
 from penstock.runtime.ops.messages import Consumer
 from penstock.runtime.rank.span import RankSpan
+from penstock.schedule.ir.ops import ACCEPTING
 from penstock.schedule.ir.schedule import Op, Payload
 from penstock.schedule.machine.instructions import Instruction
 from penstock.schedule.proof.in_flight import Piece
@@ -14,7 +21,7 @@ from penstock.schedule.proof.in_flight import Piece
 _ROLE = "parked activations"
 
 
-class HostMove(BoundAction):
+class HostMove(Consumer):
     """Moves the activations of a microbatch to the host's memory (OFFLOAD), or back (FETCH)."""
 
     def work(self, turn: Turn) -> None:
@@ -24,35 +31,67 @@ class HostMove(BoundAction):
         self._recorder.change(_ROLE, nbytes if away else -nbytes)
 
 
-class PeerMove(Consumer):
-    """Moves activations between a stage and the peer that keeps them for it (BPipe)."""
+class MoveToPeer(Consumer):
+    """Gives activations to a peer that keeps them (OFFLOAD), or those of a peer back to it (RETURN)."""
 
     def __init__(self, instruction: Instruction, span: RankSpan) -> None:
         super().__init__(instruction, span)
         own, peer = self.action.stage, self.action.peer
         assert peer is not None
         self._out: Desk = span.mailbox.desk(Payload.PARKED, own, peer)
-        self._in: Desk = span.mailbox.desk(Payload.PARKED, peer, own)
         self._held = span.held.setdefault(peer, {})
 
     def work(self, turn: Turn) -> None:
-        """Give activations away and take them back, or keep those of the peer and return them."""
+        """Lay them ready to be sent."""
         key: Piece = turn.first, self._keys[0][1]
-        header, runtime = Header(turn.batch, turn.first, self._span.more, piece=key[1]), self._runtime
-        match self.op:
-            case Op.OFFLOAD:
-                self._out.put(TensorMessage(header, runtime.graphs.take_bytes(runtime.flights[key].work)))
-            case Op.FETCH:
-                runtime.graphs.put_bytes(runtime.flights[key].work, self._in.take(key).tree)
-            case Op.HOLD:
-                message = self._held[key] = self._in.take(key)
-                self._recorder.change(_ROLE, message.nbytes)
-            case Op.RETURN:
-                message = self._held.pop(key)
-                self._recorder.change(_ROLE, -message.nbytes)
-                self._out.put(TensorMessage(header, message.tree))
+        if self.op is Op.OFFLOAD:
+            tree = self._runtime.graphs.take_bytes(self._runtime.flights[key].work)
+        else:
+            message = self._held.pop(key)
+            _begin_use(message)
+            self._recorder.change(_ROLE, -message.nbytes)
+            tree = message.tree
+        self._out.put(TensorMessage(Header(turn.batch, turn.first, self._span.more, piece=key[1]), tree))
+
+
+class MoveFromPeer(BoundAction):
+    """Takes the activations of a peer in (HOLD), or the stage's own ones back (FETCH), as soon as they come."""
+
+    def __init__(self, instruction: Instruction, span: RankSpan) -> None:
+        super().__init__(instruction, span)
+        own, peer = self.action.stage, self.action.peer
+        assert peer is not None
+        self._in: Desk = span.mailbox.desk(Payload.PARKED, peer, own)
+        (message,) = instruction.needs
+        self._inbox = span.mailbox.parked(message.route)
+        self._held = span.held.setdefault(peer, {})
+        self._use = self._hold if self.op is Op.HOLD else self._put_back
+
+    def work(self, turn: Turn) -> float:
+        """Take what has come, and see to it that the rest is taken when it comes."""
+        self._inbox.settle()
+        start, key = self._recorder.now(), (turn.first, self._keys[0][1])
+        what = f"{self.stage.name}, {self._name}{turn.first}"
+        self._inbox.take(turn.first, turn.batch, what, partial(self._use, key))
+        return start
+
+    def _hold(self, key: Piece) -> None:
+        message = self._held[key] = self._in.take(key)
+        self._recorder.change(_ROLE, message.nbytes)
+
+    def _put_back(self, key: Piece) -> None:
+        message = self._in.take(key)
+        _begin_use(message)
+        self._runtime.graphs.put_bytes(self._runtime.flights[key].work, message.tree)
+
+
+def _begin_use(message: TensorMessage) -> None:
+    if message.on_use is not None:
+        message.on_use()
 
 
 def bind_move(instruction: Instruction, span: RankSpan) -> BoundAction:
-    """The move that an instruction stands for: to the host's memory, or with a peer."""
-    return (HostMove if instruction.action.peer is None else PeerMove)(instruction, span)
+    """The move that an instruction stands for: to the host's memory and back, or to a peer, or from there."""
+    if instruction.action.peer is None:
+        return HostMove(instruction, span)
+    return (MoveFromPeer if instruction.action.op in ACCEPTING else MoveToPeer)(instruction, span)

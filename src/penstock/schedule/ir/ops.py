@@ -175,6 +175,9 @@ PASSES: frozenset[Op] = frozenset({Op.F, Op.B, Op.I, Op.W, Op.R, Op.REDO})
 MOVES: frozenset[Op] = frozenset({Op.OFFLOAD, Op.FETCH, Op.HOLD, Op.RETURN})
 """Operations on microbatches that move the activations that a forward has kept."""
 
+ACCEPTING: frozenset[Op] = frozenset({Op.HOLD, Op.FETCH})
+"""Moves that take what comes from a peer as soon as it comes: whoever uses it waits for it."""
+
 
 def gives(action: Action) -> list[Fact]:
     """Return the facts that hold once an action is done."""

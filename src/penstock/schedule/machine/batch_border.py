@@ -32,7 +32,7 @@ def border_fault(lowered: Lowered) -> str | None:
             return f"rank {rank} has stages that are updated only after another one of its stages has begun the batch"
     sent: dict[tuple[int, int], int] = {}  # route and microbatch, in the sender's period -> position
     for program in lowered.programs:
-        for position, (action, route, _, _) in enumerate(program.period):
+        for position, (action, route, *_) in enumerate(program.period):
             if action.op is Op.SEND:
                 sent[route, action.unit.first] = position
     crossing: Counter[LaneKey] = Counter()

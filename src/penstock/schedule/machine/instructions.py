@@ -63,14 +63,16 @@ class Instruction(NamedTuple):
     Attributes:
         action: numbers are relative to the period (or epilogue) in which the instruction stands.
         route: of a SEND or RECV, an index into `Lowered.routes`; -1 otherwise.
-        needs: the messages that a pass consumes.
+        needs: the messages that a pass consumes; HOLD and FETCH take them as soon as they come, without waiting.
         ahead: a RECV for a consumer in the next period.
+        awaits: the messages that HOLD and FETCH before it have taken, and that must have come.
     """
 
     action: Action
     route: int = -1
     needs: tuple[Message, ...] = ()
     ahead: bool = False
+    awaits: tuple[Message, ...] = ()
 
     @property
     def repairs(self) -> bool:

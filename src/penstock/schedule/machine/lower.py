@@ -14,6 +14,7 @@ from penstock.errors import ScheduleError
 from penstock.schedule.ir.gc_pause import no_collection
 from penstock.schedule.ir.ops import MOVES, OPS, PASSES, PAYLOAD_OF_FACT, Fact, gives
 from penstock.schedule.ir.schedule import WINDOW, Action, Op, Payload, Schedule, Stage, Unit, passes
+from penstock.schedule.machine.awaited import awaited
 from penstock.schedule.machine.instructions import Instruction, LaneKey, Lowered, LoweredProgram, Message, Route
 from penstock.schedule.machine.receives import LaneReceives, Use
 from penstock.schedule.transforms.post_validation import Draft, redone
@@ -59,16 +60,17 @@ class Lowering:
             for use in in_order:
                 needs.setdefault((lane.target, part, use.position), []).append(Message(use.route, use.unit.first))
             self._lanes.append((LaneReceives(self._redone, self._routes, lane, part, in_order), part))
+        awaits = awaited(self._redone, needs)
+
+        def piece(action: Action, rank: int, part: int, position: int) -> tuple[Instruction, ...]:
+            place = rank, part, position
+            own = tuple(needs.get(place, ())), False, tuple(awaits.get(place, ()))
+            return Instruction(action, -1, *own), *sends.get(place, ())
+
         # Per rank, part and action: the action with its needs, and the SENDs behind it.
         self._pieces = [
-            [
-                [
-                    (Instruction(a, -1, tuple(needs.get((r, part, i), ()))), *sends.get((r, part, i), ()))
-                    for i, a in enumerate(program[part])
-                ]
-                for part in (0, 1)
-            ]
-            for r, program in enumerate(self._redone.programs)
+            [[piece(a, rank, part, i) for i, a in enumerate(program[part])] for part in (0, 1)]
+            for rank, program in enumerate(self._redone.programs)
         ]
 
     @no_collection

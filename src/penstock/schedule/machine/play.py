@@ -12,25 +12,18 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from penstock.errors import ScheduleError
-from penstock.schedule.ir.schedule import Action, Kind, Op, existing, format_unit
+from penstock.schedule.ir.ops import ACCEPTING
+from penstock.schedule.ir.schedule import Action, Kind, Op, Payload, existing, format_unit
 from penstock.schedule.machine.collectives import Collectives, is_collective
 from penstock.schedule.machine.instructions import Instruction, Lowered, LoweredProgram, Message
+from penstock.schedule.machine.lane_state import LaneState
 
 Observer = Callable[[int, Action, int, float, float], None]
 """Called as (rank, action with relative numbers, batch they are relative to, start, end)."""
-
-
-@dataclass
-class _LaneState:
-    sends: deque[tuple[Message, float]] = field(default_factory=deque)  # posted, not matched yet
-    recvs: deque[tuple[Message, float]] = field(default_factory=deque)
-    sent: int = 0
-    completed: int = 0
-    recent: deque[float] = field(default_factory=deque)  # completion times of the last `window` sends
 
 
 @dataclass
@@ -83,9 +76,9 @@ class Machine:
         self._duration = duration
         ranks = lowered.schedule.ranks
         self.clock = [0.0] * ranks
-        self.held_up = False  # whether a SEND has waited for room, or a message on its way for its RECV
+        self.held_up = False  # whether a SEND or RECV has waited for room, or a message on its way for its RECV
         self._queues: list[deque[_Segment]] = [deque() for _ in range(ranks)]
-        self._lanes = [_LaneState() for _ in lowered.lanes]
+        self._lanes = [LaneState(lowered.window, lane.payload is Payload.PARKED) for lane in lowered.lanes]
         self._arrived: list[dict[Message, float]] = [{} for _ in range(ranks)]
         self._collectives = Collectives(lowered, duration)
 
@@ -170,15 +163,14 @@ class Machine:
             segment = queue[0]
             instructions, t, offset = segment.instructions, segment.t, segment.t * self._m
             for place in range(segment.place, len(instructions)):
-                action, route, needs, _ = instructions[place]
+                action, route, needs, _, awaits = instructions[place]
                 op, _, unit, _, parts, *_ = action
                 first = unit[0] + offset
                 if route >= 0:
                     if first < 0:
                         continue
-                    if op is Op.RECV:
-                        self._receive(rank, Message(route, first), woken)
-                    elif not self._send(rank, Message(route, first), woken):
+                    post = self._receive if op is Op.RECV else self._send
+                    if not post(rank, Message(route, first), woken):
                         break
                     continue
                 if unit[3] is Kind.BATCH:
@@ -190,7 +182,9 @@ class Machine:
                     if found is None:
                         continue
                     if found is not action:
-                        action, needs = found, tuple([k for k in needs if k.first + offset >= 0])
+                        action = found
+                        needs = tuple([k for k in needs if k.first + offset >= 0])
+                        awaits = tuple([k for k in awaits if k.first + offset >= 0])
                 elif first < 0:
                     continue
                 if self._collects:
@@ -200,6 +194,11 @@ class Machine:
                     if not self._collectives.joined(action, first):
                         break
                 start = clock[rank]
+                if needs and op in ACCEPTING:
+                    self._accept(rank, needs, offset)
+                    needs = ()
+                if awaits:
+                    needs += awaits
                 if needs:
                     ready = self._take(arrived, needs, offset)
                     if ready is None:
@@ -239,15 +238,11 @@ class Machine:
 
     def _send(self, rank: int, message: Message, woken: set[int]) -> bool:
         """Post a SEND, or return False while the lane's window is full."""
-        lane, window = self._lanes[self._lane_of_route[message.route]], self.lowered.window
-        if lane.sent - lane.completed >= window:
+        lane = self._lanes[self._lane_of_route[message.route]]
+        room = lane.room_to_send()
+        if room is None:
             return False
-        post = self.clock[rank]
-        if lane.sent >= window:
-            room = lane.recent[lane.sent - window - lane.completed]
-            if room > post:
-                self.clock[rank] = post = room
-                self.held_up = True
+        post = self._wait_until(rank, room)
         lane.sent += 1
         if lane.recvs:
             wanted, ready = lane.recvs.popleft()
@@ -256,16 +251,37 @@ class Machine:
             lane.sends.append((message, post))
         return True
 
-    def _receive(self, rank: int, message: Message, woken: set[int]) -> None:
+    def _receive(self, rank: int, message: Message, woken: set[int]) -> bool:
+        """Post a RECV, or return False while all buffers of its lane wait for what has not come yet."""
         lane = self._lanes[self._lane_of_route[message.route]]
+        if lane.parks:
+            room = lane.room_to_receive()
+            if room is None:
+                return False
+            self._wait_until(rank, room)
+            lane.posts_receive()
         if lane.sends:
             sent, posted = lane.sends.popleft()
             self._match(lane, sent, posted, message, self.clock[rank], woken)
         else:
             lane.recvs.append((message, self.clock[rank]))
+        return True
+
+    def _accept(self, rank: int, needs: tuple[Message, ...], offset: int) -> None:
+        """Take messages now, or as soon as they come; meanwhile the rank goes on."""
+        for route, first in needs:
+            message = Message(route, first + offset)
+            self._lanes[self._lane_of_route[route]].take(message, self._arrived[rank].get(message))
+
+    def _wait_until(self, rank: int, room: float) -> float:
+        """Let a rank wait for room on a lane, which was or will be there at a time; return when it goes on."""
+        if room > self.clock[rank]:
+            self.clock[rank] = room
+            self.held_up = True
+        return self.clock[rank]
 
     def _match(
-        self, lane: _LaneState, sent: Message, posted: float, wanted: Message, ready: float, woken: set[int]
+        self, lane: LaneState, sent: Message, posted: float, wanted: Message, ready: float, woken: set[int]
     ) -> None:
         """A SEND has met its RECV: the message arrives and the sender's buffer is free again."""
         route = self.lowered.routes[wanted.route]
@@ -277,11 +293,10 @@ class Machine:
         if ready > posted and self.latency:  # without a latency it is there when its consumer wants it
             self.held_up = True
         time = max(posted, ready) + self.latency
-        lane.completed += 1
-        lane.recent.append(time)
-        if len(lane.recent) > self.lowered.window:
-            lane.recent.popleft()
+        lane.completes_send(time)
         self._arrived[route.target.rank][wanted] = time
+        if lane.parks:
+            lane.arrive(wanted, time)
         woken.update((route.source.rank, route.target.rank))
 
     # --- looking at it ----------------------------------------------------------------------------------------------
@@ -303,10 +318,7 @@ class Machine:
         def relative(messages: Iterable[Message]) -> tuple[Message, ...]:
             return tuple(Message(route, first - offset) for route, first in messages)
 
-        lanes = tuple(
-            (relative(m for m, _ in lane.sends), relative(m for m, _ in lane.recvs), lane.sent - lane.completed)
-            for lane in self._lanes
-        )
+        lanes = tuple(lane.state(relative) for lane in self._lanes)
         rest = tuple(tuple((s.t - batches, s.place) for s in queue) for queue in self._queues)
         return lanes, tuple(relative(sorted(a)) for a in self._arrived), self._collectives.state(batches), rest
 
@@ -315,21 +327,22 @@ class Machine:
         times are all later by the same amount goes on as the other one, later by that amount."""
         found = list(self.clock)
         for lane in self._lanes:
-            found += [time for _, time in (*lane.sends, *lane.recvs)] + [*lane.recent]
+            found += lane.times()
         for arrived in self._arrived:
             found += [arrived[message] for message in sorted(arrived)]
         return found + self._collectives.times()
 
     def _why(self, rank: int, segment: _Segment) -> Blocked:
         """Say why a rank cannot go on."""
-        action, route_index, needs, _ = segment.instructions[segment.place]
+        action, route_index, needs, _, awaits = segment.instructions[segment.place]
         t, offset = segment.t, segment.t * self._m
         unit = action.unit._replace(first=action.unit.first + (t if action.unit.kind is Kind.BATCH else offset))
         absolute = action._replace(unit=unit, reads=None)
         if route_index >= 0:
             route = self.lowered.routes[route_index]
-            return Blocked(rank, absolute, f"rank {route.target.rank} to receive earlier {route.payload} messages")
-        wanted = [Message(k.route, k.first + offset) for k in needs]
+            peer, does = (route.target, "receive") if action.op is Op.SEND else (route.source, "send")
+            return Blocked(rank, absolute, f"rank {peer.rank} to {does} earlier {route.payload} messages")
+        wanted = [Message(k.route, k.first + offset) for k in needs + awaits]
         missing = [k for k in wanted if k.first >= 0 and k not in self._arrived[rank]]
         if missing:
             route = self.lowered.routes[missing[0].route]
@@ -344,7 +357,8 @@ def _last(period: Sequence[Instruction]) -> list[Instruction]:
 
 
 def _interacts(instruction: Instruction) -> bool:
-    return bool(instruction.route >= 0 or instruction.needs or instruction.action.unit.kind is Kind.BATCH)
+    of_others = instruction.route >= 0 or instruction.needs or instruction.awaits
+    return bool(of_others or instruction.action.unit.kind is Kind.BATCH)
 
 
 def _deadlock_text(blocked: list[Blocked]) -> str:

@@ -2,9 +2,10 @@
 
 1F1B holds p - r microbatches on rank r, so ranks r and p - 1 - r hold p + 1 together. A rank of the first half that is
 about to hold more than ceil((p + 2) / 2) sends the newest one to its partner (OFFLOAD there, HOLD here) and has it back
-(RETURN, FETCH) before its backward. The partner does its part when that costs it no wait where backwards take two
-forwards: then forward k of rank r begins at r + k in the warm-up and at r + 3 k afterwards, backward k at
-3 p - 2 - 2 r + 3 k.
+(RETURN, FETCH) before its backward. The partner takes activations in while it computes. Where its HOLD and RETURN
+stand is chosen for backwards that take two forwards: then forward k of rank r begins at r + k in the warm-up and at
+r + 3 k afterwards, backward k at 3 p - 2 - 2 r + 3 k. From 9 ranks on a RETURN comes late where backwards are much
+shorter or messages much longer than forwards: p = 16 with F = B takes a tenth longer than 1F1B.
 
 p=4, m=6, without the stages:
     r0: F0 F1 F2 OFFLOAD2 F3 B0 FETCH2 F4 ...

@@ -1,0 +1,90 @@
+"""The state of one lane while a schedule is played: what is posted, what is under way, which buffers are free."""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from penstock.schedule.machine.instructions import Message
+
+Relative = Callable[[Iterable[Message]], tuple[Message, ...]]
+"""Counts microbatches from the border of a batch."""
+
+
+@dataclass
+class LaneState:
+    """One lane.
+
+    Most messages are consumed by an action that waits for them, and RECVs stand where a buffer is free by then. Parked
+    activations are taken as soon as they come, so there a RECV may have to wait for a buffer.
+
+    Attributes:
+        window: messages that may be outstanding on either side.
+        parks: it carries parked activations.
+        sends, recvs: posted and not matched yet, with the times.
+        sent, completed: how many sends.
+        recent: completion times of the last `window` sends.
+        held: buffers of parked activations that are posted and not taken.
+        taking: parked activations that will be taken when they come.
+        freed: when buffers were freed that no RECV uses again yet, in order.
+    """
+
+    window: int
+    parks: bool
+    sends: deque[tuple[Message, float]] = field(default_factory=deque)
+    recvs: deque[tuple[Message, float]] = field(default_factory=deque)
+    sent: int = 0
+    completed: int = 0
+    recent: deque[float] = field(default_factory=deque)
+    held: int = 0
+    taking: set[Message] = field(default_factory=set)
+    freed: list[float] = field(default_factory=list)
+
+    def room_to_send(self) -> float | None:
+        """Return since when another SEND may be posted; None while too many are outstanding."""
+        if self.sent - self.completed >= self.window:
+            return None
+        return self.recent[self.sent - self.window - self.completed] if self.sent >= self.window else 0.0
+
+    def room_to_receive(self) -> float | None:
+        """Return since when another RECV may be posted; None while all buffers wait for what has not come yet."""
+        if self.held >= self.window:
+            return None
+        return self.freed[0] if self.held + len(self.freed) >= self.window else 0.0
+
+    def posts_receive(self) -> None:
+        """Note that a RECV of parked activations takes a buffer."""
+        if self.held + len(self.freed) >= self.window:
+            del self.freed[0]
+        self.held += 1
+
+    def completes_send(self, time: float) -> None:
+        """Note that a SEND has met its RECV and arrives at `time`."""
+        self.completed += 1
+        self.recent.append(time)
+        if len(self.recent) > self.window:
+            self.recent.popleft()
+
+    def take(self, message: Message, arrived: float | None) -> None:
+        """Take parked activations, now or when they come."""
+        self.taking.add(message)
+        if arrived is not None:
+            self.arrive(message, arrived)
+
+    def arrive(self, message: Message, time: float) -> None:
+        """Note that a message is there; its buffer is free if it is to be taken."""
+        if message in self.taking:
+            self.taking.discard(message)
+            self.held -= 1
+            insort(self.freed, time)
+
+    def state(self, relative: Relative) -> object:
+        """Return what is under way, with microbatches counted from the border of a batch."""
+        posted = [relative(m for m, _ in found) for found in (self.sends, self.recvs)]
+        return *posted, self.sent - self.completed  # what is held and taken follows from where the receiver stands
+
+    def times(self) -> list[float]:
+        """Return the times of all that `state` tells."""
+        return [time for _, time in (*self.sends, *self.recvs)] + [*self.recent, *self.freed]
