@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from penstock.comm.core.ticket import Ticket
 from penstock.comm.p2p.inbox import Inbox
-from penstock.comm.p2p.local import LocalTransport
+from penstock.comm.p2p.local import LocalLane
 from penstock.comm.p2p.message import TensorMessage
 from penstock.errors import ScheduleError, TransportError
 from penstock.schedule.build import make_schedule
@@ -188,23 +188,23 @@ class _Late(Ticket):
 def test_what_comes_late_is_taken_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """To the same bits, with nothing left on any account, and never more than a window of messages posted."""
     case, posted = Case("bpipe", 6, 9, spans=(3, 2)), Counter[LaneKey]()
-    receive, take = LocalTransport.receive, Inbox._lay_ready
+    receive, take = LocalLane.receive, Inbox._lay_ready
 
-    def later(self: LocalTransport, lane: LaneKey) -> Ticket:
-        if lane.payload is not Payload.PARKED:
-            return receive(self, lane)
-        posted[lane] += 1
-        assert posted[lane] <= 2
-        ticket = _Late(lane)
-        self._receives[lane].append(ticket)
-        self._match(lane)
+    def later(self: LocalLane) -> Ticket:
+        if self.lane.payload is not Payload.PARKED:
+            return receive(self)
+        posted[self.lane] += 1
+        assert posted[self.lane] <= 2
+        monkeypatch.setattr("penstock.comm.p2p.local.Ticket", _Late)
+        ticket = receive(self)
+        monkeypatch.setattr("penstock.comm.p2p.local.Ticket", Ticket)
         return ticket
 
     def counted(self: Inbox, *arguments: Any) -> Any:
-        posted[self._key] -= 1
+        posted[self._route.lane] -= 1
         return take(self, *arguments)
 
-    monkeypatch.setattr(LocalTransport, "receive", later)
+    monkeypatch.setattr(LocalLane, "receive", later)
     monkeypatch.setattr(Inbox, "_lay_ready", counted)
     recording = Recording(OPTIMIZERS[case.optimizer])
     pipeline = make_pipeline(case, optimizer=recording)
