@@ -235,12 +235,12 @@ def test_whoever_takes_activations_in_computes_meanwhile() -> None:
 
 def test_parked_activations_that_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever needs them says so."""
-    send = LocalTransport.send
+    send = LocalLane.send
 
-    def losing(self: LocalTransport, lane: LaneKey, message: TensorMessage) -> Ticket:
-        return Ticket(lane) if lane == (0, 1, Payload.PARKED) else send(self, lane, message)
+    def losing(self: LocalLane, message: TensorMessage) -> Ticket:
+        return Ticket(self.lane) if self.lane == (0, 1, Payload.PARKED) else send(self, message)
 
-    monkeypatch.setattr(LocalTransport, "send", losing)
+    monkeypatch.setattr(LocalLane, "send", losing)
     case = Case("gpipe", 2, 3, spans=(2,))
     with pytest.raises(TransportError, match="rank 1, stage 1, RETURN1 on the parked lane from rank 0 to rank 1"):
         train(None, case, schedule=parse_schedule(PARKED))
