@@ -101,7 +101,8 @@ def merge_recordings(parts: Sequence[dict[str, Any]], ranks: int) -> Timeline:
     since = max(part["since"] for part in parts)
     timeline = Timeline(ranks, since=since)
     for part in parts:
-        timeline.intervals += [Interval(*interval) for interval in part["intervals"] if interval[2] >= since]
+        # What is gathered as JSON has a list for `parts`, which is always empty: passes are never fused in a run.
+        timeline.intervals += [Interval(*interval[:-1]) for interval in part["intervals"] if interval[2] >= since]
         for kind, samples in part["memory"].items():
             timeline.memory[part["rank"], kind] = [(when, amount) for when, amount in samples]
     return timeline

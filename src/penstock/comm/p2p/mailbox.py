@@ -16,7 +16,7 @@ from penstock.comm.core.wait import Wait, wait_for
 from penstock.comm.p2p.message import TensorMessage
 from penstock.comm.p2p.transport import Transport
 from penstock.errors import TransportError
-from penstock.schedule.ir.schedule import Payload, Stage
+from penstock.schedule.ir.schedule import Payload, Stage, Unit, format_unit
 from penstock.schedule.machine.instructions import LaneKey, Lowered, Route
 from penstock.schedule.proof.in_flight import Piece
 from penstock.timeline import Interval, Waiting
@@ -123,9 +123,10 @@ class _Sending(NamedTuple):
 
     ticket: Ticket
     nbytes: int
-    stage: str
+    route: Route
     label: str
     first: int
+    span: int
 
 
 class OutLane:
@@ -164,19 +165,19 @@ class OutLane:
             yield from self._wait()
 
     def _wait(self) -> Iterator[Wait]:
-        ticket, _, stage, label, _ = self._queue[0]
+        ticket, _, route, label, *_ = self._queue[0]
         what, cause = (
-            f"rank {self._recorder.rank}, stage {stage}, sending {label}",
+            f"rank {self._recorder.rank}, stage {route.source.name}, sending {label}",
             f"rank {self._peer}: to take {label}",
         )
         yield from wait_for(self._recorder, ticket, what, cause, Waiting.ROOM, self._peer)
         self._complete()
 
     def _complete(self) -> None:
-        ticket, nbytes, stage, label, first = self._queue.popleft()
+        ticket, nbytes, route, label, first, span = self._queue.popleft()
         recorder = self._recorder
         if ticket.error is not None:
-            ticket.check(f"rank {recorder.rank}, stage {stage}, sending {label}")
+            ticket.check(f"rank {recorder.rank}, stage {route.source.name}, sending {label}")
         recorder.change("messages", -nbytes)
         start, end = recorder.at(ticket.made_at), recorder.at(ticket.done_at)
         recorder.add(
@@ -187,8 +188,10 @@ class OutLane:
                 end,
                 "SEND",
                 label,
+                route.target.index,
+                route.target.direction,
                 microbatch=first,
-                span=recorder.span,
+                span=span,
                 peer=self._peer,
             )
         )
@@ -209,6 +212,7 @@ class Outbox:
         self._route, self._desk, self._transport, self._lane, self._recorder = route, desk, transport, lane, recorder
         self._piece = route.slice[0] if route.slice else 0
         self._name = route.payload.value  # an enum takes longer to format than a string
+        self._unit = Unit(0, route.count, route.slice) if route.count > 1 or route.slice else None
 
     def send(self, first: int) -> Iterator[Wait] | None:
         """Post the SEND of the message that begins with microbatch `first`; waits first where its lane is full."""
@@ -226,10 +230,11 @@ class Outbox:
         route, recorder = self._route, self._recorder
         contents = [self._desk.take((k, self._piece)) for k in range(first, first + route.count)]
         content = contents[0] if len(contents) == 1 else _closed(contents)
-        nbytes, label, start = content.nbytes, f"{self._name} {first}", recorder.now()
+        unit = first if self._unit is None else format_unit(self._unit._replace(first=first))
+        nbytes, label, start = content.nbytes, f"{self._name} {unit}", recorder.now()
         recorder.change("messages", nbytes)
         ticket = self._transport.send(self._lane.lane, content)
-        self._lane.add(_Sending(ticket, nbytes, route.source.name, label, first))
+        self._lane.add(_Sending(ticket, nbytes, route, label, first, recorder.span))
         recorder.add(Interval(recorder.rank, "compute", start, recorder.now(), Waiting.POST, f"send {label}"))
 
 
