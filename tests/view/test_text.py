@@ -36,7 +36,7 @@ def test_passes_that_run_together_share_a_cell():
     rows = rows_of(draw_timeline(simulated("dualpipe-v", 2, 4, 1), width=400).plain)
     assert "|F2b  +B0a  |" in rows[1]
     styles = {span.style for span in draw_timeline(simulated("dualpipe-v", 2, 4, 1), width=400).spans}
-    assert {"white on blue", "black on dark_sea_green4"} <= styles
+    assert {"white on dodger_blue3", "black on dark_sea_green2"} <= styles
 
 
 @pytest.mark.parametrize("times", [(1.0, 1.0, 1.0), (1.0, 1.25, 1.25), (1.0, 0.55, 0.62), (0.7, 0.9, 1.13)])
@@ -153,6 +153,18 @@ def test_a_schedule_is_wrapped_between_its_actions(width):
     begun = [line for line in lines if not line.startswith("  ")]
     assert [line.split()[:2] for line in begun] == [line.split()[:2] for line in text.splitlines()]
     assert {len(line) - len(line.lstrip()) for line in lines} == {28: {0, 8, 9}, 80: {0, 8}, 100: {0}}[width]
+
+
+def test_updates_that_take_time_are_bars():
+    work = [Interval(0, "compute", k, k + 1, "F", f"F{k}") for k in range(3)]
+    step = Interval(0, "compute", 3, 5, "STEP", "STEP0", version=1)
+    drawing, legend = legend_of(Timeline(1, [*work, step]))
+    assert drawing.splitlines()[0] == "rank 0 |F0|F1|F2┃┃┃┃┃┃|"
+    assert "┃ update" in legend
+    assert "superscript" not in legend
+    drawing, legend = legend_of(Timeline(1, [*work, step._replace(end=90)]), 60, 6)
+    assert re.search(r"left out, time \S+ to \S+: 0 passes ⋯", drawing)
+    assert "┃ update" in legend
 
 
 def test_nothing_and_very_uneven_timelines_can_be_drawn():

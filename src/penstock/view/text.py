@@ -9,6 +9,7 @@ an update. Long timelines are wrapped into blocks, and very long ones shortened 
 
 from __future__ import annotations
 
+import math
 import re
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -32,13 +33,14 @@ from penstock.view.words import counted
 
 _SUPERSCRIPTS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 _STYLES = {
-    "F": ("white on blue", "white on dodger_blue3"),
-    "B": ("black on green", "black on dark_sea_green4"),
-    "I": ("black on dark_orange3", "black on sandy_brown"),
-    "W": ("black on yellow", "black on gold3"),
-    "R": ("white on magenta", "white on purple"),
+    "F": ("white on dodger_blue3", "black on sky_blue1"),
+    "B": ("black on spring_green3", "black on dark_sea_green2"),
+    "I": ("black on dark_orange", "black on light_salmon1"),
+    "W": ("black on gold3", "black on khaki1"),
+    "R": ("white on dark_magenta", "black on plum2"),
 }
 _IDLE, _BAR, _UPDATE, _LEFT_OUT = "·", "|", "┃", "⋯"
+_RED = "bold red"
 _JOINED = "\N{NO-BREAK SPACE}"
 _LONGEST = 20_000  # columns, beyond which the scale is reduced and labels are cut
 _LEAST = 20  # columns of a block
@@ -72,8 +74,8 @@ def draw_timeline(timeline: Timeline, width: int = 120, lines: int | None = None
     Args:
         timeline: a simulated or measured timeline.
         width: number of columns to wrap at.
-        lines: the most lines, of which at least two blocks are drawn; what does not fit is left out in the middle, and
-            counted. None for no limit.
+        lines: about how many lines, of which at least two blocks are drawn; what does not fit is left out in the middle
+            and counted, if it is more than a block. None for no limit.
         legend: explain the signs of the drawing below it.
     """
     if not any(i.end > i.start for i in timeline.work()):
@@ -126,11 +128,12 @@ class _TextDrawing:
     """The cells of all ranks, to be cut into blocks."""
 
     def __init__(self, timeline: Timeline, width: int) -> None:
-        work = [i for i in timeline.work() if i.end > i.start]
+        work = [i for i in timeline.work() if i.end > i.start and i.what != "STEP"]
         self._timeline, self._places = timeline, Places(timeline)
         self._versioned = len(versions_read(work)) > 1
         self._origin, self._makespan = timeline.start, timeline.makespan
-        widest = max((len("+".join(self._labels(i, self._versioned))) + 1) / (i.end - i.start) for i in work)
+        needed = ((len("+".join(self._labels(i, self._versioned))) + 1) / (i.end - i.start) for i in work)
+        widest = max(needed, default=math.inf)
         self._scale = min(widest, _LONGEST / self._makespan)
         self._columns = round(self._makespan * self._scale) + 1
         self._rows = [self._row(rank) for rank in range(timeline.ranks)]
@@ -138,10 +141,10 @@ class _TextDrawing:
         self._width = max(width - self._head, _LEAST)
 
     def blocks(self, lines: int | None) -> tuple[list[_Span], list[_Span]]:
-        """Return the columns of all blocks; or those of the first and of the last ones that make up so many lines."""
+        """Return the columns of all blocks; or, if they take more lines, those of the first and of the last ones."""
         blocks = list(self._blocks())
         fitting = len(blocks) if lines is None else max(2, lines // (self._timeline.ranks + 2))
-        if len(blocks) <= fitting:
+        if len(blocks) <= fitting + 1:
             return blocks, []
         return blocks[: (fitting + 1) // 2], blocks[-(fitting // 2) :]
 
@@ -152,7 +155,7 @@ class _TextDrawing:
 
     def legend(self, blocks: Sequence[_Span]) -> str:
         """Return what the signs of blocks stand for."""
-        work = [i for i in self._timeline.work() if any(start <= self._column(i.start) < end for start, end in blocks)]
+        work = [i for i in self._timeline.work() if any(self._touches(i, *block) for block in blocks)]
         places, versions = self._places, versions_read(work)
         said = [", ".join(_operations_explained(work))]
         if places.chunks > 1:
@@ -168,6 +171,10 @@ class _TextDrawing:
         said += [f"{_UPDATE}{_JOINED}update"] if any(i.what == "STEP" for i in work) else []
         idle = any(_IDLE in row.characters[start:end] for row in self._rows for start, end in blocks)
         return "; ".join([*said, f"{_IDLE}{_JOINED}idle"] if idle else said)
+
+    def _touches(self, interval: Interval, start: int, end: int) -> bool:
+        first, last = self._column(interval.start), self._column(interval.end)
+        return first < end and max(last, first + 1) > start
 
     def _column(self, time: float) -> int:
         return round((time - self._origin) * self._scale)
@@ -222,18 +229,18 @@ class _TextDrawing:
             first, last = self._column(interval.start), self._column(interval.end)
             if interval.what == "STEP":
                 row.updates.add(first)
-            if first == last:
-                continue
-            text = self._cell(interval, last - first)
-            row.characters[first:last] = list(text.ljust(last - first))
-            row.styles[first:last] = self._cell_styles(interval, text, last - first)
-            if interval.what != "STEP":
+                row.characters[first:last] = [_UPDATE] * (last - first)
+                row.styles[first:last] = [_RED] * (last - first)
+            elif first < last:
+                text = self._cell(interval, last - first)
+                row.characters[first:last] = list(text.ljust(last - first))
+                row.styles[first:last] = self._cell_styles(interval, text, last - first)
                 row.cells.append(first)
                 row.labels += [(first + m.start(), first + m.end()) for m in re.finditer(r"\+?[^+]*[^+ ]", text)]
-            if row.characters[last] == _IDLE:
+            if first < last and row.characters[last] == _IDLE:
                 row.characters[last], row.styles[last] = _BAR, ""
         for place in row.updates:
-            row.characters[place], row.styles[place] = _UPDATE, "bold red"
+            row.characters[place], row.styles[place] = _UPDATE, _RED
         return row
 
     def _cell_styles(self, interval: Interval, text: str, columns: int) -> list[str]:
@@ -249,8 +256,6 @@ class _TextDrawing:
 
     def _labels(self, interval: Interval, versioned: bool) -> list[str]:
         """Return operation, unit, chunk and direction of each pass, and with `versioned` what it reads."""
-        if interval.what == "STEP":
-            return [interval.label]
         return [
             part.what
             + unit_of(part)
