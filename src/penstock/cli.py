@@ -222,16 +222,19 @@ def show(
     changes: OrderOptions = None,
     segments: Segments = None,
     file: OrderFile = None,
+    text: Annotated[bool, typer.Option("--text", help="Print the text form, which --file reads, instead.")] = False,
     as_json: AsJson = False,
     svg: Annotated[Path | None, typer.Option(help="Also write the drawing to this SVG file.")] = None,
+    width: Annotated[
+        int | None, typer.Option(help="Columns of the drawing.", min=40, show_default="those of the terminal")
+    ] = None,
+    whole: Annotated[bool, typer.Option("--whole", help="Leave nothing out of the middle of a long drawing.")] = False,
 ) -> None:
-    """Print a schedule: the order of every rank, and its timeline with the versions read."""
-    from penstock.schedule.ir.schedule import format_action
+    """Draw a schedule: what every rank does when, and the version of the weights that each pass reads."""
     from penstock.simulate.costs import Costs, StageCost
     from penstock.simulate.simulate import simulate_schedule
-    from penstock.view.svg import timeline_svg
-    from penstock.view.text import draw_timeline, wrap_schedule
-    from penstock.view.words import counted
+    from penstock.view.schedule_drawing import print_drawing, schedule_json, write_svg
+    from penstock.view.text import wrap_schedule
 
     times = forward, backward / 2, backward / 2
     share = Costs((StageCost(*times),)), 1
@@ -240,25 +243,15 @@ def show(
     span = batches or (3 if any(program.epilogue for program in schedule.programs) else 1)
     simulation = simulate_schedule(proof, Costs.uniform(schedule, *times), span)
     if svg is not None:
-        shape = f"{counted(schedule.ranks, 'stage')}, {counted(schedule.microbatches, 'microbatch')}"
-        title = f"{schedule.name}: {shape}"
-        try:
-            svg.write_text(timeline_svg(simulation.timeline, title))
-        except OSError as error:
-            raise ConfigError(f"cannot write the drawing to {str(svg)!r}: {error.strerror or error}") from None
-    orders = [[format_action(a, stage=False) for a in schedule.actions(rank, span)] for rank in range(schedule.ranks)]
+        write_svg(svg, simulation, span)
+    console = Console() if width is None else Console(width=width)
     if as_json:
-        intervals = [interval._asdict() for interval in simulation.timeline.intervals]
-        _print_json({"schedule": str(schedule), "orders": orders, "timeline": intervals, **simulation.figures()})
-        return
-    console = Console()
-    text = wrap_schedule(str(schedule), console.width) if console.is_terminal else str(schedule)
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
-    console.print(draw_timeline(simulation.timeline, console.width), soft_wrap=True)
-    count = f"{counted(span, 'batch')}, drained at the end"
-    legend = "superscript: version of the weights read; ┃ update; · idle."
-    bubble = f"bubble {simulation.bubble.bubble:.4f} = idle / total over {count}"
-    console.print(legend, bubble, style="dim", highlight=False)
+        _print_json(schedule_json(simulation, span))
+    elif text:
+        form = wrap_schedule(str(schedule), console.width) if console.is_terminal else str(schedule)
+        console.print(form.rstrip("\n"), markup=False, highlight=False, soft_wrap=True)
+    else:
+        print_drawing(console, simulation, span, whole=whole)
 
 
 @app.command()

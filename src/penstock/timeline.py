@@ -38,14 +38,15 @@ class Interval(NamedTuple):
         lane: "compute", or the name of a transfer lane such as "activation 0>1".
         start, end: times.
         what: the operation, or a `Waiting`.
-        label: what to print, such as "F3".
-        stage, direction: the stage.
+        label: what to print, such as "F3"; of a message "activation 3".
+        stage, direction: the stage; of a message, the one that receives it.
         batch: the batch it belongs to, counted from the start of training; -1 where none.
         version: the weight version read or created; -1 where none.
         cause: for a wait, the peer and action waited for.
         microbatch: the microbatch of a pass or message, counted from the start of the span; -1 where none.
         span: the span of a pass or message; runs and evaluations are counted together from 0.
         peer: the rank at the other end of a message, or of a wait for one; -1 where none.
+        parts: the passes that run together, each with the times of the whole; only in simulated timelines.
     """
 
     rank: int
@@ -62,6 +63,7 @@ class Interval(NamedTuple):
     microbatch: int = -1
     span: int = 0
     peer: int = -1
+    parts: tuple[Interval, ...] = ()
 
     @property
     def is_work(self) -> bool:

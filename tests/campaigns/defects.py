@@ -127,7 +127,7 @@ DEFECTS = (
         "version = batch + 1 if op is Op.STEP else",
         "version = batch if op is Op.STEP else",
         (
-            "tests/view/test_drawings.py",
+            "tests/view/test_perfetto.py",
             "tests/simulate/test_2bw_figure.py",
             "tests/simulate/test_collectives_in_time.py",
         ),

@@ -91,54 +91,6 @@ def test_methods_lists_how_parallel_pipelines_agree(monkeypatch, capsys):
         assert [int(word) for word in rows[kind].split() if word.isdigit()] == [kept, passing]
 
 
-def test_show_prints_the_order_and_draws_it(monkeypatch, capsys):
-    code, out, _ = run(monkeypatch, capsys, "show", "1f1b", "--stages", 2, "--microbatches", 2)
-    assert code == 0
-    assert "rank 1: F0^t B0^t F1^t B1^t STEP[t]" in out
-    assert "rank 0 |F0⁰|F1⁰|" in out
-    assert "bubble 0.3333" in out
-
-
-def test_show_another_order(monkeypatch, capsys):
-    code, out, _ = run(monkeypatch, capsys, "show", "1f1b", "--order", "forward-only", "--stages", 2)
-    assert code == 0
-    assert "rank 0: Fe0 Fe1" in out
-    assert "B0" not in out
-
-
-def test_show_wraps_the_order_for_a_terminal_only(monkeypatch, capsys):
-    """Piped, it stays the text form, a rank to the line."""
-    _, piped, _ = run(monkeypatch, capsys, "show", "timeprest", columns=60)
-    monkeypatch.setenv("FORCE_COLOR", "1")  # of rich: as on a terminal
-    _, shown, _ = run(monkeypatch, capsys, "show", "timeprest", columns=60)
-    first = "rank 0: F0^t-1 F1^t-1 F2^t-1 F3^t-1 F4^t-1 F5^t-1"
-    assert f"{first} B-8..-1^t-1 STEP[t-1] F6^t F7^t\n" in piped
-    assert f"{first}\n        B-8..-1^t-1 STEP[t-1] F6^t F7^t\n" in shown
-
-
-def test_show_as_json_and_svg(monkeypatch, capsys, tmp_path):
-    code, out, _ = run(
-        monkeypatch, capsys, "show", "2bw", "--microbatches", 3, "--batches", 2, "--json", "--svg", tmp_path / "x.svg"
-    )
-    shown = json.loads(out)
-    assert code == 0
-    assert shown["orders"][3] == [  # both batches read version 0; updates stand before the batch after next
-        *(f"{op}{k}^0" for k in range(6) for op in "FB"), "STEP[0]", "STEP[1]",
-    ]  # fmt: skip
-    assert shown["schedule"].startswith("schedule 2bw\n")
-    assert {i["label"] for i in shown["timeline"]} >= {"F5", "B5", "STEP1"}
-    assert (tmp_path / "x.svg").read_text().startswith("<svg")
-
-
-def test_one_of_something_is_no_plural(monkeypatch, capsys, tmp_path):
-    svg = tmp_path / "x.svg"
-    _, out, _ = run(monkeypatch, capsys, "show", "gpipe", "--stages", 2, "--microbatches", 1, "--svg", svg)
-    assert "total over 1 batch, drained" in " ".join(out.split())
-    assert "gpipe: 2 stages, 1 microbatch<" in svg.read_text()
-    run(monkeypatch, capsys, "show", "gpipe", "--stages", 1, "--microbatches", 2, "--svg", svg)
-    assert "gpipe: 1 stage, 2 microbatches<" in svg.read_text()
-
-
 def test_simulate_as_json_has_the_documented_keys(monkeypatch, capsys):
     arguments = [
         "--stages",

@@ -17,7 +17,7 @@ from support.smallest_batch import CHAINS, least
 
 GOLDEN = {path.stem: parse_schedule(path.read_text()) for path in (Path(__file__).parents[1] / "golden").glob("*.txt")}
 FLUSHED = [name for name, schedule in GOLDEN.items() if not any(program.epilogue for program in schedule.programs)]
-BESIDE = ("REDUCE", "AVERAGE", "GATHER", "OFFLOAD", "FETCH")  # not on the compute lane
+BESIDE = ("REDUCE", "AVERAGE", "GATHER", "OFFLOAD", "FETCH", "SEND")  # not on the compute lane
 SWEEP = settings(max_examples=200, derandomize=True, deadline=None, database=None)
 
 time = st.sampled_from([0, 1, 2, 7])  # uneven: stages that wait, and stages that run far ahead
@@ -59,7 +59,7 @@ def test_every_method_on_the_documented_machine(data, schedule, batches, machine
     rows = bounded_times(schedule, costs.duration, costs.latency, batches, *machine)
     timeline, _ = play(lower(schedule, *machine), costs, batches)
     got = [[] for _ in rows]
-    for i in timeline.intervals:
+    for i in timeline.work():
         got[i.rank].append((i.label, i.start, i.end))
     assert got == [[(f"{a.op}{a.unit.first}", start, end) for a, start, end in row] for row in rows]
 

@@ -116,9 +116,9 @@ def test_labels_count_through_the_span(batches):
     schedule = make_schedule("2bw", 2, 2)
     timeline = simulate_schedule(check(schedule), Costs.uniform(schedule), batches).timeline
     for rank in (0, 1):
-        labels = [i.label for i in timeline.intervals if i.rank == rank]
+        labels = [i.label for i in timeline.work(rank)]
         assert labels == [f"{a.op}{a.unit.first}" for a in schedule.actions(rank, batches)]
-    for i in timeline.intervals:
+    for i in timeline.work():
         number = int(i.label.removeprefix("STEP").strip("FB"))
         assert i.batch == (number if i.what == "STEP" else number // 2)
 
@@ -135,4 +135,6 @@ def test_labels_of_other_units():
     assert {"F1:1/2", "F3:0/2"} <= set(labels("seq1f1b", "F"))
     assert set(labels("nf1b", "B")) == {"B0..3", "B4..7"}
     assert labels("evaluation", "F")[0] == "Fe0"
-    assert "F3a+B1b" in labels("dualpipe_v", "FUSED")
+    assert "F3+B1" in labels("dualpipe_v", "FUSED")
+    assert {"activation 1:1/2", "gradient 3:0/2"} <= set(labels("seq1f1b", "SEND"))
+    assert {"activation 5", "gradient 4..7"} <= set(labels("nf1b", "SEND"))

@@ -78,9 +78,10 @@ def test_a_waiting_rank_is_not_polled(method):
 
 
 def test_a_large_schedule_is_played_once():
-    """Without the proof: 16 ranks, 256 microbatches, each action in the timeline once."""
+    """Without the proof: 16 ranks, 256 microbatches, each action and each message in the timeline once."""
     p, m = 16, 256
     lowered = lower(apply_rule(ORDERS["1f1b"](p, m), RULES["flush"], m, "1f1b"))
     timeline, activations = play(lowered, Costs.uniform(lowered.schedule), 1)
-    assert len(timeline.intervals) == 2 * p * m + p
+    assert len(timeline.work()) == 2 * p * m + p
+    assert len(timeline.intervals) == 2 * p * m + p + 2 * (p - 1) * m
     assert list(activations) == [p - rank for rank in range(p)]

@@ -1,4 +1,4 @@
-"""Makes the drawings and figures in docs/orders.md: `python tests/support/drawings.py` writes them anew."""
+"""Makes the drawings in docs: `python tests/support/drawings.py` writes docs/orders.md and docs/2bw.svg anew."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from penstock.schedule.ir.rules import RULES
 from penstock.schedule.methods.table import METHODS
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import simulate_schedule
+from penstock.view.svg import timeline_svg
 from penstock.view.tables import method_facts
 from penstock.view.text import draw_timeline
 
 PAGE = Path(__file__).parents[2] / "docs" / "orders.md"
+PICTURE = PAGE.parent / "2bw.svg"
 WIDTH = 118
 STAGES, MICROBATCHES = 4, 8
 _DRAWING = re.compile(r"```text\n\$ penstock show ([^\n]*)\n.*?```", re.DOTALL)
@@ -23,7 +25,7 @@ _TABLE = re.compile(r"(<!-- figures -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def drawing(command: str) -> str:
-    """What `penstock show` draws, without the text form."""
+    """What `penstock show` draws, without title and legend."""
     name, *rest = shlex.split(command)
     numbers = {"--stages": STAGES, "--microbatches": MICROBATCHES, "--batches": None}
     options: dict[str, int] = {}
@@ -66,5 +68,13 @@ def made_anew(text: str) -> str:
     return _DRAWING.sub(lambda match: drawing(match[1]), text)
 
 
+def picture() -> str:
+    """The README's picture: four batches of PipeDream-2BW, which read three versions of the weights."""
+    proof = prove("2bw", 4, 4)
+    simulation = simulate_schedule(proof, Costs.uniform(proof.schedule, 1.0, 1.0, 1.0), 4)
+    return timeline_svg(simulation.timeline, "PipeDream-2BW: 4 stages, 4 microbatches in a batch, 4 batches")
+
+
 if __name__ == "__main__":
     PAGE.write_text(made_anew(PAGE.read_text()))
+    PICTURE.write_text(picture())

@@ -100,7 +100,68 @@ def test_all_curves_are_there_and_well_formed() -> None:
     for svg in plots[:6]:
         assert len(svg.findall("polyline")) == 2
         numbers = [float(n) for line in svg.findall("polyline") for n in re.split("[ ,]", line.attrib["points"])]
-        assert all(0 <= n <= 560 for n in numbers)
+        assert all(0 <= n <= 372 for n in numbers)
+
+
+def test_curves_of_all_batches_are_lines_however_few_evaluations_there_are() -> None:
+    """Of the loss and the norm of every batch: four batches here, of two seeds, and two evaluations after the start."""
+    text = comparison_page(findings({"1f1b": 2.0, "2bw": 2.2}))
+    for svg in re.findall(r"<svg.*?</svg>", text, re.DOTALL)[:6]:
+        plot = ElementTree.fromstring(svg)
+        title = plot.attrib["aria-label"]
+        points = {"training": 4, "norm": 4, "validation": 3, "delay": 2}[title.split()[0]]
+        lines = [line.attrib["points"].split() for line in plot.findall("polyline")]
+        assert [len(set(line)) for line in lines] == [points, points], title
+        marks = [path for path in plot.findall("path") if path.find("title") is not None]
+        assert len(marks) == 2 * points
+        ticks = [t.text for t in plot.findall("text") if t.attrib["y"] == str(plot_bottom(plot) + 16)]
+        assert all(tick and float(tick) == int(float(tick)) for tick in ticks), title
+    assert "Training loss and norm: of every batch." in text
+
+
+def plot_bottom(plot: ElementTree.Element) -> float:
+    return float(plot.attrib["height"]) - 44
+
+
+def test_long_runs_are_drawn_with_few_points() -> None:
+    from penstock.view.comparison_page import _grouped
+
+    losses = [float(k) for k in range(130)]
+    points = _grouped(losses, 130)
+    assert [x for x, _ in points] == [float(min(3 * k, 130)) for k in range(1, 45)]
+    assert points[0] == (3.0, 1.0)  # the mean of 0, 1 and 2, after three updates
+    assert points[-1] == (130.0, 129.0)
+    assert _grouped([1.0, math.nan, math.inf], 100) == [(2.0, 1.0)]  # the second group has no finite number
+    assert _grouped([5.0, 4.0], 2) == [(1.0, 5.0), (2.0, 4.0)]
+
+
+def test_nothing_is_wider_than_a_small_screen_but_in_boxes_that_scroll() -> None:
+    """390 pixels, of which the margins take 32; plots shrink to what is left."""
+    text = comparison_page(findings({"1f1b": 2.0, "2bw": 2.2, "stash": None}, "lr=0.1,0.2"))
+    assert text.count("<div class='scroll'><table>") == text.count("<table>") == 3
+    assert text.count("<div class='scroll'><svg") == text.count("<details>") == 3
+    plots = [ElementTree.fromstring(svg) for svg in re.findall(r"<svg [^>]*role='img'.*?</svg>", text, re.DOTALL)]
+    assert len(plots) == 7
+    assert {plot.attrib["width"] for plot in plots} == {"372"}
+    style = re.search(r"<style>(.*?)</style>", text, re.DOTALL)[1]  # type: ignore[index]
+    assert ".scroll { overflow-x: auto }" in style
+    assert ".plots svg { max-width: 100%; height: auto }" in style
+    assert "name='viewport' content='width=device-width" in text
+    for plot in plots:
+        for words in plot.findall("text"):
+            wide = 0.58 * float(words.attrib["font-size"]) * len(words.text or "")
+            start = float(words.attrib["x"]) - {"middle": wide / 2, "end": wide}.get(words.get("text-anchor", ""), 0)
+            if "transform" not in words.attrib:
+                assert start >= -4
+                assert start + wide <= float(plot.attrib["width"]) + 4, words.text
+
+
+def test_delays_are_explained_and_summarized() -> None:
+    text = comparison_page(findings({"1f1b": 2.0, "stash": 2.2, "1f1b:delays=3": 2.1}))
+    assert "the delay is the number of updates in between" in text
+    assert "Delay: updates between the weights that forwards read and the weights updated" in text
+    rows = dict(re.findall(r"<tr><td>([^<]+)</td>.*<td>([^<]*)</td></tr>", text[: text.index("<h2>Curves")]))
+    assert rows == {"1f1b": "0", "stash": "0.5 0", "1f1b:delays=3": "3"}
 
 
 def test_a_comparison_without_a_finished_run_has_a_page() -> None:
@@ -163,7 +224,7 @@ def test_bands_crosses_names_and_single_points() -> None:
     assert "none" not in texts
     assert sum("l8 8" in path.attrib["d"] for path in svg.findall("path")) == 1
     alone = plot_svg([Curve("a", [(0.3, 2.0, 2.0, 2.0)], 0)], "t", "x", "y", log_x=True)
-    assert points(alone)[0][0] == pytest.approx((58 + 560 - 14) / 2, abs=0.1)
+    assert points(alone)[0][0] == pytest.approx((58 + 372 - 14) / 2, abs=0.1)
 
 
 @pytest.mark.parametrize(

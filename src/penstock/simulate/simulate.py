@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from string import ascii_lowercase
 from typing import Literal
 
 from penstock.errors import ConfigError, ScheduleError
 from penstock.schedule.ir.gc_pause import no_collection
 from penstock.schedule.ir.ops import OPS
-from penstock.schedule.ir.schedule import WINDOW, Action, Kind, Op, Payload, Schedule, Stage, format_unit
-from penstock.schedule.machine.instructions import Lowered
+from penstock.schedule.ir.schedule import WINDOW, Action, Kind, Op, Payload, Schedule, Unit, format_unit
+from penstock.schedule.machine.instructions import Lowered, Route
 from penstock.schedule.machine.lower import lower
 from penstock.schedule.machine.play import Machine
 from penstock.schedule.machine.window_search import lower_freely, unlimited
@@ -197,7 +196,7 @@ def play(
 ) -> tuple[Timeline, tuple[Fraction, ...]]:
     """Play a span without checking the schedule: its timeline, and the most activations that each rank holds in it."""
     recorder = _Recorder(lowered.schedule, _as_fraction(costs.left))
-    machine = Machine(lowered, costs.duration, costs.latency, recorder.observe)
+    machine = Machine(lowered, costs.duration, costs.latency, recorder.observe, recorder.observe_message)
     machine.play(batches, rejected)
     return recorder.timeline, recorder.activations.peaks()
 
@@ -206,55 +205,48 @@ class _Recorder:
     """Turns what the machine does into intervals and memory samples."""
 
     def __init__(self, schedule: Schedule, left: Fraction) -> None:
-        self.m, self.marks = schedule.microbatches, marks_of(schedule)
+        self.m = schedule.microbatches
         self.timeline = Timeline(schedule.ranks, unit="")
         self.activations = Activations(schedule, left)
         self.samples = [self.timeline.memory.setdefault((r, "activations"), []) for r in range(schedule.ranks)]
 
     def observe(self, rank: int, action: Action, t: int, start: float, end: float) -> None:
         """Record one action that is not a message."""
-        self.timeline.intervals.append(_interval(rank, action, t, self.m, self.marks, start, end))
+        self.timeline.intervals.append(_interval(rank, action, t, self.m, start, end))
         for time, amount in zip((start, end), self.activations.change(action), strict=True):
             if amount:
                 held = self.activations.add(rank, amount)
                 self.samples[rank].append((time, held / self.activations.scale))
 
-
-def marks_of(schedule: Schedule) -> dict[Stage, str]:
-    """Choose what tells the stages of a rank apart in drawings: a, b, ... for its chunks, > and < for two directions.
-
-    Where there are several pipelines in each direction, even directions go down; microbatches tell them apart.
-    """
-    marks = {}
-    for stage in schedule.stages:
-        chunks = [other for other in schedule.on_rank(stage.rank) if other.direction == stage.direction]
-        chunk = ascii_lowercase[chunks.index(stage) % 26] if len(chunks) > 1 else ""
-        marks[stage] = chunk + ("" if schedule.directions % 2 else "><"[stage.direction % 2])
-    return marks
+    def observe_message(self, route: Route, first: int, posted: float, arrived: float) -> None:
+        """Record a message."""
+        source, (index, direction, target), payload = route.source.rank, route.target, route.payload.value
+        unit = first if route.count == 1 and not route.slice else format_unit(Unit(first, route.count, route.slice))
+        lane, label = f"{payload} {source}>{target}", f"{payload} {unit}"
+        self.timeline.intervals.append(
+            Interval(source, lane, posted, arrived, "SEND", label, index, direction, -1, -1, "", first, 0, target)
+        )
 
 
-def _interval(
-    rank: int, action: Action, t: int, m: int, marks: Mapping[Stage, str], start: float, end: float
-) -> Interval:
+def _interval(rank: int, action: Action, t: int, m: int, start: float, end: float) -> Interval:
     op, (index, direction, _), unit, reads, parts, *_ = action
     if not parts and unit.count == 1 and unit.slice is None and unit.kind is Kind.TRAIN and reads is not None:
         k, version = unit.first + t * m, max(reads.versions[0] + t, 0)
-        label = f"{op.value}{k}{marks[action.stage]}"
-        return Interval(rank, "compute", start, end, op.value, label, index, direction, k // m, version, "", k)
+        return Interval(
+            rank, "compute", start, end, op.value, f"{op.value}{k}", index, direction, k // m, version, "", k
+        )
     batch = unit.first + t if unit.kind is Kind.BATCH else unit.first // m + t
     version = batch + 1 if op is Op.STEP else -1 if reads is None else max(reads.versions[0] + t, 0)
     lane = "compute" if parts else OPS[op].lane.value
     k = -1 if unit.kind is Kind.BATCH or parts else unit.first + t * m
-    return Interval(
-        rank, lane, start, end, op.value, _label(action, t, m, marks), index, direction, batch, version, "", k
-    )
+    together = tuple([_interval(rank, part, t, m, start, end) for part in parts])
+    label = "+".join(part.label for part in together) if parts else _label(action, t, m)
+    return Interval(rank, lane, start, end, op.value, label, index, direction, batch, version, "", k, 0, -1, together)
 
 
-def _label(action: Action, t: int, m: int, marks: Mapping[Stage, str]) -> str:
+def _label(action: Action, t: int, m: int) -> str:
     """What to print: the operation and its unit, microbatches counted through the span."""
-    if action.parts:
-        return "+".join(_label(p, t, m, marks) for p in action.parts)
     unit = action.unit
     if unit.kind is Kind.BATCH:
         return f"{action.op.value}{unit.first + t}"
-    return action.op.value + format_unit(unit._replace(first=unit.first + t * m)) + marks[action.stage]
+    return action.op.value + format_unit(unit._replace(first=unit.first + t * m))

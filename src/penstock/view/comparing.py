@@ -9,10 +9,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from penstock.compare.config import Key, other_settings
+from penstock.compare.contenders import Entrant
 from penstock.compare.results import Findings, MethodSummary
 from penstock.compare.tasks import Task
 from penstock.compare.trial import TrialResult
-from penstock.view.tables import DELAY, RANGES, briefly, delay_on
+from penstock.view.tables import DELAY, RANGES, briefly
 from penstock.view.words import counted
 
 
@@ -89,8 +90,7 @@ def summary_table(findings: Findings) -> Table:
         columns.insert(2, "accuracy")
     for column in columns:
         table.add_column(column, justify="left" if not column else "right", no_wrap=True)
-    ranks = range(config.stages)
-    delays = {e.label: briefly([delay_on(e.proof, rank) for rank in ranks]) for e in findings.entrants}
+    delays = {entrant.label: delay_by_rank(entrant) for entrant in findings.entrants}
     for summary in summaries:
         cells = [f"{summary.lr:g}", _loss(summary), _difference(summary), _verdict(summary)]
         if "accuracy" in columns:
@@ -99,6 +99,13 @@ def summary_table(findings: Findings) -> Table:
     table.caption = f"{caption(findings)} {DELAY} Per rank where the ranks differ; {RANGES}."
     table.caption_justify = "left"
     return table
+
+
+def delay_by_rank(entrant: Entrant) -> str:
+    """Format the delay of the forwards of every rank, mean over its stages."""
+    schedule = entrant.proof.schedule
+    held = [[entrant.delays_forward[s.index] for s in schedule.on_rank(rank)] for rank in range(schedule.ranks)]
+    return briefly([sum(delays) / len(delays) for delays in held])
 
 
 def caption(findings: Findings) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from html import escape
@@ -10,24 +11,35 @@ from pathlib import Path
 from penstock.compare.contenders import Entrant
 from penstock.compare.result_files import write_whole
 from penstock.compare.results import EvaluationRow, Findings, MethodSummary, as_csv
+from penstock.compare.trial import TrialResult
 from penstock.errors import ConfigError
-from penstock.view.comparing import caption, plus_minus
+from penstock.view.comparing import caption, delay_by_rank, plus_minus
 from penstock.view.plot import Curve, plot_svg
 from penstock.view.svg import timeline_svg
+from penstock.view.tables import DELAY, RANGES
 from penstock.view.words import counted
 
-_DRAWN = 2000  # most actions of a drawn timeline; a larger one is unreadable
+_POINTS = 50  # of a curve of all batches, at most
 _STYLE = """
+:root { color-scheme: light }
 body { font: 14px/1.5 ui-sans-serif, system-ui, sans-serif; color: #222; margin: 24px auto; max-width: 1180px;
-  padding: 0 16px; background: #fff }
+  padding: 0 16px; background: #fff; overflow-wrap: anywhere }
 h1 { font-size: 22px } h2 { font-size: 16px; margin-top: 28px }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; white-space: nowrap }
 th { font-weight: 600; border-bottom: 1px solid #888 }
 th, td { padding: 3px 12px; text-align: right } th:first-child, td:first-child, td.words { text-align: left }
 tr:nth-child(even) td { background: #f6f6f6 } p.note, summary { color: #555; max-width: 90ch }
-.plots { display: flex; flex-wrap: wrap; gap: 8px } svg { max-width: 100%; height: auto }
+.scroll { overflow-x: auto } .plots { display: flex; flex-wrap: wrap; gap: 16px 8px }
+.plots svg { max-width: 100%; height: auto }
 .worse, .diverged { color: #b3261e } .better { color: #146c2e }
 """
+_DELAY = (
+    "A stage computes a gradient with the weights that it reads. When the gradient is applied, newer weights may have "
+    "been made: the delay is the number of updates in between. 0: as in training without a pipeline; 1: the gradient "
+    "is that of the weights one update ago. These are means over the microbatches of a batch, so they may be "
+    "fractions, and come from the proof of the schedule. Where forwards and backwards read different weights, each has "
+    "a row."
+)
 
 
 PAGE, RESULTS, SUMMARY = "comparison.html", "results.csv", "summary.csv"
@@ -66,13 +78,14 @@ def comparison_page(findings: Findings) -> str:
     parts = [
         f"<h1>{escape(title)}</h1><p class='note'>{escape(setting)}</p>",
         _summary(findings),
-        f"<p class='note'>{escape(caption(findings))}</p>",
+        f"<p class='note'>{escape(caption(findings))} {DELAY} Per rank where the ranks differ; {RANGES}.</p>",
         "<h2>Curves</h2><p class='note'>At the best rate of each method: means over seeds, and bands from minimum to "
-        "maximum. A cross marks the last value of a run that diverged.</p>",
+        f"maximum. Training loss and norm: {_group_in_words(config.batches)}. A cross marks the last value of a run "
+        "that diverged.</p>",
         f"<div class='plots'>{''.join(_plots(findings))}</div>",
         _delays(findings.entrants),
         *_rates(findings),
-        *_timelines(findings.entrants),
+        *_timelines(findings.entrants, min(config.batches, 3)),
     ]
     return (
         "<!DOCTYPE html>\n<html lang='en'><head><meta charset='utf-8'>"
@@ -87,7 +100,9 @@ def _summary(findings: Findings) -> str:
     summaries = findings.summaries()
     scored = any(summary.accuracy is not None for summary in summaries)
     rate = "best rate" if len(findings.config.rates) > 1 else "rate"
-    header = ["method", rate, "loss", *(["accuracy"] if scored else []), "difference", "", "diverged", "time"]
+    accurate = ["accuracy"] if scored else []
+    header = ["method", rate, "loss", *accurate, "difference", "", "diverged", "time", "delay"]
+    delays = {entrant.label: delay_by_rank(entrant) for entrant in findings.entrants}
     rows = []
     for s in summaries:
         accuracy = ["-" if s.accuracy is None else f"{s.accuracy:.1%}"] if scored else []
@@ -95,7 +110,7 @@ def _summary(findings: Findings) -> str:
             [
                 s.method, f"{s.lr:g}", plus_minus(s.loss, s.spread, ".4f"), *accuracy,
                 plus_minus(s.difference, s.difference_spread, "+.2f", " %"), _verdict(s), f"{s.diverged} of {s.runs}",
-                f"{s.simulated_time:g}",
+                f"{s.simulated_time:g}", delays[s.method],
             ]
         )  # fmt: skip
     return _table(header, rows)
@@ -112,14 +127,16 @@ def _plots(findings: Findings) -> Iterator[str]:
         (unit, lambda row: float(row.tokens if row.tokens is not None else row.samples)),
         ("simulated time", lambda row: row.simulated_time),
     ):
-        curves = _curves(findings, x, lambda row: row.validation_loss)
+        curves = _curves(findings, _evaluated(findings, x, lambda row: row.validation_loss))
         yield plot_svg(curves, f"validation loss against {x_label}", x_label, "loss")
-    curves = _curves(findings, lambda row: row.updates, lambda row: row.training_loss)
+    curves = _curves(findings, lambda _, result: _grouped(result.losses, findings.config.batches))
     yield plot_svg(curves, "training loss against updates", "updates", "loss")
     if any(summary.accuracy is not None for summary in findings.summaries()):
-        curves = _curves(findings, lambda row: row.updates, lambda row: row.accuracy)
+        curves = _curves(findings, _evaluated(findings, lambda row: float(row.updates), lambda row: row.accuracy))
         yield plot_svg(curves, "validation accuracy against updates", "updates", "accuracy")
-    curves = _curves(findings, lambda row: row.updates, lambda row: row.gradient_norm or None)
+    curves = _curves(
+        findings, lambda _, result: _grouped([n or math.nan for n in result.norms], findings.config.batches)
+    )
     yield plot_svg(curves, "norm of the gradient against updates", "updates", "norm", log=True)
     delays = [
         Curve(e.label, [(float(index), d, d, d) for index, d in enumerate(e.delays_forward)], style)
@@ -128,28 +145,57 @@ def _plots(findings: Findings) -> Iterator[str]:
     yield plot_svg(delays, "delay of the forward on every stage", "stage", "updates")
 
 
-def _curves(
+_Points = list[tuple[float, float]]
+
+
+def _evaluated(
     findings: Findings, x: Callable[[EvaluationRow], float], y: Callable[[EvaluationRow], float | None]
-) -> list[Curve]:
+) -> Callable[[Entrant, TrialResult], _Points]:
+    """Return a function that gives the points of a run, one for each evaluation."""
+
+    def points(entrant: Entrant, result: TrialResult) -> _Points:
+        return [(x(row), value) for row in findings.rows_of(entrant, result) if (value := y(row)) is not None]
+
+    return points
+
+
+def _grouped(values: Sequence[float], batches: int) -> _Points:
+    """Return the means of groups of batches that follow each other, at the number of updates made by then."""
+    size = _group(batches)
+    found = []
+    for start in range(0, len(values), size):
+        finite = [value for value in values[start : start + size] if math.isfinite(value)]
+        if finite:
+            found.append((float(min(start + size, len(values))), statistics.fmean(finite)))
+    return found
+
+
+def _group(batches: int) -> int:
+    return -(-batches // _POINTS)
+
+
+def _group_in_words(batches: int) -> str:
+    return "of every batch" if _group(batches) == 1 else f"means over {_group(batches)} batches"
+
+
+def _curves(findings: Findings, points: Callable[[Entrant, TrialResult], _Points]) -> list[Curve]:
     """Return per method the mean curve of the runs that end well, and each diverged run separately."""
     curves = []
     for style, entrant in enumerate(findings.entrants):
         well: dict[float, list[float]] = {}
         lost = []
-        results = findings.at_best_rate(entrant)
-        for result in results:
-            points = [(x(row), value) for row in findings.rows_of(entrant, result) if (value := y(row)) is not None]
+        for result in findings.at_best_rate(entrant):
             if result.diverged is not None:
-                lost.append(points)
+                lost.append(points(entrant, result))
                 continue
-            for where, value in points:
+            for where, value in points(entrant, result):
                 well.setdefault(where, []).append(value)
         mean = [(where, statistics.fmean(found), min(found), max(found)) for where, found in sorted(well.items())]
         if mean:
             curves.append(Curve(entrant.label, mean, style))
-        for number, points in enumerate(lost):
+        for number, run in enumerate(lost):
             label = "" if mean or number else f"{entrant.label} (diverged)"
-            curves.append(Curve(label, [(where, v, v, v) for where, v in points], style, ends=True))
+            curves.append(Curve(label, [(where, v, v, v) for where, v in run], style, ends=True))
     return curves
 
 
@@ -161,12 +207,11 @@ def _delays(entrants: Sequence[Entrant]) -> str:
         kinds = [("", entrant.delays_forward)]
         if entrant.delays_backward != entrant.delays_forward:
             kinds = [(", forward", entrant.delays_forward), (", backward", entrant.delays_backward)]
-        rows += [[entrant.label + kind, *(f"{delay:.3g}" for delay in delays)] for kind, delays in kinds]
+        for kind, delays in kinds:
+            cells = [f"{delay:.3g}" for delay in delays]
+            rows.append([entrant.label + kind, *cells, *[""] * (num_stages - len(cells))])
     header = ["stage", *map(str, range(num_stages))]
-    note = (
-        "Updates between the weights that a stage reads and those that it updates, mean over a batch, from the proof."
-    )
-    return f"<h2>Delays</h2><p class='note'>{note}</p>" + _table(header, rows)
+    return f"<h2>Delays</h2><p class='note'>{_DELAY}</p>" + _table(header, rows)
 
 
 def _rates(findings: Findings) -> Iterator[str]:
@@ -186,15 +231,15 @@ def _rates(findings: Findings) -> Iterator[str]:
                 points.append((lr, mean, min(ends), max(ends)))
         curves.append(Curve(entrant.label, points, style))
     yield "<h2>Learning rates</h2>" + _table(["method", "rate", "loss", "diverged"], rows)
-    yield plot_svg(curves, "validation loss at the end against the learning rate", "rate", "loss", log_x=True)
+    yield plot_svg(curves, "validation loss at the end by learning rate", "rate", "loss", log_x=True)
 
 
-def _timelines(entrants: Sequence[Entrant]) -> Iterator[str]:
+def _timelines(entrants: Sequence[Entrant], batches: int) -> Iterator[str]:
     yield "<h2>What runs when</h2>"
     for entrant in entrants:
-        if len(entrant.begin.intervals) <= _DRAWN:
-            drawing = timeline_svg(entrant.begin, f"{entrant.label}, simulated", width=1140)
-            yield f"<details><summary>{escape(entrant.label)}</summary>{_inside(drawing)}</details>"
+        title = f"{entrant.label}: {counted(batches, 'batch')}, simulated"
+        drawing = _inside(timeline_svg(entrant.begin, title, width=1140))
+        yield f"<details><summary>{escape(entrant.label)}</summary><div class='scroll'>{drawing}</div></details>"
 
 
 def _inside(svg: str) -> str:
@@ -203,8 +248,11 @@ def _inside(svg: str) -> str:
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table; cells that begin with an exclamation mark are words, with their text as CSS class."""
-    lines = ["<table><tr>" + "".join(f"<th>{escape(cell)}</th>" for cell in header) + "</tr>"]
+    """Return a table in a box that scrolls.
+
+    Cells that begin with an exclamation mark are words, with their text as CSS class.
+    """
+    lines = ["<div class='scroll'><table><tr>" + "".join(f"<th>{escape(cell)}</th>" for cell in header) + "</tr>"]
     for row in rows:
         cells = [
             f"<td class='words {escape(cell[1:].replace(' ', '-'))}'>{escape(cell[1:])}</td>"
@@ -213,4 +261,4 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
             for cell in row
         ]
         lines.append(f"<tr>{''.join(cells)}</tr>")
-    return "\n".join([*lines, "</table>"])
+    return "\n".join([*lines, "</table></div>"])

@@ -1,7 +1,8 @@
 """Write timelines as traces for ui.perfetto.dev (the Chrome trace event format).
 
 A slice is named, for example, "F6 stage 1 v2": operation and microbatch (or batch), stage, version of the weights that
-are read (or created, by an update). A wait names its cause. Arrows lead from messages to the passes that receive them.
+are read (or created, by an update). A wait names its cause. Arrows lead from the pass that makes a message over its
+transfer to the pass that takes it.
 """
 
 from __future__ import annotations
@@ -12,12 +13,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from penstock.schedule.ir.schedule import Op, Payload
+from penstock.schedule.ir.schedule import Op
 from penstock.timeline import Interval, Timeline
-
-Message = tuple[int, str, int, int]
-"""The receiving rank, the payload, span and microbatch."""
-_TAKEN_BY: dict[str, str] = {Op.F: Payload.ACTIVATION, Op.B: Payload.GRADIENT}
+from penstock.view.drawing.flow_arrows import Slice, arrow_events
 
 
 def write_trace(timeline: Timeline, path: str | Path) -> None:
@@ -36,23 +34,15 @@ def trace_events(timeline: Timeline) -> list[dict[str, Any]]:
     for rank in range(timeline.ranks):
         events.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}})
         rows[rank, "compute", 0] = len(rows)
-    arrows = {message: number for number, message in enumerate(filter(None, map(_sent, timeline.intervals)))}
+    slices, unseen = [], []
     for interval, row in _rows(timeline.intervals):
-        sent = _sent(interval)
-        arrow = arrows.get(sent or _taken(interval))
-        events.append(
-            {
-                "ph": "X",
-                "name": _name(interval),
-                "cat": interval.what,
-                "pid": interval.rank,
-                "tid": rows.setdefault((interval.rank, interval.lane, row), len(rows)),
-                "ts": interval.start * factor,
-                "dur": (interval.end - interval.start) * factor,
-                "args": _arguments(interval),
-                **({} if arrow is None else {"bind_id": arrow, "flow_out" if sent else "flow_in": True}),
-            }
-        )
+        if interval.what == Op.SEND and interval.end <= interval.start:  # its arrow is all there is to see
+            unseen.append(Slice(interval, -1, interval.start * factor, interval.end * factor))
+            continue
+        tid = rows.setdefault((interval.rank, interval.lane, row), len(rows))
+        slices.append(Slice(interval, tid, interval.start * factor, interval.end * factor))
+    events += [_slice_event(found) for found in slices]
+    events += arrow_events([*slices, *unseen])
     for (rank, lane, row), number in rows.items():
         name = lane if row == 0 else f"{lane} ({row + 1})"
         events.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": number, "args": {"name": name}})
@@ -62,6 +52,13 @@ def trace_events(timeline: Timeline) -> list[dict[str, Any]]:
             for time, amount in samples
         ]
     return events
+
+
+def _slice_event(found: Slice) -> dict[str, Any]:
+    """Return the complete event of a slice."""
+    interval, tid, start, end = found
+    place = {"pid": interval.rank, "tid": tid, "ts": start, "dur": end - start}
+    return {"ph": "X", "name": _name(interval), "cat": interval.what, **place, "args": _arguments(interval)}
 
 
 def _name(interval: Interval) -> str:
@@ -77,18 +74,6 @@ def _arguments(interval: Interval) -> dict[str, Any]:
     if known and interval.what != Op.SEND:
         known["stage"] = interval.stage
     return known | ({"waits for": interval.cause} if interval.cause else {})
-
-
-def _sent(interval: Interval) -> Message | None:
-    """Return the message that an interval shows, or None."""
-    if interval.what != Op.SEND:
-        return None
-    return interval.peer, interval.label.split()[0], interval.span, interval.microbatch
-
-
-def _taken(interval: Interval) -> Message:
-    """Return the message that a pass would receive."""
-    return interval.rank, _TAKEN_BY.get(interval.what, ""), interval.span, interval.microbatch
 
 
 def _rows(intervals: Iterable[Interval]) -> Iterator[tuple[Interval, int]]:

@@ -9,7 +9,16 @@ from html import escape
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7a5195", "#666666")
 """The colour-blind safe palette of Okabe and Ito, and two more."""
-_DASHES = ("", "7 3", "2 3", "10 3 2 3")  # dashed curves let equal ones below show through
+_DASHES = ("", "7 3", "2 3", "10 3 2 3", "14 4", "4 2 1 2", "1 4", "10 2 2 2 2 2")
+"""One solid line; dashed ones let equal ones below show through."""
+_MARKS = (  # around the origin: circle, square, triangles, diamond
+    "M-2.6 0a2.6 2.6 0 1 0 5.2 0a2.6 2.6 0 1 0 -5.2 0",
+    "M-2.4 -2.4h4.8v4.8h-4.8z",
+    "M-3 2.4h6l-3 -5.4z",
+    "M-3.2 0l3.2 -3.2 3.2 3.2 -3.2 3.2z",
+    "M-3 -2.4h6l-3 5.4z",
+)
+_MARKED = 30  # points of a curve whose points are marked; more are only small dots
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 14, 34, 44
 _FONT = "font-family='ui-sans-serif, system-ui, sans-serif'"
 
@@ -44,8 +53,8 @@ def plot_svg(
     *,
     log: bool = False,
     log_x: bool = False,
-    width: int = 560,
-    height: int = 340,
+    width: int = 372,
+    height: int = 190,
 ) -> str:
     """Return a plot as an SVG element.
 
@@ -53,30 +62,38 @@ def plot_svg(
         curves: the curves; those without points are left out.
         title, x_label, y_label: labels.
         log, log_x: use a logarithmic y or x axis, for which all values must be positive.
-        width, height: size in pixels.
+        width: in pixels.
+        height: of the space between the axes; title, legend and labels add to it.
     """
     drawn = [curve for curve in curves if curve.points]
+    frame = _Frame(drawn, log, log_x, width, height)
     parts = [
-        f"<svg viewBox='0 0 {width} {height}' width='{width}' height='{height}' role='img' "
+        f"<svg viewBox='0 0 {width} {frame.height}' width='{width}' height='{frame.height}' role='img' "
         f"aria-label='{escape(title, quote=True)}'>",
         f"<text x='8' y='18' {_FONT} font-size='13' font-weight='600' fill='#222'>{escape(title)}</text>",
     ]
     if not drawn:
         return "".join([*parts, f"<text x='8' y='60' {_FONT} font-size='12' fill='#666'>nothing to show</text></svg>"])
-    frame = _Frame(drawn, log, log_x, width, height)
     parts += [*frame.axes(x_label, y_label), *map(frame.band, drawn), *map(frame.line, drawn), *frame.legend()]
     return "\n".join([*parts, "</svg>"])
 
 
 class _Frame:
-    """The axes of a plot, and the mapping from values to pixels."""
+    """The axes of a plot, and the mapping from values to pixels.
+
+    Attributes:
+        height: of the whole plot, in pixels.
+    """
 
     def __init__(self, curves: Sequence[Curve], log: bool, log_x: bool, width: int, height: int) -> None:
-        self._log, self._log_x, self._width, self._height = log, log_x, width, height
+        self._log, self._log_x, self._width = log, log_x, width
         self._names = _names(curves, width)
         self._top = max((y for *_, y in self._names), default=_TOP - 10) + 12
-        xs = [_scaled(point[0], log_x) for curve in curves for point in curve.points]
-        ys = [_scaled(y, log) for curve in curves for point in curve.points for y in point[1:]]
+        self.height = self._top + height + _BOTTOM
+        values = [point[0] for curve in curves for point in curve.points]
+        self._whole = all(value == round(value) for value in values)  # such as numbers of updates or stages
+        xs = [_scaled(value, log_x) for value in values] or [0.0]
+        ys = [_scaled(y, log) for curve in curves for point in curve.points for y in point[1:]] or [0.0]
         self._x0, self._x1 = (min(xs), max(xs)) if min(xs) < max(xs) else (min(xs) - 0.5, max(xs) + 0.5)
         low, high = min(ys), max(ys)
         margin = 0.05 * (high - low) or max(abs(high), 1.0) * 0.05
@@ -87,20 +104,20 @@ class _Frame:
 
     def _y(self, y: float) -> float:
         share = (_scaled(y, self._log) - self._y0) / (self._y1 - self._y0)
-        return self._height - _BOTTOM - share * (self._height - self._top - _BOTTOM)
+        return self.height - _BOTTOM - share * (self.height - self._top - _BOTTOM)
 
     def axes(self, x_label: str, y_label: str) -> list[str]:
         """Draw ticks with grid lines, and the labels of the axes."""
-        left, right, bottom = _LEFT, self._width - _RIGHT, self._height - _BOTTOM
+        left, right, bottom = _LEFT, self._width - _RIGHT, self.height - _BOTTOM
         parts = []
-        for tick in _ticks(self._x0, self._x1, self._log_x):
+        for tick in _ticks(self._x0, self._x1, self._log_x, whole=self._whole):
             parts.append(_text(self._x(tick), bottom + 16, _short(tick), "middle"))
         for tick in _ticks(self._y0, self._y1, self._log):
             y = self._y(tick)
             parts.append(f"<path d='M{left} {y:.1f}H{right}' stroke='#e4e4e4'/>")
             parts.append(_text(left - 6, y + 4, _short(tick), "end"))
         parts.append(f"<path d='M{left} {self._top}V{bottom}H{right}' stroke='#888' fill='none'/>")
-        parts.append(_text((left + right) / 2, self._height - 10, x_label, "middle"))
+        parts.append(_text((left + right) / 2, self.height - 10, x_label, "middle"))
         middle = (self._top + bottom) / 2
         turned = f" transform='rotate(-90 14 {middle:.1f})'"
         return [*parts, _text(14, middle, y_label, "middle", turned)]
@@ -118,9 +135,10 @@ class _Frame:
         points = [(self._x(x), self._y(y)) for x, y, _, _ in curve.points]
         drawn = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
         parts = [f"<polyline points='{drawn}' fill='none' stroke='{curve.colour}' stroke-width='1.8'{_dashed(curve)}/>"]
+        mark = f"d='{_mark(curve)}'" if len(points) <= _MARKED else "d='M-1 0a1 1 0 1 0 2 0a1 1 0 1 0 -2 0'"
         parts += [
-            f"<circle cx='{px:.1f}' cy='{py:.1f}' r='2' fill='{curve.colour}'><title>"
-            f"{escape(curve.label)}: {y:.5g} at {_short(x)}</title></circle>"
+            f"<path {mark} transform='translate({px:.1f} {py:.1f})' fill='{curve.colour}'><title>"
+            f"{escape(curve.label)}: {y:.5g} at {_short(x)}</title></path>"
             for (px, py), (x, y, _, _) in zip(points, curve.points, strict=True)
         ]
         if curve.ends:
@@ -135,8 +153,14 @@ class _Frame:
         parts = []
         for curve, x, y in self._names:
             parts.append(f"<path d='M{x:.1f} {y}h24' stroke='{curve.colour}' stroke-width='2'{_dashed(curve)}/>")
+            place = f"transform='translate({x + 12:.1f} {y})'"
+            parts.append(f"<path d='{_mark(curve)}' {place} fill='{curve.colour}'/>")
             parts.append(_text(x + 29, y + 4, curve.label, "start"))
         return parts
+
+
+def _mark(curve: Curve) -> str:
+    return _MARKS[curve.style % len(_MARKS)]
 
 
 def _dashed(curve: Curve) -> str:
@@ -168,8 +192,8 @@ def _scaled(value: float, log: bool) -> float:
     return math.log10(value) if log else value
 
 
-def _ticks(low: float, high: float, log: bool = False) -> list[float]:
-    """Return about five round numbers between two others, which are logarithms if `log`."""
+def _ticks(low: float, high: float, log: bool = False, *, whole: bool = False) -> list[float]:
+    """Return about five round numbers between two others, which are logarithms if `log`; only `whole` ones if asked."""
     if log and high - low > 0.7:
         steps = (1, 2, 5) if high - low < 3 else (1,)
         powers = range(math.floor(low), math.ceil(high) + 1)
@@ -179,6 +203,7 @@ def _ticks(low: float, high: float, log: bool = False) -> list[float]:
     span = high - low
     power = 10.0 ** math.floor(math.log10(span / 5))
     step = next(power * factor for factor in (1, 2, 5, 10) if span / (power * factor) <= 6)
+    step = max(step, 1.0) if whole else step
     first = math.ceil(low / step - 1e-9)
     return [number * step for number in range(first, math.floor(high / step + 1e-9) + 1)]
 

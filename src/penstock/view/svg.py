@@ -1,20 +1,62 @@
-"""Draw timelines as SVG: a row per rank, colour by operation, shade by the version read."""
+"""Draw timelines as SVG, as papers do: a row per rank, a box per action with the number of its microbatch.
+
+Colour tells operations apart, shade the chunks of a rank or the two directions, hatching the versions of the weights
+that are read. Passes that run together share a box. Long timelines are wrapped into bands, wide enough that numbers
+can be read, and very long ones shortened in the middle.
+"""
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
 from html import escape
+from itertools import pairwise
+from typing import NamedTuple
 
 from penstock.timeline import Interval, Timeline
+from penstock.view.drawing.passes import Places, parts_of, round_step, unit_of, versions_read
+from penstock.view.drawing.svg_legend import legend_entries, place_entries
+from penstock.view.drawing.svg_marks import (
+    IDLE,
+    INK,
+    OUTLINE,
+    PALE,
+    PATTERNS,
+    UPDATE,
+    box,
+    css,
+    fill_of,
+    hatch,
+    luminance,
+    text_on,
+)  # fmt: skip
+from penstock.view.words import counted
 
-_COLOURS = {  # a light and a dark shade, for even and odd versions
-    "F": ("#9ec5fe", "#4a90e2"),
-    "B": ("#a3d9a5", "#4caf72"),
-    "I": ("#a3d9a5", "#4caf72"),
-    "W": ("#ffe08a", "#e6b422"),
-    "R": ("#d9b3ff", "#a56cd9"),
-}
-_ROW, _GAP, _LEFT, _TOP = 26, 6, 62, 28
-_FONT = "font-family='ui-sans-serif, system-ui, sans-serif'"
+ROW, GAP, LEFT, RIGHT, TOP, AXIS = 26, 5, 56, 12, 52, 22
+FONT = "ui-sans-serif, system-ui, -apple-system, 'Segoe UI', Helvetica, Arial, sans-serif"
+SMALLEST, LARGEST = 10.0, 12.0
+"""Sizes of numbers in boxes, in pixels."""
+DIGIT = 0.64
+"""The width of a digit, in font sizes: that of wide fonts."""
+_PADDING = 3.0  # pixels beside a number, both sides together
+_WIDEST = 30.0  # pixels that suffice for the shortest passes
+_NARROWEST = 560  # width of a drawing, for its title and legend
+_SNAP = 0.04  # part of a band by which its ends may move so as to cut few boxes
+_ROWS = 48  # the most rows of a drawing, over all bands; at least two bands are drawn
+_FITTING = 0.95  # share of the passes whose numbers must fit
+
+
+class Band(NamedTuple):
+    """A part of the time, drawn as a row per rank.
+
+    Attributes:
+        start, end: times.
+        y: of its first row, in pixels.
+    """
+
+    start: float
+    end: float
+    y: float
 
 
 def timeline_svg(timeline: Timeline, title: str, width: int = 1000) -> str:
@@ -23,61 +65,220 @@ def timeline_svg(timeline: Timeline, title: str, width: int = 1000) -> str:
     Args:
         timeline: a simulated or measured timeline.
         title: title above the drawing.
-        width: width in pixels.
+        width: width in pixels, at most; long timelines are wrapped.
     """
-    origin, makespan = timeline.start, timeline.makespan or 1.0
-    scale = (width - _LEFT - 12) / makespan
-    height = _TOP + timeline.ranks * (_ROW + _GAP) + 24
-    parts = [
-        f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width} {height}' width='{width}' height='{height}'>",
-        f"<rect width='{width}' height='{height}' fill='#ffffff'/>",
-        f"<text x='8' y='18' {_FONT} font-size='13' font-weight='600' fill='#222'>{escape(title)}</text>",
-    ]
-    for rank in range(timeline.ranks):
-        y = _TOP + rank * (_ROW + _GAP)
-        parts.append(f"<text x='8' y='{y + 17}' {_FONT} font-size='12' fill='#222'>rank {rank}</text>")
-        parts.append(f"<rect x='{_LEFT}' y='{y}' width='{makespan * scale:.1f}' height='{_ROW}' fill='#f1f1f1'/>")
-    updates: list[str] = []
-    for interval in timeline.intervals:
-        if interval.is_work:
-            x, span = _LEFT + (interval.start - origin) * scale, (interval.end - interval.start) * scale
-            (updates if interval.what == "STEP" else parts).append(_box(interval, x, span))
-    parts += [*updates, _axis(makespan, scale, height), "</svg>"]
-    return "\n".join(parts) + "\n"
+    return _SvgDrawing(timeline, width).document(title)
 
 
-def _box(interval: Interval, x: float, span: float) -> str:
-    y = _TOP + interval.rank * (_ROW + _GAP)
-    if interval.what == "STEP":
-        return f"<rect x='{x - 1.2:.1f}' y='{y - 3}' width='{max(span, 2.4):.1f}' height='{_ROW + 6}' fill='#c0392b'/>"
-    fill = _COLOURS.get(interval.what, ("#cccccc", "#999999"))[max(interval.version, 0) % 2]
-    box = (
-        f"<rect x='{x:.1f}' y='{y}' width='{span:.1f}' height='{_ROW}' fill='{fill}' stroke='#ffffff' "
-        f"stroke-width='0.8'><title>{escape(_describe(interval))}</title></rect>"
-    )
-    if span < 7 * len(interval.label):
-        return box
-    version = ""
-    if interval.version >= 0 and span > 7 * (len(interval.label) + 2):
-        version = f"<tspan font-size='8' dy='-4'>{interval.version}</tspan>"
-    return box + (
-        f"<text x='{x + span / 2:.1f}' y='{y + 17}' {_FONT} font-size='11' text-anchor='middle' fill='#111'>"
-        f"{escape(interval.label)}{version}</text>"
-    )
+def number_width(text: str, size: float) -> float:
+    """Return the width of a number in pixels; what follows a colon is a subscript of two thirds of its size."""
+    number, _, piece = text.partition(":")
+    return DIGIT * size * (len(number) + 2 / 3 * len(piece))
+
+
+def number_of(part: Interval) -> str:
+    """Return what stands in the box of a pass: its microbatch or microbatches, and after a colon its slice."""
+    return unit_of(part).removeprefix("e").replace("..", "-")
+
+
+class _SvgDrawing:
+    """The layout of a drawing."""
+
+    def __init__(self, timeline: Timeline, width: int) -> None:
+        self._timeline, self._places = timeline, Places(timeline)
+        self._work = sorted((i for i in timeline.work() if i.end > i.start or i.what == "STEP"), key=lambda i: i.start)
+        self._passes = [i for i in self._work if i.what != "STEP"]
+        room, shortest, needed = width - LEFT - RIGHT, *self._demands()
+        borders = self._borders(room / needed)
+        longest = max(end - start for start, end in pairwise(borders))
+        self._scale = room / longest if len(borders) > 2 else min(room / longest, max(_WIDEST / shortest, needed))
+        self._size = min(LARGEST, SMALLEST * self._scale / needed)
+        self._left_out, self._bands = self._banded(borders)
+        self._seen = [i for i in self._passes if self._visible(i.start, i.end)]
+        self._updates = [i for i in self._work if i.what == "STEP" and self._band_of(i)]
+        self._patterns = {version: place % PATTERNS for place, version in enumerate(versions_read(self._seen))}
+        self._width = max(LEFT + longest * self._scale + RIGHT, min(width, _NARROWEST))
+
+    def _demands(self) -> tuple[float, float]:
+        """Return the length of the shortest passes, and pixels per unit of time with which numbers fit."""
+        if not self._passes:
+            return 1.0, 1.0
+        lengths = sorted(i.end - i.start for i in self._passes)
+        needed = sorted(
+            (max(number_width(number_of(p), SMALLEST) for p in parts_of(i)) + _PADDING) / (i.end - i.start)
+            for i in self._passes
+        )
+        return lengths[int((1 - _FITTING) * (len(lengths) - 1))], needed[int(_FITTING * (len(needed) - 1) + 0.999)]
+
+    def _borders(self, longest: float) -> list[float]:
+        """Return the times at which bands of at most this length begin and end: where few boxes are cut."""
+        start, makespan = self._timeline.start, self._timeline.makespan or 1.0
+        if makespan <= longest:
+            return [start, start + makespan]
+        count = int(-(-makespan * (1 + 2 * _SNAP) // longest))
+        length, starts, ends = makespan / count, [i.start for i in self._passes], sorted(i.end for i in self._passes)
+        borders = [start]
+        for place in range(1, count):
+            even = start + place * length
+            near = starts[bisect_left(starts, even - _SNAP * length) : bisect_right(starts, even + _SNAP * length)]
+            cuts = {time: bisect_left(starts, time) - bisect_right(ends, time) for time in near}
+            borders.append(min(cuts, key=lambda time: (cuts[time], abs(time - even)), default=even))
+        return [*borders, start + makespan]
+
+    def _banded(self, borders: Sequence[float]) -> tuple[tuple[float, float] | None, list[Band]]:
+        """Return the times between which bands are left out, or None, and the bands that are drawn."""
+        spans, ranks = list(pairwise(borders)), self._timeline.ranks
+        fitting, gap = max(2, _ROWS // ranks), None
+        if len(spans) > fitting:
+            before, after = spans[: (fitting + 1) // 2], spans[-(fitting // 2) :]
+            gap, spans = (before[-1][1], after[0][0]), before + after
+        bands, y = [], float(TOP)
+        for start, end in spans:
+            y += AXIS if gap and start == gap[1] else 0
+            bands.append(Band(start, end, y))
+            y += ranks * (ROW + GAP) + AXIS
+        self._bottom = y
+        return gap, bands
+
+    # --- drawing ----------------------------------------------------------------------------------------------------
+
+    def document(self, title: str) -> str:
+        """Return the whole document."""
+        entries = legend_entries([*self._seen, *self._updates], self._places, self._patterns)
+        legend, height = place_entries(entries, LEFT, self._bottom + 6, self._width - RIGHT)
+        size = f"{self._width:.0f}' height='{height:.0f}"
+        bubble = f"bubble {self._timeline.bubble().bubble:.3f} (idle time / total)"
+        parts = [
+            f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {self._width:.0f} {height:.0f}' width='{size}'>",
+            f"<rect width='100%' height='100%' fill='#ffffff'/><g font-family=\"{FONT}\" fill='{INK}'>",
+            f"<text x='8' y='20' font-size='14' font-weight='600'>{escape(title)}</text>",
+            f"<text x='8' y='38' font-size='11.5' fill='{PALE}'>{bubble}</text>",
+            *(self._background(band) for band in self._bands),
+            f"<g font-size='{self._size:.1f}' text-anchor='middle' {OUTLINE}>",
+            *map(self._action, self._seen),
+            "</g>",
+            *map(self._update, self._updates),
+            self._gap(),
+            *legend,
+            "</g></svg>",
+        ]
+        return "\n".join(part for part in parts if part) + "\n"
+
+    def _background(self, band: Band) -> str:
+        """Draw the names and the idle time of the ranks, and the axis."""
+        parts = []
+        width = (band.end - band.start) * self._scale
+        for rank in range(self._timeline.ranks):
+            y = band.y + rank * (ROW + GAP)
+            parts.append(f"<text x='8' y='{y + 17:g}' font-size='11.5'>rank {rank}</text>")
+            parts.append(f"<rect x='{LEFT}' y='{y:g}' width='{width:.1f}' height='{ROW}' fill='{IDLE}'/>")
+        y, step = band.y + self._timeline.ranks * (ROW + GAP) + 9, round_step(64 / self._scale)
+        first = -(-(band.start - self._timeline.start) // step)
+        time = first * step
+        while time <= band.end - self._timeline.start + 1e-9 * step:
+            x = LEFT + (time + self._timeline.start - band.start) * self._scale
+            parts.append(
+                f"<text x='{x:.1f}' y='{y:g}' font-size='10' text-anchor='middle' fill='{PALE}'>{time:g}</text>"
+            )
+            first += 1
+            time = first * step
+        return "".join(parts)
+
+    def _visible(self, start: float, end: float) -> list[tuple[Band, float, float]]:
+        """Return the pieces of a time that are drawn: the band, x and width of each."""
+        found = []
+        for band in self._bands:
+            first, last = max(start, band.start), min(end, band.end)
+            if last > first:
+                found.append((band, LEFT + (first - band.start) * self._scale, (last - first) * self._scale))
+        return found
+
+    def _band_of(self, interval: Interval) -> Band | None:
+        """Return the band in which an interval begins, or None."""
+        return next((band for band in reversed(self._bands) if band.start <= interval.start <= band.end), None)
+
+    def _action(self, interval: Interval) -> str:
+        """Draw a pass, or several that run together, in one group; a band's end may cut it in two."""
+        pieces = self._visible(interval.start, interval.end)
+        parts = parts_of(interval)
+        widest = max(width for _, _, width in pieces)
+        drawn = [f"<title>{escape(_describe(interval))}</title>"]
+        numbered = False
+        for band, x, width in pieces:
+            y, height = band.y + interval.rank * (ROW + GAP), ROW / len(parts)
+            for place, part in enumerate(parts):
+                drawn.append(self._box(part, x, y + place * height, width, height))
+                if width == widest and not numbered:
+                    drawn.append(self._number(part, x + width / 2, y + (place + 0.5) * height, width, height))
+            numbered |= width == widest
+            if len(parts) > 1:
+                drawn.append(
+                    f"<rect x='{x:.1f}' y='{y:g}' width='{width:.1f}' height='{ROW}' fill='none' "
+                    f"stroke='{INK}' stroke-opacity='1' stroke-width='1'/>"
+                )
+        return f"<g class='{escape(interval.what)}'>{''.join(drawn)}</g>"
+
+    def _box(self, part: Interval, x: float, y: float, width: float, height: float) -> str:
+        fill = fill_of(part.what, self._places.shade(part), self._places.shades)
+        drawn = box(part.what, fill, x, y, width, height)
+        lines = hatch(self._patterns.get(part.version, 0), x, y, width, height)
+        if not lines:
+            return drawn
+        colour, opacity = ("#ffffff", 0.55) if luminance(fill) < 0.3 else (INK, 0.4)
+        return drawn + f"<path d='{lines}' stroke='{colour}' stroke-opacity='{opacity}' stroke-width='1.1'/>"
+
+    def _number(self, part: Interval, x: float, y: float, width: float, height: float) -> str:
+        text = number_of(part)
+        size = min(self._size, height - 1.5)
+        if not text or number_width(text, size) > width:
+            return ""
+        fill = fill_of(part.what, self._places.shade(part), self._places.shades)
+        halo = "stroke='none'"
+        if self._patterns.get(part.version):
+            halo = (
+                f"stroke='{css(fill)}' stroke-width='3' stroke-opacity='1' stroke-linejoin='round' paint-order='stroke'"
+            )
+        smaller = "" if size == self._size else f" font-size='{size:.1f}'"
+        number, _, piece = text.partition(":")
+        sub = f"<tspan font-size='{size * 2 / 3:.1f}' dy='2.5'>{piece}</tspan>" if piece else ""
+        return (
+            f"<text x='{x:.1f}' y='{y + 0.36 * size:.1f}' fill='{text_on(fill)}'{smaller} {halo}>"
+            f"{escape(number)}{sub}</text>"
+        )
+
+    def _update(self, step: Interval) -> str:
+        """Draw an update: a bar between two boxes with a mark above it."""
+        band = self._band_of(step)
+        assert band is not None
+        x, y = LEFT + (step.start - band.start) * self._scale, band.y + step.rank * (ROW + GAP)
+        width = max((min(step.end, band.end) - step.start) * self._scale, 2.4)
+        return (
+            f"<g class='STEP' fill='{UPDATE}' stroke='#ffffff' stroke-width='0.6'>"
+            f"<title>{escape(_describe(step))}</title>"
+            f"<rect x='{x - 1.2:.1f}' y='{y - 1:g}' width='{width:.1f}' height='{ROW + 3}'/>"
+            f"<path d='M{x - 5:.1f} {y - 4:g}h10l-5 6z'/></g>"
+        )
+
+    def _gap(self) -> str:
+        """Say what is left out in the middle."""
+        if self._left_out is None:
+            return ""
+        start, end = self._left_out
+        passes, updates = len(self._passes) - len(self._seen), len(self._work) - len(self._passes) - len(self._updates)
+        said = counted(passes, "pass") + (f" and {counted(updates, 'update')}" if updates else "")
+        y = next(band.y for band in self._bands if band.start == end) - 10
+        first, last = (time - self._timeline.start for time in (start, end))
+        return (
+            f"<text x='{LEFT}' y='{y:g}' font-size='12' font-weight='600'>⋯ left out, time {first:.4g} to {last:.4g}: "
+            f"{said} ⋯</text>"
+        )
 
 
 def _describe(interval: Interval) -> str:
-    version = f", version {interval.version}" if interval.version >= 0 else ""
-    return f"{interval.label}, stage {interval.stage}{version}, {interval.start:g} to {interval.end:g}"
-
-
-def _axis(makespan: float, scale: float, height: int) -> str:
-    step = makespan / 10
-    magnitude = 10 ** len(str(int(step))) / 10 if step >= 1 else step
-    step = max(round(step / magnitude) * magnitude, magnitude)
-    ticks = [k * step for k in range(int(makespan / step) + 1)]
-    return "".join(
-        f"<text x='{_LEFT + t * scale:.1f}' y='{height - 8}' {_FONT} font-size='10' text-anchor='middle' fill='#666'>"
-        f"{t:g}</text>"
-        for t in ticks
-    )
+    """Return what the box of an action shows when it is pointed at."""
+    parts = [
+        f"{part.label}, stage {part.stage}"
+        + (f", {'creates' if part.what == 'STEP' else 'reads'} version {part.version}" if part.version >= 0 else "")
+        for part in parts_of(interval)
+    ]
+    return f"{' with '.join(parts)}, {interval.start:g} to {interval.end:g}"

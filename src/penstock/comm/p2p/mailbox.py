@@ -17,7 +17,7 @@ from penstock.comm.p2p.desk import Desk
 from penstock.comm.p2p.inbox import Inbox, ParkedInbox, ParkedLane
 from penstock.comm.p2p.message import TensorMessage
 from penstock.comm.p2p.transport import Sender, Transport
-from penstock.schedule.ir.schedule import Payload, Stage
+from penstock.schedule.ir.schedule import Payload, Stage, Unit, format_unit
 from penstock.schedule.machine.instructions import LaneKey, Lowered, Route
 from penstock.timeline import Waiting
 
@@ -27,9 +27,10 @@ class _Sending(NamedTuple):
 
     ticket: Ticket
     nbytes: int
-    stage: str
+    route: Route
     label: str
     first: int
+    span: int
 
 
 class OutLane:
@@ -69,22 +70,23 @@ class OutLane:
             yield from self._wait()
 
     def _wait(self) -> Iterator[Wait]:
-        ticket, _, stage, label, _ = self._queue[0]
+        ticket, _, route, label, *_ = self._queue[0]
         what, cause = (
-            f"rank {self._recorder.rank}, stage {stage}, sending {label}",
+            f"rank {self._recorder.rank}, stage {route.source.name}, sending {label}",
             f"rank {self._peer}: to take {label}",
         )
         yield from wait_for(self._recorder, ticket, what, cause, Waiting.ROOM, self._peer)
         self._complete()
 
     def _complete(self) -> None:
-        ticket, nbytes, stage, label, first = self._queue.popleft()
+        ticket, nbytes, route, label, first, span = self._queue.popleft()
         recorder = self._recorder
         if ticket.error is not None:
-            ticket.check(f"rank {recorder.rank}, stage {stage}, sending {label}")
+            ticket.check(f"rank {recorder.rank}, stage {route.source.name}, sending {label}")
         recorder.change("messages", -nbytes)
         start, end = recorder.at(ticket.made_at), recorder.at(ticket.done_at)
-        recorder.add(self._name, start, end, "SEND", label, microbatch=first, peer=self._peer)
+        place = route.target.index, route.target.direction
+        recorder.add(self._name, start, end, "SEND", label, *place, microbatch=first, peer=self._peer, span=span)
 
 
 class Outbox:
@@ -99,9 +101,9 @@ class Outbox:
 
     def __init__(self, route: Route, desk: Desk, lane: OutLane, recorder: Recorder) -> None:
         self._route, self._desk, self._lane, self._recorder = route, desk, lane, recorder
-        self._source, self._count = route.source.name, route.count
         self._piece = route.slice[0] if route.slice else 0
         self._name = route.payload.value  # an enum takes longer to format than a string
+        self._unit = Unit(0, route.count, route.slice) if route.count > 1 or route.slice else None
 
     def send(self, first: int) -> Iterator[Wait] | None:
         """Post the SEND of the message that begins with microbatch `first`; waits first where its lane is full."""
@@ -116,15 +118,16 @@ class Outbox:
         self._send(first)
 
     def _send(self, first: int) -> None:
-        recorder = self._recorder
-        if self._count == 1:
+        route, recorder = self._route, self._recorder
+        if route.count == 1:
             content = self._desk.take((first, self._piece))
         else:
-            content = _closed([self._desk.take((k, self._piece)) for k in range(first, first + self._count)])
-        nbytes, label, start = content.nbytes, f"{self._name} {first}", recorder.now()
+            content = _closed([self._desk.take((k, self._piece)) for k in range(first, first + route.count)])
+        unit = first if self._unit is None else format_unit(self._unit._replace(first=first))
+        nbytes, label, start = content.nbytes, f"{self._name} {unit}", recorder.now()
         recorder.change("messages", nbytes)
         ticket = self._lane.lane.send(content)
-        self._lane.add(_Sending(ticket, nbytes, self._source, label, first))
+        self._lane.add(_Sending(ticket, nbytes, route, label, first, recorder.span))
         recorder.add("compute", start, recorder.now(), Waiting.POST, f"send {label}")
 
 

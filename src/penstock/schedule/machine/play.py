@@ -19,11 +19,14 @@ from penstock.errors import ScheduleError
 from penstock.schedule.ir.ops import ACCEPTING
 from penstock.schedule.ir.schedule import Action, Kind, Op, Payload, existing, format_unit
 from penstock.schedule.machine.collectives import Collectives, is_collective
-from penstock.schedule.machine.instructions import Instruction, Lowered, LoweredProgram, Message
+from penstock.schedule.machine.instructions import Instruction, Lowered, LoweredProgram, Message, Route
 from penstock.schedule.machine.lane_state import LaneState
 
 Observer = Callable[[int, Action, int, float, float], None]
 """Called as (rank, action with relative numbers, batch they are relative to, start, end)."""
+
+MessageObserver = Callable[[Route, int, float, float], None]
+"""Called as (route, first microbatch of the span, time at which the SEND is posted, time of arrival)."""
 
 
 @dataclass
@@ -55,6 +58,7 @@ class Machine:
         duration: time an action occupies its lane; zero everywhere for a proof.
         latency: time from the moment both ends of a message are posted to its arrival.
         observer: called for each action that is not a message.
+        on_message: called for each message that arrives.
     """
 
     def __init__(
@@ -63,8 +67,9 @@ class Machine:
         duration: Callable[[Action], float] = _instant,
         latency: float = 0.0,
         observer: Observer | None = None,
+        on_message: MessageObserver | None = None,
     ) -> None:
-        self.lowered, self.latency, self.observer = lowered, latency, observer
+        self.lowered, self.latency, self.observer, self._on_message = lowered, latency, observer, on_message
         self._proves = observer is None and duration is _instant
         self._m = lowered.schedule.microbatches
         lane_index = {lane: i for i, lane in enumerate(lowered.lanes)}
@@ -297,6 +302,8 @@ class Machine:
         self._arrived[route.target.rank][wanted] = time
         if lane.parks:
             lane.arrive(wanted, time)
+        if self._on_message is not None:
+            self._on_message(route, wanted.first, posted, time)
         woken.update((route.source.rank, route.target.rank))
 
     # --- looking at it ----------------------------------------------------------------------------------------------

@@ -1,0 +1,1 @@
+"""Parts of the drawings of timelines: passes, colours and patterns, legends, arrows."""

@@ -1,0 +1,132 @@
+"""Tables of times and bytes, and the progress of a run in the terminal."""
+
+import re
+from dataclasses import replace
+from io import StringIO
+
+import pytest
+from rich.console import Console
+from rich.text import Text
+
+from penstock.idle_time import split_time
+from penstock.train.config.load import load_config
+from penstock.train.observer import Progress, RunSummary, Switched
+from penstock.train.setup.prepare import prepare
+from penstock.view.progress import TerminalObserver, human_bytes
+from penstock.view.tables import time_table
+from support.simulated import simulated
+
+
+def test_a_table_of_where_the_time_went():
+    """1F1B on two ranks with F = 1 and B = 2: rank 0 fills for 2 and drains for 1 of 9, rank 1 the other way."""
+    console = Console(file=StringIO(), width=80)
+    console.print(time_table(split_time(simulated("1f1b", 2, 2, 1)), unit=""))
+    lines = console.file.getvalue().splitlines()
+    assert lines[0].split() == ["where", "the", "time", "went,", "%", "of", "9"]
+    assert lines[1].split() == [
+        "work", "fill", "drain", "imbalance", "communication", "data", "control", "engine", "idle",
+    ]  # fmt: skip
+    assert [line.split() for line in lines[2:5]] == [
+        ["rank", "0", "66.7", "22.2", "11.1", "0.0", "0.0", "0.0", "0.0", "0.0", "33.3"],
+        ["rank", "1", "66.7", "11.1", "22.2", "0.0", "0.0", "0.0", "0.0", "0.0", "33.3"],
+        ["all", "ranks", "66.7", "16.7", "16.7", "0.0", "0.0", "0.0", "0.0", "0.0", "33.3"],
+    ]
+
+
+def test_a_table_of_the_end_of_a_long_run_says_so():
+    """What was not kept is not in it."""
+    timeline = simulated("1f1b", 2, 2, 1)
+    timeline.since = 3.0
+    console = Console(file=StringIO(), width=80)
+    console.print(time_table(split_time(timeline), unit=" s"))
+    assert console.file.getvalue().splitlines()[0].strip() == "where the time went, % of the last 9 s"
+
+
+def test_bytes_for_people():
+    assert [human_bytes(n) for n in (0, 999, 1500, 2_340_000, 10**9, 5 * 10**12)] == [
+        "0 B", "999 B", "1.5 kB", "2.3 MB", "1.0 GB", "5.0 TB",
+    ]  # fmt: skip
+
+
+def test_the_live_display_shows_every_figure(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("a quick brown fox " * 300)
+    prepared = prepare(load_config(None, ["model.layers=2", "model.width=32", "model.context=16", f"data={text}"]))
+    console = Console(file=StringIO(), force_terminal=True, width=100)
+    observer = TerminalObserver(console)
+    observer.started(prepared, [["a", "b"], ["c"]], 0)
+    live = {0: {"weights": 1500, "activations": 20}, 1: {"weights": 2_000_000}}
+    observer.progress(Progress(250, 1000, 2.5, 10.0, 4000, 1234.0, 0.003, 0.125, live, 250))
+    observer.close()
+    shown = Text.from_ansi(console.file.getvalue()).plain
+    for figure in (
+        "stage 0: a .. b (2 blocks)", "stage 1: c (1 blocks)", "batch 250 of 1000", "ETA 0:00:30", "loss 2.5000",
+        "1,234 tokens/s", "bubble 12.5%", "lr 3.00e-03", "activations", "1.5 kB", "2.0 MB",
+    ):  # fmt: skip
+        assert figure in shown, figure
+
+
+def begun(tmp_path, *, terminal):
+    """An observer of a run that has begun, and what is on its screen, line by line."""
+    text = tmp_path / "text.txt"
+    text.write_text("a quick brown fox " * 300)
+    prepared = prepare(load_config(None, ["model.layers=2", "model.width=32", "model.context=16", f"data={text}"]))
+    console = Console(file=StringIO(), force_terminal=terminal, width=150)
+    observer = TerminalObserver(console)
+    observer.started(prepared, [["a", "b"], ["c"]], 0)
+    return prepared, observer, lambda: on_screen(console.file.getvalue())
+
+
+def on_screen(written):
+    """The lines that are left after cursor movements up and erasures of lines."""
+    lines, row = [""], 0
+    for part in re.findall(r"\x1b\[[0-9;?]*[A-Za-z]|\r|\n|[^\x1b\r\n]+", written):
+        if part == "\n":
+            row += 1
+            lines += [""] * (row + 1 - len(lines))
+        elif part == "\x1b[1A":
+            row -= 1
+        elif part in ("\r", "\x1b[2K"):
+            lines[row] = "" if part != "\r" else lines[row]
+        elif not part.startswith("\x1b"):
+            lines[row] += part
+    return lines
+
+
+def summary(folder):
+    split = split_time(simulated("1f1b", 2, 2, 1))
+    return RunSummary(folder, 3, 100, 1.0, 2.0, 2.0, 3.0, 0.1, {0: {"weights": 1}}, split)
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_change_of_method_is_said_once(tmp_path, terminal):
+    """When it happens; also where the run has gone back, and until its end."""
+    _, observer, screen = begun(tmp_path, terminal=terminal)
+    figures = Progress(25, 1000, 2.5, 10.0, 4000, 1234.0, 0.003, 0.125, {0: {"weights": 1}}, 250)
+    observer.progress(figures)
+    observer.switched(Switched(7, "1f1b", "diverged at batch 12: the loss was nan", 20))
+    observer.progress(replace(figures, batch=26))
+    observer.finished(summary(tmp_path), simulated("1f1b", 2, 2, 1))
+    observer.close()
+    said = "back from 20 batches to 7; 1f1b from batch 7 on (diverged at batch 12: the loss was nan)"
+    assert [line for line in screen() if "1f1b" in line] == [said]
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_wish_to_end_is_answered(tmp_path, terminal):
+    _, observer, screen = begun(tmp_path, terminal=terminal)
+    observer.progress(Progress(25, 1000, 2.5, 10.0, 4000, 1234.0, 0.003, 0.125, {0: {"weights": 1}}, 250))
+    observer.ending()
+    observer.close()
+    (said,) = [line for line in screen() if "stopping after the batches in flight" in line]
+    assert said.startswith("stopping after")
+
+
+def test_without_a_terminal_a_line_holds_every_figure():
+    console = Console(file=StringIO(), width=400)
+    live = {0: {"weights": 1500, "activations": 500}, 1: {"weights": 2_000_000}}
+    TerminalObserver(console).progress(Progress(250, 1000, None, 10.0, 4000, 1234.0, 0.003, None, live, 250))
+    assert console.file.getvalue().split("  ") == [
+        "batch 250 of 1000", "loss -", "1,234 tokens/s", "bubble -", "lr 3.00e-03", "ETA 0:00:30",
+        "live bytes by stage 2.0 kB + 2.0 MB\n",
+    ]  # fmt: skip
