@@ -283,7 +283,8 @@ class Engine:
     ) -> BatchSource:
         self.check_idle()
         reads, pipelines = reads_of(schedule, {key.rank for key in self._grid.local}), len(self._grid.pipelines)
-        return BatchSource(batches, schedule.microbatches, self._grid.width, reads, pipelines, stop, drains)
+        first = self.batches if stop is not None else 0  # of training; an evaluation counts its own
+        return BatchSource(batches, schedule.microbatches, self._grid.width, reads, pipelines, stop, drains, first)
 
     def _begin(self, source: BatchSource) -> bool:
         """Prepare a span; return whether there is a first batch, on which all ranks agree."""
