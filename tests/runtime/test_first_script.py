@@ -100,7 +100,7 @@ def test_an_option_that_a_method_does_not_have() -> None:
 
 def test_an_optimizer_that_exists_already() -> None:
     optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(1))])
-    said = r"(?s)optimizer is a AdamW that exists.*lambda named: torch.optim.AdamW\(named"
+    said = r"(?s)optimizer is an instance of AdamW, but.*lambda named: torch.optim.AdamW\(named"
     with pytest.raises(ConfigError, match=said):
         make_pipeline(method="1f1b", stages=2, microbatches=4, optimizer=optimizer)
 

@@ -6,7 +6,7 @@ numbers, bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -51,7 +51,7 @@ from penstock.schedule.ir.schedule import Schedule, Stage
 from penstock.schedule.methods.choice import MethodChoice
 from penstock.schedule.proof.check import Proof
 from penstock.stage.autograd.recompute import RecomputeMode
-from penstock.stage.module import LossFunction
+from penstock.stage.loss import LossFunction, check_loss
 from penstock.stage.precision import PrecisionName
 from penstock.stage.stage_runtime import StageRuntime
 from penstock.stage.stage_weights import TrainedWeights
@@ -83,7 +83,7 @@ class Pipeline:
             own, by the number of its stage. Reports are of the last stage's.
         optimizer: named parameters -> optimizer, called once per stage. A parameter that a batch does not use counts as
             one with a gradient of zero (plain torch would skip it), so momentum and weight decay act on it.
-        lr_schedule, lr_scheduler, max_grad_norm, ema_decay, divergence: from the gradient of a batch to an update
+        lr_scheduler, max_grad_norm, ema_decay, divergence: from the gradient of a batch to an update
             (`penstock.runtime.plan.options.UpdateOptions`).
         precision: "fp32", "bf16" or "fp16"; or a `Precision`, with a loss scale of its own.
         recompute: "none", "block" or "stage": forwards that are run again to save memory; or a `Recompute`.
@@ -115,7 +115,6 @@ class Pipeline:
         microbatches: int | None = None,
         loss: LossFunction | Mapping[int, LossFunction],
         optimizer: OptimizerFactory,
-        lr_schedule: Callable[[int], float] | None = None,
         lr_scheduler: SchedulerFactory | None = None,
         max_grad_norm: float | None = None,
         ema_decay: float | None = None,
@@ -136,7 +135,7 @@ class Pipeline:
             recompute if isinstance(recompute, Recompute) else Recompute(recompute),
             staleness if isinstance(staleness, Staleness) else Staleness(staleness),
             partition if isinstance(partition, Partition) else Partition(partition),
-            UpdateOptions(max_grad_norm, lr_schedule, lr_scheduler, ema_decay, divergence),
+            UpdateOptions(max_grad_norm, lr_scheduler, ema_decay, divergence),
             RunOptions(seed, timeout),
         )
         mesh = options.data_parallel.mesh
@@ -168,6 +167,7 @@ class Pipeline:
         group: dist.ProcessGroup | None,
     ) -> None:
         """Build the ranks of this process and their communicators."""
+        check_loss(loss)  # on all ranks alike, so that none waits for one that has refused it
         parallel, timeout = plan.options.data_parallel, plan.options.run.timeout
         self._plan, self.proof, self.schedule, self.parts = plan, plan.proof, plan.schedule, plan.parts
         self.timeout, self.combine = timeout, parallel.combine
