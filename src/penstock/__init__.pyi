@@ -33,6 +33,7 @@ from .runtime.plan.options import (
 )
 from .runtime.rank.reports import Report as Report
 from .runtime.rank.snapshot import SavedState as SavedState, Saving as Saving, Snapshot as Snapshot
+from .runtime.training_run import TrainingRun as TrainingRun
 from .runtime.update.divergence import Divergence as Divergence, Trouble as Trouble
 from .runtime.update.events import Evaluated as Evaluated
 from .schedule.ir.schedule import Schedule as Schedule
@@ -42,7 +43,7 @@ from .schedule.text import parse_schedule as parse_schedule
 from .schedule.torch_csv import from_torch_csv as from_torch_csv, to_torch_csv as to_torch_csv
 from .simulate.costs import Costs as Costs, StageCost as StageCost
 from .simulate.simulate import Simulation as Simulation
-from .timeline import Timeline as Timeline
+from .timeline import Bubble as Bubble, Timeline as Timeline
 from .view.perfetto import write_trace as write_trace
 from .view.summary import summary as summary
 from .view.svg import timeline_svg as timeline_svg

@@ -5,32 +5,32 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+from rich.text import Text
+
 from penstock.errors import ConfigError
 from penstock.schedule.build import ScheduleRequest
 from penstock.schedule.ir.order import NO_OPTIONS, Options, OrderFunction
 from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.load import prove_file
-from penstock.schedule.methods.choice import MethodChoice, method
+from penstock.schedule.methods.choice import MethodChoice, ProofOfChoice, method
 from penstock.schedule.proof import check as proofs
 from penstock.schedule.proof.check import Proof
 from penstock.schedule.text import parse_schedule
 from penstock.schedule.torch_csv import to_torch_csv
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import Simulation, Window, simulate_schedule
+from penstock.view.tables import delay_on
+from penstock.view.text import draw_timeline
 
 
 @dataclass(frozen=True, repr=False)
-class ProvenSchedule(Proof):
-    """A schedule with its proof: complete, free of deadlock, and every pass reads the version that its rule names.
+class ProvenSchedule(ProofOfChoice):
+    """A schedule that has been proven: complete, free of deadlock, every pass on the weights that its rule names.
 
-    `make_schedule`, `check` and `load_schedule` return one, and `Pipeline(schedule=...)` takes it. `stages` and
-    `activations` have the facts that the proof derived; `print` shows the text form.
-
-    Attributes:
-        chosen: the method that was asked for, with its options; None for orders of one's own.
+    `make_schedule`, `check` and `load_schedule` return one, and `Pipeline(schedule=...)` takes it. `versions`, `delays`
+    and `activations` are facts that the proof derived, per rank; `stages` has them per stage. `print` shows the text
+    form.
     """
-
-    chosen: MethodChoice | None = None
 
     @classmethod
     def of(cls, proof: Proof, chosen: MethodChoice | None = None) -> ProvenSchedule:
@@ -47,6 +47,11 @@ class ProvenSchedule(Proof):
         """The most weight versions that a stage of each rank has alive at once."""
         return tuple(self.versions_on(rank) for rank in range(self.schedule.ranks))
 
+    @property
+    def delays(self) -> tuple[float, ...]:
+        """By how many updates the weights that forwards of each rank read are late, in the mean over a batch."""
+        return tuple(delay_on(self, rank) for rank in range(self.schedule.ranks))
+
     def simulate(self, costs: Costs | None = None, batches: int = 1, window: Window | None = None) -> Simulation:
         """Predict a span of batches.
 
@@ -60,6 +65,18 @@ class ProvenSchedule(Proof):
             ScheduleError: some ranks would wait for ever with this window.
         """
         return simulate_schedule(self, Costs.uniform(self.schedule) if costs is None else costs, batches, window=window)
+
+    def draw(self, width: int = 120, *, costs: Costs | None = None, batches: int = 1) -> Text:
+        """Return a drawing of a span, as `simulate` predicts it: a row per rank, the version read as a superscript.
+
+        Args:
+            width: columns to wrap at.
+            costs, batches: as of `simulate`.
+
+        Returns:
+            A text of rich: `print` shows it plainly, `rich.print` in colours.
+        """
+        return draw_timeline(self.simulate(costs, batches).timeline, width)
 
     def save(self, path: Path | str) -> None:
         """Write the schedule to a file: for torch.distributed.pipelining if it ends in .csv, else in the text form.
@@ -123,16 +140,27 @@ def check(schedule: Schedule | str) -> ProvenSchedule:
     return ProvenSchedule.of(proofs.check(parse_schedule(schedule) if isinstance(schedule, str) else schedule))
 
 
-def load_schedule(path: Path | str, stages: int, microbatches: int, **options: int) -> ProvenSchedule:
+def load_schedule(
+    path: Path | str, stages: int | None = None, microbatches: int | None = None, **options: int
+) -> ProvenSchedule:
     """Load the schedule in a file and prove it.
 
     Args:
         path: `*.py` with a function (stages, microbatches, *, options) that returns an order: the one called `order`,
-            or the only function. `*.csv` as `torch.distributed.pipelining` writes it. Otherwise, the text form.
+            or the only function. `*.csv` as `torch.distributed.pipelining` writes it. Otherwise, the text form, as
+            `ProvenSchedule.save` writes it.
         stages, microbatches, options: arguments of the function; the other forms hold a finished schedule.
 
     Raises:
-        ConfigError: the file cannot be read, or its function fails.
+        ConfigError: the file cannot be read, or its function fails or lacks arguments.
         ScheduleError: the schedule is wrong; the message names the action at fault.
     """
-    return ProvenSchedule.of(prove_file(Path(path), stages, microbatches, options))
+    file = Path(path)
+    if stages is None or microbatches is None:
+        if file.suffix == ".py":
+            raise ConfigError(
+                f"the order in {str(path)!r} is a function of stages and microbatches; give both, such as "
+                f"load_schedule({str(path)!r}, stages=4, microbatches=8)"
+            )
+        stages, microbatches = 0, 0  # the file has them
+    return ProvenSchedule.of(prove_file(file, stages, microbatches, options))

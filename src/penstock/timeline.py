@@ -124,7 +124,7 @@ class Timeline:
         return [max((a for _, a in self.memory.get((rank, kind), ())), default=0.0) for rank in range(self.ranks)]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Bubble:
     """Idle time by the definitions of docs/design.md, section 3.
 
@@ -137,6 +137,10 @@ class Bubble:
     makespan: float
     rank_span: float
     busy: tuple[float, ...]
+
+    def __repr__(self) -> str:
+        """Return the figure that has the name, and the makespan."""
+        return f"<Bubble of {self.bubble:.4f}: makespan {self.makespan:g} on {len(self.busy)} ranks>"
 
     @property
     def ideal(self) -> float:

@@ -41,4 +41,20 @@ def gather_alone(group: dist.ProcessGroup) -> str:
 
 def test_a_rank_that_does_not_take_part_is_an_error(pool: Pool) -> None:
     said, _ = pool.submit(gather_alone, ranks=2, fresh=True)
-    assert "rank 0, comparing notes: a peer is dead or stalled" in said
+    assert "rank 0, comparing notes: a peer is dead or stalled, or has not made this call" in said
+
+
+def gather_something_else(group: dist.ProcessGroup) -> str:
+    rank = dist.get_rank(group)
+    with pytest.raises(TransportError) as caught:
+        gather_json(rank, "counting sheep" if rank == 2 else "comparing notes", group)
+    return str(caught.value)
+
+
+def test_ranks_that_make_different_calls_all_hear_of_it(pool: Pool) -> None:
+    found = pool.submit(gather_something_else, ranks=3, fresh=True)
+    assert found[:2] == [f"rank {r} is comparing notes, but rank 2 is counting sheep{LAST}" for r in (0, 1)]
+    assert found[2] == f"rank 2 is counting sheep, but rank 0 is comparing notes{LAST}"
+
+
+LAST = "; all ranks make such calls together, in one order"

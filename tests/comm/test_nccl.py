@@ -14,6 +14,7 @@ from penstock.runtime.execute.evaluation import Evaluating
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.plan.options import Precision
 from penstock.schedule.proof.check import Proof
+from penstock.weights.optim.lr_schedulers import by_factor
 from support import cases
 from support.cases import METHODS, Case, Outcome, Recording, assert_same, finish, make_batches, make_blocks, together
 from support.pool import Pool
@@ -36,7 +37,7 @@ def train(group: dist.ProcessGroup, case: Case, then: tuple[str, ...] = ()) -> O
         cases.make_schedule(case.method, case.depth, case.m),
         loss=cases.LOSSES[case.loss],
         optimizer=recording,
-        lr_schedule=cases.warm_up if case.rate else None,
+        lr_scheduler=by_factor(cases.warm_up) if case.rate else None,
         precision=Precision(divisor=case.divisor),
         partition=cases.BALANCE[case.depth],
         group=group,

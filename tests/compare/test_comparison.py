@@ -40,6 +40,7 @@ from penstock.simulate.costs import Costs
 from penstock.train.setup.lr_schedule import rate_schedule
 from penstock.verify.reference import train_reference
 from penstock.view.comparing import caption
+from penstock.weights.optim.lr_schedulers import by_factor
 
 TEXT = Path(__file__).parents[2] / "LICENSE"  # any text that stays the same
 TINY = (
@@ -107,7 +108,7 @@ def pipeline_of(config: ComparisonConfig, method: str, **more: Any) -> Pipeline:
         prove(method, config.stages, config.microbatches),
         loss=task.loss,
         optimizer=make_optimizers(config, config.optimizer.lr),
-        lr_schedule=rate_schedule(config.lr_schedule, config.batches),
+        lr_scheduler=by_factor(rate_schedule(config.lr_schedule, config.batches)),
         precision=Precision(divisor=4 * 8),
         **more,
     )

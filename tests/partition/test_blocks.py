@@ -62,9 +62,18 @@ def test_too_few_blocks() -> None:
 @pytest.mark.parametrize(
     ("blocks", "message"),
     [
-        ([torch.relu, 3], "block .1. is a int"),
-        ("half", "block .0. is a str"),
+        ([torch.relu, 3], "block .1. is of type int"),
+        ("half", "must be a list or a dict of modules, got str"),
         (3, "must be a list or a dict"),
+        ([nn.Linear], r"block '0' is the class Linear; pass an instance, or LazyBlock\(lambda: Linear"),
+        (nn.Linear(2, 2).parameters(), r"block '0' is of type Parameter; blocks are the modules .*model.children\(\)"),
+        (
+            [nn.ModuleList([nn.Linear(2, 2)])],
+            r"block '0' is of type ModuleList, which has no forward; pass what it holds",
+        ),
+        ([nn.DataParallel(nn.Linear(2, 2))], r"block '0' is of type DataParallel; .*model.module.*data_parallel=2"),
+        (nn.DataParallel(nn.Linear(2, 2)), r"the model is of type DataParallel; .*model.module.*data_parallel=2"),
+        (torch.compile(nn.Linear(2, 2), backend="eager"), r"the model is of type OptimizedModule; .*block.compile\(\)"),
     ],
 )
 def test_what_is_no_block(blocks: Any, message: str) -> None:
@@ -78,6 +87,20 @@ def test_containers_of_blocks(container: Any) -> None:
     made = container(*[blocks] if container is not nn.Sequential else blocks)
     pipeline = make_pipeline(Case("1f1b", 3, 1), blocks=made, balance=None)
     assert [list(stage.module.blocks) for stage in pipeline.stages.values()] == [["0"], ["1"], ["2"]]
+
+
+def test_children_of_a_module_are_blocks() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+    wanted = [["0"], ["1"], ["2"]]
+    for given in (model.children(), model.named_children(), list(model.named_children())):
+        pipeline = make_pipeline(Case("1f1b", 3, 1), blocks=given, balance=None)
+        assert [list(stage.module.blocks) for stage in pipeline.stages.values()] == wanted
+
+
+def test_too_few_blocks_of_which_one_has_parts() -> None:
+    blocks = [nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.Tanh()), nn.Linear(2, 2)]
+    with pytest.raises(ConfigError, match="use fewer stages, or pass the 2 parts of '1' as blocks of their own"):
+        make_pipeline(Case("1f1b", 4, 1), blocks=blocks, balance=None)
 
 
 def enumerate_names(blocks: list[nn.Module]) -> dict[str, nn.Module]:

@@ -494,7 +494,7 @@ def overwrite(pipeline: Pipeline, pipelines: tuple[int, ...] = (0, 1)) -> None:
 @pytest.mark.parametrize("combine", APART, ids=lambda combine: f"{combine.kind}-{combine.share}")
 def test_what_is_written_between_two_runs_is_a_new_beginning(combine: Combine) -> None:
     """What pipelines have in common as well; without a state of the optimizer it is that of a new pipeline."""
-    case = Case("1f1b", 2, 2, width=2, loss="mean", rate=False, spans=(8,), skips=())
+    case = Case("1f1b", 2, 2, width=2, loss="even", rate=False, spans=(8,), skips=())
     used, new = (
         make_pipeline(case, combine=combine, optimizer=lambda named: torch.optim.SGD(named, lr=0.1)) for _ in range(2)
     )
@@ -515,7 +515,7 @@ def test_what_is_written_between_two_runs_is_a_new_beginning(combine: Combine) -
 @pytest.mark.parametrize("asked", [True, False])
 def test_what_is_written_into_one_pipeline_alone_is_refused(combine: Combine, asked: bool) -> None:
     """Also where the state has been asked for in between."""
-    case = Case("1f1b", 2, 2, width=2, loss="mean", spans=(4,), skips=())
+    case = Case("1f1b", 2, 2, width=2, loss="even", spans=(4,), skips=())
     pipeline, batches = make_pipeline(case, combine=combine), make_batches(case)
     list(pipeline.run(batches[:2]))
     overwrite(pipeline, (0,))

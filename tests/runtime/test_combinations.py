@@ -262,7 +262,7 @@ def wide(case: Case, _: Features) -> None:
 def combined(case: Case, _: Features) -> None:
     case = replace(case, width=2)
     schedule, batches, blocks = case.schedule, uneven_batches(4, case.m, 2), precise_blocks(case.model)
-    pipeline = make_pipeline(case, blocks=blocks, loss=precise_loss, lr_schedule=None, combine=MEETING)
+    pipeline = make_pipeline(case, blocks=blocks, loss=precise_loss, lr_scheduler=None, combine=MEETING)
     list(pipeline.run(batches))
 
     def reads(t: int, k: int, s: int) -> int:

@@ -182,6 +182,18 @@ def test_a_snapshot_that_was_drained_for_holds_them_too() -> None:
     assert [e.version for e in again.evaluations] == [2, 4]
 
 
+@pytest.mark.parametrize("method", ["1f1b", "stash"])
+def test_data_may_be_a_list_or_what_makes_one(method: str) -> None:
+    case = Case(method, 2, 2, spans=(5,), skips=())
+    found = []
+    for data in (data_of(case), lambda: data_of(case)):
+        pipeline = make_pipeline(case)
+        reports = list(pipeline.run(make_batches(case), evaluate=Evaluating(2, data)))
+        found.append([e for report in reports for e in report.evaluated] + list(pipeline.evaluated()))
+    assert found[0] == found[1]
+    assert [e.version for e in found[0]] == [2, 4]
+
+
 def test_what_cannot_be_evaluated_is_refused() -> None:
     case = Case("2bw", 2, 2, spans=(4,), skips=())
     with pytest.raises(ConfigError, match="evaluate: every must be a whole number of at least 1, got -2"):

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from penstock.errors import ConfigError, DataError
+from penstock.weights.optim.lr_schedulers import by_factor
 from support.cases import METHODS, Case, make_batches, make_pipeline, mixed
 from support.pool import Pool
 from support.runtime_faults import Fails, divide_by_zero, refuses_to_go_on, what_happens, with_block
@@ -52,7 +53,7 @@ def test_an_optimizer_that_raises() -> None:
         return 1.0 if ordinal < 2 else 1 / (ordinal - 2)
 
     case = Case("1f1b", 2, 2, skips=())
-    pipeline = make_pipeline(case, lr_schedule=rate)
+    pipeline = make_pipeline(case, lr_scheduler=by_factor(rate))
     with pytest.raises(ZeroDivisionError) as caught:
         list(pipeline.run(make_batches(case)))
     assert caught.value.__notes__[0].startswith("raised by STEP2 of stage")
@@ -73,9 +74,9 @@ def test_a_block_that_raises_after_the_loop_was_left() -> None:
 @pytest.mark.parametrize(
     ("loss", "message"),
     [
-        (lambda output, target: output, r"scalar, or \(sum, weight\); got a tensor of shape"),
-        (lambda output, target: 3.0, r"scalar, or \(sum, weight\); got float"),
-        (lambda output, target: (output.sum(), 1.0, 2.0), r"scalar, or \(sum, weight\); got tuple"),
+        (lambda output, target: output, r"scalar tensor, or \(sum, weight\); got a tensor of shape"),
+        (lambda output, target: 3.0, r"scalar tensor, or \(sum, weight\); got float"),
+        (lambda output, target: (output.sum(), 1.0, 2.0), r"scalar tensor, or \(sum, weight\); got tuple"),
         (lambda output, target: (output.sum(), -1.0), r"must not be negative, got -1\.0"),
         (lambda output, target: (output.sum(), float("nan")), r"must not be negative, got nan"),
     ],
@@ -97,8 +98,8 @@ def test_a_wrong_number_of_microbatches(batch: int, count: int) -> None:
 
 
 def test_what_is_no_pair() -> None:
-    batches: Any = [[torch.zeros(2, 4, dtype=torch.int64)] * 3] * 2
-    with pytest.raises(DataError, match=r"microbatch 0 is not a pair \(input, target\) but Tensor"):
+    batches: Any = [[[torch.zeros(2, 4, dtype=torch.int64)]] * 3] * 2
+    with pytest.raises(DataError, match=r"microbatch 0 is not a pair \(input, target\) but a list of 1"):
         list(make_pipeline(Case("1f1b", 2, 3)).run(batches))
 
 

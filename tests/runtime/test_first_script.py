@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -25,8 +26,12 @@ def make_adamw(named: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(named, lr=1e-2)
 
 
-def make_pipeline(*schedule: Any, **options: Any) -> penstock.Pipeline:
-    return penstock.Pipeline(make_blocks(), *schedule, **{"loss": F.mse_loss, "optimizer": make_adamw, **options})
+def make_pipeline(*schedule: Any, blocks: Any = None, **options: Any) -> penstock.Pipeline:
+    return penstock.Pipeline(
+        make_blocks() if blocks is None else blocks,
+        *schedule,
+        **{"loss": F.mse_loss, "optimizer": make_adamw, **options},
+    )
 
 
 def make_loader() -> DataLoader[Any]:
@@ -53,6 +58,46 @@ def test_a_method_brings_its_correction() -> None:
     by_schedule = make_pipeline(penstock.make_schedule("pipemare", 2, 4), staleness=correction)
     losses = [[report.loss for report in pipeline.run(make_loader())] for pipeline in (by_name, by_schedule)]
     assert losses[0] == losses[1]
+
+
+def test_another_method_by_name_brings_its_correction() -> None:
+    first, second = (make_pipeline(method="1f1b", stages=2, microbatches=4) for _ in range(2))
+    chosen = penstock.method("pipemare", reschedule=20, decay=0.3)
+    correction = penstock.correction_of("pipemare", reschedule=20, decay=0.3)
+    for pipeline in (first, second):
+        list(pipeline.run(make_loader()))
+    first.switch(chosen)
+    second.switch(penstock.make_schedule("pipemare", 2, 4).schedule, correction=correction)
+    assert first.schedule == second.schedule
+    assert [r.loss for r in first.run(make_loader())] == [r.loss for r in second.run(make_loader())]
+    for pipeline, given in ((first, "1f1b"), (second, penstock.make_schedule("1f1b", 2, 4))):
+        pipeline.switch(given)
+    assert [r.loss for r in first.run(make_loader())] == [r.loss for r in second.run(make_loader())]
+    first.switch(penstock.make_schedule(chosen, 2, 4))
+    assert [r.loss for r in first.run(make_loader())] != [r.loss for r in second.run(make_loader())]
+    with pytest.raises(ConfigError, match="a method brings its correction"):
+        first.switch("2bw", correction=correction)
+
+
+def alone(group: dist.ProcessGroup, caught: bool) -> list[str]:
+    """Which warnings a pipeline without a group gives; a group of a single process is enough to know of others."""
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("penstock").addHandler(handler)
+    try:
+        make_pipeline(method="1f1b", stages=2, microbatches=4, group=None if caught else group)
+    finally:
+        logging.getLogger("penstock").removeHandler(handler)
+    return records
+
+
+def test_a_forgotten_group_is_noticed(pool: Pool) -> None:
+    """All processes would train the whole model, each by itself."""
+    said = pool.submit(alone, True, ranks=2)
+    assert all("the pipeline has no group, so each of the processes runs all of its ranks" in one for (one,) in said)
+    assert pool.submit(alone, False, ranks=2) == [[], []]
+    assert alone(None, True) == []  # type: ignore[arg-type]
 
 
 def train_on_group(group: dist.ProcessGroup, width: int) -> tuple[int, int, list[float | None]]:
@@ -83,6 +128,13 @@ def test_a_group_says_how_many_stages(pool: Pool, width: int) -> None:
         ),
         ({"schedule": penstock.make_schedule("2bw", 2, 4), "stages": 2}, "leave stages and microbatches out"),
         ({"method": "2bw", "stages": 4, "microbatches": 1}, "raise microbatches to 3"),
+        ({"schedule": "2bw", "stages": 2}, r"'2bw' is a method, not a schedule; write method='2bw', stages=4"),
+        ({"schedule": penstock.method("2bw")}, r"'2bw' is a method, not a schedule"),
+        ({"schedule": 7}, "schedule must come from make_schedule, check or load_schedule, not 7"),
+        ({"method": "2bw", "stages": 2, "microbatches": "4"}, "microbatches must be a whole number .* got '4'"),
+        ({"method": "2bw", "stages": 2.0, "microbatches": 4}, "stages must be a whole number .* got 2.0"),
+        ({"method": "2bw", "microbatches": 4, "group": "gloo"}, "group must be a process group, .*; got 'gloo'"),
+        ({"method": "2bw", "microbatches": 4, "group": dist.GroupMember.NON_GROUP_MEMBER}, "not a member of the group"),
     ],
     ids=str,
 )
@@ -100,7 +152,7 @@ def test_an_option_that_a_method_does_not_have() -> None:
 
 def test_an_optimizer_that_exists_already() -> None:
     optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(1))])
-    said = r"(?s)optimizer is a AdamW that exists.*lambda named: torch.optim.AdamW\(named"
+    said = r"(?s)optimizer is an instance of AdamW, but.*lambda named: torch.optim.AdamW\(named"
     with pytest.raises(ConfigError, match=said):
         make_pipeline(method="1f1b", stages=2, microbatches=4, optimizer=optimizer)
 
@@ -119,10 +171,35 @@ def test_a_factory_that_forgets_to_return() -> None:
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(make_blocks())
+        torch.manual_seed(0)
+        self.map = nn.Linear(3, 4)
+        self.layers = nn.ModuleList([nn.Tanh(), nn.Linear(4, 4), nn.Tanh()])
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: Any) -> Any:
+        x = self.map(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
 
 
-def test_a_whole_model() -> None:
-    said = r"(?s)Model is one module, which cannot be cut; .*blocks = \[model.embedding"
-    with pytest.raises(ConfigError, match=said):
-        penstock.Pipeline(Model(), method="1f1b", stages=2, microbatches=4, loss=F.mse_loss, optimizer=make_adamw)
+def test_a_whole_model_is_told_its_parts() -> None:
+    """What the message says can be run, and goes back into the model."""
+    model = Model()
+    with pytest.raises(ConfigError, match="Model is one module, which cannot be cut") as caught:
+        make_pipeline(method="1f1b", stages=2, microbatches=4, blocks=model)
+    line = next(line for line in str(caught.value).splitlines() if "blocks = " in line)
+    names: dict[str, Any] = {"model": model}
+    exec(line.strip(), names)
+    pipeline = penstock.Pipeline(
+        names["blocks"], method="1f1b", stages=3, microbatches=4, loss=F.mse_loss, optimizer=make_adamw
+    )
+    reports = list(pipeline.run(make_loader()))
+    assert [r.loss for r in reports] == [r.loss for r in made("1f1b").run(make_loader())]
+    other = Model()
+    other.load_state_dict(pipeline.full_state_dict())
+    assert other.map.weight.ne(Model().map.weight).any()
+
+
+def made(method: str) -> penstock.Pipeline:
+    return make_pipeline(method=method, stages=2, microbatches=4)

@@ -192,21 +192,72 @@ def test_trees_are_split_leaf_by_leaf() -> None:
 
 
 @pytest.mark.parametrize(
-    "batch", [[PAIR, PAIR], (PAIR, PAIR), [PAIR] * 3, [(None, 1.0), (torch.ones(2), torch.ones(2))]], ids=str
+    "batch", [[PAIR, PAIR], [PAIR] * 3, (PAIR,) * 3, [(None, 1.0), (torch.ones(2), torch.ones(2))]], ids=str
 )
 def test_microbatches_are_taken_as_they_are(batch: Any) -> None:
     assert microbatches_of(batch, len(batch), 0) is batch
 
 
+@pytest.mark.parametrize("kind", [tuple, list])
+@pytest.mark.parametrize("count", [2, 3])
+def test_a_pair_of_pairs_is_a_whole_batch_where_a_loader_yields_it(kind: Callable[[Any], Any], count: int) -> None:
+    """Lists of lists, as torch collates pairs of pairs; or tuples. Microbatches come as a list of tuples."""
+    masked, weighted = kind([torch.arange(6), torch.ones(6)]), kind([torch.arange(6), torch.zeros(6)])
+    parts = microbatches_of(kind([masked, weighted]), count, 0)
+    (ids, mask), (labels, weights) = parts[0]
+    assert (ids.tolist(), mask.tolist()) == (list(range(6 // count)), [1.0] * (6 // count))
+    assert (labels.tolist(), weights.tolist()) == (list(range(6 // count)), [0.0] * (6 // count))
+    assert (len(parts), type(parts[0][0])) == (count, kind)
+
+
+A, B = torch.ones(4, 2), torch.ones(4)
+
+
 @pytest.mark.parametrize(
     ("batch", "said"),
     [
-        (PAIR[0], "batch 5 is a Tensor; a batch is a pair"),
+        (
+            PAIR[0],
+            r"batch 5 is a Tensor; a batch is a pair.*For a single batch: pipeline.run\(\[\(inputs, targets\)\]\)",
+        ),
+        ("text", "batch 5 is a str; a batch is a pair"),
+        (
+            {"x": A, "labels": B},
+            r"(?s)is a dict; .*batches = \(\(batch\['x'\], batch\['labels'\]\) for batch in loader\)",
+        ),
+        ({"y": A, "x": B}, r"\(\(batch\['x'\], batch\['y'\]\) for"),
+        ({"a": A, "b": A, "c": B}, r"\(\(\{key: batch\[key\] for key in \['a', 'b'\]\}, batch\['c'\]\) for"),
+        ({"a": A}, "batch 5 is a dict; a batch is a pair"),
+        ([A], r"batch 5 has 1 parts; .*What is the loss compared with\? TensorDataset\(inputs, targets\)"),
+        ((A, A, B), r"(?s)has 3 parts; .*batches = \(\(\(a, b\), target\) for a, b, target in loader\)"),
+        ((A,) * 12, r"\(\(\(\*inputs\), target\)"),
+        ((A.numpy(), B.numpy()), "batch 5 has no tensor that could be split, only ndarray; make tensors"),
         ((PAIR[0], torch.arange(5)), r"its tensors have shapes \(6, 1\), \(5,\), so not as many samples each"),
         ((PAIR[0][:2], PAIR[1][:2]), "batch 5 has 2 samples, too few for 3 microbatches"),
-        (("text", 3), "batch 5 has 0 samples"),
+        (("text", 3), "batch 5 has no tensor that could be split, only int, str"),
     ],
 )
 def test_what_cannot_be_split(batch: Any, said: str) -> None:
     with pytest.raises(DataError, match=said):
         microbatches_of(batch, 3, 5)
+
+
+@pytest.mark.parametrize(
+    ("batches", "said"),
+    [(5, "got int"), (make_loader, "got a function; call it"), (None, "got NoneType")],
+    ids=["number", "function", "none"],
+)
+def test_what_is_no_iterable_of_batches(batches: Any, said: str) -> None:
+    pipeline = make_pipeline()
+    with pytest.raises(
+        DataError, match=f"batches must be an iterable of batches, such as a DataLoader or a list; {said}"
+    ):
+        list(pipeline.run(batches))
+    assert len(list(pipeline.run(make_loader(16, 8)))) == 2
+
+
+def test_batches_are_numbered_as_in_reports_in_messages() -> None:
+    pipeline = make_pipeline()
+    list(pipeline.run(make_loader(16, 8)))
+    with pytest.raises(DataError, match="batch 3 has 3 samples"):
+        list(pipeline.run(make_loader(11, 8)))

@@ -59,10 +59,10 @@ def name_of(value: Any) -> str:
 
 
 def case_of(method: str, depth: int, m: int, width: int, optimizer: str, spans: tuple[int, ...] = (21,)) -> Case:
-    """A mean is a loss of weight 1, so that nothing is scaled and every bit of a gradient is the optimizer's."""
+    """Nothing is scaled, so that every bit of a gradient is the optimizer's."""
     model = "long" if depth == 8 else "mixed"
     return Case(
-        method, depth, m, model, width=width, optimizer=optimizer, loss="mean", rate=False, spans=spans, skips=()
+        method, depth, m, model, width=width, optimizer=optimizer, loss="even", rate=False, spans=spans, skips=()
     )
 
 

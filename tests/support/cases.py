@@ -29,6 +29,7 @@ from penstock.verify.pass_order import order_of
 from penstock.verify.reference import Reference, Scaling, train_reference
 from penstock.weights.corrections.base import Correction
 from penstock.weights.decision import Decision, LossScale
+from penstock.weights.optim.lr_schedulers import by_factor
 from support.grouped import grouped
 
 VOCABULARY, WIDTH, LENGTH = 13, 8, 4
@@ -197,7 +198,7 @@ def token_loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, float]:
 
 
 def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """A scalar, which counts as a mean over samples."""
+    """A scalar, which counts as a mean over samples, or over the share of their tokens that are not ignored."""
     return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=-100)
 
 
@@ -207,7 +208,12 @@ def spiky_loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, float]:
     return total * (math.inf if targets[0, 0] == SPIKE else 1.0), weight
 
 
-LOSSES = {"tokens": token_loss, "mean": mean_loss, "spiky": spiky_loss}
+def even_loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, int]:
+    """The mean, and every microbatch counts the same; so nothing is scaled."""
+    return mean_loss(logits, targets), 1
+
+
+LOSSES = {"tokens": token_loss, "mean": mean_loss, "even": even_loss, "spiky": spiky_loss}
 
 
 def warm_up(ordinal: int) -> float:
@@ -265,7 +271,7 @@ class Case:
 
     @property
     def divisor(self) -> float | None:
-        return None if self.loss == "mean" else 7.0
+        return None if self.loss in ("mean", "even") else 7.0
 
     @property
     def decides(self) -> bool:
@@ -368,7 +374,7 @@ def make_pipeline(case: Case, group: dist.ProcessGroup | None = None, **changes:
         "schedule": case.schedule,
         "loss": LOSSES[case.loss],
         "optimizer": OPTIMIZERS[case.optimizer],
-        "lr_schedule": warm_up if case.rate else None,
+        "lr_scheduler": by_factor(warm_up) if case.rate else None,
         "divisor": case.divisor,
         "max_grad_norm": case.clip,
         "loss_scale": LossScale(*case.scaling) if case.scaling is not None else None,

@@ -22,6 +22,7 @@ from penstock.weights.corrections.base import StagePlace
 from penstock.weights.corrections.registry import correction_of
 from penstock.weights.decision import LossScale
 from penstock.weights.memory.buffers import Layout
+from penstock.weights.optim.lr_schedulers import by_factor
 from support.snapshots import Kept
 
 LR, GAMMA, BETA1, BETA2, EPS = 0.05, 0.9, 0.8, 0.95, 1e-8
@@ -178,7 +179,7 @@ def by_pipeline(
         prove(method, d, m, rule="predicted-stash" if setting.stash else None),
         loss=lambda y, factor: 0.5 * (y * y).sum() * factor,
         optimizer=lambda named: OPTIMIZERS[setting.optimizer](named, setting.decay),
-        lr_schedule=rate,
+        lr_scheduler=by_factor(rate),
         precision=Precision(loss_scale=scale),
         staleness=correction_of(method, **options),
         partition=[1] * d,
@@ -217,7 +218,7 @@ def test_the_divisor_does_not_matter_to_what_is_gathered(optimizer: str, divisor
             prove("ftpipe-aggregated", d, m),
             loss=lambda y, weight: (0.5 * (y * y).sum(), weight),
             optimizer=lambda named: OPTIMIZERS[optimizer](named, setting.decay),
-            lr_schedule=rate,
+            lr_scheduler=by_factor(rate),
             precision=Precision(divisor=divisor),
             staleness=correction_of("ftpipe-aggregated"),
             partition=[1] * d,

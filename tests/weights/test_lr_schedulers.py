@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer, lr_scheduler as schedulers
 
+import penstock
 from penstock import Pipeline, make_schedule
 from penstock.errors import CapabilityError, ConfigError
 from penstock.weights.optim.lr_schedulers import ScheduledSettings
@@ -156,14 +157,31 @@ def test_a_scheduler_stepped_in_the_loop_is_refused(method: str) -> None:
 
 
 def test_rates_set_between_two_runs_are_kept() -> None:
-    """As they are without a schedule, and as what a schedule multiplies."""
-    for options, wanted in (({}, 0.5), ({"lr_schedule": lambda _: 0.1}, 0.05)):
-        pipeline = make_pipeline("1f1b", "sgd", None, **options)
-        list(pipeline.run(make_batches()[:2]))
+    """As they are, and as what a correction multiplies."""
+    for method in ("1f1b", penstock.method("pipemare", reschedule=10)):
+        pipeline = Pipeline(
+            make_blocks(), method=method, stages=STAGES, microbatches=1, loss=loss, optimizer=OPTIMIZERS["sgd"]
+        )
+        batches = [batch[:1] for batch in make_batches()]
+        list(pipeline.run(batches[:1]))
         for optimizer in pipeline.optimizers().values():
             optimizer.param_groups[0]["lr"] = 0.5
-        list(pipeline.run(make_batches()[2:4]))
-        assert [o.param_groups[0]["lr"] for o in pipeline.optimizers().values()] == pytest.approx([wanted] * STAGES)
+        list(pipeline.run(batches[1:2]))
+        found = [optimizer.param_groups[0]["lr"] for optimizer in pipeline.optimizers().values()]
+        correctors = [stage.weights.corrector for stage in pipeline.stages.values()]  # type: ignore[attr-defined]
+        assert found == [0.5 * (1.0 if corrector is None else corrector.rate(1)) for corrector in correctors]
+        assert (found[0] == 0.5) == (method == "1f1b")
+
+
+def test_between_two_runs_a_scheduler_may_be_stepped_by_hand() -> None:
+    """Also one that needs a metric."""
+    pipeline = make_pipeline("2bw", "sgd", None)
+    plans = [schedulers.ReduceLROnPlateau(o, factor=0.5, patience=0) for o in pipeline.optimizers().values()]
+    for _ in range(3):
+        list(pipeline.run(make_batches()[:2]))
+        for plan in plans:
+            plan.step(1.0)
+    assert [o.param_groups[0]["lr"] for o in pipeline.optimizers().values()] == [0.005] * STAGES
 
 
 def test_a_rate_set_by_hand_that_a_scheduler_would_overwrite_is_refused() -> None:
@@ -202,6 +220,40 @@ def test_what_is_no_function_of_updates_is_refused(factory: Any, said: str) -> N
         )
 
 
-def test_two_schedules_are_refused() -> None:
-    with pytest.raises(ConfigError, match="lr_schedule and lr_scheduler both set learning rates"):
-        make_pipeline("1f1b", "sgd", "steps", lr_schedule=lambda _: 1.0)
+def test_a_scheduler_that_exists_already() -> None:
+    plan = schedulers.StepLR(OPTIMIZERS["sgd"]([("p", nn.Parameter(torch.zeros(2)))]), 3)
+    said = r"(?s)lr_scheduler is StepLR of an optimizer that exists already.*lambda optimizer: .*StepLR\(optimizer"
+    with pytest.raises(ConfigError, match=said):
+        Pipeline(
+            make_blocks(), make_schedule("1f1b", STAGES, M), loss=loss, optimizer=OPTIMIZERS["sgd"], lr_scheduler=plan
+        )
+    with pytest.raises(ConfigError, match="lr_scheduler must be a function, optimizer -> scheduler.*got 0.1"):
+        Pipeline(
+            make_blocks(), make_schedule("1f1b", STAGES, M), loss=loss, optimizer=OPTIMIZERS["sgd"], lr_scheduler=0.1
+        )
+
+
+@pytest.mark.parametrize("factory", [schedulers.StepLR, lambda update: 1 / (1 + update)], ids=["class", "of updates"])
+def test_a_factory_of_schedulers_that_fails_is_named(factory: Any) -> None:
+    with pytest.raises(TypeError) as caught:
+        Pipeline(
+            make_blocks(),
+            make_schedule("1f1b", STAGES, M),
+            loss=loss,
+            optimizer=OPTIMIZERS["sgd"],
+            lr_scheduler=factory,
+        )
+    assert "LambdaLR(optimizer, function)" in caught.value.__notes__[0]
+
+
+@pytest.mark.parametrize("method", ["1f1b", "2bw"])
+def test_a_scheduler_that_ends_too_early_says_so(method: str) -> None:
+    pipeline = Pipeline(
+        make_blocks(),
+        make_schedule(method, STAGES, M),
+        loss=loss,
+        optimizer=OPTIMIZERS["sgd"],
+        lr_scheduler=lambda o: schedulers.OneCycleLR(o, max_lr=0.05, total_steps=4),
+    )
+    with pytest.raises(ConfigError, match="has no rate for update 6: Tried to step 5 times.*total_steps=epochs"):
+        list(pipeline.run(make_batches()))

@@ -79,6 +79,10 @@ class Checkpoints:
         self._written = -1  # the batch of the last checkpoint that was loaded or waited for
         self._failure: str | None = None  # why that was not written
 
+    def __repr__(self) -> str:
+        """Return the folder."""
+        return f"<Checkpoints in {str(self._folder)!r}>"
+
     def _make_writer(self) -> Writer:
         """Make a writer that ignores earlier announcements; all ranks make it together."""
         grid, schedule = self._grid, self._pipeline.schedule

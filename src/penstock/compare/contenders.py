@@ -18,6 +18,7 @@ from penstock.timeline import Timeline
 from penstock.train.setup.lr_schedule import rate_schedule
 from penstock.train.setup.optimizers import check_hidden, optimizer_factory
 from penstock.weights.corrections.registry import make_correction
+from penstock.weights.optim.lr_schedulers import by_factor
 from penstock.weights.optim.updater import OptimizerFactory
 
 FORWARD, BACKWARD = 1.0, 2.0
@@ -105,7 +106,7 @@ def _plans(config: ComparisonConfig, task: Task, contender: Contender) -> tuple[
     correction = make_correction(row.correction, contender.for_correction, config.batches, config.lr_schedule.warm_up)
     request = ScheduleRequest(row.name, config.stages, config.microbatches, options=contender.for_order)
     options = PipelineOptions().changed(
-        lr_schedule=rate_schedule(config.lr_schedule, config.batches),
+        lr_scheduler=by_factor(rate_schedule(config.lr_schedule, config.batches)),
         divisor=config.microbatches * config.microbatch_size * task.units,
         max_grad_norm=config.max_grad_norm,
         delays=contender.delays or None,

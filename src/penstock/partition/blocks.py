@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -13,13 +13,23 @@ from torch import nn
 
 from penstock.errors import ConfigError
 from penstock.schedule.ir.schedule import Stage
+from penstock.short_repr import ShortRepr
 
 Blocks = Mapping[str, Any] | Sequence[Any]
 """Modules, plain functions or `LazyBlock`s, by name or in sequence (with the names "0", "1", ...)."""
 
 
-@dataclass(frozen=True)
-class LazyBlock:
+_PLAIN = "pass the parts of the model itself"
+_WRAPPERS = {
+    "DistributedDataParallel": f"{_PLAIN} (model.module), and data_parallel=2 for two parallel pipelines",
+    "DataParallel": f"{_PLAIN} (model.module), and data_parallel=2 for two parallel pipelines",
+    "FullyShardedDataParallel": f"{_PLAIN}: its stages are sharded over the ranks already",
+    "OptimizedModule": f"{_PLAIN}, and compile each of them in place: for block in blocks: block.compile()",
+}  # what wraps modules, with what to do instead
+
+
+@dataclass(frozen=True, repr=False)
+class LazyBlock(ShortRepr):
     """A block that is built only on the rank that holds it, with a random state of its own.
 
     Attributes:
@@ -40,7 +50,7 @@ class LazyBlock:
 
 
 def named_blocks(blocks: Any) -> dict[str, Any]:
-    """Return the blocks by name, given as `Blocks`.
+    """Return the blocks by name, given as `Blocks`, or as `children` or `named_children` of a module yields them.
 
     Raises:
         ConfigError: there is no block, one is neither a module nor a function, or names of parameters collide.
@@ -49,24 +59,57 @@ def named_blocks(blocks: Any) -> dict[str, Any]:
         named = dict(blocks.items())
     elif isinstance(blocks, Mapping):
         named = dict(blocks)
-    elif isinstance(blocks, Sequence | nn.Sequential | nn.ModuleList):
-        named = {str(i): block for i, block in enumerate(blocks)}
+    elif isinstance(blocks, Sequence | Iterator | nn.Sequential | nn.ModuleList) and not isinstance(blocks, str):
+        given = list(blocks)
+        pairs = bool(given) and all(isinstance(b, tuple) and len(b) == 2 and isinstance(b[0], str) for b in given)
+        named = dict(given) if pairs else {str(i): block for i, block in enumerate(given)}
     elif isinstance(blocks, nn.Module):
-        raise ConfigError(
-            f"{type(blocks).__name__} is one module, which cannot be cut; pass the parts that its forward calls one "
-            "after the other, each with one value in and one out (or an nn.Sequential of them):\n"
-            "    blocks = [model.embedding, *model.layers, model.head]\n"
-            "    pipeline = penstock.Pipeline(blocks, ...)"
-        )
+        raise ConfigError(_one_module(blocks))
     else:
         raise ConfigError(f"blocks must be a list or a dict of modules, got {type(blocks).__name__}")
     if not named:
         raise ConfigError("the model has no blocks")
     for name, block in named.items():
-        if not callable(block) and not isinstance(block, LazyBlock):
-            raise ConfigError(f"block {name!r} is a {type(block).__name__}, neither a module nor a function")
+        _check_block(name, block)
     _check_nested(named)
     return named
+
+
+def _check_block(name: str, block: Any) -> None:
+    """Refuse a block that cannot be called with the output of the one before."""
+    what = f"block {name!r} is of type {type(block).__name__}"
+    if isinstance(block, type):
+        raise ConfigError(
+            f"block {name!r} is the class {block.__name__}; pass an instance, or LazyBlock(lambda: "
+            f"{block.__name__}(...), seed=0), which is made where it is needed"
+        )
+    if isinstance(block, nn.Parameter):
+        raise ConfigError(f"{what}; blocks are the modules that hold the parameters, such as *model.children()")
+    if not callable(block) and not isinstance(block, LazyBlock):
+        raise ConfigError(f"{what}, neither a module nor a function")
+    if type(block).__name__ in _WRAPPERS:
+        raise ConfigError(f"{what}; {_WRAPPERS[type(block).__name__]}")
+    lacks = isinstance(block, nn.Module) and getattr(block.forward, "__func__", None) is nn.Module.forward
+    if lacks and not hasattr(block, "forward_slice"):
+        raise ConfigError(f"{what}, which has no forward; pass what it holds, one after the other: [..., *block, ...]")
+
+
+def _one_module(model: nn.Module) -> str:
+    """What to write in place of a whole model."""
+    kind = type(model).__name__
+    if kind in _WRAPPERS:
+        return f"the model is of type {kind}; {_WRAPPERS[kind]}"
+    parts = []
+    for name, child in model.named_children():
+        several = isinstance(child, nn.ModuleList | nn.Sequential)
+        each = f"**{{f'{name}.{{i}}': block for i, block in enumerate(model.{name})}}"
+        parts.append(each if several else f"{name!r}: model.{name}")
+    return (
+        f"{kind} is one module, which cannot be cut; pass the parts that its forward calls one after the other, each "
+        "with one value in and one out (or an nn.Sequential of them). If these are all its parts, in this order:\n"
+        f"    blocks = {{{', '.join(parts) or '...'}}}\n"
+        "    pipeline = penstock.Pipeline(blocks, ...)"
+    )
 
 
 def _check_nested(named: Mapping[str, Any]) -> None:
@@ -125,8 +168,12 @@ def check_enough(blocks: Mapping[str, Any], num_stages: int) -> None:
         ConfigError: there are fewer blocks than stages.
     """
     if len(blocks) < num_stages:
+        nested = next((n for n, b in blocks.items() if isinstance(b, nn.Sequential) and len(b) > 1), None)
+        more = (
+            "" if nested is None else f", or pass the {len(blocks[nested])} parts of {nested!r} as blocks of their own"
+        )
         raise ConfigError(
-            f"the model has {len(blocks)} blocks, which cannot be cut into {num_stages} stages; use fewer stages"
+            f"the model has {len(blocks)} blocks, which cannot be cut into {num_stages} stages; use fewer stages{more}"
         )
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from penstock.errors import ConfigError, DataError
+from penstock.short_repr import ShortRepr
 
 _TOKENWISE = (
     nn.Linear, nn.Embedding, nn.Dropout, nn.Identity, nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.LeakyReLU,
@@ -54,8 +55,8 @@ def equal_time_lengths(quadratic: float) -> Lengths:
     return lengths
 
 
-@dataclass(frozen=True)
-class Slicing:
+@dataclass(frozen=True, repr=False)
+class Slicing(ShortRepr):
     """How the sequences of a microbatch are cut into slices.
 
     Attributes:

@@ -7,7 +7,7 @@ batches, and one span from each to the next where the pipeline must be drained f
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import islice
@@ -89,7 +89,7 @@ class Engine:
 
     # --- training ---------------------------------------------------------------------------------------------------
 
-    def train(self, batches: Batches, save: Saving | None, evaluate: Evaluating | None) -> Iterator[Report]:
+    def train(self, batches: Batches, save: Saving | None, evaluate: Evaluating | None) -> Generator[Report]:
         """Train on batches, in one span or, where the pipeline must be drained on the way, several."""
         if not torch.is_grad_enabled():
             raise ConfigError("training needs gradients, but run() was called under torch.no_grad()")
@@ -231,7 +231,7 @@ class Engine:
 
     def _evaluate_now(self, evaluate: Evaluating, version: int) -> None:
         """Evaluate one of the versions that exist, with the pipeline drained."""
-        total, weight = self.evaluate(evaluate.data(), averaged=False, version=version)
+        total, weight = self.evaluate(evaluate.batches, averaged=False, version=version)
         for state in self._ranks:
             state.decisions.events.evaluated_everywhere(Evaluated(version, total, weight))
 
@@ -275,17 +275,28 @@ class Engine:
     def check_idle(self) -> None:
         """Raise where a run is in progress or has broken."""
         if self._broken is not None:
-            raise PenstockError("the pipeline broke in an earlier run and cannot go on") from self._broken
+            why = f"{type(self._broken).__name__}: {self._broken}".rstrip(": ").splitlines()[0]
+            raise PenstockError(
+                f"the pipeline broke in an earlier run and cannot go on ({why:.120}); make a new one, and load its "
+                "last checkpoint"
+            ) from self._broken
         if self._running:
-            raise PenstockError("a run or an evaluation of this pipeline is under way; end it first")
+            raise PenstockError(
+                "a run or an evaluation of this pipeline is under way; end it first: go on to its end, leave its loop "
+                "with break, or call close() on what run() returned"
+            )
 
     def _open(
         self, batches: Batches, schedule: Schedule, stop: StopRequest | None = None, *, drains: bool = False
     ) -> BatchSource:
         self.check_idle()
         reads, pipelines = reads_of(schedule, {key.rank for key in self._grid.local}), len(self._grid.pipelines)
-        shared = self._grid.group is None
-        return BatchSource(batches, schedule.microbatches, self._grid.width, reads, pipelines, stop, drains, shared)
+        m, width = schedule.microbatches, self._grid.width
+        shared, first = (
+            self._grid.group is None,
+            self.batches if stop is not None else 0,
+        )  # an evaluation counts its own
+        return BatchSource(batches, m, width, reads, pipelines, stop, drains=drains, shared=shared, first=first)
 
     def _begin(self, source: BatchSource) -> bool:
         """Prepare a span; return whether there is a first batch, on which all ranks agree."""

@@ -6,8 +6,8 @@ numbers, bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -15,18 +15,18 @@ from torch import Tensor
 
 from penstock.comm.collective.gather import gather_json
 from penstock.comm.communicators import holders_of
-from penstock.comm.core.rank_grid import RankGrid
+from penstock.comm.core.rank_grid import RankGrid, check_group, warn_if_alone
 from penstock.comm.core.recorder import merge_recordings
 from penstock.comm.mesh import from_mesh, groups_of_holders
 from penstock.comm.p2p.nccl import LaneGroups
 from penstock.comm.p2p.transport import Channel
 from penstock.errors import ConfigError
 from penstock.partition.blocks import Blocks, named_blocks
-from penstock.proven_schedule import ProvenSchedule
 from penstock.runtime.engine import Engine
-from penstock.runtime.execute.evaluation import Evaluating, check_every
+from penstock.runtime.execute.evaluation import Evaluating, check_evaluating
 from penstock.runtime.full_state import gather_state, with_all_names
-from penstock.runtime.plan.method_choice import correction_by, request_of
+from penstock.runtime.habits import NO_CALL, missing
+from penstock.runtime.plan.method_choice import correction_with, default_stages, request_of
 from penstock.runtime.plan.options import (
     DataParallel,
     Partition,
@@ -38,20 +38,28 @@ from penstock.runtime.plan.options import (
     UpdateOptions,
 )
 from penstock.runtime.plan.plan import PipelinePlan
-from penstock.runtime.plan.requirements import schedule_of
+from penstock.runtime.plan.requirements import GivenSchedule, schedule_of
 from penstock.runtime.rank.batch_source import Batches
-from penstock.runtime.rank.reports import Report
-from penstock.runtime.rank.snapshot import SavedState, Saving, Snapshot, check_names, check_pipelines, restore
+from penstock.runtime.rank.snapshot import (
+    SavedState,
+    Saving,
+    Snapshot,
+    check_names,
+    check_pipelines,
+    check_saving,
+    restore,
+)
 from penstock.runtime.setup.assemble import make_lane_groups, make_ranks
+from penstock.runtime.training_run import TrainingRun
 from penstock.runtime.update.divergence import Divergence, Trouble
 from penstock.runtime.update.events import Evaluated
-from penstock.schedule.build import ScheduleRequest, prove_evaluation
+from penstock.schedule.build import prove_evaluation
 from penstock.schedule.ir.rules import RULES
 from penstock.schedule.ir.schedule import Schedule, Stage
 from penstock.schedule.methods.choice import MethodChoice
 from penstock.schedule.proof.check import Proof
 from penstock.stage.autograd.recompute import RecomputeMode
-from penstock.stage.module import LossFunction
+from penstock.stage.loss import LossFunction, check_loss
 from penstock.stage.precision import PrecisionName
 from penstock.stage.stage_runtime import StageRuntime
 from penstock.stage.stage_weights import TrainedWeights
@@ -83,7 +91,7 @@ class Pipeline:
             own, by the number of its stage. Reports are of the last stage's.
         optimizer: named parameters -> optimizer, called once per stage. A parameter that a batch does not use counts as
             one with a gradient of zero (plain torch would skip it), so momentum and weight decay act on it.
-        lr_schedule, lr_scheduler, max_grad_norm, ema_decay, divergence: from the gradient of a batch to an update
+        lr_scheduler, max_grad_norm, ema_decay, divergence: from the gradient of a batch to an update
             (`penstock.runtime.plan.options.UpdateOptions`).
         precision: "fp32", "bf16" or "fp16"; or a `Precision`, with a loss scale of its own.
         recompute: "none", "block" or "stage": forwards that are run again to save memory; or a `Recompute`.
@@ -115,7 +123,6 @@ class Pipeline:
         microbatches: int | None = None,
         loss: LossFunction | Mapping[int, LossFunction],
         optimizer: OptimizerFactory,
-        lr_schedule: Callable[[int], float] | None = None,
         lr_scheduler: SchedulerFactory | None = None,
         max_grad_norm: float | None = None,
         ema_decay: float | None = None,
@@ -136,27 +143,29 @@ class Pipeline:
             recompute if isinstance(recompute, Recompute) else Recompute(recompute),
             staleness if isinstance(staleness, Staleness) else Staleness(staleness),
             partition if isinstance(partition, Partition) else Partition(partition),
-            UpdateOptions(max_grad_norm, lr_schedule, lr_scheduler, ema_decay, divergence),
+            UpdateOptions(max_grad_norm, lr_scheduler, ema_decay, divergence),
             RunOptions(seed, timeout),
         )
         mesh = options.data_parallel.mesh
-        request: Schedule | Proof | ScheduleRequest
+        correction, width = options.staleness.correction, options.data_parallel.width
+        check_group(group)
+        request: GivenSchedule
         if method is None and schedule is not None:
+            schedule_of(schedule)  # refuses what is none
             if stages is not None or microbatches is not None:
                 raise ConfigError("a schedule has its stages and microbatches; leave stages and microbatches out")
-            request = schedule
-            if isinstance(schedule, ProvenSchedule) and schedule.chosen and options.staleness.correction is None:
-                options = options.changed(correction=correction_by(schedule.chosen))
+            request, correction = schedule, correction or correction_with(schedule)
         elif method is not None and schedule is None:
-            if options.staleness.correction is not None:
+            if correction is not None:
                 raise ConfigError("a method brings its correction: method=penstock.method(name, option=...)")
-            width = options.data_parallel.width
-            request, correction = request_of(method, stages, microbatches, width, group, mesh)
-            options = options.changed(correction=correction)
+            stages = default_stages(width, group, mesh) if stages is None else stages
+            request, correction = request_of(method, stages, microbatches)
         else:
             raise ConfigError("give a schedule or a method, such as method='2bw', stages=4, microbatches=8; not both")
-        width, group = from_mesh(mesh, options.data_parallel.width, schedule_of(request).ranks, group)
-        plan = PipelinePlan.make(named, request, options.changed(width=width))
+        width, group = from_mesh(mesh, width, schedule_of(request).ranks, group)
+        if group is None:
+            warn_if_alone()
+        plan = PipelinePlan.make(named, request, options.changed(width=width, correction=correction))
         self._build(plan, named, loss, optimizer, group)
 
     def _build(
@@ -168,6 +177,7 @@ class Pipeline:
         group: dist.ProcessGroup | None,
     ) -> None:
         """Build the ranks of this process and their communicators."""
+        check_loss(loss)  # on all ranks alike, so that none waits for one that has refused it
         parallel, timeout = plan.options.data_parallel, plan.options.run.timeout
         self._plan, self.proof, self.schedule, self.parts = plan, plan.proof, plan.schedule, plan.parts
         self.timeout, self.combine = timeout, parallel.combine
@@ -185,6 +195,16 @@ class Pipeline:
     def _make_lane_groups(self, proofs: Mapping[Channel, Proof], ties: bool) -> dict[Channel, list[LaneGroups]]:
         return make_lane_groups(self.grid, self.stages.values(), proofs, ties)
 
+    if not TYPE_CHECKING:  # or type checkers would take every name
+
+        def __getattr__(self, name):
+            """Say what to write in place of a name that other libraries have."""
+            raise AttributeError(missing(name, [n for n in dir(type(self)) if not n.startswith("_")]))
+
+    def __call__(self, *_: Any, **__: Any) -> NoReturn:
+        """Say what to write instead: there is no forward without its backward and update."""
+        raise TypeError(NO_CALL)
+
     def __repr__(self) -> str:
         """Return the schedule and how far training is."""
         width = f"{self.grid.width} pipelines, " if self.grid.width > 1 else ""
@@ -198,9 +218,7 @@ class Pipeline:
 
     # --- running ----------------------------------------------------------------------------------------------------
 
-    def run(
-        self, batches: Batches, *, save: Saving | None = None, evaluate: Evaluating | None = None
-    ) -> Iterator[Report]:
+    def run(self, batches: Batches, *, save: Saving | None = None, evaluate: Evaluating | None = None) -> TrainingRun:
         """Train on batches: pairs (inputs, targets), as a DataLoader yields them, which are split into microbatches.
 
         A pair is split along the first dimension into m microbatches for each of the parallel pipelines; a list of that
@@ -229,15 +247,15 @@ class Pipeline:
                 the model itself raises. The pipeline is broken then.
         """
         if save is not None:
-            check_every("save", save.every)
+            check_saving(save)
         if evaluate is not None:
-            check_every("evaluate", evaluate.every)
+            check_evaluating(evaluate)
             if self.combine.apart and evaluate.every % self.combine.every:
                 raise ConfigError(
                     f"evaluate: every is {evaluate.every}, but pipelines meet every {self.combine.every} batches, and "
                     "in between each has weights of its own; evaluate every multiple of it"
                 )
-        yield from self._engine.train(batches, save, evaluate)
+        return TrainingRun(self._engine.train(batches, save, evaluate), self.stop)
 
     def evaluate(self, batches: Batches, *, averaged: bool = False) -> tuple[float, float] | None:
         """Return the weighted mean loss on batches with the newest weights, and its weight, on all ranks.
@@ -278,6 +296,12 @@ class Pipeline:
             CheckpointError: something is missing, or of another shape, or of a block that the model does not have.
         """
         self._engine.check_idle()
+        if not isinstance(saved, SavedState):
+            raise ConfigError(
+                f"load takes a state that was saved with its facts, not {saved!r:.80}; to load a checkpoint: "
+                "penstock.Checkpoints(pipeline, folder).load(); to begin with other weights, load them into the blocks "
+                "before the pipeline is made"
+            )
         check_names(saved, [n for part in self.parts for n in part])
         check_pipelines(saved, self.combine, self.grid.width)
         older = RULES[self.schedule.rule].bases == 2 and any(name.startswith("older/") for name in saved.names)
@@ -303,12 +327,12 @@ class Pipeline:
 
     def switch(
         self,
-        schedule: Schedule | Proof,
+        schedule: Schedule | Proof | str | MethodChoice,
         *,
         correction: Correction | None = None,
         evaluate: Evaluating | None = None,
     ) -> None:
-        """Continue under another schedule, between two runs; between processes all ranks call this together.
+        """Continue under another method, between two runs; between processes all ranks call this together.
 
         Stages, weights and the state of optimizers stay where they are. The next run begins as after a synchronous
         one: every pass of it reads the newest weights or what comes of them; double buffering begins with them twice,
@@ -316,8 +340,10 @@ class Pipeline:
         freed, and those that it takes besides are made (`live_bytes` tells of both once a run has begun).
 
         Args:
-            schedule: what `make_schedule`, `check` or `load_schedule` returned.
-            correction: of its method; the one before is over, and one that comes back begins anew.
+            schedule: a method by its name, or what `penstock.method` returned, for as many ranks and microbatches as
+                before; or what `make_schedule`, `check` or `load_schedule` returned.
+            correction: of staleness, where the method does not bring it; the one before is over, and one that comes
+                back begins anew.
             evaluate: the evaluations of the runs before and after. Each rule has its own border for that of a version,
                 and one that would fall between the two is made now.
 
@@ -327,7 +353,14 @@ class Pipeline:
             CapabilityError: the runtime does not offer it, or the optimizer cannot step in it.
         """
         self._engine.check_idle()
-        self._continue(self._plan.followed_by(schedule, correction).prove(), evaluate)
+        request: GivenSchedule
+        if isinstance(schedule, str | MethodChoice):
+            if correction is not None:
+                raise ConfigError("a method brings its correction: penstock.method(name, option=...)")
+            request, correction = request_of(schedule, self.schedule.ranks, self.schedule.microbatches)
+        else:
+            request, correction = schedule, correction or correction_with(schedule)
+        self._continue(self._plan.followed_by(request, correction).prove(), evaluate)
 
     def _continue(self, plan: PipelinePlan, evaluate: Evaluating | None) -> None:
         """Continue under a plan that may follow the present one."""

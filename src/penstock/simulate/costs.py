@@ -9,10 +9,11 @@ from pathlib import Path
 
 from penstock.errors import ConfigError
 from penstock.schedule.ir.schedule import Action, Op, Schedule
+from penstock.short_repr import ShortRepr
 
 
-@dataclass(frozen=True)
-class StageCost:
+@dataclass(frozen=True, repr=False)
+class StageCost(ShortRepr):
     """Times of one microbatch on one stage.
 
     Attributes:
@@ -32,7 +33,7 @@ class StageCost:
         _check_times(self)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Costs:
     """Times of every stage, and of a hop.
 
@@ -53,6 +54,14 @@ class Costs:
     def __post_init__(self) -> None:
         """Refuse what is no time."""
         _check_times(self)
+
+    def __repr__(self) -> str:
+        """Return the times; of stages that are all alike those of one."""
+        alike = len(set(self.stages)) == 1
+        stages = f"{len(self.stages)} x {self.stages[0]!r}" if alike else f"{len(self.stages)} stages"
+        more = {"latency": 0.0, "collective": 0.0, "fused": 1.0, "left": 1.0}
+        others = "".join(f", {key}={getattr(self, key):g}" for key, v in more.items() if getattr(self, key) != v)
+        return f"<Costs of {stages}{others}>"
 
     @classmethod
     def uniform(

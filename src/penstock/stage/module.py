@@ -7,7 +7,7 @@ its leaves, so binding another version does not affect it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -21,12 +21,11 @@ from torch.utils import _pytree as pytree
 from penstock.errors import CapabilityError, ConfigError
 from penstock.stage.autograd.activation_offload import ActivationOffload
 from penstock.stage.autograd.deferred_weight_grads import DeferredWeightGrads
+from penstock.stage.loss import LossFunction, sum_and_weight
 from penstock.stage.rng import BlockRng, RngKey
 
 _TRAINABLE = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 LOSS = "loss"  # the name under which the random numbers of the loss are seeded
-LossFunction = Callable[[Any, Any], Any]
-"""(output, target) -> (sum, weight), or a scalar, which counts as a sum of weight 1."""
 
 
 @dataclass
@@ -240,9 +239,7 @@ class StageModule:
         return self.loss is not None
 
     def evaluate_loss(self, output: Any, target: Any, key: RngKey, sliced: bool = False) -> tuple[Tensor, float]:
-        """Compute the loss sum and its weight.
-
-        A scalar is the mean over the samples of the microbatch, so its weight is their number.
+        """Compute the loss sum of a microbatch and its weight (`penstock.stage.loss`).
 
         Raises:
             ConfigError: the loss function returned something else; or, for a slice of a sequence, it returned no
@@ -252,28 +249,12 @@ class StageModule:
         if LOSS in self.rng.drawing:
             self.rng.seed_block(LOSS, key)
         result = self.loss(output, target)
-        if isinstance(result, tuple) and len(result) == 2:
-            total, weight = result
-            weight = float(weight)
-        elif sliced:
+        if sliced and isinstance(result, Tensor):
             raise ConfigError(
                 f"{self.where}: with slices of sequences the loss must return (sum, weight), such as the sum over the "
                 "tokens and their number; it returned a scalar"
             )
-        else:
-            total, weight = result, float(count_samples(target, output))
-        if not isinstance(total, Tensor) or total.numel() != 1:
-            what = f"a tensor of shape {tuple(total.shape)}" if isinstance(total, Tensor) else type(total).__name__
-            raise ConfigError(f"{self.where}: the loss must be a scalar, or (sum, weight); got {what}")
-        if not weight >= 0:
-            raise ConfigError(f"{self.where}: the weight of a loss must not be negative, got {weight}")
-        return total if isinstance(result, tuple) else total * weight, weight
-
-
-def count_samples(target: Any, output: Any) -> int:
-    """Return the length of the first dimension of a microbatch: of its target or, if that has none, of the output."""
-    leaves = (*pytree.tree_leaves(target), *pytree.tree_leaves(output))
-    return next((leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), 1)
+        return sum_and_weight(result, self.loss, output, target, self.where)
 
 
 def open_inputs(value: Any, wants_gradient: Sequence[bool]) -> tuple[Any, dict[int, Tensor], int]:

@@ -29,7 +29,7 @@ from penstock.weights.memory.buffers import Handle
 NO_LEAVES: Mapping[str, Tensor] = MappingProxyType({})
 
 
-@dataclass
+@dataclass(repr=False)
 class StageRuntime:
     """Runs the passes and updates of one stage.
 
@@ -60,6 +60,11 @@ class StageRuntime:
     carry_gradients: dict[int, list[Tensor | None]] = field(default_factory=dict)
     averaged: Mapping[str, Tensor] | None = None
     evaluated: int | None = None
+
+    def __repr__(self) -> str:
+        """Return where it is, and what it holds."""
+        numbers = sum(parameter.numel() for parameter in self.module.trained.values())
+        return f"<{self.module.where}: blocks {', '.join(self.module.blocks)}; {numbers} trained parameters>"
 
     @property
     def has_loss(self) -> bool:

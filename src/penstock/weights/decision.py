@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from penstock.errors import ConfigError
+from penstock.short_repr import ShortRepr
 
 _EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
@@ -40,8 +41,8 @@ class Share(NamedTuple):
     evaluated_weight: float = 0.0
 
 
-@dataclass(frozen=True)
-class LossScale:
+@dataclass(frozen=True, repr=False)
+class LossScale(ShortRepr):
     """Settings of the loss scale, which keeps small gradients from underflow in float16.
 
     The scale of a batch depends on the batches before it, except with double-buffered weights the last one, whose
@@ -108,6 +109,13 @@ class Decision(NamedTuple):
     factor: float
     stop: bool = False
     again: bool = False
+
+    def __repr__(self) -> str:
+        """Return the figures; of the rest what is not as usual."""
+        scale = "" if self.scale == 1 else f", scale={self.scale:g}"
+        more = "".join(f", {name}" for name in ("skipped", "stop", "again") if getattr(self, name))
+        figures = f"loss={self.loss:.6g}, weight={self.weight:g}, norm={self.norm:.4g}"
+        return f"Decision(batch={self.batch}, {figures}{scale}{more})"
 
     @property
     def skipped(self) -> bool:

@@ -29,7 +29,7 @@ def collective(what: str, group: dist.ProcessGroup | None) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        reason = f"a peer is dead or stalled ({brief(error)})"
+        reason = f"a peer is dead or stalled, or has not made this call, which all ranks make together ({brief(error)})"
         raise TransportError(f"rank {dist.get_rank(group)}, {what}: {reason}") from error
 
 
@@ -40,11 +40,11 @@ def gather_json(value: Any, what: str, group: dist.ProcessGroup | None) -> list[
     all_gather leaves tensors to a thread of its own, which may abort a process that exits at once.
 
     Raises:
-        TransportError: a peer is dead, or did not take part within the group's time-out.
+        TransportError: a peer is dead, or did not take part within the group's time-out, or made another call.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     messages = TaggedGroup(group, Tag.GATHER)
-    gathered = [json.loads(json.dumps(value))]  # those of this rank and of ranks after it
+    gathered = [[what, json.loads(json.dumps(value))]]  # those of this rank and of ranks after it
     level = 1
     with collective(what, group):
         while level < size and not rank & level:
@@ -57,7 +57,12 @@ def gather_json(value: Any, what: str, group: dist.ProcessGroup | None) -> list[
         while level := level // 2:
             if rank + level < size:
                 _send(messages, gathered, rank + level)
-    return gathered
+    for peer, (said, _) in enumerate(gathered):
+        if said != what:
+            raise TransportError(
+                f"rank {rank} is {what}, but rank {peer} is {said}; all ranks make such calls together, in one order"
+            )
+    return [one for _, one in gathered]
 
 
 def _send(messages: TaggedGroup, value: Any, rank: int) -> None:

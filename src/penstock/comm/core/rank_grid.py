@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from penstock.errors import ConfigError
 from penstock.schedule.ir.schedule import Stage
+
+_LOG = logging.getLogger(__name__)
 
 
 class RankKey(NamedTuple):
@@ -58,6 +61,11 @@ class RankGrid:
             self.local = [RankKey(*divmod(dist.get_rank(group), depth))]
         self.control = _control_group(group, timeout)
 
+    def __repr__(self) -> str:
+        """Return its size, and what part of it is here."""
+        here = "all in this process" if self.group is None else f"this is {self.local[0]}"
+        return f"<RankGrid of {self.width} x {self.depth} ranks, {here}>"
+
     def global_rank(self, key: RankKey) -> int:
         """Return the global number of a rank; with several processes it is the rank in the process group."""
         return key.pipeline * self.depth + key.rank
@@ -75,6 +83,32 @@ class RankGrid:
     def pipelines(self) -> list[int]:
         """The pipelines that this process has a rank of."""
         return sorted({key.pipeline for key in self.local})
+
+
+def check_group(group: Any) -> None:
+    """Refuse what is no process group; None stands for a single process.
+
+    Raises:
+        ConfigError: it is none, or this process is not in it.
+    """
+    if group is None or isinstance(group, dist.ProcessGroup):
+        return
+    if group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise ConfigError("this process is not a member of the group: make the pipeline on the ranks of the group only")
+    raise ConfigError(
+        f"group must be a process group, such as torch.distributed.group.WORLD, or None for one process; got {group!r}"
+    )
+
+
+def warn_if_alone() -> None:
+    """Say in the log that a pipeline without a group runs here alone, where this is one of several processes."""
+    if dist.get_world_size() > 1 if dist.is_initialized() else dist.is_torchelastic_launched():
+        begin = "" if dist.is_initialized() else "torch.distributed.init_process_group('gloo') and "
+        _LOG.warning(
+            "the pipeline has no group, so each of the processes runs all of its ranks by itself; to run one rank in "
+            "each: %sPipeline(..., group=torch.distributed.group.WORLD)",
+            begin,
+        )
 
 
 def backends(group: dist.ProcessGroup) -> dict[str, str]:

@@ -9,11 +9,11 @@ is a newer one already; the one before is due, and read, as it would have been h
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from penstock.checks import check_whole
 from penstock.comm.core.wait import Wait
-from penstock.errors import DataError
+from penstock.errors import ConfigError, DataError
 from penstock.runtime.execute.executor import Executor
 from penstock.runtime.rank.batch_source import Batches, BatchSource
 from penstock.runtime.setup.rank_state import RankState
@@ -26,28 +26,43 @@ class Evaluating(NamedTuple):
     Attributes:
         every: versions v that are multiples of it are evaluated as soon as all stages have them: before the first
             forward of batch v, with double-buffered weights of batch v + 1. If the run ends before, they are not.
-        data: the batches, made anew each time and the same on all ranks; at least one.
+        data: the batches, at least one and the same on all ranks: a DataLoader or a list, or a function that makes
+            them, called each time.
     """
 
     every: int
-    data: Callable[[], Batches]
+    data: Batches | Callable[[], Batches]
+
+    def __repr__(self) -> str:
+        """Return when, and the kind of the data."""
+        return f"Evaluating(every={self.every}, data=<{type(self.data).__name__}>)"
+
+    @property
+    def batches(self) -> Batches:
+        """The batches of the next evaluation."""
+        return self.data() if callable(self.data) else self.data
 
     def wants(self, version: int) -> bool:
         """Return True if a version is to be evaluated."""
         return version > 0 and version % self.every == 0
 
 
-def check_every(what: str, every: int) -> None:
-    """Refuse an interval that is not a number of batches.
-
-    Args:
-        what: the setting, for the message.
-        every: the interval.
+def check_evaluating(evaluate: Any) -> None:
+    """Refuse what is no plan for evaluations.
 
     Raises:
-        ConfigError: it is not a whole number of at least 1.
+        ConfigError: it is something else, its interval is no number of batches, or its data can be read once only.
     """
-    check_whole(f"{what}: every", every)
+    if not isinstance(evaluate, Evaluating):
+        raise ConfigError(
+            f"evaluate must be penstock.Evaluating(every=50, data=loader), every so many batches; got {evaluate!r:.80}"
+        )
+    check_whole("evaluate: every", evaluate.every)
+    if isinstance(evaluate.data, Iterator):
+        raise ConfigError(
+            f"evaluate: data is a {type(evaluate.data).__name__}, which the first evaluation would use up; pass a "
+            "list, a DataLoader, or a function that makes it"
+        )
 
 
 class Evaluator:
@@ -83,7 +98,7 @@ class Evaluator:
         version = batch - self._delay
         if not self._evaluating.wants(version) or batch == self._lacks:
             return
-        source = self._open(self._evaluating.data())
+        source = self._open(self._evaluating.batches)
         if not source.has(0):
             raise DataError("the data of an evaluation is empty; give at least one batch, or do not evaluate")
         total, weight, recorder = 0.0, 0.0, self._state.recorder

@@ -57,7 +57,8 @@ class Forward(Consumer):
             if self._runtime.has_loss and header.checksum != sample.checksum:
                 raise DataError(
                     f"microbatch {k} (batch {turn.batch}) is not the same on the first and the last stage; every rank "
-                    "must see the same samples in the same order"
+                    "must see the same samples in the same order (no DistributedSampler, and a generator with the same "
+                    "seed where a DataLoader shuffles)"
                 )
         if turn.batch >= span.begun:  # an earlier batch may still go through later chunks
             span.more = header.more

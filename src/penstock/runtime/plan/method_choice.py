@@ -5,38 +5,33 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from penstock.checks import check_whole
 from penstock.errors import ConfigError
+from penstock.runtime.plan.requirements import GivenSchedule
 from penstock.schedule.build import ScheduleRequest
-from penstock.schedule.methods.choice import MethodChoice, method
+from penstock.schedule.methods.choice import MethodChoice, ProofOfChoice, method
 from penstock.weights.corrections.base import Correction
 from penstock.weights.corrections.registry import correction_of
 
 
-def correction_by(chosen: MethodChoice) -> Correction | None:
-    """Return the correction of a method that has been chosen; None if it has none.
+def correction_with(schedule: GivenSchedule) -> Correction | None:
+    """Return the correction of the method that a schedule was made for; None if it has none, or for other schedules.
 
     Raises:
         ConfigError: an option without a default is missing.
     """
-    return correction_of(chosen.name, **chosen.correction)
+    chosen = schedule.chosen if isinstance(schedule, ProofOfChoice) else None
+    return None if chosen is None else correction_of(chosen.name, **chosen.correction)
 
 
 def request_of(
-    chosen: str | MethodChoice,
-    stages: int | None,
-    microbatches: int | None,
-    width: int,
-    group: dist.ProcessGroup | None,
-    mesh: DeviceMesh | None,
+    chosen: str | MethodChoice, stages: int, microbatches: int | None
 ) -> tuple[ScheduleRequest, Correction | None]:
     """Return the schedule that a method asks for, and its correction.
 
     Args:
         chosen: the method.
-        stages: as of `make_schedule`; as many as the mesh is deep, or the group has ranks per pipeline, if None.
-        microbatches: m.
-        width: the number of parallel pipelines.
-        group, mesh: as of `penstock.runtime.pipeline.Pipeline`.
+        stages, microbatches: as of `make_schedule`.
 
     Raises:
         ConfigError: there is no such method, or a number is missing.
@@ -50,21 +45,30 @@ def request_of(
         chosen = method(chosen)
     if microbatches is None:
         raise ConfigError("how many microbatches is a batch split into? Give microbatches=, such as microbatches=8")
-    if stages is None:
-        stages = _default_stages(width, group, mesh)
-    return ScheduleRequest(chosen.name, stages, microbatches, options=chosen.options), correction_by(chosen)
+    check_whole("stages", stages)
+    check_whole("microbatches", microbatches)
+    request = ScheduleRequest(chosen.name, stages, microbatches, options=chosen.options)
+    return request, correction_of(chosen.name, **chosen.correction)
 
 
-def _default_stages(width: int, group: dist.ProcessGroup | None, mesh: DeviceMesh | None) -> int:
-    """As many as there are ranks in a pipeline."""
+def default_stages(width: int, group: dist.ProcessGroup | None, mesh: DeviceMesh | None) -> int:
+    """Return as many stages as there are ranks in each of `width` pipelines.
+
+    Raises:
+        ConfigError: there is no group to tell, or pipelines cannot share it evenly.
+    """
     if mesh is not None and "depth" in (mesh.mesh_dim_names or ()):
         return mesh.size((mesh.mesh_dim_names or ()).index("depth"))
     if group is None:
+        begin = "" if dist.is_initialized() else " (after torch.distributed.init_process_group, which was not called)"
         raise ConfigError(
-            "into how many stages is the model cut? Give stages=, such as stages=4; or a group, whose ranks are one "
-            "stage each"
+            "into how many stages is the model cut? Give stages=, such as stages=4, to run them all in this process; "
+            f"or group=torch.distributed.group.WORLD{begin}, to run one stage in each of its processes"
         )
     ranks = dist.get_world_size(group)
     if ranks % width:
-        raise ConfigError(f"the group has {ranks} ranks, which {width} pipelines cannot share evenly; give stages=")
+        raise ConfigError(
+            f"the group has {ranks} ranks, which {width} pipelines cannot share evenly; start a multiple of {width} "
+            "processes, or change data_parallel="
+        )
     return ranks // width

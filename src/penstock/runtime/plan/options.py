@@ -7,7 +7,7 @@ option (`penstock.train.setup.pipeline_options`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -27,7 +27,7 @@ from penstock.stage.autograd.recompute import RecomputeMode, check_recompute
 from penstock.stage.precision import PrecisionName, low_precision
 from penstock.weights.corrections.base import Correction
 from penstock.weights.decision import LossScale, Policy
-from penstock.weights.optim.lr_schedulers import SchedulerFactory
+from penstock.weights.optim.lr_schedulers import SchedulerFactory, check_factory
 
 
 @dataclass(frozen=True, repr=False)
@@ -202,10 +202,10 @@ class UpdateOptions:
             it, as `torch.nn.utils.clip_grad_norm_` does, whatever the order and the version rule. With it, or with a
             loss scale, parallel pipelines or post-validation, a gradient that is not finite skips the update, and the
             next version is a copy.
-        lr_schedule: update ordinal -> factor on the optimizer's learning rates.
         lr_scheduler: optimizer -> a scheduler of torch, such as ``lambda optimizer: OneCycleLR(optimizer, max_lr=1e-3,
-            total_steps=500)``, one per stage. It sets the rates of each update that is made, and momentum if it does
-            that; nobody steps it by hand. Resumed runs have it where it was.
+            total_steps=500)``, or ``lambda optimizer: LambdaLR(optimizer, factor)`` for a function of the number of the
+            update. One is made for each stage; it sets the rates of each update that is made, and momentum if it does
+            that. Nobody steps it by hand. Resumed runs have it where it was.
         ema_decay: decay of an exponential moving average of the weights, A(t+1) = decay A(t) + (1 - decay) W(t+1),
             which `Pipeline.evaluate` and `Pipeline.state_dict` give on demand; none is kept if None.
         divergence: what `Pipeline.trouble` is to report, where stages decide together.
@@ -215,7 +215,6 @@ class UpdateOptions:
     """
 
     max_grad_norm: float | None = None
-    lr_schedule: Callable[[int], float] | None = None
     lr_scheduler: SchedulerFactory | None = None
     ema_decay: float | None = None
     divergence: Divergence | None = None
@@ -225,8 +224,8 @@ class UpdateOptions:
         Policy(self.max_grad_norm)
         if self.ema_decay is not None and not 0 < self.ema_decay < 1:
             raise ConfigError(f"ema_decay must be between 0 and 1, such as 0.999; got {self.ema_decay}")
-        if self.lr_schedule is not None and self.lr_scheduler is not None:
-            raise ConfigError("lr_schedule and lr_scheduler both set learning rates; leave one of them out")
+        if self.lr_scheduler is not None:
+            check_factory(self.lr_scheduler)
         if self.divergence is not None:
             self.divergence.check()
 

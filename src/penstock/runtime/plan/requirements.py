@@ -12,6 +12,7 @@ from penstock.runtime.plan.options import PipelineOptions
 from penstock.schedule.build import ScheduleRequest, extend, extended
 from penstock.schedule.ir.rules import RULES
 from penstock.schedule.ir.schedule import Schedule
+from penstock.schedule.methods.choice import MethodChoice
 from penstock.schedule.proof.check import Proof
 from penstock.schedule.transforms.batch_ops import check_together
 from penstock.schedule.transforms.unfuse import taken_apart
@@ -26,6 +27,12 @@ def schedule_of(given: GivenSchedule) -> Schedule:
     Raises:
         ConfigError: it is something else.
     """
+    if isinstance(given, str | MethodChoice):
+        name = given if isinstance(given, str) else given.name
+        raise ConfigError(
+            f"{name!r} is a method, not a schedule; write method={name!r}, stages=4, microbatches=8, or "
+            f"schedule=penstock.make_schedule({name!r}, 4, 8)"
+        )
     if not isinstance(given, GivenSchedule):
         raise ConfigError(f"schedule must come from make_schedule, check or load_schedule, not {given!r:.80}")
     return given if isinstance(given, Schedule) else given.schedule

@@ -50,9 +50,13 @@ class BatchSource:
         stop: the request to end the run; none can come if None.
         drains: if reading ahead fails, the span ends before the batch that could not be read.
         shared: every rank reads this source, so samples need no checksum.
+        first: number of the first batch, for messages.
 
     Attributes:
         failure: why the span ends early; None while it does not.
+
+    Raises:
+        DataError: `batches` is no iterable.
     """
 
     def __init__(
@@ -64,10 +68,15 @@ class BatchSource:
         pipelines: int = 1,
         stop: StopRequest | None = None,
         drains: bool = False,
+        *,
         shared: bool = False,
+        first: int = 0,
     ) -> None:
-        self._drains, self._shared = drains, shared
+        self._drains, self._shared, self._first = drains, shared, first
         self.failure: Exception | None = None
+        if not hasattr(batches, "__iter__") and not hasattr(batches, "__getitem__"):
+            what = "a function; call it" if callable(batches) else type(batches).__name__
+            raise DataError(f"batches must be an iterable of batches, such as a DataLoader or a list; got {what}")
         self._batches: Iterator[Any] = iter(batches)
         self._m, self._width = microbatches, width
         self._readers = [1] * microbatches if reads is None else reads
@@ -97,14 +106,13 @@ class BatchSource:
                 self._exhausted = True
                 break
             wanted = self._width * self._m
-            following = microbatches_of(following, wanted, self._fetched)
+            number = self._first + self._fetched
+            following = microbatches_of(following, wanted, number)
             if len(following) != wanted:
                 takes = f"{self._m} per batch" + (f" and pipeline, of which there are {self._width}") * (
                     self._width > 1
                 )
-                raise DataError(
-                    f"batch {self._fetched} has {len(following)} microbatches, but the schedule takes {takes}"
-                )
+                raise DataError(f"batch {number} has {len(following)} microbatches, but the schedule takes {takes}")
             self._held[self._fetched], self._left[self._fetched] = following, self._reads
             self._fetched += 1
         return batch < self._fetched
@@ -154,7 +162,8 @@ class BatchSource:
 
     def _sample(self, pair: Any, microbatch: int) -> Sample:
         if not isinstance(pair, tuple | list) or len(pair) != 2:
-            raise DataError(f"microbatch {microbatch} is not a pair (input, target) but {type(pair).__name__}")
+            what = f"a {type(pair).__name__}" + (f" of {len(pair)}" if isinstance(pair, tuple | list) else "")
+            raise DataError(f"microbatch {microbatch} is not a pair (input, target) but {what}")
         return Sample(pair[0], pair[1], 0 if self._shared else checksum(pair))
 
 

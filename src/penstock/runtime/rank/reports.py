@@ -40,7 +40,8 @@ class Report:
         loss = "None" if self.loss is None else f"{self.loss:.6g}"
         more = f", {len(self.decided)} decided" * bool(self.decided)
         more += f", {len(self.evaluated)} evaluated" * bool(self.evaluated)
-        return f"Report(batch={self.batch}, loss={loss}, weight={self.weight}, seconds={self.seconds:.4g}{more})"
+        weight = "None" if self.weight is None else f"{self.weight:g}"
+        return f"Report(batch={self.batch}, loss={loss}, weight={weight}, seconds={self.seconds:.4g}{more})"
 
 
 class Reports:

@@ -20,12 +20,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from penstock.errors import CheckpointError
+from penstock.checks import check_whole
+from penstock.errors import CheckpointError, ConfigError
 from penstock.partition.blocks import block_of
 from penstock.runtime.update.decisions import Decisions
 from penstock.schedule.methods.combine import Combine
@@ -87,11 +88,30 @@ class Saving(NamedTuple):
     sink: Callable[[Snapshot], None]
     make_room: Callable[[int], bool] = lambda _: True
 
+    def __repr__(self) -> str:
+        """Return when; whereto is a function."""
+        return f"Saving(every={self.every})"
+
     def wants(self, batch: int) -> bool:
         """Return True if a snapshot is taken before `batch`."""
         return batch > 0 and batch % self.every == 0
 
 
+def check_saving(save: Any) -> None:
+    """Refuse what is no plan for snapshots.
+
+    Raises:
+        ConfigError: it is something else, or its interval is no number of batches.
+    """
+    if not isinstance(save, Saving):
+        raise ConfigError(
+            f"save must be a Saving, such as checkpoints.every(100) of checkpoints = penstock.Checkpoints(pipeline, "
+            f"folder); got {save!r:.80}"
+        )
+    check_whole("save: every", save.every)
+
+
+@runtime_checkable
 class SavedState(Protocol):
     """The snapshots of all stages of a pipeline before one batch, whatever its depth and width were."""
 

@@ -16,11 +16,11 @@ from penstock.comm.p2p.transport import Channel
 from penstock.errors import CapabilityError
 from penstock.partition.blocks import deal
 from penstock.runtime.plan.plan import PipelinePlan
-from penstock.runtime.setup.initial_weights import check_equal, equalise
+from penstock.runtime.setup.initial_weights import check_equal, check_same_plan, equalise
 from penstock.runtime.setup.rank_state import RankState
 from penstock.runtime.update.stop_request import StopRequest
 from penstock.schedule.proof.check import Proof
-from penstock.stage.module import LossFunction
+from penstock.stage.loss import LossFunction
 from penstock.stage.stage_runtime import StageRuntime
 from penstock.weights.optim.updater import OptimizerFactory
 
@@ -46,6 +46,7 @@ def make_ranks(
         TransportError: a peer is dead.
     """
     origin = time.perf_counter() if grid.group is None else common_origin(grid.control)
+    check_same_plan(plan, grid)
     here = [(key.pipeline, stage) for key in grid.local for stage in plan.schedule.on_rank(key.rank)]
     dealt = deal(named, plan.parts, here)
     stop = StopRequest()

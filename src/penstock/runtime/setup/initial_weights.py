@@ -1,7 +1,8 @@
-"""Equal initial weights: of tied parameters, of copies of a stage, and of parallel pipelines."""
+"""What all processes begin with alike: the plan, and the weights that several of them hold."""
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import Any
@@ -15,12 +16,39 @@ from penstock.comm.core.rank_grid import Holder, RankGrid
 from penstock.comm.core.tagged_group import Tag
 from penstock.errors import ConfigError
 from penstock.partition.tied import Tie
+from penstock.runtime.plan.plan import PipelinePlan
 from penstock.runtime.rank.batch_source import checksum
 from penstock.runtime.setup.rank_state import RankState
 from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.methods.combine import Combine
 from penstock.stage.stage_runtime import StageRuntime
 from penstock.stage.stage_weights import TrainedWeights
+
+
+def check_same_plan(plan: PipelinePlan, grid: RankGrid) -> None:
+    """Make sure that all processes build the same pipeline; all call this together.
+
+    Raises:
+        ConfigError: their methods, microbatches or blocks differ.
+        TransportError: a peer is dead.
+    """
+    if grid.group is None:
+        return
+    schedule = plan.schedule
+    mine = (
+        f"{schedule.name} ({schedule.rule}), {schedule.num_stages} stages, {schedule.microbatches} microbatches, "
+        f"{sum(map(len, plan.parts))} blocks"
+    )
+    details = zlib.crc32(f"{schedule}\n{plan.parts}".encode())
+    found = gather_json([mine, details], "comparing pipelines", grid.control)
+    for rank, (other, others) in enumerate(found):
+        if other != mine:
+            raise ConfigError(f"ranks build different pipelines: this one {mine}; rank {rank} {other}")
+        if others != details:
+            raise ConfigError(
+                f"ranks build different pipelines: this one and rank {rank} have {mine}, but not the same order of "
+                "passes, names of blocks or blocks of each stage"
+            )
 
 
 def equalise(ties: Sequence[Tie], schedule: Schedule, grid: RankGrid, ranks: Sequence[RankState]) -> None:

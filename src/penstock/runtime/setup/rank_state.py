@@ -18,7 +18,7 @@ from penstock.runtime.update.stop_request import StopRequest
 from penstock.schedule.ir.rules import RULES
 from penstock.schedule.ir.schedule import Stage
 from penstock.schedule.proof.check import Proof
-from penstock.stage.module import LossFunction
+from penstock.stage.loss import LossFunction
 from penstock.weights.corrections.base import Correction
 from penstock.weights.optim.updater import OptimizerFactory
 

@@ -20,7 +20,8 @@ from penstock.schedule.proof.check import Proof
 from penstock.schedule.proof.in_flight import Piece
 from penstock.stage.autograd.recompute import parts_to_recompute
 from penstock.stage.graphs import StageGraphs
-from penstock.stage.module import LossFunction, StageModule
+from penstock.stage.loss import LossFunction
+from penstock.stage.module import StageModule
 from penstock.stage.stage_runtime import StageRuntime
 from penstock.stage.stage_weights import StageWeights, TrainedWeights
 from penstock.stage.weight_reads import ForwardWeightReads, WeightReads
@@ -207,8 +208,7 @@ class StageBuilder:
             corrector = weights.corrector = self._make_corrector(stage, weights, proof, correction)
             weights.apart = _steps_apart(proof)
             store.hold_estimate(self._estimates_whole(stage, proof, corrector))
-            rate = _rate(self._options.update.lr_schedule, corrector)
-            updater.correct(rate, None if corrector is None else corrector.begin)
+            updater.correct(*(None, None) if corrector is None else (_rate(corrector), corrector.begin))
             updater.prepare(store.layout, self._rotates(stage, proof, corrector))
             reading = _reading(RULES[proof.schedule.rule], weights, self._plan.backward_delays)
             storages = store.storages | (set() if weights.older is None else weights.older.storages)
@@ -266,11 +266,9 @@ def _reading(rule: VersionRule, weights: TrainedWeights, backward_delays: BlockD
     return ForwardWeightReads(store, updater, corrector, older)
 
 
-def _rate(base: Callable[[int], float] | None, corrector: Corrector | None) -> Callable[[int], float] | None:
-    """Rates as the user wants them, times those of a correction."""
-    if corrector is None:
-        return base
-    return lambda updates: (1.0 if base is None else base(updates)) * corrector.rate(max(updates - corrector.began, 0))
+def _rate(corrector: Corrector) -> Callable[[int], float]:
+    """The factor of a correction on rates; it counts updates from where its method began."""
+    return lambda updates: corrector.rate(max(updates - corrector.began, 0))
 
 
 def _halved(schedule: Schedule, stage: Stage, sends: bool) -> Callable[[Piece], bool]:

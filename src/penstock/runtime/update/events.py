@@ -21,6 +21,11 @@ class Evaluated(NamedTuple):
     total: float
     weight: float
 
+    def __repr__(self) -> str:
+        """Return the mean in place of the sum."""
+        loss = "None" if self.loss is None else f"{self.loss:.6g}"
+        return f"Evaluated(version={self.version}, loss={loss}, weight={self.weight:g})"
+
     @property
     def loss(self) -> float | None:
         """The mean; None where the weight is zero."""

@@ -12,10 +12,12 @@ from penstock.schedule.ir.order import options_of
 from penstock.schedule.methods.corrections import CORRECTIONS
 from penstock.schedule.methods.table import correction_options, find_method
 from penstock.schedule.orders import ORDERS
+from penstock.schedule.proof.check import Proof
+from penstock.short_repr import ShortRepr
 
 
-@dataclass(frozen=True)
-class MethodChoice:
+@dataclass(frozen=True, repr=False)
+class MethodChoice(ShortRepr):
     """A row of the method table and its options; what `method` returns.
 
     Attributes:
@@ -27,6 +29,17 @@ class MethodChoice:
     name: str
     options: Mapping[str, int] = field(default_factory=dict)
     correction: Mapping[str, float | None] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, repr=False)
+class ProofOfChoice(Proof):
+    """The proof of a schedule that knows which method was asked for, so that its correction goes with it.
+
+    Attributes:
+        chosen: the method with its options; None for orders of one's own.
+    """
+
+    chosen: MethodChoice | None = None
 
 
 def method(name: str, **options: Any) -> MethodChoice:

@@ -10,6 +10,7 @@ from penstock.train.config.schema import FallbackSection, TrainConfig
 from penstock.train.setup.lr_schedule import rate_schedule
 from penstock.weights.corrections.base import Correction
 from penstock.weights.corrections.registry import make_correction
+from penstock.weights.optim.lr_schedulers import by_factor
 
 
 def pipeline_options(config: TrainConfig, model: GPTConfig) -> PipelineOptions:
@@ -30,7 +31,7 @@ def pipeline_options(config: TrainConfig, model: GPTConfig) -> PipelineOptions:
         "correction": _correction(config),
         "divergence": _divergence(config.fallback),
         "divisor": tokens_per_batch(config, model),
-        "lr_schedule": rate_schedule(config.lr_schedule, config.batches),
+        "lr_scheduler": by_factor(rate_schedule(config.lr_schedule, config.batches)),
         "tied": TIED_EMBEDDINGS if config.model.tied else None,
     }
     return PipelineOptions().changed(**alike | others)

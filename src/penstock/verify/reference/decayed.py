@@ -66,14 +66,13 @@ class Decaying(ReferenceReading):
 
     def on_version(self, stage: ReferenceStage) -> None:
         """Record what predictions from this version need."""
-        rates = [stage.rate(j) for j in range(self.updates)]
         known = {}
         if stage.optimizer is not None:
             names = {parameter: name for name, parameter in stage.newest.items()}
             for group, initial in zip(stage.optimizer.param_groups, stage.rates, strict=True):
                 for p in group["params"]:
                     state = copy.deepcopy(stage.optimizer.state.get(p, {}))
-                    known[names[p]] = Known(state, dict(group), [initial * rate for rate in rates])
+                    known[names[p]] = Known(state, dict(group), [stage.rate(initial, j) for j in range(self.updates)])
         self.known.append(known)
 
     def read(self, stage: ReferenceStage, version: int) -> tuple[Weights, Weights | None]:

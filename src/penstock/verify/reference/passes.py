@@ -75,12 +75,17 @@ def leaves_of(weights: Weights, precision: torch.dtype | None) -> Weights:
 
 
 def weighted(result: Tensor | tuple[Tensor, float | Tensor], target: Any, output: Any) -> tuple[Tensor, float]:
-    """Return the sum that a loss has computed, in at least fp32, and its weight; a scalar is a mean over samples."""
+    """Return the sum that a loss has computed, in at least fp32, and its weight.
+
+    A scalar is a mean over samples, or over the share of their classes that are not -100, which torch ignores.
+    """
     if isinstance(result, tuple):
         sum_, weight = result
     else:
-        rows = [len(leaf) for leaf in tree_leaves([target, output]) if isinstance(leaf, Tensor) and leaf.dim() > 0]
-        weight = rows[0] if rows else 1
+        rows = [leaf for leaf in tree_leaves([target, output]) if isinstance(leaf, Tensor) and leaf.dim() > 0]
+        weight = float(len(rows[0])) if rows else 1.0
+        if rows and rows[0].dtype == torch.int64:
+            weight *= float((rows[0] != -100).double().mean())
         sum_ = result * weight
     return sum_.to(torch.promote_types(sum_.dtype, torch.float32)), float(weight)
 

@@ -50,9 +50,9 @@ class ReferencePrediction(ReferenceReading):
 
     def predict(self, stage: ReferenceStage, horizon: float) -> Weights:
         """Return the prediction from the newest weights."""
-        result, rate = {}, stage.rate()
+        result = {}
         groups = [] if stage.optimizer is None else stage.optimizer.param_groups
-        rates = {p: initial * rate for g, initial in zip(groups, stage.rates, strict=True) for p in g["params"]}
+        rates = {p: stage.rate(initial) for g, initial in zip(groups, stage.rates, strict=True) for p in g["params"]}
         for name, parameter in stage.newest.items():
             assert stage.optimizer is not None
             v = velocity(stage.optimizer, parameter, self.bias)

@@ -176,9 +176,9 @@ class Run:
                 )
         return size
 
-    def rate_of(self, momentary: Callable[[int], float], ahead: int = 0) -> float:
-        """Return the factor on the initial rates of a stage in the next update, or `ahead` updates later."""
-        return self.rate(self.updates + ahead) * momentary(self.updates + ahead)
+    def rate_of(self, momentary: Callable[[int], float], initial: float, ahead: int = 0) -> float:
+        """Return the rate of a stage in the next update, or `ahead` updates later: that of the schedule, corrected."""
+        return initial * self.rate(self.updates + ahead) * momentary(self.updates + ahead)
 
     def accumulate(self, t: int, batch: Sequence[tuple[Any, Any]], c: float, s: float) -> tuple[float, float]:
         """Accumulate the gradients of batch t, times s / c; return the sums of its losses and of their weights."""

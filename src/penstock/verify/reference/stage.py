@@ -60,7 +60,7 @@ class ReferenceStage:
         gradient: of the present batch, when its parts have been added.
         made: whether the newest version was made by an update.
         read: the version that the forward of the present batch's first microbatch read.
-        rate: number of updates ahead -> factor on the initial learning rates in that update.
+        rate: initial learning rate, number of updates ahead (0 by default) -> the rate in that update.
         reading, step: how weights are read and updates are made.
     """
 
@@ -80,7 +80,7 @@ class ReferenceStage:
         self.rates = [group["lr"] for group in self.optimizer.param_groups] if self.optimizer else []
         self.versions = [self.copy_newest()]
         self.made, self.read = False, 0
-        self.rate: Callable[..., float] = lambda _=0: 1.0
+        self.rate: Callable[..., float] = lambda initial, _=0: initial
         self.reading: ReferenceReading = ReferenceReading()
         self.step: Callable[[ReferenceStage], None] = step
         self.parts: list[Weights] = []
@@ -139,9 +139,9 @@ class ReferenceStage:
         for name, parameter in self.newest.items():
             g = self.gradient[name]
             parameter.grad = (g if factor == 1.0 else g * factor).to(parameter.dtype).clone()
-        rate, self.read = self.rate(), read
+        self.read = read
         for group, initial in zip(self.optimizer.param_groups, self.rates, strict=True):
-            group["lr"] = initial * rate
+            group["lr"] = self.rate(initial)
         with torch.no_grad():
             self.step(self)
         return {name: p.grad.clone() for name, p in self.newest.items() if p.grad is not None}

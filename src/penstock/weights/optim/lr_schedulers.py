@@ -9,18 +9,44 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
-from penstock.errors import CapabilityError
+from penstock.errors import CapabilityError, ConfigError
 
 SchedulerFactory = Callable[[torch.optim.Optimizer], LRScheduler]
 """Makes a scheduler of an optimizer, such as ``lambda optimizer: OneCycleLR(optimizer, max_lr=1e-3, total_steps=500)``;
 its steps are updates."""
+_HOW = "lr_scheduler=lambda optimizer: OneCycleLR(optimizer, max_lr=1e-3, total_steps=500)"
 _KEPT = 1024  # updates whose settings are remembered; for older ones the scheduler runs anew
+
+
+def check_factory(factory: Any) -> None:
+    """Refuse what makes no schedulers.
+
+    Raises:
+        ConfigError: it is a scheduler itself, or no function.
+    """
+    if isinstance(factory, LRScheduler):
+        name = type(factory).__name__
+        raise ConfigError(
+            f"lr_scheduler is {name} of an optimizer that exists already, but every stage needs one of its own; pass a "
+            f"function that makes it:\n    make = lambda optimizer: torch.optim.lr_scheduler.{name}(optimizer, ...)\n"
+            "    pipeline = penstock.Pipeline(..., lr_scheduler=make)"
+        )
+    if not callable(factory):
+        raise ConfigError(
+            f"lr_scheduler must be a function, optimizer -> scheduler, such as {_HOW}; got {factory!r:.80}"
+        )
+
+
+def by_factor(factor: Callable[[int], float]) -> SchedulerFactory:
+    """Return what makes a scheduler of a function: number of the update (0, 1, ...) -> factor on the rates."""
+    return partial(LambdaLR, lr_lambda=factor)
 
 
 class ScheduledSettings:
@@ -73,17 +99,23 @@ class ScheduledSettings:
 
     def _begin(self) -> None:
         self._stand_in = _StandIn(self._groups, self._defaults)
-        self._scheduler = self._factory(self._stand_in)
+        try:
+            self._scheduler = self._factory(self._stand_in)
+        except Exception as error:
+            error.add_note(
+                f"raised by lr_scheduler, which is called with the optimizer of each stage and returns a scheduler: "
+                f"{_HOW}; of a function of the number of the update: lambda optimizer: LambdaLR(optimizer, function)"
+            )
+            raise
         if isinstance(self._scheduler, ReduceLROnPlateau):
             raise CapabilityError(
-                "ReduceLROnPlateau needs a metric, which is known only after later updates have begun; set rates by "
-                "hand between two runs, in pipeline.optimizers()[stage].param_groups"
+                "ReduceLROnPlateau needs a metric, which is known only after later updates have begun; make it of "
+                "each optimizer in pipeline.optimizers().values(), and step it between two runs"
             )
         if not isinstance(self._scheduler, LRScheduler):
             raise CapabilityError(
                 f"lr_scheduler returned {type(self._scheduler).__name__}, not a scheduler of torch; pass a function "
-                "that makes one, such as lr_scheduler=lambda optimizer: OneCycleLR(optimizer, max_lr=1e-3, "
-                "total_steps=500)"
+                f"that makes one, such as {_HOW}"
             )
         self._rows: deque[list[dict[str, Any]]] = deque()
         self._first, self._ended = 0, None

@@ -11,7 +11,7 @@ versions.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -404,9 +404,19 @@ class Updater:
         if self._rate is None and self._scheduled is None:
             return
         factor = 1.0 if self._rate is None else self._rate(self.updates)
-        for place, group in enumerate(self._groups):
-            row = {"lr": self._rates[place]} if self._scheduled is None else self._scheduled.at(self.updates)[place]
+        rows = [{"lr": rate} for rate in self._rates] if self._scheduled is None else self._scheduled_rows()
+        for group, row in zip(self._groups, rows, strict=True):
             group.update(row, lr=row["lr"] * factor)
+
+    def _scheduled_rows(self) -> Sequence[Mapping[str, Any]]:
+        assert self._scheduled is not None
+        try:
+            return self._scheduled.at(self.updates)
+        except ValueError as error:
+            raise ConfigError(
+                f"lr_scheduler has no rate for update {self.updates + 1}: {error}. Give it as many steps as there are "
+                "updates in all runs together, such as total_steps=epochs * len(loader)"
+            ) from error
 
     def _optimizer_step(self) -> None:
         if self.optimizer is not None:
@@ -425,7 +435,7 @@ def _make(factory: Any, parameters: dict[str, nn.Parameter]) -> torch.optim.Opti
     if isinstance(factory, torch.optim.Optimizer):
         name = type(factory).__name__
         raise ConfigError(
-            f"optimizer is a {name} that exists already, but every stage needs one of its own; pass a function that "
+            f"optimizer is an instance of {name}, but every stage needs one of its own; pass a function that "
             f"makes it from named parameters:\n    make = lambda named: torch.optim.{name}(named, lr=...)\n"
             "    pipeline = penstock.Pipeline(..., optimizer=make)"
         )
@@ -434,7 +444,15 @@ def _make(factory: Any, parameters: dict[str, nn.Parameter]) -> torch.optim.Opti
             f"optimizer must be a function, named parameters -> optimizer, such as lambda named: "
             f"torch.optim.AdamW(named, lr=1e-3); got {factory!r:.80}"
         )
-    optimizer: torch.optim.Optimizer = factory(list(parameters.items()))
+    try:
+        optimizer: torch.optim.Optimizer = factory(list(parameters.items()))
+    except Exception as error:
+        error.add_note(
+            "raised by optimizer, which is called with the pairs (name, parameter) of a stage, as named_parameters() "
+            "yields them: optimizer=lambda named: torch.optim.AdamW(named, lr=1e-3), or [p for _, p in named] in place "
+            "of named"
+        )
+        raise
     _check_capability(optimizer, parameters)
     return optimizer
 

@@ -1,0 +1,76 @@
+"""`TrainingRun`: what `Pipeline.run` returns, an iterator of reports that can be left, closed and interrupted."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+import warnings
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+
+from penstock.runtime.rank.reports import Report
+
+_LOG = logging.getLogger(__name__)
+
+
+class TrainingRun(Iterator[Report]):
+    """A run of a pipeline: it trains as far as its reports are asked for, in order, one per batch.
+
+    Leaving its loop, or `close`, finishes the batches under way. While it works, a first Ctrl-C does the same as
+    `Pipeline.stop`: the batches under way are finished and reported, and then `KeyboardInterrupt` is raised, with the
+    pipeline as good as after any run. A second one interrupts at once, and breaks the pipeline. (This holds where
+    SIGINT has Python's own handler, in the main thread.)
+
+    Args:
+        reports: makes the reports; it is closed with the run.
+        stop: asks it to end.
+    """
+
+    def __init__(self, reports: Generator[Report], stop: Callable[[], None]) -> None:
+        self._reports, self._stop = reports, stop
+        self._begun = self._interrupted = False
+
+    def __repr__(self) -> str:
+        """Return whether it has begun."""
+        return f"<TrainingRun, {'begun' if self._begun else 'not begun'}>"
+
+    def __next__(self) -> Report:
+        self._begun = True
+        try:
+            with self._deferring():
+                return next(self._reports)
+        except (StopIteration, Exception) as end:
+            if self._interrupted:  # after what was under way, whether or not a loader has suffered from it
+                raise KeyboardInterrupt from (None if isinstance(end, StopIteration) else end)
+            raise
+
+    def close(self) -> None:
+        """Finish the batches under way, without reports."""
+        self._begun = True
+        self._reports.close()
+
+    def __del__(self) -> None:
+        """Say so if nobody has asked for a report, as then nothing was trained."""
+        if not self._begun:
+            said = "run() was called, but its reports were not asked for, so nothing was trained; write: "
+            warnings.warn(f"{said}for report in pipeline.run(loader): ...", RuntimeWarning, stacklevel=2)
+
+    @contextmanager
+    def _deferring(self) -> Iterator[None]:
+        """Let the first SIGINT be a request to stop."""
+        usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        if not usual or self._interrupted or threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        signal.signal(signal.SIGINT, self._interrupt)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def _interrupt(self, *_: object) -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        self._interrupted = True
+        self._stop()
+        _LOG.warning("interrupted: the batches under way are finished; a second Ctrl-C ends the run at once")

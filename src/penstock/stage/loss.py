@@ -1,0 +1,138 @@
+"""What a loss function returns for a microbatch, as a sum and its weight.
+
+An update divides the sum over a batch by the weight of the batch. So a mean is multiplied by what torch divided by:
+the number of samples, less the share of targets that the loss ignores. However a batch is divided into microbatches,
+the result is the mean that plain torch takes over the whole batch.
+"""
+
+from __future__ import annotations
+
+import functools
+import numbers
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from penstock.errors import ConfigError
+
+LossFunction = Callable[[Any, Any], Any]
+"""(output, target) -> the mean over the targets of a microbatch, as a scalar; or (sum, weight)."""
+_IGNORED = -100  # the default of torch's losses over classes
+
+
+def check_loss(loss: LossFunction | Mapping[int, LossFunction]) -> None:
+    """Refuse what cannot be a loss, or returns what would be taken for something else.
+
+    Args:
+        loss: one for the last stage; or several, by stage.
+
+    Raises:
+        ConfigError: it is no function, or it is a module of torch that sums or does not reduce, or that has parameters
+            to be trained.
+    """
+    for one in loss.values() if isinstance(loss, Mapping) else (loss,):
+        _check_one(one)
+
+
+def _check_one(loss: Any) -> None:
+    if isinstance(loss, type):
+        raise ConfigError(f"loss is the class {loss.__name__}; pass an instance: loss={loss.__name__}()")
+    if not callable(loss):
+        raise ConfigError(
+            f"loss must be a function (output, target) -> mean or (sum, weight), such as "
+            f"torch.nn.functional.mse_loss; got {loss!r:.80}"
+        )
+    if isinstance(loss, nn.Module):
+        trained = next((name for name, p in loss.named_parameters() if p.requires_grad), None)
+        if trained is not None:
+            raise ConfigError(
+                f"loss has a parameter to be trained, {trained}, but optimizers step the parameters of blocks only; "
+                "make it part of the last block, or freeze it with loss.requires_grad_(False)"
+            )
+    reduction = _setting(loss, "reduction", "mean")
+    if reduction != "mean":
+        raise ConfigError(
+            f"loss has reduction={reduction!r}, but an update takes the mean over its batch; use reduction='mean', or "
+            "return the sum with the number that it is divided by:\n"
+            "    summed = torch.nn.MSELoss(reduction='sum')\n"
+            "    pipeline = penstock.Pipeline(..., loss=lambda output, target: (summed(output, target), "
+            "target.numel()))"
+        )
+
+
+def _setting(loss: Any, name: str, default: Any) -> Any:
+    """A setting of a loss of torch, be it a module or a function with some arguments filled in."""
+    if isinstance(loss, functools.partial):
+        return loss.keywords.get(name, default)
+    return getattr(loss, name, default) if isinstance(loss, nn.Module) else default
+
+
+def sum_and_weight(result: Any, loss: LossFunction, output: Any, target: Any, where: str) -> tuple[Tensor, float]:
+    """Return a loss as a sum and its weight.
+
+    Args:
+        result: what the loss function returned.
+        loss: the function.
+        output: what it was called with.
+        target: and this.
+        where: the stage, for messages.
+
+    Raises:
+        ConfigError: the result is neither a scalar nor (sum, weight).
+    """
+    told = isinstance(result, tuple) and len(result) == 2
+    total = result[0] if told else result
+    if not isinstance(total, Tensor) or total.numel() != 1:
+        raise ConfigError(
+            f"{where}: the loss must be a mean as a scalar tensor, or (sum, weight); got {_named(result)}"
+        )
+    if not told:
+        weight = count_targets(loss, output, target)
+        return (total * weight if weight else _zero(output, total)), weight
+    given = result[1]
+    if not isinstance(given, numbers.Real) and not (isinstance(given, Tensor) and given.numel() == 1):
+        raise ConfigError(
+            f"{where}: the loss returned (loss, {_named(given)}), but the second of two is the weight of a sum, a "
+            "number; return the loss alone"
+        )
+    weight = float(given.detach() if isinstance(given, Tensor) else given)
+    if not weight >= 0:
+        raise ConfigError(f"{where}: the weight of a loss must not be negative, got {weight}")
+    return total, weight
+
+
+def count_targets(loss: LossFunction, output: Any, target: Any) -> float:
+    """Return how much the mean over a microbatch counts: its samples, less the share of targets that are ignored.
+
+    Samples are the length of the first dimension of the target (or, if that has none, of the output). Of targets that
+    are classes, those that torch's losses ignore do not count (-100, or the `ignore_index` of the loss), and others do
+    with the weight of their class, if `loss` is a module with such.
+    """
+    leaves = (*pytree.tree_leaves(target), *pytree.tree_leaves(output))
+    known = next((leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), None)
+    if known is None:
+        return 1.0
+    samples = float(known.shape[0])
+    if known.dtype != torch.int64 or not known.numel():
+        return samples
+    ignored, weights = _setting(loss, "ignore_index", _IGNORED), _setting(loss, "weight", None)
+    counted = known != ignored
+    if isinstance(weights, Tensor):
+        total = float(weights.detach()[known[counted]].double().sum())
+    else:
+        total = float(counted.sum())
+    return samples * (total / known.numel())
+
+
+def _zero(output: Any, total: Tensor) -> Tensor:
+    """A loss without targets, as zero: torch's mean over none is NaN, which the backward would spread."""
+    outputs = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    zeros: list[Tensor] = [(leaf * 0).sum().real for leaf in outputs]
+    return sum(zeros, torch.zeros((), dtype=total.dtype, device=total.device)) if zeros else total.detach() * 0
+
+
+def _named(value: Any) -> str:
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__

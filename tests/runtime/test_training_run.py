@@ -1,0 +1,187 @@
+"""A run that is left, interrupted or never begun."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from penstock import Pipeline
+from penstock.errors import PenstockError
+from support.pool import Pool
+
+BATCHES = 6
+
+
+class Interrupts(nn.Module):
+    """Is called as often as microbatches pass, and gets signals at some of these moments."""
+
+    def __init__(self, at: tuple[int, ...] = ()) -> None:
+        super().__init__()
+        self.at, self.count = at, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        if self.count in self.at:
+            signal.raise_signal(signal.SIGINT)
+        return x
+
+
+def make_pipeline(method: str = "2bw", at: tuple[int, ...] = (), **options: Any) -> Pipeline:
+    torch.manual_seed(0)
+    blocks = [nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4), Interrupts(at), nn.Linear(4, 2)]
+    options = {"stages": 2} | options
+    return Pipeline(
+        blocks,
+        method=method,
+        microbatches=2,
+        loss=F.mse_loss,
+        optimizer=lambda named: torch.optim.SGD(named, lr=0.1, momentum=0.9),
+        partition=[2, 3],
+        timeout=20.0,
+        **options,
+    )
+
+
+def batches(count: int = BATCHES) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [(torch.randn(4, 3, generator=generator), torch.randn(4, 2, generator=generator)) for _ in range(count)]
+
+
+def weights_of(pipeline: Pipeline) -> list[Tensor]:
+    return [tensor.clone() for tensor in pipeline.state_dict().values()]
+
+
+def assert_as_after(pipeline: Pipeline, count: int) -> None:
+    """It is where a run over so many batches ends, and goes on from there."""
+    wanted = make_pipeline(pipeline.schedule.name)
+    list(wanted.run(batches()[:count]))
+    assert pipeline.batches == count
+    for rest in ([], batches()[count:]):
+        for each in (pipeline, wanted):
+            list(each.run(rest))
+        for found, known in zip(weights_of(pipeline), weights_of(wanted), strict=True):
+            assert torch.equal(found, known)
+
+
+@pytest.mark.parametrize("method", ["1f1b", "2bw", "stash"])
+def test_an_interrupt_finishes_what_is_under_way(method: str) -> None:
+    pipeline, reports = make_pipeline(method, at=(5,)), []  # in the third batch
+    with pytest.raises(KeyboardInterrupt):  # noqa: PT012
+        for report in pipeline.run(batches()):
+            reports.append(report.batch)
+    assert reports == list(range(pipeline.batches))
+    assert 3 <= len(reports) < BATCHES
+    assert_as_after(pipeline, len(reports))
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_second_interrupt_ends_at_once(caplog: pytest.LogCaptureFixture) -> None:
+    pipeline = make_pipeline(at=(5, 6))
+    with pytest.raises(KeyboardInterrupt):
+        list(pipeline.run(batches()))
+    assert "the batches under way are finished; a second Ctrl-C ends the run at once" in caplog.text
+    with pytest.raises(PenstockError, match=r"cannot go on \(KeyboardInterrupt\); make a new one"):
+        pipeline.snapshots()
+
+
+def test_an_interrupt_that_a_loader_suffers_from_is_one() -> None:
+    """As where Ctrl-C ends the processes of a DataLoader, too."""
+
+    def loader() -> Iterator[Any]:
+        yield from batches()[:3]
+        signal.raise_signal(signal.SIGINT)
+        raise RuntimeError("a worker exited unexpectedly")
+
+    pipeline = make_pipeline()
+    with pytest.raises(KeyboardInterrupt) as caught:
+        list(pipeline.run(loader()))
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    assert_as_after(pipeline, 3)
+
+
+def test_an_interrupt_in_the_loop_is_not_deferred() -> None:
+    pipeline, reports = make_pipeline(), []
+    with pytest.raises(KeyboardInterrupt):  # noqa: PT012
+        for report in pipeline.run(batches()):
+            reports.append(report.batch)
+            if report.batch == 2:
+                signal.raise_signal(signal.SIGINT)
+    assert reports == [0, 1, 2]
+    assert_as_after(pipeline, 4)  # one more had begun
+
+
+def test_handlers_of_others_are_left_alone() -> None:
+    caught: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: caught.append(number))
+    try:
+        pipeline = make_pipeline(at=(5,))
+        assert len(list(pipeline.run(batches()))) == BATCHES
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert caught == [signal.SIGINT]
+
+
+def test_in_another_thread_no_handler_is_set() -> None:
+    pipeline, found = make_pipeline(), []
+    thread = threading.Thread(target=lambda: found.extend(pipeline.run(batches())))
+    thread.start()
+    thread.join()
+    assert len(found) == BATCHES
+
+
+def interrupted(group: dist.ProcessGroup, method: str) -> tuple[list[int], int]:
+    """Every process gets the signal at a moment of its own."""
+    at = (5,) if dist.get_rank(group) else ()
+    pipeline, reports = make_pipeline(method, at, group=group), []
+    source = batches(40)
+
+    def loader() -> Iterator[Any]:
+        for t, batch in enumerate(source):
+            if t == 3 and dist.get_rank(group) == 0:
+                signal.raise_signal(signal.SIGINT)
+            yield batch
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # as where nobody has changed it
+    try:
+        for report in pipeline.run(loader()):
+            reports.append(report.batch)
+        pytest.fail("the run was not interrupted")
+    except KeyboardInterrupt:
+        pass
+    finally:
+        signal.signal(signal.SIGINT, before)
+    list(pipeline.run(batches(1)))
+    return reports, pipeline.batches
+
+
+@pytest.mark.parametrize("method", ["1f1b", "2bw"])
+def test_interrupted_ranks_end_after_the_same_batch(pool: Pool, method: str) -> None:
+    first, second = pool.submit(interrupted, method, ranks=2)
+    assert first == second
+    assert len(first[0]) == first[1] - 1 < 40
+
+
+def test_a_run_that_is_closed_is_over() -> None:
+    pipeline = make_pipeline()
+    run = pipeline.run(batches())
+    next(run)
+    with pytest.raises(PenstockError, match=r"is under way; end it first: .* call close\(\) on what run"):
+        next(pipeline.run(batches()))
+    run.close()
+    assert list(run) == []
+    assert_as_after(pipeline, pipeline.batches)
+
+
+def test_a_run_that_nobody_asks_is_noticed() -> None:
+    pipeline = make_pipeline()
+    with pytest.warns(RuntimeWarning, match=r"nothing was trained; write: for report in pipeline.run\(loader\)"):
+        pipeline.run(batches())
+    pipeline.run(batches()).close()  # on purpose

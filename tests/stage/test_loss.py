@@ -1,0 +1,171 @@
+"""However a batch is divided, an update takes the mean that plain torch takes over the whole batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from penstock import Pipeline
+from penstock.errors import ConfigError
+from penstock.stage.loss import check_loss, count_targets, sum_and_weight
+
+CLASSES, TOKENS, SAMPLES = 5, 4, 7
+Loss = Callable[[Tensor, Tensor], Any]
+
+
+def make_blocks() -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, CLASSES)]
+
+
+def classes(ignored: float, value: int = -100) -> list[tuple[Tensor, Tensor]]:
+    """Four batches of tokens; of the second and third one a microbatch of one sample has no target at all."""
+    generator = torch.Generator().manual_seed(3)
+    batches = []
+    for t in range(4):
+        targets = torch.randint(CLASSES, (SAMPLES, TOKENS), generator=generator)
+        targets[torch.rand(targets.shape, generator=generator) < ignored] = value
+        if t in (1, 2) and ignored:
+            targets[-1] = value
+        batches.append((torch.randn(SAMPLES, TOKENS, 3, generator=generator), targets))
+    return batches
+
+
+def numbers() -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(4)
+    shapes = (SAMPLES, TOKENS, 3), (SAMPLES, TOKENS, CLASSES)
+    return [tuple(torch.randn(s, generator=generator) for s in shapes) for _ in range(4)]  # type: ignore[misc]
+
+
+def over_tokens(loss: Loss) -> Loss:
+    """Without a way to see how it is made."""
+    return lambda logits, targets: loss(logits.flatten(0, 1), targets.flatten())
+
+
+class OverTokens(nn.CrossEntropyLoss):
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        return super().forward(logits.flatten(0, 1), targets.flatten())
+
+
+WEIGHTS = torch.tensor([1.0, 4.0, 0.5, 2.0, 1.0])
+CASES: dict[str, tuple[Loss, list[tuple[Tensor, Tensor]]]] = {
+    "mean squares": (F.mse_loss, numbers()),
+    "a module": (nn.SmoothL1Loss(), numbers()),
+    "classes": (over_tokens(F.cross_entropy), classes(0)),
+    "classes, some ignored": (over_tokens(F.cross_entropy), classes(0.5)),
+    "a module that ignores": (OverTokens(), classes(0.5)),
+    "a module that ignores another class": (OverTokens(ignore_index=2), classes(0.5, 2)),
+    "weights of classes": (OverTokens(weight=WEIGHTS), classes(0.3)),
+    "weights and smooth labels": (OverTokens(weight=WEIGHTS, label_smoothing=0.2), classes(0.3)),
+    "probabilities": (
+        lambda o, t: F.cross_entropy(o.flatten(0, 1), t.flatten(0, 1).softmax(1)),
+        numbers(),
+    ),
+}
+
+
+def train_plainly(loss: Loss, batches: list[tuple[Tensor, Tensor]]) -> tuple[list[float], list[Tensor]]:
+    model = nn.Sequential(*make_blocks())
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.5), []
+    for inputs, targets in batches:
+        optimizer.zero_grad()
+        found = loss(model(inputs), targets)
+        found.backward()
+        optimizer.step()
+        losses.append(found.item())
+    return losses, [p.detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("microbatches", [2, 7])
+@pytest.mark.parametrize("case", CASES)
+def test_a_batch_in_parts_learns_what_plain_torch_learns_from_the_whole(case: str, microbatches: int) -> None:
+    loss, batches = CASES[case]
+    wanted, weights = train_plainly(loss, batches)
+    pipeline = Pipeline(
+        make_blocks(),
+        method="1f1b",
+        stages=2,
+        microbatches=microbatches,
+        loss=loss,
+        optimizer=lambda named: torch.optim.SGD(named, lr=0.5),
+    )
+    assert [r.loss for r in pipeline.run(batches)] == pytest.approx(wanted, rel=1e-6)
+    torch.testing.assert_close(list(pipeline.full_state_dict().values()), weights, rtol=1e-5, atol=1e-6)
+
+
+def weight_of(loss: Any, target: Any) -> float:
+    return count_targets(loss, torch.zeros(2, 3), target)
+
+
+def test_what_a_mean_counts() -> None:
+    ignoring = partial(F.cross_entropy, ignore_index=7)
+    assert weight_of(F.mse_loss, torch.zeros(6, 2)) == 6
+    assert weight_of(F.mse_loss, None) == 2  # the samples of the output
+    assert weight_of(F.cross_entropy, torch.tensor([[1, -100], [-100, -100]])) == 0.5
+    assert weight_of(ignoring, torch.tensor([[1, -100], [7, 7]])) == 1
+    assert weight_of(F.cross_entropy, {"labels": torch.tensor([-100, 3])}) == 1
+    assert weight_of(F.cross_entropy, torch.tensor([-100, 3], dtype=torch.int32)) == 2  # torch takes no such classes
+    assert count_targets(F.mse_loss, torch.tensor(1.0), torch.tensor(2.0)) == 1
+
+
+@pytest.mark.parametrize("weight", [3, 3.0, np.int64(3), torch.tensor(3), torch.tensor([3.0], requires_grad=True)])
+def test_a_sum_comes_with_its_weight(weight: Any) -> None:
+    total = torch.tensor(6.0)
+    assert sum_and_weight((total, weight), F.mse_loss, None, None, "stage 1") == (total, 3.0)
+
+
+@pytest.mark.parametrize(
+    ("result", "said"),
+    [
+        (1.5, "stage 1: the loss must be a mean as a scalar tensor, or .sum, weight.; got float"),
+        (torch.zeros(3), r"got a tensor of shape \(3,\)"),
+        ({"loss": torch.tensor(1.0)}, "got dict"),
+        ((torch.tensor(1.0), torch.zeros(2, 2), 3), "got tuple"),
+        (
+            (torch.tensor(1.0), torch.zeros(2, 2)),
+            r"returned \(loss, a tensor of shape \(2, 2\)\).*return the loss alone",
+        ),
+        ((torch.tensor(1.0), {"accuracy": 1}), r"returned \(loss, dict\)"),
+        ((torch.tensor(1.0), -1), "must not be negative, got -1"),
+        ((torch.tensor(1.0), float("nan")), "must not be negative, got nan"),
+    ],
+)
+def test_what_is_no_loss(result: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        sum_and_weight(result, F.mse_loss, torch.zeros(2), torch.zeros(2), "stage 1")
+
+
+class Weighted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    ("loss", "said"),
+    [
+        (nn.MSELoss, r"loss is the class MSELoss; pass an instance: loss=MSELoss\(\)"),
+        ("mse", "loss must be a function .*got 'mse'"),
+        (nn.MSELoss(reduction="sum"), r"(?s)reduction='sum'.*target.numel\(\)"),
+        (partial(F.mse_loss, reduction="none"), "reduction='none'"),
+        (Weighted(), "loss has a parameter to be trained, scale"),
+        ({0: F.mse_loss, 1: None}, "loss must be a function .*got None"),
+    ],
+    ids=["class", "text", "sum", "none", "parameters", "by stage"],
+)
+def test_losses_that_are_refused_before_anything_starts(loss: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        check_loss(loss)
+    with pytest.raises(ConfigError, match=said):
+        Pipeline(make_blocks(), method="1f1b", stages=2, microbatches=2, loss=loss, optimizer=torch.optim.SGD)
+
+
+def test_a_frozen_loss_is_no_trouble() -> None:
+    check_loss(Weighted().requires_grad_(False))
