@@ -59,8 +59,7 @@ class Forward(Consumer):
                     f"microbatch {k} (batch {turn.batch}) is not the same on the first and the last stage; every rank "
                     "must see the same samples in the same order"
                 )
-        if turn.batch >= span.begun:  # an earlier batch may still go through later chunks
-            span.more = header.more
+        span.more = header.more  # no older batch comes later: all forwards of a period are of its own (`check_offered`)
         if stage.books.provisional:
             self._runtime.graphs.begin_draft()
             stage.drafts[k, self._number] = Draft(header, value, wants, sample.target)
