@@ -166,9 +166,10 @@ def test_receives_that_wait_for_each_other() -> None:
     with pytest.raises(ScheduleError) as caught:
         check(parse_schedule(text), window=1)
     assert str(caught.value).splitlines() == [
-        "deadlock: 2 ranks would wait for ever",
+        "unnamed cannot run with a window of 1: deadlock: 2 ranks would wait for ever",
         "  rank 0 at B0@0 waits for the gradient of microbatch 0 from rank 1",
         "  rank 1 at RECV2@1<0/parked waits for rank 0 to send earlier parked messages",
+        "It is proven with a window of 2; set it to 2 or more",
     ]
 
 

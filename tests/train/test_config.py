@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, ScheduleError
 from penstock.schedule.methods.table import METHODS, correction_options
 from penstock.train.config.key_reference import commented_reference, described_keys, known_keys, with_options
 from penstock.train.config.load import load_config, validate_config
@@ -248,3 +248,26 @@ def test_options_of_methods_are_listed_under_their_sections():
     assert found["options.chunks"] == (2, "interleaved, breadth-first, zb-interleaved (docs/orders.md)")
     assert found["options.ahead"][0] == 2
     assert "\n#   correction.beta: of i-timeprest: the share " in commented_reference()
+
+
+def test_the_window_of_every_method_of_a_run() -> None:
+    """It reaches the proofs by which transports are made, with all that a run adds to the schedules."""
+    text = f"data={Path(__file__).parents[2] / 'LICENSE'}"
+    small = ["stages=2", "model.layers=2", "model.context=8", text, "sync.batches=2", "fallback.at=9"]
+    for key, window in (([], 2), (["window=5"], 5)):
+        prepared = prepare(load_config(None, [*small, "recompute=stage", *key]))
+        plans = [prepared.plan_of(phase) for phase in ("sync", "main", "fallback")]
+        assert [plan.schedule.name for plan in plans] == ["1f1b", "2bw", "1f1b"]
+        assert [plan.proof.lowered.window for plan in plans] == [window] * 3
+
+
+def test_a_window_that_is_too_small() -> None:
+    with pytest.raises(ConfigError, match="window: input should be greater than or equal to 1 or null, got 0"):
+        load_config(None, ["window=0"])
+    text = f"data={Path(__file__).parents[2] / 'LICENSE'}"
+    changes = ["method=breadth-first", "microbatches=4", "model.layers=2", "model.context=8", "window=1", text]
+    with pytest.raises(ScheduleError) as refused:
+        prepare(load_config(None, changes))
+    first, *_, last = str(refused.value).splitlines()
+    assert first == "breadth-first cannot run with a window of 1: deadlock: 2 ranks would wait for ever"
+    assert last == "It is proven with a window of 2; set it to 2 or more"

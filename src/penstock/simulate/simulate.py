@@ -16,7 +16,7 @@ from penstock.schedule.machine.lower import lower
 from penstock.schedule.machine.play import Machine
 from penstock.schedule.machine.window_search import lower_freely, unlimited
 from penstock.schedule.proof.activations import Activations, most_held
-from penstock.schedule.proof.check import Proof, check
+from penstock.schedule.proof.check import Proof, check, too_narrow
 from penstock.simulate.costs import Costs
 from penstock.simulate.messages import count_messages, receive_buffers
 from penstock.timeline import Bubble, Interval, Timeline
@@ -119,7 +119,7 @@ def simulate_schedule(
     try:
         timeline, held = play(lowered, costs, batches, rejected)
     except ScheduleError as error:
-        raise _too_narrow(proof, lowered.window, error) from None
+        raise too_narrow(proof.schedule.name, lowered.window, proof.lowered.window, error) from None
     activations = tuple(float(most) for most in map(max, held, _activations_of(proof, costs.left)))
     return Simulation(
         lowered,
@@ -152,16 +152,7 @@ def _lower(proof: Proof, costs: Costs, batches: int, window: Window | None) -> L
     try:
         return lower(proof.schedule, window=window)
     except ScheduleError as error:
-        raise _too_narrow(proof, window, error) from None
-
-
-def _too_narrow(proof: Proof, window: int, error: ScheduleError) -> ScheduleError:
-    """What to say where a proven schedule cannot run with another window."""
-    enough = proof.lowered.window
-    return ScheduleError(
-        f"{proof.schedule.name} cannot run with a window of {window}: {error}"
-        + (f"\nIt is proven with a window of {enough}; set it to {enough} or more" if enough > window else "")
-    )
+        raise too_narrow(proof.schedule.name, window, proof.lowered.window, error) from None
 
 
 def _activations_of(proof: Proof, left: float) -> tuple[Fraction, ...]:

@@ -60,8 +60,7 @@ class Forward(Consumer):
                     "must see the same samples in the same order (no DistributedSampler, and a generator with the same "
                     "seed where a DataLoader shuffles)"
                 )
-        if turn.batch >= span.begun:  # an earlier batch may still go through later chunks
-            span.more = header.more
+        span.more = header.more  # no older batch comes later: all forwards of a period are of its own (`check_offered`)
         if stage.books.provisional:
             self._runtime.graphs.begin_draft()
             stage.drafts[k, self._number] = Draft(header, value, wants, sample.target)

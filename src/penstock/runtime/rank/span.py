@@ -108,7 +108,7 @@ class RankSpan:
         start: the first batch of the span, counted from the start of training.
         older: what a version before the span's first one means: 0, or -1 where there is one.
         more: whether another batch follows the one under way.
-        begun: the last batch that any stage of the rank has begun.
+        begun: the last batch that any stage of the rank has begun; no forward of an earlier one comes after that.
         rejected: whether the last VALIDATE has rejected its version.
     """
 
@@ -147,8 +147,8 @@ class RankSpan:
 
     def begin_batch(self, stage: StageSpan, batch: int) -> Iterator[Wait]:
         """Do what comes before the first forward of a batch on a stage, and on the rank."""
-        first, stage.begun = batch > self.begun, batch
-        self.begun = max(self.begun, batch)
+        first = batch > self.begun
+        self.begun = stage.begun = batch
         if stage.trained:
             self.capture.before_forward(stage.runtime, batch)
         else:

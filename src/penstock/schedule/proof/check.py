@@ -125,10 +125,13 @@ def check(schedule: Schedule, lookahead: int | None = None, window: int | None =
         raise ScheduleError(f"{schedule.name}: unknown rule {schedule.rule!r}; known: {', '.join(RULES)}")
     check_coverage(schedule)
     chosen = schedule.window if window is None else window
-    lowered = lower(schedule, lookahead, chosen) if chosen is not None else lower_freely(schedule)
-    if lookahead is not None and chosen is None:
-        lowered = lower(schedule, lookahead, lowered.window)
-    _prove_progress(lowered)
+    try:
+        lowered = lower(schedule, lookahead, chosen) if chosen is not None else lower_freely(schedule)
+        if lookahead is not None and chosen is None:
+            lowered = lower(schedule, lookahead, lowered.window)
+        _prove_progress(lowered)
+    except ScheduleError as error:
+        raise error if chosen is None else _with_more_room(schedule, chosen, error) from None
     books = _Books(schedule, older=0)
     steady_from = books.prove()
     if RULES[schedule.rule].bases == 2:
@@ -151,6 +154,29 @@ def check(schedule: Schedule, lookahead: int | None = None, window: int | None =
         for stage, s in books.states.items()
     }
     return Proof(lowered, facts, books.activations.peaks(), steady_from)
+
+
+def too_narrow(name: str, window: int, enough: int, error: ScheduleError) -> ScheduleError:
+    """Return what to say of a schedule that cannot run with a window, but with another one.
+
+    Args:
+        name: of the schedule.
+        window: with which it cannot run.
+        enough: with which it has been proven.
+        error: why it cannot.
+    """
+    hint = f"\nIt is proven with a window of {enough}; set it to {enough} or more" if enough > window else ""
+    return ScheduleError(f"{name} cannot run with a window of {window}: {error}{hint}")
+
+
+def _with_more_room(schedule: Schedule, window: int, error: ScheduleError) -> ScheduleError:
+    """Return what to say of a schedule that cannot run with a window: whether it can with another one."""
+    try:
+        lowered = lower_freely(schedule)
+        _prove_progress(lowered)
+    except ScheduleError:
+        return error
+    return too_narrow(schedule.name, window, lowered.window, error) if lowered.window > window else error
 
 
 def _transient(schedule: Schedule) -> int:

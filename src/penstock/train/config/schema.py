@@ -229,6 +229,12 @@ class TrainConfig(Strict):
     backward_delays: BlockDelays = Field(
         default=None, description="the same of the weights in the formulas of backwards; as delays if not set"
     )
+    window: int | None = Field(
+        default=None,
+        ge=1,
+        description="messages that may be outstanding on a lane between two ranks, each of which is memory; as few as "
+        "cost no time if not set, where messages take none (what they cost: `penstock simulate --latency`)",
+    )
     balance: list[int] | None = Field(default=None, description="blocks per stage; balanced by cost if not set")
     seed: int = Field(default=0, ge=0, le=2**63 - 1, description="of initialisation, sample order and dropout")
     data: str | None = Field(

@@ -117,7 +117,9 @@ def _schedule(config: TrainConfig) -> ScheduleRequest:
         if not RULES[row.rule].provisional:
             raise ConfigError(f"undo=in-place: method {row.name!r} never takes an update back; leave undo out")
         rule = "provisional-in-place"
-    return ScheduleRequest(row.name, config.stages, config.microbatches, rule, options=config.options)
+    return ScheduleRequest(
+        row.name, config.stages, config.microbatches, rule, options=config.options, window=config.window
+    )
 
 
 def _other_methods(config: TrainConfig) -> dict[str, ScheduleRequest]:
@@ -133,7 +135,7 @@ def _other_methods(config: TrainConfig) -> dict[str, ScheduleRequest]:
                 f"{phase}.method must be synchronous, so that every batch reads all updates before it; {row.name!r} "
                 "reads delayed weights. Take 1f1b or gpipe"
             )
-        found[phase] = ScheduleRequest(row.name, config.stages, config.microbatches)
+        found[phase] = ScheduleRequest(row.name, config.stages, config.microbatches, window=config.window)
     return found
 
 
