@@ -54,13 +54,13 @@ class Idle(NamedTuple):
 
 @dataclass(frozen=True)
 class TimeSplit:
-    """Working time, and idle time by cause, of every rank.
+    """How long every rank works, and why it stands idle the rest of the time.
 
     Attributes:
         makespan: time from the first start to the last end of work on any rank.
         busy: working time per rank.
-        idle: the rest of the makespan, per rank.
-        partial: True if only the end of the run is covered, because the timeline before it was dropped.
+        idle: per rank, the idle time of each cause; with the working time it adds up to the makespan.
+        partial: whether only the end of the run is covered, because the timeline before it was dropped.
     """
 
     makespan: float
@@ -83,7 +83,7 @@ class TimeSplit:
 
 
 def split_time(timeline: Timeline) -> TimeSplit:
-    """Split the makespan of every rank into working time and idle time by cause."""
+    """Split the time of every rank into work, and idle time by cause: where the time went."""
     bubble, facts, idle = timeline.bubble(), _Facts(timeline), []
     for rank in range(timeline.ranks):
         causes = dict.fromkeys(Idle._fields, 0.0)

@@ -25,11 +25,11 @@ from penstock.view.text import draw_timeline
 
 @dataclass(frozen=True, repr=False)
 class ProvenSchedule(ProofOfChoice):
-    """A schedule that has been proven: complete, free of deadlock, every pass on the weights that its rule names.
+    """A schedule that has been proven: complete, free of deadlock, and every pass reads the weights that it should.
 
-    `make_schedule`, `check` and `load_schedule` return one, and `Pipeline(schedule=...)` takes it. `versions`, `delays`
-    and `activations` are facts that the proof derived, per rank; `stages` has them per stage. `print` shows the text
-    form.
+    `make_schedule`, `check` and `load_schedule` return one, and ``Pipeline(schedule=...)`` takes it. The proof has
+    derived what it needs, per rank: `versions` (weight copies), `delays` and `activations` (microbatches in flight);
+    `stages` has more, per stage. `print` shows the text form.
     """
 
     @classmethod
@@ -111,10 +111,17 @@ def make_schedule(
     """Build a schedule and prove it.
 
     Args:
-        method_or_order: the name of a method, what `method` returned, or a function (stages, microbatches) -> order,
-            which may return an `Order` or simply, per rank, the passes of one flushed batch as text:
-            ``["F0 F1 B0 B1", "F0 B0 F1 B1"]``.
-        stages, microbatches, rule, order, options, decides, window: as of `penstock.schedule.build.make_schedule`.
+        method_or_order: a method by its name; or what `method` returned; or an order of your own: a function (stages,
+            microbatches) -> for each rank its passes in one batch, as text: ``["F0 F1 B0 B1", "F0 B0 F1 B1"]`` (or an
+            `Order`).
+        stages: d, the number of stages; of a method that places several on a rank, the number of ranks.
+        microbatches: m, the microbatches of a batch.
+        rule: another version rule than the method's; of an order of your own "flush" if None.
+        order: another order than the method's.
+        options: of the order, such as {"chunks": 4}.
+        decides: whether all stages decide together before each update, as clipping, loss scales and parallel pipelines
+            need. A `Pipeline` adds that by itself.
+        window: the number of messages that may be outstanding on a connection; the least that costs no time if None.
 
     Raises:
         ConfigError: unknown method, order or rule, or choices that cannot go together.
@@ -132,7 +139,7 @@ def make_schedule(
 
 
 def check(schedule: Schedule | str) -> ProvenSchedule:
-    """Prove a schedule, which may be in its text form.
+    """Prove a schedule, given as such or in its text form.
 
     Raises:
         ScheduleError: it is wrong; the message names the action and the reason.

@@ -73,11 +73,14 @@ class Interval(NamedTuple):
 
 @dataclass
 class Timeline:
-    """The intervals and the memory use of one run on `ranks` ranks.
+    """What each rank did when, and how much memory it held: of a measured run, or of a simulated one.
 
     Attributes:
+        ranks: the number of ranks.
+        intervals: every action and every wait, with its rank, start and end.
         memory: per rank and kind, (time, amount held from then on): activations in units of one microbatch on the
             rank's whole share when simulated, bytes of each kind when measured.
+        unit: of times.
         since: intervals that began before this time were dropped, as a long measured run keeps only its end.
     """
 
@@ -126,11 +129,11 @@ class Timeline:
 
 @dataclass(frozen=True, repr=False)
 class Bubble:
-    """Idle time by the definitions of docs/design.md, section 3.
+    """How much of a timeline ranks stand idle, by the definitions of docs/design.md, section 3.
 
     Attributes:
         makespan: time from the first start to the last end on any rank.
-        rank_span: the longest (last end - first start) of a rank.
+        rank_span: the longest time from the first start to the last end on one rank.
         busy: working time per rank.
     """
 

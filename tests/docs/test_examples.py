@@ -246,7 +246,7 @@ def test_a_killed_run_goes_on_to_the_same_bits(
     capsys.readouterr()
     weights = example("resume")["main"](killed)
     first = int(re.findall(r"^batch (\d+):", capsys.readouterr().out, re.MULTILINE)[0])
-    assert first >= 10  # the checkpoint of batch 20 may not have been whole yet
+    assert first >= 10  # the checkpoint after 20 batches may have been under way, not the one before
     assert first % 10 == 0
     assert weights.keys() == undisturbed.keys()
     assert all(torch.equal(weights[name], tensor) for name, tensor in undisturbed.items())

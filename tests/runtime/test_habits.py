@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import io
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -62,11 +64,13 @@ def test_a_pipeline_is_not_called() -> None:
         make_pipeline()(torch.zeros(4, 3))
 
 
-def test_pipelines_can_be_copied() -> None:
-    pipeline = make_pipeline()
-    data = batches()
-    twin = copy.deepcopy(pipeline)
-    assert [r.loss for r in twin.run(data)] == [r.loss for r in pipeline.run(data)]
+def test_a_pipeline_is_not_pickled() -> None:
+    for save in (pickle.dumps, copy.deepcopy, lambda pipeline: torch.save(pipeline, io.BytesIO())):
+        with pytest.raises(TypeError, match=r"torch.save\(pipeline.full_state_dict\(\), path\).*penstock.Checkpoints"):
+            save(make_pipeline())
+
+
+def test_what_is_not_there_yet_is_missing() -> None:
     with pytest.raises(AttributeError, match="has no attribute '_plan'"):
         Pipeline.__new__(Pipeline)._plan  # noqa: B018
 

@@ -31,7 +31,7 @@ def _warn(batches: int, failure: str | None) -> None:
 
 
 class Checkpoints:
-    """The checkpoints of a pipeline in one folder, which all ranks can access.
+    """Saves a pipeline to a folder that all ranks can access, and loads the newest checkpoint from there.
 
         checkpoints = Checkpoints(pipeline, "runs/mine")
         checkpoints.load()
@@ -39,15 +39,19 @@ class Checkpoints:
             ...
         checkpoints.save()
 
+    A checkpoint holds everything that training depends on: weights (both versions under 2bw), optimizer state, module
+    buffers, loss scale, and the number of batches trained on. Between processes, every rank makes this object and calls
+    its methods together with the others.
+
     Args:
-        pipeline: to save and load; all ranks make this object together.
-        folder: of the run; checkpoints are in a subfolder.
+        pipeline: to save and load.
+        folder: of the run; checkpoints are written to its subfolder "checkpoints".
         keep: how many checkpoints to keep; older ones are removed.
-        extra: number of batches -> data to store with a checkpoint, serializable as JSON.
-        store: of the job, through which ranks announce what they have written; torch's default store if None.
+        extra: a function, number of batches -> data to store with that checkpoint, serializable as JSON.
+        store: the key-value store through which ranks announce what they have written; torch's default store if None.
         timeout: seconds to wait for the files of other ranks.
-        tell: called on the rank of the first stage, by a thread, with the number of batches of a checkpoint and None,
-            or the reason why it was not written; a warning in the log says so if nobody is to be told.
+        tell: called with the number of batches of each checkpoint, and None or the reason why it was not written, by a
+            thread on the rank of the first stage. By default, failures are logged as warnings.
 
     Raises:
         ConfigError: `keep` is less than 1.

@@ -21,14 +21,14 @@ from penstock.partition.blocks import LazyBlock
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """The shape of a GPT.
+    """The shape of a GPT, for `gpt_blocks`.
 
     Attributes:
-        layers: transformer layers.
-        width: D.
-        heads: H; the width must be a multiple of 2 H.
-        context: the maximal length of a sequence.
-        vocabulary: V.
+        layers: the number of transformer layers.
+        width: D, the size of hidden states; a multiple of 2 H.
+        heads: H, the number of attention heads of a layer.
+        context: the longest sequence, in tokens.
+        vocabulary: V, the number of tokens.
     """
 
     layers: int
@@ -168,11 +168,11 @@ def rotate(x_BHLK: Tensor, cos_LK: Tensor, sin_LK: Tensor) -> Tensor:
 
 
 def gpt_blocks(config: GPTConfig, seed: int) -> dict[str, LazyBlock]:
-    """Return the model as blocks, each initialized from its own seed, independently of the partition.
+    """Return a GPT as lazy blocks by name, each with initial weights that depend on the seed and its name alone.
 
     Args:
-        config: the shape.
-        seed: seed of the whole model.
+        config: its shape.
+        seed: of the whole model.
     """
     d, context = config.width, config.context
     layer = 12 * d * d + 2 * context * d  # multiplications per token
@@ -190,7 +190,7 @@ TIED_EMBEDDINGS: Mapping[str, str] = MappingProxyType({"head.out.weight": "embed
 
 
 def language_loss(logits_BLV: Tensor, targets_BL: Tensor) -> tuple[Tensor, float]:
-    """Return the sum of the cross-entropy over all tokens, in nats, and their number."""
+    """Return the sum of the cross-entropy over all tokens, in nats, and their number: a loss for `Pipeline`."""
     total = F.cross_entropy(logits_BLV.flatten(0, 1).float(), targets_BL.flatten(), reduction="sum")
     return total, float(targets_BL.numel())
 

@@ -30,12 +30,14 @@ _WRAPPERS = {
 
 @dataclass(frozen=True, repr=False)
 class LazyBlock(ShortRepr):
-    """A block that is built only on the rank that holds it, with a random state of its own.
+    """A block that is built only in the process that holds it, from a random seed of its own.
+
+    So no process needs memory for the whole model, and initial weights do not depend on how it is cut.
 
     Attributes:
-        build: builds the module.
-        seed: seed of its initialization, which so does not depend on the partition.
-        cost: relative time of its forward, for balancing stages; the number of parameters if None.
+        build: a function that builds the module.
+        seed: of torch's random numbers while it does.
+        cost: the relative time of the block, for balancing stages; its number of parameters if None.
     """
 
     build: Callable[[], nn.Module]

@@ -57,11 +57,11 @@ def equal_time_lengths(quadratic: float) -> Lengths:
 
 @dataclass(frozen=True, repr=False)
 class Slicing(ShortRepr):
-    """How the sequences of a microbatch are cut into slices.
+    """How the sequences of a microbatch are divided into slices.
 
     Attributes:
         dimension: the dimension of the sequence, in every tensor of inputs and targets that has it.
-        lengths: returns the lengths of the slices.
+        lengths: a function, (length of the sequence, number of slices) -> the length of each slice.
     """
 
     dimension: int = 1

@@ -45,4 +45,8 @@ def missing(name: str, known: list[str]) -> str:
     return f"a Pipeline has no attribute {name!r}{hint}"
 
 
+NO_PICKLE = (
+    "a Pipeline is not pickled or copied. Its weights: torch.save(pipeline.full_state_dict(), path); all that training "
+    f"depends on: {_SAVE}"
+)
 NO_CALL = f"a Pipeline is not called. {_LOOP}. For outputs, {_MODEL}"

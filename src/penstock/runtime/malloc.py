@@ -15,10 +15,10 @@ _LARGEST = 32 << 20  # bytes; glibc serves no larger ones from its heap
 
 
 def keep_freed_memory() -> bool:
-    """Make glibc keep freed memory for later allocations, in the whole process from now on.
+    """Make glibc keep freed memory for later allocations, in the whole process from now on; CPUs train faster then.
 
     Returns:
-        True if it does; elsewhere than on Linux with glibc nothing is changed.
+        Whether it does; elsewhere than on Linux with glibc nothing is changed.
     """
     if not sys.platform.startswith("linux"):
         return False

@@ -25,7 +25,7 @@ from penstock.partition.blocks import Blocks, named_blocks
 from penstock.runtime.engine import Engine
 from penstock.runtime.execute.evaluation import Evaluating, check_evaluating
 from penstock.runtime.full_state import gather_state, with_all_names
-from penstock.runtime.habits import NO_CALL, missing
+from penstock.runtime.habits import NO_CALL, NO_PICKLE, missing
 from penstock.runtime.plan.method_choice import correction_with, default_stages, request_of
 from penstock.runtime.plan.options import (
     DataParallel,
@@ -72,45 +72,66 @@ from penstock.weights.waves import WaveWeights
 
 
 class Pipeline:
-    """A model in training.
+    """A model that is divided into stages and trained by a method of pipeline parallelism.
+
+        pipeline = Pipeline(model, method="2bw", stages=4, microbatches=8, loss=loss, optimizer=make_optimizer)
+        for report in pipeline.run(loader):
+            ...
 
     Args:
-        blocks: the model as a list (or dict) of modules or functions, each taking what the one before returned; a
-            `LazyBlock` is made only where it is needed.
-        schedule: what `make_schedule`, `check` or `load_schedule` returned; or a method in place of it, with what
-            follows.
+        blocks: the model as an nn.Sequential, or as a list or dict of modules and functions, each of which takes what
+            the one before returned. A `LazyBlock` is built only in the process that holds it. The names of a dict are
+            those of `full_state_dict`.
+        schedule: what `make_schedule`, `check` or `load_schedule` returned; or leave it out and name a method.
         method: its name, such as "2bw" (`penstock methods` lists them), or what `penstock.method` returned.
-        stages: d, the number of stages (of a method that places several on a rank, of ranks); as many as the group has
-            ranks for each pipeline if None.
-        microbatches: m, into which each batch is split, for each of the parallel pipelines.
-        loss: (output, target) -> the mean over the samples of a microbatch, as torch's losses return it; or (sum,
-            weight), such as the sum over tokens and their number. Either way an update takes the mean over the whole
-            batch, however it is divided: a mean is weighted by the number of samples, the length of the target's first
-            dimension (or the output's, if the target has none). Used on the last stage, and on others to which no
-            gradient comes back. All sums are added, divided by the weight of the last stage's. A dict gives each its
-            own, by the number of its stage. Reports are of the last stage's.
-        optimizer: named parameters -> optimizer, called once per stage. A parameter that a batch does not use counts as
-            one with a gradient of zero (plain torch would skip it), so momentum and weight decay act on it.
-        lr_scheduler, max_grad_norm, ema_decay, divergence: from the gradient of a batch to an update
-            (`penstock.runtime.plan.options.UpdateOptions`).
-        precision: "fp32", "bf16" or "fp16"; or a `Precision`, with a loss scale of its own.
-        recompute: "none", "block" or "stage": forwards that are run again to save memory; or a `Recompute`.
+        stages: d, the number of stages (of ranks, if the method places several stages on one). By default, one for each
+            rank that the group has for a pipeline.
+        microbatches: m, the number of microbatches that a batch is split into, for each of the parallel pipelines.
+        loss: a function, (output, target) -> the mean over a microbatch, as torch's losses return it; or (sum, weight),
+            such as the sum over tokens and their number. Updates are those of the mean over the whole batch: a mean
+            counts by its samples (the length of the first dimension of the target, or of the output if the target has
+            none), less the share of targets that torch's losses ignore. A dict, by stage, gives stages without a
+            successor losses of their own; their sums are added, and divided by the weight of the last stage, whose loss
+            is reported.
+        optimizer: a function, named parameters -> optimizer, such as ``lambda named: torch.optim.AdamW(named,
+            lr=1e-3)``, called once per stage. A parameter that a batch does not use counts as one with a gradient of
+            zero (plain torch would skip it), so momentum and weight decay act on it.
+        lr_scheduler: a function, optimizer -> scheduler of torch, called once per stage, such as ``lambda optimizer:
+            OneCycleLR(optimizer, max_lr=1e-3, total_steps=500)``, or ``lambda optimizer: LambdaLR(optimizer, factor)``
+            of a function of the number of the update. It sets the rates, and momentum if it does that, of every update
+            that is made; nobody steps it by hand, and a resumed run has it where it was.
+        max_grad_norm: the largest global norm of a gradient; larger ones are scaled down, as by
+            `torch.nn.utils.clip_grad_norm_`. With it, a gradient that is not finite skips the update (as with a loss
+            scale or parallel pipelines).
+        ema_decay: the decay of a moving average of the weights, A = decay A + (1 - decay) W after every update, for
+            ``evaluate(..., averaged=True)`` and ``state_dict(averaged=True)``.
+        precision: "fp32", "bf16" or "fp16", the format of forwards and backwards; or a `Precision` with more options.
+        recompute: "none", "block" or "stage": which forwards are run again to save memory; or a `Recompute`.
         data_parallel: the number of parallel pipelines; or a `DataParallel`, which says how they agree.
-        staleness: what is done about weights that are read late, such as `PipeMare(reschedule=500)`, where a method
-            does not bring it; or a `Staleness`, with delays of one's own choice.
-        partition: the number of blocks of each stage; or a `Partition`, which also tells of tied parameters and of
-            slices of sequences. Blocks are balanced by cost if None.
-        seed: of the random numbers that blocks draw.
+        staleness: what is done about weights that are read late, if no method brings it; or a `Staleness`, with delays
+            of your own choice.
+        partition: the number of blocks of each stage; or a `Partition`, with tied parameters and slices of sequences.
+            Stages are balanced by the cost of blocks if None.
+        divergence: what counts as a divergence, for `Pipeline.trouble`.
+        seed: of the random numbers that blocks draw, such as dropout.
         group: a process group with one process per rank, the ranks of a pipeline next to each other; None to run all
-            ranks in this process. Pipelines whose runs overlap in time need a group each, or they take each other's
-            messages. Over gloo models are on the CPU. Over NCCL (tested over gloo only so far) the group is the whole
-            job, `torch.cuda.set_device` has been called, and blocks and batches are on that device.
-        timeout: seconds after which a missing message is an error; between runs, where all ranks meet, the group's own
-            time-out counts.
+            ranks in this process. Pipelines whose runs overlap in time need a group each. Over gloo, models are on the
+            CPU. Over NCCL (tested over gloo only so far) the group is the whole job, `torch.cuda.set_device` has been
+            called, and blocks and batches are on that device.
+        timeout: seconds after which a missing message is an error during a run. Between runs, where all ranks meet, the
+            group's own time-out counts.
 
     Raises:
-        ConfigError: model, schedule and group do not fit.
-        CapabilityError: the runtime does not offer the schedule's operations, or the optimizer cannot step a stage.
+        ConfigError: model, schedule, options and group do not fit.
+        ScheduleError: the schedule cannot be built, or is wrong.
+        CapabilityError: the runtime does not offer something, or the optimizer cannot step a stage.
+
+    Attributes:
+        schedule: what ranks run.
+        proof: of the schedule, with the facts that it derived.
+        parts: the names of the blocks of each stage.
+        grid: all ranks, and which of them are in this process.
+        delays, backward_delays: by how many updates the weights that each block reads are late by choice (`Staleness`).
     """
 
     def __init__(
@@ -205,6 +226,10 @@ class Pipeline:
         """Say what to write instead: there is no forward without its backward and update."""
         raise TypeError(NO_CALL)
 
+    def __reduce__(self) -> NoReturn:
+        """Say how to save what is worth saving."""
+        raise TypeError(NO_PICKLE)
+
     def __repr__(self) -> str:
         """Return the schedule and how far training is."""
         width = f"{self.grid.width} pipelines, " if self.grid.width > 1 else ""
@@ -219,32 +244,38 @@ class Pipeline:
     # --- running ----------------------------------------------------------------------------------------------------
 
     def run(self, batches: Batches, *, save: Saving | None = None, evaluate: Evaluating | None = None) -> TrainingRun:
-        """Train on batches: pairs (inputs, targets), as a DataLoader yields them, which are split into microbatches.
+        """Train on batches, and yield a report for each.
 
-        A pair is split along the first dimension into m microbatches for each of the parallel pipelines; a list of that
-        many pairs (input, target) is taken as it is.
+            for report in pipeline.run(loader):
+                print(report.batch, report.loss)
 
-        Losses arrive while later microbatches are under way, so this is an iterator of reports, one per batch, in
-        order, on every rank. It ends when the data ends or `stop` was called, with the pipeline drained. Leaving the
-        loop early drains it, too: all batches that have entered are finished. Where stages decide together (with
-        `max_grad_norm`, a loss scale or parallel pipelines), any rank may leave or stop, and the others end after the
-        same batch. Else the first stage decides between processes: let all ranks leave after the same batch, or they
-        train on until the first one does.
+        A batch is a pair (inputs, targets) of tensors, or of trees of tensors, as a DataLoader yields it. It is split
+        along the first dimension into m microbatches for each parallel pipeline, which differ by one sample at most. A
+        list of that many pairs (input, target) is taken as microbatches. Between processes, every rank passes the same
+        batches.
 
-        Snapshots and evaluations do not drain the pipeline where all stages have one newest version between two
-        batches: with rules flush and double-buffer. With the others it is drained for them, which with stash and
-        vertical-sync changes what the next batches read; so it is, and does, with every rule where `combine` is "wsp".
+        Losses become known while later microbatches are under way, so updates are not in step with the loop. The run
+        ends when the data ends or `stop` was called. Leaving the loop, an exception of the data's iterator and Ctrl-C
+        end it, too; all batches that have entered the pipeline are always finished. Where all stages decide together
+        (with `max_grad_norm`, a loss scale or parallel pipelines), any rank may leave or stop, and the others end after
+        the same batch. Otherwise the rank of the first stage decides between processes: let all ranks leave after the
+        same batch, or they train on until that one does.
+
+        Snapshots and evaluations fit between two batches without draining the pipeline where all stages have one newest
+        version there: under methods that flush and under 2bw. Under the others it is drained for them, which with stash
+        and vertical-sync changes what the next batches read; so it is, and does, under every method where pipelines are
+        combined by "wsp".
 
         Args:
             batches: the data.
-            save: snapshots to take on the way.
+            save: snapshots to take on the way, such as ``checkpoints.every(100)``.
             evaluate: evaluations to make on the way; what they find comes with the reports.
 
         Raises:
-            DataError: a batch cannot be divided. As with whatever else the data's iterator raises, all batches before
-                it have been trained on and reported by then, and the pipeline is as good as after any run.
-            PenstockError: a message did not arrive, the data differ, weights were rewritten under a reader; also what
-                the model itself raises. The pipeline is broken then.
+            DataError: a batch cannot be split. As with whatever else the data's iterator raises, all batches before it
+                have been trained on and reported by then, and the pipeline is as good as after any run.
+            PenstockError: a message did not arrive, the data differ between ranks, or weights were rewritten under a
+                reader; then, and after whatever the model itself raises, the pipeline is broken.
         """
         if save is not None:
             check_saving(save)
@@ -258,41 +289,42 @@ class Pipeline:
         return TrainingRun(self._engine.train(batches, save, evaluate), self.stop)
 
     def evaluate(self, batches: Batches, *, averaged: bool = False) -> tuple[float, float] | None:
-        """Return the weighted mean loss on batches with the newest weights, and its weight, on all ranks.
+        """Return the mean loss on batches under the newest weights, and its weight, on all ranks.
 
         Args:
-            batches: the data.
-            averaged: read the averaged weights.
+            batches: the data, as for `run`.
+            averaged: read the averaged weights (`ema_decay`).
 
         Returns:
-            None if the weight is zero.
+            (mean, weight), such as the number of samples; None if the weight is zero.
         """
         total, weight = self._engine.evaluate(batches, averaged)
         return (total / weight, weight) if weight else None
 
     def stop(self) -> None:
-        """End the run after the batches that have been announced.
+        """End the run after the batches that are under way.
 
-        Where stages decide together, any rank may ask for it. Else the rank with the first stage decides between
-        processes, and elsewhere this does nothing.
+        Where all stages decide together, any rank may ask for it. Otherwise the rank of the first stage decides between
+        processes, and on others this does nothing.
         """
         self._engine.ask_to_stop()
 
     def abandon(self) -> None:
-        """Do not finish the batches in flight when the loop is left: this rank has failed, and the job is to end."""
+        """Drop the batches in flight when the loop is left, instead of finishing them, because the job is to end."""
         self._engine.abandon()
 
     def snapshots(self) -> list[Snapshot]:
-        """Take a snapshot of every stage in this process, between two runs; `load` continues from it."""
+        """Return a snapshot of every stage in this process, between two runs; together they are a saved state."""
         return self._engine.snapshots()
 
     def load(self, saved: SavedState) -> None:
-        """Continue where snapshots of all stages were taken, bit for bit; also from another depth, width or method.
+        """Continue from a saved state, bit for bit; it may be of another depth, width or method.
 
-        Another method begins with the newest weights; one with double-buffered weights that finds no older ones begins
-        with the newest twice, as after a synchronous span.
+        Under another method, training begins with the newest weights of the state; double buffering begins with them
+        twice if it finds no older ones, as after a synchronous run. `Checkpoints.load` calls this.
 
         Raises:
+            ConfigError: this is no saved state.
             CheckpointError: something is missing, or of another shape, or of a block that the model does not have.
         """
         self._engine.check_idle()
@@ -334,23 +366,23 @@ class Pipeline:
     ) -> None:
         """Continue under another method, between two runs; between processes all ranks call this together.
 
-        Stages, weights and the state of optimizers stay where they are. The next run begins as after a synchronous
-        one: every pass of it reads the newest weights or what comes of them; double buffering begins with them twice,
-        unless the method before was double-buffered, too. Parameter-sized buffers that the schedule does not take are
-        freed, and those that it takes besides are made (`live_bytes` tells of both once a run has begun).
+        Stages, weights and optimizer states stay where they are. The next run begins as after a synchronous one: every
+        pass reads the newest weights, or what is made of them; double buffering begins with them twice, unless the
+        method before had it, too. Parameter-sized buffers that the new schedule does not need are freed, and those that
+        it needs besides are made (`live_bytes` shows both once a run has begun).
 
         Args:
             schedule: a method by its name, or what `penstock.method` returned, for as many ranks and microbatches as
                 before; or what `make_schedule`, `check` or `load_schedule` returned.
-            correction: of staleness, where the method does not bring it; the one before is over, and one that comes
-                back begins anew.
-            evaluate: the evaluations of the runs before and after. Each rule has its own border for that of a version,
-                and one that would fall between the two is made now.
+            correction: what is done about stale weights, where the method does not bring it. The one before is over;
+                one that comes back begins anew.
+            evaluate: the evaluations of the runs before and after. Version rules evaluate a version at different
+                places, and one that would fall between the two is evaluated now.
 
         Raises:
             ConfigError: the schedule has other stages, or other ranks for them, or takes other batches; or ranks were
                 given different schedules.
-            CapabilityError: the runtime does not offer it, or the optimizer cannot step in it.
+            CapabilityError: the runtime does not offer it, or the optimizer cannot step under it.
         """
         self._engine.check_idle()
         request: GivenSchedule
@@ -381,7 +413,7 @@ class Pipeline:
     def look_out(self, first: float = 0) -> None:
         """Watch for divergence from batch `first` on, and forget what was found before; infinity ends the watch.
 
-        Between two runs; all ranks call this together.
+        Call it between two runs; all ranks call it together.
         """
         self._engine.check_idle()
         for state in self._ranks:
@@ -396,21 +428,21 @@ class Pipeline:
         return self._engine.reporter.decisions.detector.trouble
 
     def is_finite(self) -> bool:
-        """Whether the newest weights of the stages in this process, and what optimizers remember, are numbers."""
+        """Return whether the newest weights and the optimizer states in this process are free of infinities and NaN."""
         return all(stage.weights.is_finite() for state in self._ranks for stage in state.stages.values())
 
     # --- looking at it ----------------------------------------------------------------------------------------------
 
     def full_state_dict(self, *, averaged: bool = False) -> dict[str, Tensor]:
-        """Return parameters and buffers of the whole model, which the unsplit model's `load_state_dict` takes.
+        """Return parameters and buffers of the whole model, which the model that was not divided can load.
 
-        Between two runs; all ranks call this together, and rank 0 gets it, on the CPU; the others get an empty dict.
-        Names are those of the blocks and of what is in them: with blocks ``{"transformer.h.0": ..., "lm_head": ...}``
-        those of a model that has them there. Shared parameters come under each of their names. Of several pipelines
-        it is the first one's, or of the model that they have in common.
+        Call it between two runs. Between processes all ranks call it together; rank 0 gets the tensors, on the CPU, and
+        the others an empty dict. Names are those of the blocks and of what is in them: of blocks ``{"transformer.h.0":
+        ..., "lm_head": ...}`` those of a model that has them there. Shared parameters come under each of their names.
+        Of several pipelines it is the first one's state, or that of the model that they have in common.
 
         Args:
-            averaged: the averaged weights.
+            averaged: the averaged weights (`ema_decay`).
 
         Raises:
             PenstockError: a run is under way.
@@ -421,14 +453,18 @@ class Pipeline:
         return gather_state(with_all_names(self._state_of(stages, averaged), stages), self.grid)
 
     def state_dict(self, *, averaged: bool = False) -> dict[str, Tensor]:
-        """Return parameters and buffers of the stages in this process, newest or averaged, by canonical name.
+        """Return parameters and buffers of the stages in this process, newest or averaged; shared ones under one name.
 
-        Where parallel pipelines have a model in common beside their own weights (`combine`), parameters are those of
-        that model, which begins anew from what has been written into the weights of all pipelines between two runs. Of
-        two directions the buffers are those of the first, where both are here, as evaluations read them.
         The tensors share the pipeline's memory, in which the next updates write other versions and gradients: clone
-        what is to outlive the next batch. What is written into them between two runs is where the next one begins: in
-        one process others that hold the same weights take it over; write the same in all processes that do.
+        what is to outlive the next batch. What is written into them between two runs is where the next one begins. In
+        one process other copies of the same stage take it over; between processes write the same into all of them.
+
+        Where parallel pipelines have a model in common beside their own weights (`Combine`), parameters are those of
+        that model, which begins anew from what has been written into the weights of all pipelines between two runs. Of
+        two directions of a stage, the buffers are those of the first, where both are here, as evaluations read them.
+
+        Args:
+            averaged: the averaged weights (`ema_decay`).
         """
         return self._state_of(sorted(self.stages.values(), key=lambda stage: -stage.place), averaged)
 
@@ -443,10 +479,10 @@ class Pipeline:
         return state
 
     def lags(self) -> dict[str, dict[int, list[int]]]:
-        """Return after how many waves stages here have added the updates of others, where `combine` does not choose it.
+        """Return after how many waves the stages here have added the updates of others, where `Combine` left that open.
 
-        By "pipeline/stage", batch after which a wave has ended, and pipeline, since the start of training (snapshots
-        have it). What all processes have taken down together is a lag for `Combine`, and makes the same run again.
+        By "pipeline/stage", the batch after which a wave ended, and pipeline, since the start of training (snapshots
+        have it). What all processes have recorded makes a `lag` for `Combine` that repeats the run.
         """
         agreements = [stage.weights.agreement for state in self._ranks for stage in state.stages.values()]
         return {
@@ -454,16 +490,16 @@ class Pipeline:
         }
 
     def decided(self) -> tuple[Decision, ...]:
-        """The updates made or skipped since the last report: after a run, those that it made when it drained."""
+        """Return the updates made or skipped since the last report; after a run, those of its last batches."""
         return self._engine.reporter.decisions.events.take_decided()
 
     def evaluated(self) -> tuple[Evaluated, ...]:
-        """The evaluations that have become known since the last report."""
+        """Return what evaluations have found since the last report."""
         return self._engine.reporter.decisions.events.take_evaluated()
 
     @property
     def evaluations(self) -> tuple[Evaluated, ...]:
-        """All that evaluations in runs have found since the start of training, where stages decide together.
+        """All that evaluations in runs have found since the start of training, where all stages decide together.
 
         They are part of a snapshot: those that were known when the update before it was made.
         """
@@ -479,7 +515,7 @@ class Pipeline:
 
     @property
     def doing(self) -> str:
-        """The action that the rank of this process runs, or what it waits for."""
+        """What the rank of this process is doing, or waiting for, such as "F3 of stage 1"."""
         return self._engine.reporter.recorder.doing
 
     def live_bytes(self) -> dict[int, dict[str, int]]:

@@ -15,16 +15,15 @@ _LOG = logging.getLogger(__name__)
 
 
 class TrainingRun(Iterator[Report]):
-    """A run of a pipeline: it trains as far as its reports are asked for, in order, one per batch.
+    """A run of a pipeline, as an iterator of reports: it trains as far as reports are asked for.
 
-    Leaving its loop, or `close`, finishes the batches under way. While it works, a first Ctrl-C does the same as
-    `Pipeline.stop`: the batches under way are finished and reported, and then `KeyboardInterrupt` is raised, with the
-    pipeline as good as after any run. A second one interrupts at once, and breaks the pipeline. (This holds where
-    SIGINT has Python's own handler, in the main thread.)
+    Leaving its loop, or `close`, finishes the batches under way. So does a first Ctrl-C while it works: these batches
+    are reported, then `KeyboardInterrupt` is raised, and the pipeline is as good as after any run. A second Ctrl-C
+    interrupts at once, and breaks the pipeline. (This holds in the main thread, where SIGINT has Python's own handler.)
 
     Args:
-        reports: makes the reports; it is closed with the run.
-        stop: asks it to end.
+        reports: makes the reports; closed with the run.
+        stop: asks the run to end.
     """
 
     def __init__(self, reports: Generator[Report], stop: Callable[[], None]) -> None:

@@ -14,12 +14,12 @@ from penstock.short_repr import ShortRepr
 
 @dataclass(frozen=True, repr=False)
 class StageCost(ShortRepr):
-    """Times of one microbatch on one stage.
+    """How long the passes of one microbatch take on one stage, in any unit.
 
     Attributes:
-        forward: F (and R, REDO).
-        backward_input: I.
-        backward_weight: W; a full backward B takes `backward_input + backward_weight`.
+        forward: a forward, also one that is run again (F, R, REDO).
+        backward_input: the half of a backward that computes the gradient of the input (I).
+        backward_weight: the half that computes those of the weights (W); a whole backward (B) takes the sum of both.
         step: an optimizer update.
     """
 
@@ -35,14 +35,15 @@ class StageCost(ShortRepr):
 
 @dataclass(frozen=True, repr=False)
 class Costs:
-    """Times of every stage, and of a hop.
+    """How long actions take, for `ProvenSchedule.simulate`; `Costs.uniform` gives every rank the same times.
 
     Attributes:
-        stages: one entry per stage.
+        stages: the times of each stage.
         latency: time from posting a message to its arrival; it occupies no rank. A decision takes two.
-        collective: time of a REDUCE, TIE, AVERAGE or GATHER.
+        collective: time of a sum, average or gather over several ranks (REDUCE, TIE, AVERAGE, GATHER).
         fused: time of a fused action as a fraction of the sum of its parts.
-        left: what of a microbatch's activations is left between I and W, 0 to 1 (more if gradients count for more).
+        left: the fraction of a microbatch's activations that is kept between the two halves of its backward (I and W);
+            above 1 if gradients take more.
     """
 
     stages: tuple[StageCost, ...]

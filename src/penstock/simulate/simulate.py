@@ -27,24 +27,24 @@ Window = int | Literal["unlimited"]
 
 @dataclass(frozen=True)
 class Simulation:
-    """A predicted run.
+    """The run of a schedule that a simulation predicts.
 
     Attributes:
         lowered: the schedule with its messages, as it was played.
         timeline: every interval, and activations over time.
-        bubble: its figures.
-        messages: activation and gradient sends of all batches, and those of activations that are recomputed. Sums of
+        bubble: how much of it ranks stand idle.
+        messages: the number of activations and gradients sent in all batches, recomputed activations included. Sums of
             gradients, decisions, and what is sent again after a rejected update are not counted.
         volume: what they carry, in outputs of a stage for one microbatch.
-        window: messages that may be outstanding on a lane, on either side.
+        window: the number of messages that may be outstanding on a connection, on either side.
         receive_buffers: per rank, the most messages that it has posted a RECV for and not used yet, in outputs of a
-            stage for one microbatch; a sender keeps up to `window` more on each lane until they are on their way.
+            stage for one microbatch; a sender keeps up to `window` more on each connection until they are on their way.
         parked: sends of parked activations, there and back, of all batches.
         activations: per rank, the most microbatches in flight in a span of any length, in units of its whole share.
         versions: per rank, the most weight versions alive at once in a span of any length. Both are what a run provides
             for; how many activations this span holds, and when, is in the timeline.
         delays: per kind of pass (forward, recompute, backward) and rank, updates between the version read and the
-            version updated, mean over a batch in the steady state; None where a rank recomputes nothing.
+            version updated, in the mean over a batch in the steady state; None where a rank recomputes nothing.
     """
 
     lowered: Lowered

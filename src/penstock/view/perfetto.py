@@ -19,9 +19,10 @@ from penstock.view.drawing.flow_arrows import Slice, arrow_events
 
 
 def write_trace(timeline: Timeline, path: str | Path) -> None:
-    """Write a trace: a process per rank, a thread per lane (more where messages overlap), a counter per kind of memory.
+    """Write a timeline as a trace for ui.perfetto.dev or chrome://tracing.
 
-    Seconds become microseconds; a simulated unit of time becomes a millisecond.
+    It has a process per rank, a thread per lane (more where messages overlap) and a counter per kind of memory. Seconds
+    become microseconds; a simulated unit of time becomes a millisecond.
     """
     Path(path).write_text(json.dumps({"traceEvents": trace_events(timeline), "displayTimeUnit": "ms"}))
 

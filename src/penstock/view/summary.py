@@ -13,9 +13,9 @@ from penstock.view.tables import bytes_table, time_table
 
 
 def summary(pipeline: Pipeline, width: int = 120) -> str:
-    """Return where the time of a pipeline went, and its peak bytes by rank and purpose, as two tables of text.
+    """Return two tables as text: where the time of a pipeline went, and the peak bytes of every rank by purpose.
 
-    Between two runs; between processes all ranks call this together.
+    Call it between two runs; between processes all ranks call it together, and all get the tables.
 
     Args:
         pipeline: that has run.

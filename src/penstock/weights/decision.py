@@ -43,16 +43,16 @@ class Share(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class LossScale(ShortRepr):
-    """Settings of the loss scale, which keeps small gradients from underflow in float16.
+    """What the loss is multiplied by before its backward, so that small gradients do not underflow in float16.
 
-    The scale of a batch depends on the batches before it, except with double-buffered weights the last one, whose
-    update is not decided yet when the last stage begins the batch. So a batch may still overflow under a scale that has
-    been lowered since; it does not lower it again.
+    The scale of a batch depends on the batches before it; under 2bw not on the last one, whose update is not decided
+    yet when the batch begins. So a batch may still overflow under a scale that has been lowered since, and does not
+    lower it again.
 
     Attributes:
-        initial: scale of batch 0.
-        growth: factor after `interval` consecutive finite batches under the current scale.
-        backoff: factor after a batch that was not finite.
+        initial: the scale of the first batch.
+        growth: the factor after `interval` batches in a row whose gradients were finite.
+        backoff: the factor after a batch whose gradients were not.
         interval: None for a scale that never changes.
     """
 
@@ -86,18 +86,19 @@ class Policy:
 
 
 class Decision(NamedTuple):
-    """The decision on a batch.
+    """What all stages have decided about the update of a batch.
 
     Attributes:
         batch: its number since the start of training.
-        loss: mean loss over the whole batch, of all parallel pipelines; NaN if N is zero, or if not requested.
-        weight: N, the loss weight of the whole batch.
-        norm: global norm of the gradient of the mean loss, before clipping; NaN if N is zero, or if not requested.
-        scale: S, the loss scale of its backwards.
-        finite: True unless a gradient was found to be infinite or NaN.
-        factor: the factor on its accumulated gradient; zero if the update is skipped.
-        stop: the run ends with the batches announced by then.
-        again: the update had been made differently before, and was undone (`penstock.weights.provisional`).
+        loss: the mean loss over the whole batch, of all parallel pipelines; NaN if its weight is zero, or if nobody
+            asked.
+        weight: N, what the loss sum of the whole batch is divided by.
+        norm: the global norm of the gradient of the mean loss, before clipping; NaN if N is zero, or if nobody asked.
+        scale: S, the loss scale under which its gradients were computed.
+        finite: False if a gradient is infinite or NaN.
+        factor: what its accumulated gradient is multiplied by; zero if the update is skipped.
+        stop: whether the run ends after the batches announced by then.
+        again: whether the update had been made otherwise before, and was undone (post-validation).
     """
 
     batch: int

@@ -21,13 +21,13 @@ from penstock.runtime.update.events import Evaluated
 
 
 class Evaluating(NamedTuple):
-    """Plan for evaluating the newest weights during a run.
+    """When to evaluate the newest weights during a run, and on what: the `evaluate` argument of `Pipeline.run`.
 
     Attributes:
-        every: versions v that are multiples of it are evaluated as soon as all stages have them: before the first
-            forward of batch v, with double-buffered weights of batch v + 1. If the run ends before, they are not.
-        data: the batches, at least one and the same on all ranks: a DataLoader or a list, or a function that makes
-            them, called each time.
+        every: the weights after `every`, 2 * `every`, ... batches are evaluated, as soon as all stages have them:
+            before the next batch begins, under 2bw one batch later. If the run ends before that, they are not.
+        data: the batches, at least one and the same on all ranks: a DataLoader or a list, or a function that is called
+            for them each time.
     """
 
     every: int

@@ -32,28 +32,27 @@ from penstock.weights.optim.lr_schedulers import SchedulerFactory, check_factory
 
 @dataclass(frozen=True, repr=False)
 class DataParallel(ShortRepr):
-    """Parallel pipelines that share the work of a batch, and how they agree.
+    """How many parallel pipelines share the work of a batch, and how they agree on the weights.
 
     Attributes:
-        width: w, parallel pipelines that hold the same weights (or, with `combine`, meet now and then). Each takes its
-            m of the w * m microbatches of a batch, and gradients are added while the passes go on. Reports are of one
-            pipeline's part, decisions (`Report.decided`) of the whole batch.
-        reduce: how the gradients of parallel pipelines are added: "ordered", in the order of the pipelines, the same
-            bits as in one process; or "fast", between processes by torch's all_reduce, on the groups of the mesh along
-            its width or on one made for each stage. All pipelines still get the same bits. Two get those of "ordered";
-            with more a sum may differ from the ordered one by (w - 1) eps times the sum of the magnitudes.
-        combine: how parallel pipelines agree: they add their gradients in every batch, or, as in
-            ``Combine("average", every=8)``, make updates of their own and meet now and then
-            (`penstock.schedule.methods.combine` has the equations). Then each decides for itself, by its own norm, loss
-            weight and loss scale; reports and decisions are of one pipeline; `Pipeline.stop` ends the run where
-            pipelines meet next; sums are always in the order of the pipelines. With "wsp" they read what others have
-            changed some waves later, and `stop` as many waves later; the end of a run is the end of a wave. Evaluations
-            and `Pipeline.state_dict` are of the model that pipelines have in common; with "average" of their newest
-            weights, `state_dict` of those of the first pipeline here.
-        mesh: a device mesh with dimensions ("width", "depth") or ("width", "depth", "inner"), of which inner must be 1
-            so far; the width is that of the mesh. Its ranks are those of the pipeline's group (of the whole job, if
-            there is no group) in the same order, as `init_device_mesh` lays them out. With reduce="fast" its groups
-            along the width belong to a run while that is under way.
+        width: w, the number of parallel pipelines. Each takes m of the w * m microbatches of a batch. They hold the
+            same weights, and their gradients are added while the passes go on (unless `combine` says otherwise). A
+            report is about one pipeline's part of a batch, a decision (`Report.decided`) about the whole batch.
+        reduce: how gradients are added: "ordered" adds in the order of the pipelines, and gives the same bits as one
+            process; "fast" uses torch's all_reduce between processes, on the groups of the mesh along its width or on
+            one group per stage. All pipelines still get the same bits. With two pipelines these are the bits of
+            "ordered"; with more, a sum may differ from the ordered one by (w - 1) eps times the sum of the magnitudes.
+        combine: lets pipelines make updates of their own and agree now and then, such as ``Combine("average",
+            every=8)`` (equations: `penstock.schedule.methods.combine`). Each pipeline then decides by its own norm,
+            loss weight and loss scale; reports and decisions are about one pipeline; `Pipeline.stop` ends the run at
+            the next synchronization; sums are always in the order of the pipelines. With "wsp", pipelines read each
+            other's updates some waves later, `stop` takes as many waves, and a run ends with a wave. Evaluations and
+            `Pipeline.state_dict` are about the model that the pipelines have in common; with "average", evaluations are
+            about the mean of their newest weights, and `state_dict` about those of the first pipeline in this process.
+        mesh: a device mesh with the dimensions ("width", "depth") or ("width", "depth", "inner"), of which inner must
+            be 1 so far; `width` is then taken from it. Its ranks must be those of the pipeline's group (of the whole
+            job, if there is none) in the same order, as `init_device_mesh` lays them out. With reduce="fast", its
+            groups along the width belong to a run while that is under way.
 
     Raises:
         ConfigError: a width below 1, or an unknown way to add gradients or to agree.
@@ -82,16 +81,17 @@ class DataParallel(ShortRepr):
 
 @dataclass(frozen=True, repr=False)
 class Precision(ShortRepr):
-    """The number format of passes, and how small gradients survive in it.
+    """The number format of forwards and backwards, and how small gradients survive in it.
 
     Attributes:
-        precision: what passes compute in: "fp32", as the parameters are, or "bf16" or "fp16". Parameters in float32 are
-            then cast once per version, and floating-point inputs of the first stage; there is one master copy in
-            float32, and gradients accumulate in float32. fp16 comes with a dynamic loss scale unless one is given.
-        loss_scale: how the loss is scaled for backward.
-        divisor: c, about the loss weight of a batch (a count of tokens, say); gradients are accumulated over c and
-            corrected by c / N at the update, so that every partition, m and method takes the mean over the batch. The
-            number of microbatches of a batch if None; in low precision the nearest power of two is taken.
+        precision: "fp32" (whatever the parameters have), "bf16" or "fp16". In the latter two, parameters in float32 and
+            floating-point inputs are cast, parameters once per version; the optimizer works on one master copy in
+            float32, and gradients accumulate in float32.
+        loss_scale: how the loss is scaled for its backward; a `LossScale()` with "fp16" if None.
+        divisor: c, roughly the weight of a batch, such as its number of tokens. Gradients are computed of the loss sum
+            divided by c, and corrected to the mean by c / N at the update, when the weight N is known. So c never
+            matters but for rounding and overflow. The number of microbatches of a batch if None; in low precision the
+            nearest power of two is taken.
 
     Raises:
         ConfigError: an unknown precision, or a divisor that is not positive.
@@ -120,21 +120,20 @@ class Precision(ShortRepr):
 
 @dataclass(frozen=True, repr=False)
 class Recompute(ShortRepr):
-    """What is computed twice to save memory.
+    """Which forwards are run a second time, so that their activations need not be kept.
 
     Attributes:
-        recompute: which forwards are run again instead of keeping what their backward needs: "none"; "block", each
-            block just before its backward; or "stage", whole stages, in actions of their own (R), which run while the
-            gradient is still on its way. The same numbers, random ones and buffers included; only the gradient of a
-            parameter that several blocks of one stage share is added up in another order with "block". (Where the rule
-            is "newest", a forward that is run again reads what is newest then, or PipeMare's estimate.)
-        segments: with recompute="stage", how many stages run forwards again together
-            (`penstock.schedule.transforms.recompute`): only the first of each segment keeps its input, the others have
-            it again from the stage before, in a message of its own. "auto" is the square root of the number of stages,
-            rounded.
+        recompute: "none"; "block" runs each block again just before its backward; "stage" runs whole stages again,
+            while their gradients are still on their way. The numbers are the same, random ones and module buffers
+            included; only the gradient of a parameter that several blocks of one stage share is added up in another
+            order with "block". (Under the version rule "newest", the second run reads the newest weights, or PipeMare's
+            estimate.)
+        segments: with recompute="stage", the number of consecutive stages that recompute together. Only the first of
+            them keeps its input, and the others get theirs from the stage before once more. "auto" is the square root
+            of the number of stages, rounded.
 
     Raises:
-        ConfigError: an unknown value of `recompute`, or segments where nothing is recomputed in such.
+        ConfigError: an unknown value of `recompute`, or segments without recompute="stage".
     """
 
     recompute: RecomputeMode = "none"
@@ -147,18 +146,16 @@ class Recompute(ShortRepr):
 
 @dataclass(frozen=True, repr=False)
 class Staleness(ShortRepr):
-    """Weights that are read late: what is done about it, and delays that are chosen to study it.
+    """What is done about weights that are read late; and delays of your own choice, to study them.
 
     Attributes:
-        correction: what is done about staleness, such as `PipeMare(reschedule=500)`
-            (`penstock.weights.corrections.base`).
-        delays: how many updates a block's weights are behind, to study staleness on a schedule that flushes
-            (`penstock.partition.block_delays`): batch t reads W(max(t - delay, 0)) in forward and backward, and its
-            gradient updates W(t). A number for all blocks with trained parameters, a dict by name (the others have
-            none), a list, a function of the name, or the profile that a pipeline without flushes would have, such as
-            "1f1b:8".
-        backward_delays: the same for backwards, where they are not those of forwards: wherever the formulas of a
-            backward contain weights, these are W(max(t - delay, 0)); activations stay as the forward made them.
+        correction: such as `correction_of("pipemare", reschedule=500)`; a method by name brings its own.
+        delays: by how many updates the weights that a block reads are late, on a schedule that flushes: batch t reads
+            W(max(t - delay, 0)) in forward and backward, and its gradient updates W(t). One number for all blocks with
+            trained parameters, a dict by block (0 for the others), a list, a function of the block's name, or the
+            profile that a pipeline without flushes would have, such as "1f1b:8".
+        backward_delays: the same for backwards, where they differ from forwards: wherever the formulas of a backward
+            contain weights, these are W(max(t - delay, 0)); activations stay as the forward made them.
     """
 
     correction: Correction | None = None
@@ -178,14 +175,14 @@ class Staleness(ShortRepr):
 
 @dataclass(frozen=True, repr=False)
 class Partition(ShortRepr):
-    """How a model is cut into stages, and its sequences into slices.
+    """How the model is divided into stages, and sequences into slices.
 
     Attributes:
-        balance: blocks per stage; balanced by cost if None.
-        tied: name of a parameter -> that of the one it is the same as, such as {"head.weight": "embedding.weight"},
-            where blocks are made lazily; modules that hold one parameter are seen to do so. Stages that share one hold
-            a copy each, which stay equal, and it counts once in the norm; its optimizer must treat all copies alike.
-        slicing: how sequences are cut where a method takes slices of them (`penstock.partition.sequence_slices`).
+        balance: the number of blocks of each stage; chosen by the cost of blocks if None.
+        tied: parameters that are one and the same, such as {"head.weight": "embedding.weight"}. It is needed for lazy
+            blocks only: where two modules hold one parameter, that is noticed. Each stage that uses it has a copy; the
+            copies stay equal, and count once in the norm. The optimizer must treat all of them alike.
+        slicing: how sequences are divided where a method takes slices of them, such as "seq1f1b".
     """
 
     balance: Sequence[int] | None = None

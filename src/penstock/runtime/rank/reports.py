@@ -15,17 +15,19 @@ from penstock.weights.decision import Decision
 
 @dataclass(frozen=True)
 class Report:
-    """The outcome of one batch.
+    """What is known of a batch when its last forward is done: `Pipeline.run` yields one for each.
 
     Attributes:
         batch: its number since the start of training.
-        loss: the weighted mean over the rank's part of the batch (all of it in one pipeline with one last stage); None
-            on ranks without a last stage, and where the weight is zero.
-        weight: the sum of the loss weights; None on ranks without a last stage.
-        seconds: when it was known, since the pipeline was made.
-        decided: the updates that were made or skipped on this rank since the last report; they lag behind the losses.
-        evaluated: the evaluations that have become known since, on ranks that know (all, where stages decide together,
-            else that of the last stage).
+        loss: the mean over the batch (over this pipeline's part of it, if several share a batch). None on ranks without
+            the last stage, and where the weight is zero.
+        weight: what the loss sum was divided by, such as the number of samples; None on ranks without the last stage.
+        seconds: when it was known, in seconds since the pipeline was made.
+        decided: the updates that were made or skipped since the last report, where all stages decide about them (with
+            `max_grad_norm`, a loss scale or parallel pipelines). They lag behind the losses; `Pipeline.decided` has
+            those that come after the last report.
+        evaluated: what evaluations have found since the last report (on all ranks where all stages decide together,
+            else on that of the last stage).
     """
 
     batch: int

@@ -38,15 +38,15 @@ from penstock.weights.corrections.base import Corrector
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The state of one stage before batch `batch`.
+    """The state of one stage after `batch` batches; those of all stages make a saved state.
 
     Attributes:
-        batch: the number of batches trained on so far.
-        place: which copy of the stage this is: the first (0), the second (1), ...
-        stage: index of the stage.
-        tensors: copies of its tensors, by name (see the module).
-        values: plain values of the optimizer's state, by name.
-        facts: values that are the same on all stages.
+        batch: the number of batches trained on.
+        place: which copy of the stage it is of: the first (0), the second (1) and so on.
+        stage: the index of the stage.
+        tensors: copies of its tensors, by name (`penstock.runtime.rank.snapshot` lists the names).
+        values: the optimizer's state that is not tensors, by name.
+        facts: what is the same on all stages.
         copied: recorded when the tensors are complete, where a device copies them asynchronously.
     """
 
@@ -75,13 +75,15 @@ class Snapshot:
 
 
 class Saving(NamedTuple):
-    """Plan for taking snapshots during a run, and the function that receives them.
+    """When to take snapshots during a run, and where they go: the `save` argument of `Pipeline.run`.
+
+    `Checkpoints.every` makes one that writes checkpoints.
 
     Attributes:
-        every: number of batches between two; they are taken when B is a multiple of it.
-        sink: called with each snapshot on the rank that has the stage; the rank waits until it returns.
-        make_room: called with the batch before a snapshot is taken, so that earlier ones can be freed first; returns
-            False if there is no room, and the snapshot is left out.
+        every: snapshots are taken after every so many batches, counted from the start of training.
+        sink: called with the snapshot of each stage in the process that holds it, which waits until it returns.
+        make_room: called with the number of batches before a snapshot is taken, so that earlier ones can be freed;
+            returns False to leave it out.
     """
 
     every: int
@@ -113,7 +115,7 @@ def check_saving(save: Any) -> None:
 
 @runtime_checkable
 class SavedState(Protocol):
-    """The snapshots of all stages of a pipeline before one batch, whatever its depth and width were."""
+    """A saved state of a whole pipeline, whatever its depth, width and method were; `Pipeline.load` takes it."""
 
     @property
     def facts(self) -> Mapping[str, Any]:

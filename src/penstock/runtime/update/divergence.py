@@ -17,14 +17,14 @@ from penstock.weights.decision import Decision
 
 
 class Divergence(NamedTuple):
-    """Criteria of divergence.
+    """When training counts as diverged; what is found is `Pipeline.trouble`.
 
     Attributes:
-        spike: a loss above this multiple of the median of the finite losses of the `window` batches before is a
-            divergence; None to ignore the size of losses.
-        window: number of batches in that median; no loss is judged before there have been as many.
-        nonfinite: a loss or gradient that is not finite is a divergence. With loss scaling, gradients that are not
-            finite are usual, and only the loss counts.
+        spike: a loss above this multiple of the median of the finite losses of the `window` batches before it counts;
+            None if the size of losses does not matter.
+        window: the number of batches in that median; no loss is judged before there have been as many.
+        nonfinite: whether a loss or gradient that is not finite counts. With loss scaling such gradients are usual, so
+            that only the loss counts.
     """
 
     spike: float | None = None
@@ -43,7 +43,12 @@ class Divergence(NamedTuple):
 
 
 class Trouble(NamedTuple):
-    """The first batch at which training was found to diverge, and the reason."""
+    """The first batch at which training was found to have diverged.
+
+    Attributes:
+        batch: its number since the start of training.
+        why: the reason, for people.
+    """
 
     batch: int
     why: str

@@ -9,12 +9,12 @@ from penstock.weights.decision import Decision
 
 
 class Evaluated(NamedTuple):
-    """The result of an evaluation.
+    """What an evaluation during a run has found.
 
     Attributes:
-        version: of the weights: how many batches they have learnt from.
-        total: the loss sum.
-        weight: what it is divided by.
+        version: of the weights, as the number of batches that they were trained on.
+        total: the sum of the loss.
+        weight: what the sum is divided by, such as the number of samples.
     """
 
     version: int

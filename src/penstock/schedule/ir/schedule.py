@@ -155,21 +155,20 @@ class Program(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """A complete, printable, comparable plan of one pipeline.
+    """What every rank of a pipeline runs, in which order and on which weights; `print` shows it as text.
 
     Attributes:
-        name: the method's name, for people.
+        name: of the method, for people.
         microbatches: m, the microbatches of a batch (of one update) in this pipeline, both directions together.
         stages: every stage with its rank.
-        edges: data flow between stages.
-        programs: one program per rank.
-        rule: name of the version rule (`penstock.schedule.ir.rules.RULES`).
-        frozen: stages without trainable weights and without a backward.
+        edges: which stage takes the output of which.
+        programs: what each rank runs.
+        rule: the name of the version rule (`penstock.schedule.ir.rules.RULES`).
+        frozen: stages without trained weights and without a backward.
         segments: groups of consecutive stages that recompute together; only the first of each keeps its input.
-        window: messages that may be outstanding on a lane, on either side; each is memory. None leaves it open:
-            the proof, and so a run, then takes the least that costs no time when forwards take 1, backwards 2 and
-            messages none; the simulator the least that costs none at its costs
-            (`penstock.schedule.machine.window_search`).
+        window: the number of messages that may be outstanding on a connection, on either side, each of which takes
+            memory. None leaves it open: a proof, and so a run, takes the least that costs no time when a forward takes
+            1, a backward 2 and a message none; a simulation the least that costs none at its costs.
     """
 
     name: str

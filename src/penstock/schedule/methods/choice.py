@@ -18,12 +18,12 @@ from penstock.short_repr import ShortRepr
 
 @dataclass(frozen=True, repr=False)
 class MethodChoice(ShortRepr):
-    """A row of the method table and its options; what `method` returns.
+    """A method with its options, as `method` returns it.
 
     Attributes:
-        name: of the row.
-        options: of its order.
-        correction: options of its correction, those that are given.
+        name: of the method.
+        options: of its order, such as {"chunks": 2}.
+        correction: options of its correction that were given, such as {"reschedule": 500}.
     """
 
     name: str
@@ -43,11 +43,11 @@ class ProofOfChoice(Proof):
 
 
 def method(name: str, **options: Any) -> MethodChoice:
-    """Choose a method, such as ``method("pipemare", reschedule=500)`` or ``method("interleaved", chunks=4)``.
+    """Name a method together with its options, such as ``method("pipemare", reschedule=500)``.
 
     Args:
-        name: of a row of the method table (`penstock methods`), or another name for it.
-        options: of its order and of its correction.
+        name: of the method (`penstock methods` lists them), or another name for it.
+        options: of its order (``chunks=2`` of "interleaved") and of its correction.
 
     Raises:
         ConfigError: there is no such method or option, or an option has a value that it does not take.

@@ -125,23 +125,24 @@ COMBINES: Mapping[str, CombineSpec] = MappingProxyType({spec.name: spec for spec
 
 @dataclass(frozen=True, repr=False)
 class Combine(ShortRepr):
-    """Options for combining parallel pipelines (this module has the equations).
+    """How parallel pipelines with weights of their own agree on a model now and then (equations: see this module).
 
     Attributes:
-        kind: a name in `COMBINES`.
-        every: H, the batches from one synchronization to the next, or of a wave.
-        optimizer_state: the optimizer state of each pipeline is left alone ("keep"), averaged, or cleared ("reset").
-            Only tensors with a value per element (or row) are averaged; step counters are left alone, and so is
-            everything where a pipeline has not made an update yet.
-        momentum: eta of bmuf; 1 - 1/w if None.
-        step: zeta of bmuf.
-        nesterov: use the Nesterov form of bmuf.
-        pull: alpha of elastic; 0.9/w if None, at most 1/w.
-        distance: D of wsp, the waves by which the slowest pipeline may be behind the fastest.
-        lag: number of waves after which wsp adds the updates of a pipeline to the weights of others: one number, or one
-            per pipeline, at most `distance` (the default); "record", or recorded lags
+        kind: "reduce" (gradients are added in every batch), "average", "bmuf" (block momentum), "elastic" or "wsp"
+            (waves).
+        every: H, the number of batches between two synchronizations, or in a wave.
+        optimizer_state: what happens to each pipeline's optimizer state at a synchronization: "keep" leaves it alone,
+            "average" averages it, "reset" clears it. Only tensors with a value per element (or row) are averaged; step
+            counters are left alone, and so is everything where a pipeline has not made an update yet.
+        momentum: of bmuf, eta; 1 - 1/w if None.
+        step: of bmuf, zeta.
+        nesterov: of bmuf, whether to use its Nesterov form.
+        pull: of elastic, alpha; 0.9/w if None, at most 1/w.
+        distance: of wsp, D: the number of waves by which the slowest pipeline may be behind the fastest.
+        lag: of wsp, the number of waves after which a pipeline's updates are added to the weights of the others: one
+            number, or one per pipeline, at most `distance` (the default); "record", or recorded lags
             (`penstock.schedule.methods.wave_lags`).
-        share: factor by which wsp multiplies the updates of others.
+        share: of wsp, the factor by which the updates of other pipelines are multiplied.
 
     Raises:
         ConfigError: the kind is unknown, a number is out of range, or the kind does not have an option.

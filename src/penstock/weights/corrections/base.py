@@ -178,7 +178,7 @@ class Corrector:
 
 
 class Correction(Protocol):
-    """The settings of a correction, the same for all stages."""
+    """What a method does about stale weights, with its settings; `correction_of` makes one."""
 
     @property
     def name(self) -> str:

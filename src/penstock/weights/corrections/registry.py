@@ -30,11 +30,11 @@ PIPELINED_BACKPROP: Mapping[str, tuple[bool, Form]] = MappingProxyType(
 
 
 def correction_of(method: str, **options: float | None) -> Correction | None:
-    """Create the correction of a method; None if it has none.
+    """Return what a method does about stale weights; None if it does nothing.
 
     Args:
-        method: name of a row of the method table.
-        options: options of its correction, such as reschedule=500.
+        method: its name.
+        options: of its correction, such as reschedule=500.
 
     Raises:
         ConfigError: the method or option is unknown, or an option without a default is missing.
