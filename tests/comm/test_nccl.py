@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import pytest
 import torch.distributed as dist
 
-from penstock.comm.p2p.nccl import LaneGroups, lane_groups
-from penstock.comm.p2p.transport import Channel
+from penstock.comm.transports import NcclTransports, Transports
 from penstock.errors import CapabilityError
 from penstock.runtime.execute.evaluation import Evaluating
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.plan.options import Precision
-from penstock.schedule.proof.check import Proof
 from penstock.weights.optim.lr_schedulers import by_factor
 from support import cases
 from support.cases import METHODS, Case, Outcome, Recording, assert_same, finish, make_batches, make_blocks, together
@@ -22,10 +18,9 @@ from support.tree_cases import RAGGED, TreeCase, batches_of, blocks_of, expected
 
 
 class OverSplitLanes(Pipeline):
-    def _make_lane_groups(self, proofs: Mapping[Channel, Proof], ties: bool) -> dict[Channel, list[LaneGroups]]:
-        control, width = self.grid.control, self.grid.width
-        assert control is not None
-        return {channel: lane_groups(proof.lowered.lanes, control, "gloo", width) for channel, proof in proofs.items()}
+    def _choose_transports(self) -> Transports:
+        assert self.grid.control is not None
+        return NcclTransports(self.grid, self.grid.control, "gloo")
 
 
 def train(group: dist.ProcessGroup, case: Case, then: tuple[str, ...] = ()) -> Outcome:

@@ -5,18 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-import torch
-
 from penstock.comm.collective.all_reduce import GlooReducer, LocalReducer, Reducer
 from penstock.comm.collective.control_reduce import Add, ControlReduce, GlooControlReduce, LocalControlReduce
 from penstock.comm.collective.wave_exchange import WAVE_TIMEOUT, Exchange, GlooExchange, LocalExchange
 from penstock.comm.core.rank_grid import Holder, RankGrid, RankKey
 from penstock.comm.core.tagged_group import Tag
 from penstock.comm.mesh import Groups
-from penstock.comm.p2p.gloo import GlooTransport
-from penstock.comm.p2p.local import LocalTransport
-from penstock.comm.p2p.nccl import LaneGroups, NcclTransport
 from penstock.comm.p2p.transport import Channel, Transport
+from penstock.comm.transports import Transports
 from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.machine.instructions import Lowered
 from penstock.schedule.methods.combine import REDUCE, Combine
@@ -66,7 +62,7 @@ def connect(
     specs: Sequence[StageSpec],
     add: Add,
     channel: Channel,
-    lane_groups: Sequence[LaneGroups],
+    transports: Transports,
     holder_groups: Groups,
     combine: Combine = REDUCE,
 ) -> Mapping[RankKey, Communicators]:
@@ -78,16 +74,16 @@ def connect(
         specs: of its stages.
         add: adds control scalars.
         channel: training or evaluation.
-        lane_groups: per pipeline, a process group for the tensors of each lane; empty where these travel over gloo.
+        transports: makes those of the ranks.
         holder_groups: groups of the ranks that hold the same weights; empty where gradients are added in order.
         combine: how parallel pipelines are synchronized; where they have weights of their own, each decides on its own
             updates.
     """
     deciding = [Holder(r, spec.stage) for r in range(grid.width) for spec in specs if spec.decides]
+    made = transports.make(lowered, channel)
     if grid.group is None:
-        return _connect_locally(grid, deciding, add, combine)
-    (key,) = grid.local
-    transport = _transport(grid, key, lowered, channel, lane_groups)
+        return _connect_locally(grid, made, deciding, add, combine)
+    ((key, transport),) = made.items()
     reducer = GlooReducer(grid.process, grid.control, holder_groups)
     ties = GlooReducer(grid.process, grid.control, {}, Tag.TIED_GRADIENTS)  # separate: these sums come in another order
     if not combine.apart:
@@ -104,33 +100,19 @@ def connect(
     return {key: Communicators(transport, reducer, ties, control, averages, everywhere, exchange)}
 
 
-def _transport(
-    grid: RankGrid, key: RankKey, lowered: Lowered, channel: Channel, lane_groups: Sequence[LaneGroups]
-) -> Transport:
-    """The transport of this process's rank: over NCCL where the lanes have groups, else over gloo."""
-    first = grid.global_rank(RankKey(key.pipeline, 0))
-    if not lane_groups:
-        return GlooTransport(key.rank, lowered.lanes, lowered.window, grid.control, first, channel)
-    assert grid.control is not None
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    groups = lane_groups[key.pipeline]
-    return NcclTransport(key.rank, groups, lowered.window, grid.control, device, first, channel)
-
-
 def _connect_locally(
-    grid: RankGrid, deciding: Sequence[Holder], add: Add, combine: Combine
+    grid: RankGrid, transports: Mapping[RankKey, Transport], deciding: Sequence[Holder], add: Add, combine: Combine
 ) -> Mapping[RankKey, Communicators]:
     """Make the communicators of ranks that are all in this process."""
     everywhere, reducer = LocalControlReduce(deciding, add), LocalReducer()
-    transports = {pipeline: LocalTransport() for pipeline in grid.pipelines}
     if not combine.apart:
-        return {key: Communicators(transports[key.pipeline], reducer, reducer, everywhere) for key in grid.local}
+        return {key: Communicators(transports[key], reducer, reducer, everywhere) for key in grid.local}
     own = {
         pipeline: LocalControlReduce([h for h in deciding if h.pipeline == pipeline], add)
         for pipeline in grid.pipelines
     }
     averages, waves = (None, LocalExchange()) if combine.kind == "wsp" else (LocalReducer(), None)
     return {
-        key: Communicators(transports[key.pipeline], reducer, reducer, own[key.pipeline], averages, everywhere, waves)
+        key: Communicators(transports[key], reducer, reducer, own[key.pipeline], averages, everywhere, waves)
         for key in grid.local
     }

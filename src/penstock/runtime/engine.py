@@ -18,9 +18,9 @@ from penstock.comm.collective.gather import gather_json
 from penstock.comm.communicators import connect, holders_of
 from penstock.comm.core.rank_grid import RankGrid
 from penstock.comm.mesh import Groups
-from penstock.comm.p2p.nccl import LaneGroups
 from penstock.comm.p2p.routing import reads_of
 from penstock.comm.p2p.transport import Channel
+from penstock.comm.transports import Transports
 from penstock.errors import ConfigError, PenstockError, TransportError
 from penstock.runtime.execute.evaluation import Evaluating, Evaluator
 from penstock.runtime.execute.executor import Executor
@@ -53,7 +53,7 @@ class Engine:
         ranks: those of this process.
         proof: of the training schedule.
         forward_only: of the schedule of evaluations.
-        lane_groups: communicators for tensors, per channel and pipeline; empty where they travel over gloo.
+        transports: carry their messages.
         holder_groups: of those that hold the same weights; empty where gradients are added in order.
         timeout: seconds after which a missing message is an error.
         combine: how parallel pipelines agree.
@@ -69,14 +69,14 @@ class Engine:
         ranks: Sequence[RankState],
         proof: Proof,
         forward_only: Proof,
-        lane_groups: dict[Channel, list[LaneGroups]],
+        transports: Transports,
         holder_groups: Groups,
         timeout: float,
         combine: Combine = REDUCE,
     ) -> None:
         self._grid, self._ranks, self._timeout, self._combine = grid, ranks, timeout, combine
         self._proof, self._forward_only = proof, forward_only
-        self._lane_groups, self._holder_groups = lane_groups, holder_groups
+        self._transports, self._holder_groups = transports, holder_groups
         self.schedule = proof.schedule
         self.batches, self.keeps_older = 0, False
         self._bases = RULES[self.schedule.rule].bases
@@ -196,18 +196,11 @@ class Engine:
 
     # --- between runs -----------------------------------------------------------------------------------------------
 
-    def switch(
-        self,
-        proof: Proof,
-        lane_groups: dict[Channel, list[LaneGroups]],
-        correction: Correction | None,
-        evaluate: Evaluating | None,
-    ) -> None:
+    def switch(self, proof: Proof, correction: Correction | None, evaluate: Evaluating | None) -> None:
         """Continue under another schedule with the same stages, with the pipeline drained.
 
         Args:
             proof: of the schedule.
-            lane_groups: communicators for its tensors.
             correction: of its method.
             evaluate: evaluations of the runs before and after. The last versions are evaluated now, where the schedule
                 before would have done it at its next border, and this one does not any more.
@@ -221,7 +214,7 @@ class Engine:
                 if evaluate.wants(version) and (version == self.batches or self.keeps_older):
                     self._evaluate_now(evaluate, version)
         self.keeps_older = self.keeps_older and self._bases == bases == 2
-        self._proof, self.schedule, self._bases, self._lane_groups = proof, proof.schedule, bases, lane_groups
+        self._proof, self.schedule, self._bases = proof, proof.schedule, bases
         try:
             for state in self._ranks:
                 state.switch(proof, self.keeps_older, correction)
@@ -332,10 +325,9 @@ class Engine:
 
     def _executors(self, proof: Proof, channel: Channel = Channel.TRAINING) -> list[Executor]:
         specs = stage_specs(proof.schedule, older=0)
-        lane_groups = self._lane_groups.get(channel, [])
         combine = self._combine if channel is Channel.TRAINING and proof is self._proof else REDUCE
         links = connect(
-            self._grid, proof.lowered, specs, add_shares, channel, lane_groups, self._holder_groups, combine
+            self._grid, proof.lowered, specs, add_shares, channel, self._transports, self._holder_groups, combine
         )
         holders = holders_of(proof.schedule, self._grid.width)
         return [

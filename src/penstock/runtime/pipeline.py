@@ -18,8 +18,8 @@ from penstock.comm.communicators import holders_of
 from penstock.comm.core.rank_grid import RankGrid, check_group, warn_if_alone
 from penstock.comm.core.recorder import merge_recordings
 from penstock.comm.mesh import from_mesh, groups_of_holders
-from penstock.comm.p2p.nccl import LaneGroups
 from penstock.comm.p2p.transport import Channel
+from penstock.comm.transports import Transports, choose_transports
 from penstock.errors import ConfigError
 from penstock.partition.blocks import Blocks, named_blocks
 from penstock.runtime.engine import Engine
@@ -49,7 +49,7 @@ from penstock.runtime.rank.snapshot import (
     check_saving,
     restore,
 )
-from penstock.runtime.setup.assemble import make_lane_groups, make_ranks
+from penstock.runtime.setup.assemble import make_ranks
 from penstock.runtime.training_run import TrainingRun
 from penstock.runtime.update.divergence import Divergence, Trouble
 from penstock.runtime.update.events import Evaluated
@@ -207,14 +207,16 @@ class Pipeline:
         holders = holders_of(self.schedule, parallel.width).values()
         alike = groups_of_holders(self.grid, holders, parallel.mesh, timeout) if parallel.fast else {}
         self._ranks = make_ranks(named, plan, self.grid, loss, optimizer)
-        evaluation, proofs = prove_evaluation(self.schedule), {Channel.TRAINING: self.proof}
-        self._groups = self._make_lane_groups(proofs | {Channel.EVALUATION: evaluation}, bool(plan.ties))
+        evaluation, self._transports = prove_evaluation(self.schedule), self._choose_transports()
+        self._transports.prepare(Channel.TRAINING, self.proof.lowered.lanes)
+        self._transports.prepare(Channel.EVALUATION, evaluation.lowered.lanes)
         self._engine = Engine(
-            self.grid, self._ranks, self.proof, evaluation, self._groups, alike, timeout, parallel.combine
+            self.grid, self._ranks, self.proof, evaluation, self._transports, alike, timeout, parallel.combine
         )
 
-    def _make_lane_groups(self, proofs: Mapping[Channel, Proof], ties: bool) -> dict[Channel, list[LaneGroups]]:
-        return make_lane_groups(self.grid, self.stages.values(), proofs, ties)
+    def _choose_transports(self) -> Transports:
+        devices = {tensor.device.type for stage in self.stages.values() for tensor in stage.module.state().values()}
+        return choose_transports(self.grid, devices, ties=bool(self._plan.ties))
 
     if not TYPE_CHECKING:  # or type checkers would take every name
 
@@ -405,10 +407,9 @@ class Pipeline:
             told = gather_json(name, "agreeing on another method", self.grid.control)
             if len(set(told)) > 1:
                 raise ConfigError(f"ranks were given different schedules to go on with: {', '.join(told)}")
-        if self._groups and proof.lowered.lanes != self.proof.lowered.lanes:
-            self._groups = self._groups | self._make_lane_groups({Channel.TRAINING: proof}, ties=False)
+        self._transports.prepare(Channel.TRAINING, proof.lowered.lanes)
         self._plan, self.proof, self.schedule = plan, proof, proof.schedule
-        self._engine.switch(proof, self._groups, correction, evaluate)
+        self._engine.switch(proof, correction, evaluate)
 
     def look_out(self, first: float = 0) -> None:
         """Watch for divergence from batch `first` on, and forget what was found before; infinity ends the watch.

@@ -1,0 +1,117 @@
+"""Chooses what carries the messages of a pipeline: memory in one process, between processes gloo, or NCCL beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from penstock.comm.core.rank_grid import RankGrid, RankKey, backends
+from penstock.comm.p2p.gloo import GlooTransport
+from penstock.comm.p2p.local import LocalTransport
+from penstock.comm.p2p.nccl import LaneGroups, NcclTransport, lane_groups
+from penstock.comm.p2p.transport import Channel, Transport
+from penstock.errors import CapabilityError
+from penstock.schedule.machine.instructions import LaneKey, Lowered
+
+
+class Transports(Protocol):
+    """Makes the transports of the ranks of this process."""
+
+    def prepare(self, channel: Channel, lanes: Sequence[LaneKey]) -> None:
+        """Make what all ranks must make together for the lanes of a schedule; all call this, between runs."""
+        ...
+
+    def make(self, lowered: Lowered, channel: Channel) -> Mapping[RankKey, Transport]:
+        """Make the transport of every rank of this process, for one span of a schedule."""
+        ...
+
+
+def choose_transports(grid: RankGrid, devices: Collection[str], *, ties: bool) -> Transports:
+    """Return what makes the transports of a pipeline.
+
+    Args:
+        grid: all ranks.
+        devices: types of the devices that hold the stages of this process.
+        ties: stages share parameters.
+
+    Raises:
+        CapabilityError: something is wanted that is not offered there.
+    """
+    if grid.group is None or grid.control is None:
+        return LocalTransports(grid)
+    if backends(grid.group).get("cuda") != "nccl" or "cpu" in devices:
+        return GlooTransports(grid)
+    if grid.width > 1:
+        raise CapabilityError("parallel pipelines are offered over gloo so far, not over NCCL")
+    if ties:
+        raise CapabilityError("parameters that stages share are offered over gloo so far, not over NCCL")
+    return NcclTransports(grid, grid.control)
+
+
+class LocalTransports:
+    """All ranks in this process; those of a pipeline share one object."""
+
+    def __init__(self, grid: RankGrid) -> None:
+        self._grid = grid
+
+    def prepare(self, channel: Channel, lanes: Sequence[LaneKey]) -> None:
+        """Do nothing."""
+
+    def make(self, lowered: Lowered, channel: Channel) -> Mapping[RankKey, Transport]:  # noqa: ARG002
+        """Make one for each pipeline."""
+        made = {pipeline: LocalTransport() for pipeline in self._grid.pipelines}
+        return {key: made[key.pipeline] for key in self._grid.local}
+
+
+class GlooTransports:
+    """Everything travels over gloo."""
+
+    def __init__(self, grid: RankGrid) -> None:
+        self._grid = grid
+
+    def prepare(self, channel: Channel, lanes: Sequence[LaneKey]) -> None:
+        """Do nothing: lanes are told apart by tags."""
+
+    def make(self, lowered: Lowered, channel: Channel) -> Mapping[RankKey, Transport]:
+        """Make that of the only rank of this process."""
+        (key,), first = self._grid.local, _first_of(self._grid)
+        return {key: GlooTransport(key.rank, lowered.lanes, lowered.window, self._grid.control, first, channel)}
+
+
+class NcclTransports:
+    """Tensors travel on a process group for each lane, the rest over gloo.
+
+    Args:
+        grid: all ranks.
+        control: a gloo group of them.
+        backend: of the groups; "gloo" in tests.
+    """
+
+    def __init__(self, grid: RankGrid, control: dist.ProcessGroup, backend: str = "nccl") -> None:
+        self._grid, self._control, self._backend = grid, control, backend
+        self._groups: dict[Channel, list[LaneGroups]] = {}
+
+    def prepare(self, channel: Channel, lanes: Sequence[LaneKey]) -> None:
+        """Make the groups, unless there are such for these lanes.
+
+        Raises:
+            CapabilityError: the pipelines do not span the whole job.
+        """
+        present = self._groups.get(channel)
+        if present is None or tuple(present[0]) != tuple(lanes):
+            self._groups[channel] = lane_groups(lanes, self._control, self._backend, self._grid.width)
+
+    def make(self, lowered: Lowered, channel: Channel) -> Mapping[RankKey, Transport]:
+        """Make that of the only rank of this process."""
+        (key,), first = self._grid.local, _first_of(self._grid)
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        groups = self._groups[channel][key.pipeline]
+        return {key: NcclTransport(key.rank, groups, lowered.window, self._control, device, first, channel)}
+
+
+def _first_of(grid: RankGrid) -> int:
+    """The rank in the process group of rank 0 of this process's pipeline."""
+    return grid.global_rank(RankKey(grid.local[0].pipeline, 0))
