@@ -126,7 +126,6 @@ class _Sending(NamedTuple):
     route: Route
     label: str
     first: int
-    span: int
 
 
 class OutLane:
@@ -165,7 +164,7 @@ class OutLane:
             yield from self._wait()
 
     def _wait(self) -> Iterator[Wait]:
-        ticket, _, route, label, *_ = self._queue[0]
+        ticket, _, route, label, _ = self._queue[0]
         what, cause = (
             f"rank {self._recorder.rank}, stage {route.source.name}, sending {label}",
             f"rank {self._peer}: to take {label}",
@@ -174,7 +173,7 @@ class OutLane:
         self._complete()
 
     def _complete(self) -> None:
-        ticket, nbytes, route, label, first, span = self._queue.popleft()
+        ticket, nbytes, route, label, first = self._queue.popleft()
         recorder = self._recorder
         if ticket.error is not None:
             ticket.check(f"rank {recorder.rank}, stage {route.source.name}, sending {label}")
@@ -191,7 +190,7 @@ class OutLane:
                 route.target.index,
                 route.target.direction,
                 microbatch=first,
-                span=span,
+                span=recorder.span,
                 peer=self._peer,
             )
         )
@@ -234,7 +233,7 @@ class Outbox:
         nbytes, label, start = content.nbytes, f"{self._name} {unit}", recorder.now()
         recorder.change("messages", nbytes)
         ticket = self._transport.send(self._lane.lane, content)
-        self._lane.add(_Sending(ticket, nbytes, route, label, first, recorder.span))
+        self._lane.add(_Sending(ticket, nbytes, route, label, first))
         recorder.add(Interval(recorder.rank, "compute", start, recorder.now(), Waiting.POST, f"send {label}"))
 
 
