@@ -77,10 +77,9 @@ class Recorder:
         cause: str = "",
         microbatch: int = -1,
         peer: int = -1,
-        span: int | None = None,
     ) -> None:
-        """Record an interval (`penstock.timeline.Interval`) in which the rank does no work; of this span if None."""
-        numbers = stage, direction, batch, version, cause, microbatch, self.span if span is None else span, peer
+        """Record an interval (`penstock.timeline.Interval`) in which the rank does no work."""
+        numbers = stage, direction, batch, version, cause, microbatch, self.span, peer
         self.intervals.append((self.rank, lane, start, end, what, label, *numbers))
 
     def add_work(

@@ -30,7 +30,6 @@ class _Sending(NamedTuple):
     route: Route
     label: str
     first: int
-    span: int
 
 
 class OutLane:
@@ -70,7 +69,7 @@ class OutLane:
             yield from self._wait()
 
     def _wait(self) -> Iterator[Wait]:
-        ticket, _, route, label, *_ = self._queue[0]
+        ticket, _, route, label, _ = self._queue[0]
         what, cause = (
             f"rank {self._recorder.rank}, stage {route.source.name}, sending {label}",
             f"rank {self._peer}: to take {label}",
@@ -79,14 +78,14 @@ class OutLane:
         self._complete()
 
     def _complete(self) -> None:
-        ticket, nbytes, route, label, first, span = self._queue.popleft()
+        ticket, nbytes, route, label, first = self._queue.popleft()
         recorder = self._recorder
         if ticket.error is not None:
             ticket.check(f"rank {recorder.rank}, stage {route.source.name}, sending {label}")
         recorder.change("messages", -nbytes)
         start, end = recorder.at(ticket.made_at), recorder.at(ticket.done_at)
         place = route.target.index, route.target.direction
-        recorder.add(self._name, start, end, "SEND", label, *place, microbatch=first, peer=self._peer, span=span)
+        recorder.add(self._name, start, end, "SEND", label, *place, microbatch=first, peer=self._peer)
 
 
 class Outbox:
@@ -127,7 +126,7 @@ class Outbox:
         nbytes, label, start = content.nbytes, f"{self._name} {unit}", recorder.now()
         recorder.change("messages", nbytes)
         ticket = self._lane.lane.send(content)
-        self._lane.add(_Sending(ticket, nbytes, route, label, first, recorder.span))
+        self._lane.add(_Sending(ticket, nbytes, route, label, first))
         recorder.add("compute", start, recorder.now(), Waiting.POST, f"send {label}")
 
 
