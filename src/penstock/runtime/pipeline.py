@@ -22,10 +22,10 @@ from penstock.comm.p2p.transport import Channel
 from penstock.comm.transports import Transports, choose_transports
 from penstock.errors import ConfigError
 from penstock.partition.blocks import Blocks, named_blocks
+from penstock.runtime.attribute_hints import NO_CALL, NO_PICKLE, missing
 from penstock.runtime.engine import Engine
 from penstock.runtime.execute.evaluation import Evaluating, check_evaluating
 from penstock.runtime.full_state import gather_state, with_all_names
-from penstock.runtime.habits import NO_CALL, NO_PICKLE, missing
 from penstock.runtime.plan.method_choice import correction_with, default_stages, request_of
 from penstock.runtime.plan.options import (
     DataParallel,

@@ -8,8 +8,8 @@ from typing import NamedTuple
 from penstock.comm.core.recorder import Recorder
 from penstock.comm.core.ticket import Ticket
 from penstock.comm.core.wait import Wait, wait_for
-from penstock.comm.p2p.desk import Desk
 from penstock.comm.p2p.message import TensorMessage
+from penstock.comm.p2p.message_buffer import MessageBuffer
 from penstock.comm.p2p.transport import Receiver
 from penstock.errors import TransportError
 from penstock.schedule.machine.instructions import Route
@@ -21,7 +21,7 @@ class Inbox:
 
     Args:
         route: between which stages.
-        desk: where they are laid ready.
+        buffer: where they are laid ready.
         lane: on which they travel.
         recorder: of their bytes, and of waits.
         peer: the global rank of the sender.
@@ -30,8 +30,8 @@ class Inbox:
         name: what is in them.
     """
 
-    def __init__(self, route: Route, desk: Desk, lane: Receiver, recorder: Recorder, peer: int) -> None:
-        self._route, self._desk, self._lane, self._recorder, self._peer = route, desk, lane, recorder, peer
+    def __init__(self, route: Route, buffer: MessageBuffer, lane: Receiver, recorder: Recorder, peer: int) -> None:
+        self._route, self._buffer, self._lane, self._recorder, self._peer = route, buffer, lane, recorder, peer
         self._piece = route.slice[0] if route.slice else 0
         self.name = route.payload.value  # an enum takes longer to format than a string
         self._posted: dict[int, Ticket] = {}
@@ -87,7 +87,7 @@ class Inbox:
                 f"{header.batch})"
             )
         for each in [content] if route.count == 1 else _opened(content, route.count):
-            self._desk.put(each)
+            self._buffer.put(each)
         return content
 
 
@@ -153,14 +153,14 @@ class ParkedInbox(Inbox):
     """The parked activations of one route to this rank: HOLD and FETCH take them without waiting; others wait for that.
 
     Args:
-        route, desk, lane, recorder, peer: as of any inbox.
+        route, buffer, lane, recorder, peer: as of any inbox.
         parked: what is posted on the lane, and not taken.
     """
 
     def __init__(
-        self, route: Route, desk: Desk, lane: Receiver, recorder: Recorder, peer: int, parked: ParkedLane
+        self, route: Route, buffer: MessageBuffer, lane: Receiver, recorder: Recorder, peer: int, parked: ParkedLane
     ) -> None:
-        super().__init__(route, desk, lane, recorder, peer)
+        super().__init__(route, buffer, lane, recorder, peer)
         self._parked = parked
 
     def post(self, first: int) -> Iterator[Wait] | None:

@@ -1,7 +1,7 @@
-"""The messages of one rank: its desks and inboxes, and what it sends.
+"""The messages of one rank: its buffers and inboxes, and what it sends.
 
-Everything that does not depend on the microbatch is bound once: a `Desk` for each pair of stages and payload, an
-`Inbox` or `Outbox` for each route of the schedule.
+Everything that does not depend on the microbatch is bound once: a `MessageBuffer` for each pair of stages and payload,
+an `Inbox` or `Outbox` for each route of the schedule.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import NamedTuple
 from penstock.comm.core.recorder import Recorder
 from penstock.comm.core.ticket import Ticket
 from penstock.comm.core.wait import Wait, wait_for
-from penstock.comm.p2p.desk import Desk
 from penstock.comm.p2p.inbox import Inbox, ParkedInbox, ParkedLane
 from penstock.comm.p2p.message import TensorMessage
+from penstock.comm.p2p.message_buffer import MessageBuffer
 from penstock.comm.p2p.transport import Sender, Transport
 from penstock.schedule.ir.schedule import Payload, Stage, Unit, format_unit
 from penstock.schedule.machine.instructions import LaneKey, Lowered, Route
@@ -93,13 +93,13 @@ class Outbox:
 
     Args:
         route: between which stages.
-        desk: where their contents lie ready.
+        buffer: where their contents lie ready.
         lane: on which they travel.
         recorder: of their bytes.
     """
 
-    def __init__(self, route: Route, desk: Desk, lane: OutLane, recorder: Recorder) -> None:
-        self._route, self._desk, self._lane, self._recorder = route, desk, lane, recorder
+    def __init__(self, route: Route, buffer: MessageBuffer, lane: OutLane, recorder: Recorder) -> None:
+        self._route, self._buffer, self._lane, self._recorder = route, buffer, lane, recorder
         self._piece = route.slice[0] if route.slice else 0
         self._name = route.payload.value  # an enum takes longer to format than a string
         self._unit = Unit(0, route.count, route.slice) if route.count > 1 or route.slice else None
@@ -119,9 +119,9 @@ class Outbox:
     def _send(self, first: int) -> None:
         route, recorder = self._route, self._recorder
         if route.count == 1:
-            content = self._desk.take((first, self._piece))
+            content = self._buffer.take((first, self._piece))
         else:
-            content = _closed([self._desk.take((k, self._piece)) for k in range(first, first + route.count)])
+            content = _closed([self._buffer.take((k, self._piece)) for k in range(first, first + route.count)])
         unit = first if self._unit is None else format_unit(self._unit._replace(first=first))
         nbytes, label, start = content.nbytes, f"{self._name} {unit}", recorder.now()
         recorder.change("messages", nbytes)
@@ -131,7 +131,7 @@ class Outbox:
 
 
 class Mailbox:
-    """The desks, inboxes and outboxes of one rank, for one span.
+    """The buffers, inboxes and outboxes of one rank, for one span.
 
     Args:
         rank: in its pipeline.
@@ -142,18 +142,18 @@ class Mailbox:
 
     def __init__(self, rank: int, lowered: Lowered, transport: Transport, recorder: Recorder) -> None:
         self._rank, self._lowered, self._transport, self._recorder = rank, lowered, transport, recorder
-        self._desks: dict[tuple[Payload, Stage, Stage], Desk] = {}
+        self._buffers: dict[tuple[Payload, Stage, Stage], MessageBuffer] = {}
         self._inboxes: dict[int, Inbox] = {}
         self._parked: dict[int, ParkedInbox] = {}
         self._parked_lanes: dict[LaneKey, ParkedLane] = {}
         self._lanes: dict[LaneKey, OutLane] = {}
 
-    def desk(self, payload: Payload, source: Stage, target: Stage) -> Desk:
-        """The desk for what one stage hands to another."""
+    def buffer(self, payload: Payload, source: Stage, target: Stage) -> MessageBuffer:
+        """The buffer for what one stage hands to another."""
         key = payload, source, target
-        if key not in self._desks:
-            self._desks[key] = Desk(self._recorder if source.rank == target.rank else None)
-        return self._desks[key]
+        if key not in self._buffers:
+            self._buffers[key] = MessageBuffer(self._recorder if source.rank == target.rank else None)
+        return self._buffers[key]
 
     def inbox(self, number: int) -> Inbox:
         """The inbox of a route of the schedule."""
@@ -161,18 +161,18 @@ class Mailbox:
         if route.payload is Payload.PARKED:
             return self.parked(number)
         if number not in self._inboxes:
-            desk, peer = self.desk(route.payload, route.source, route.target), self._peer(route.source.rank)
-            self._inboxes[number] = Inbox(route, desk, self._transport.receiver(route.lane), self._recorder, peer)
+            buffer, peer = self.buffer(route.payload, route.source, route.target), self._peer(route.source.rank)
+            self._inboxes[number] = Inbox(route, buffer, self._transport.receiver(route.lane), self._recorder, peer)
         return self._inboxes[number]
 
     def parked(self, number: int) -> ParkedInbox:
         """The inbox of a route of parked activations."""
         if number not in self._parked:
             route = self._lowered.routes[number]
-            desk, peer = self.desk(route.payload, route.source, route.target), self._peer(route.source.rank)
+            buffer, peer = self.buffer(route.payload, route.source, route.target), self._peer(route.source.rank)
             lane = self._parked_lanes.setdefault(route.lane, ParkedLane(self._lowered.window, self._recorder))
             end = self._transport.receiver(route.lane)
-            self._parked[number] = ParkedInbox(route, desk, end, self._recorder, peer, lane)
+            self._parked[number] = ParkedInbox(route, buffer, end, self._recorder, peer, lane)
         return self._parked[number]
 
     def outbox(self, number: int) -> Outbox:
@@ -182,8 +182,8 @@ class Mailbox:
         if lane not in self._lanes:
             peer, end = self._peer(lane.target), self._transport.sender(lane)
             self._lanes[lane] = OutLane(end, lane.payload, self._lowered.window, self._recorder, peer)
-        desk = self.desk(route.payload, route.source, route.target)
-        return Outbox(route, desk, self._lanes[lane], self._recorder)
+        buffer = self.buffer(route.payload, route.source, route.target)
+        return Outbox(route, buffer, self._lanes[lane], self._recorder)
 
     def flush(self) -> Iterator[Wait]:
         """Wait until everything sent is on its way."""

@@ -91,7 +91,7 @@ def reads_of(schedule: Schedule, ranks: Collection[int]) -> list[int]:
 
 
 class StageRoutes:
-    """The desks of one stage: where its inputs and gradients lie, and where it lays its outputs.
+    """The buffers of one stage: where its inputs and gradients lie, and where it lays its outputs.
 
     Args:
         schedule: says which stages feed which.
@@ -106,20 +106,20 @@ class StageRoutes:
         neighbors = self._neighbors = neighbors_of(schedule, stage)
         self._stage, self._entrances = stage, entrances(schedule)
         self.enters = not neighbors.inputs
-        self._inputs = [mailbox.desk(Payload.ACTIVATION, source, stage) for source in neighbors.inputs]
-        self._repairs = [mailbox.desk(Payload.REPAIR, source, stage) for source in neighbors.inputs]
-        self._outputs = [mailbox.desk(Payload.ACTIVATION, stage, target) for target in neighbors.outputs]
-        self._repaired = [mailbox.desk(Payload.REPAIR, stage, target) for target in neighbors.outputs]
-        self._gradients = [mailbox.desk(Payload.GRADIENT, source, stage) for source in neighbors.gradients]
+        self._inputs = [mailbox.buffer(Payload.ACTIVATION, source, stage) for source in neighbors.inputs]
+        self._repairs = [mailbox.buffer(Payload.REPAIR, source, stage) for source in neighbors.inputs]
+        self._outputs = [mailbox.buffer(Payload.ACTIVATION, stage, target) for target in neighbors.outputs]
+        self._repaired = [mailbox.buffer(Payload.REPAIR, stage, target) for target in neighbors.outputs]
+        self._gradients = [mailbox.buffer(Payload.GRADIENT, source, stage) for source in neighbors.gradients]
         self._returned = [
-            mailbox.desk(Payload.GRADIENT, stage, source) if returns else None
+            mailbox.buffer(Payload.GRADIENT, stage, source) if returns else None
             for source, returns in zip(neighbors.inputs, neighbors.returns, strict=True)
         ]
         before = schedule.segment_before(stage.index)
         after = {schedule.segment_before(index): index for index in range(schedule.num_stages)}.get(stage.index)
         at, direction = schedule.stage_at, stage.direction
-        self._again = None if before is None else mailbox.desk(Payload.RECOMPUTE, at[before, direction], stage)
-        self._again_to = None if after is None else mailbox.desk(Payload.RECOMPUTE, stage, at[after, direction])
+        self._again = None if before is None else mailbox.buffer(Payload.RECOMPUTE, at[before, direction], stage)
+        self._again_to = None if after is None else mailbox.buffer(Payload.RECOMPUTE, stage, at[after, direction])
         trains = any(p.op in (Op.B, Op.I) for program in schedule.programs for a in program.period for p in passes(a))
         self._counts = trains and any(neighbors.returns) and len(neighbors.inputs) > 1
         self._sizes: dict[Piece, list[int]] = {}  # leaves of each of several inputs, for the gradients
@@ -192,8 +192,8 @@ class StageRoutes:
     def put_output(self, header: Header, output: Any, *, repair: bool = False) -> None:
         """Lay the output of a forward ready for the stages that take it, or (`repair`) of a forward run again."""
         tree, wants = detached(output)
-        for desk in self._repaired if repair else self._outputs:
-            desk.put(TensorMessage(header, tree, wants))
+        for buffer in self._repaired if repair else self._outputs:
+            buffer.put(TensorMessage(header, tree, wants))
 
     def recomputed_input(self, key: Piece) -> Any:
         """Take the input of a recompute, where the stage has not kept it; else None."""
@@ -214,7 +214,7 @@ class StageRoutes:
         if len(self._gradients) == 1:
             message = self._gradients[0].take(key)
             return message.header.weight, message.tree
-        messages = [desk.take(key) for desk in self._gradients]
+        messages = [buffer.take(key) for buffer in self._gradients]
         total: Gradients = messages[0].tree
         for message in messages[1:]:
             total = [_sum(mine, other) for mine, other in zip(total, message.tree, strict=True)]
@@ -224,9 +224,9 @@ class StageRoutes:
         """Lay the gradients of a forward's input ready for the stages that it came from."""
         place = 0
         sizes = self._sizes.pop((header.first, header.piece), None) or [len(gradients)]
-        for desk, size in zip(self._returned, sizes, strict=False):
-            if desk is not None:
-                desk.put(TensorMessage(header, gradients[place : place + size]))
+        for buffer, size in zip(self._returned, sizes, strict=False):
+            if buffer is not None:
+                buffer.put(TensorMessage(header, gradients[place : place + size]))
             place += size
 
 

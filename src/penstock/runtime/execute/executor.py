@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from penstock.comm.communicators import Communicators
 from penstock.comm.core.rank_grid import Holder
 from penstock.comm.core.wait import Wait
-from penstock.runtime.execute.make_span import make_span
+from penstock.runtime.execute.build_span import build_span
 from penstock.runtime.ops.bound import Bound
 from penstock.runtime.ops.handlers import bind
 from penstock.runtime.rank.batch_source import BatchSource
@@ -50,7 +50,7 @@ class Executor:
         combine: Combine = REDUCE,
     ) -> None:
         self._state, self._links = state, links
-        self._span = make_span(state, lowered, specs, holders, links, combine)
+        self._span = build_span(state, lowered, specs, holders, links, combine)
         program = lowered.programs[state.key.rank]
         self._period, self._epilogue = (bind(part, self._span) for part in (program.period, program.epilogue))
         self._rejected = bind(program.rejected, self._span) or self._period  # from a VALIDATE on that rejects

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from functools import partial
 
-from penstock.comm.p2p.desk import Desk
 from penstock.comm.p2p.message import Header, TensorMessage
+from penstock.comm.p2p.message_buffer import MessageBuffer
 from penstock.runtime.ops.bound import BoundAction, Turn
 from penstock.runtime.ops.messages import Consumer
 from penstock.runtime.rank.span import RankSpan
@@ -38,7 +38,7 @@ class MoveToPeer(Consumer):
         super().__init__(instruction, span)
         own, peer = self.action.stage, self.action.peer
         assert peer is not None
-        self._out: Desk = span.mailbox.desk(Payload.PARKED, own, peer)
+        self._out: MessageBuffer = span.mailbox.buffer(Payload.PARKED, own, peer)
         self._held = span.held.setdefault(peer, {})
 
     def work(self, turn: Turn) -> None:
@@ -61,7 +61,7 @@ class MoveFromPeer(BoundAction):
         super().__init__(instruction, span)
         own, peer = self.action.stage, self.action.peer
         assert peer is not None
-        self._in: Desk = span.mailbox.desk(Payload.PARKED, peer, own)
+        self._in: MessageBuffer = span.mailbox.buffer(Payload.PARKED, peer, own)
         (message,) = instruction.needs
         self._inbox = span.mailbox.parked(message.route)
         self._held = span.held.setdefault(peer, {})

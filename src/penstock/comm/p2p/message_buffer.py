@@ -1,4 +1,4 @@
-"""Where the contents of messages lie on a rank."""
+"""Messages of one payload from one stage to another that have arrived, or wait to be sent."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from penstock.comm.p2p.message import TensorMessage
 from penstock.schedule.proof.in_flight import Piece
 
 
-class Desk:
+class MessageBuffer:
     """Contents of messages of one payload from one stage to another that have arrived, or wait to be sent.
 
     Args:

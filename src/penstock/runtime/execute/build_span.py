@@ -26,7 +26,7 @@ from penstock.schedule.proof.stage_spec import StageSpec
 Holders = Mapping[int, tuple[Holder, ...]]
 
 
-def make_span(
+def build_span(
     state: RankState,
     lowered: Lowered,
     specs: Mapping[Stage, StageSpec],

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 import penstock
 from penstock import Pipeline
 from penstock.errors import ConfigError
-from penstock.runtime.habits import HABITS
+from penstock.runtime.attribute_hints import HABITS
 
 
 def make_pipeline() -> Pipeline:
