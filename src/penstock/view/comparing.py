@@ -69,7 +69,8 @@ class TerminalComparison:
         """End the live display."""
         self._bars.update(self._all, visible=False)
         self._bars.update(self._run, visible=False)
-        self._bars.stop()
+        if self.console.is_terminal:
+            self._bars.stop()
 
 
 def summary_table(findings: Findings) -> Table:

@@ -250,6 +250,19 @@ class Schedule:
         """Return the stages of a rank, by index."""
         return tuple(sorted(n for n in self.stages if n.rank == rank))
 
+    def place(self, action: Action, reads: bool = False) -> str:
+        """Return an action of a program as the text form has it, with its rank: "rank 1, B0".
+
+        Args:
+            action: with relative numbers; its stage is named where the rank holds several.
+            reads: with the versions that it reads, which a rule may have added.
+        """
+        plain = (
+            action if reads else action._replace(reads=None, parts=tuple(p._replace(reads=None) for p in action.parts))
+        )
+        rank = action.stage.rank
+        return f"rank {rank}, {format_action(plain, relative=True, stage=len(self.on_rank(rank)) != 1)}"
+
     def actions(self, rank: int, batches: int, older: int = 0) -> Iterator[Action]:
         """Yield the actions of a rank in a span of `batches` batches, with absolute numbers (see `shift`)."""
         program = self.programs[rank]

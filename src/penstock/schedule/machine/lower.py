@@ -259,7 +259,6 @@ class _Incoming:
         )
         where = f"{index}.{direction}" if direction else str(index)
         return ScheduleError(
-            f"{self.schedule.name}: {action} on rank {action.stage.rank} needs the {name} of microbatch {microbatch} "
-            f"on "
-            f"stage {where}, which {why}"
+            f"{self.schedule.name}: {self.schedule.place(action)} needs the {name} of microbatch {microbatch} on stage "
+            f"{where}, which {why}"
         )

@@ -23,6 +23,7 @@ class StageSpec:
         older: the number of the version that represents everything before the span, 0 or -1.
         collectives: the collectives of each batch on this stage in their required order; an update waits for them.
         admits: True for the first trained stage, where microbatches are admitted.
+        alone: True if its rank holds no other stage, so that its actions need not name it.
     """
 
     stage: Stage
@@ -36,6 +37,7 @@ class StageSpec:
     sharded: bool
     collectives: tuple[Op, ...]
     admits: bool
+    alone: bool
 
     @property
     def decides(self) -> bool:
@@ -65,6 +67,7 @@ def stage_specs(schedule: Schedule, older: int) -> list[StageSpec]:
             sharded=any(a.op is Op.GATHER for a in here),
             collectives=tuple(op for op in COLLECTIVES if any(a.op is op for a in here)),
             admits=stage.index == first,
+            alone=len(schedule.on_rank(stage.rank)) == 1,
         )
         for stage, here in actions.items()
     ]

@@ -5,6 +5,7 @@ Tokens are bytes. A user's own text may be a file, a folder of files, or an arra
 
 from __future__ import annotations
 
+import os
 import sysconfig
 import zlib
 from collections.abc import Callable, Iterator
@@ -69,13 +70,24 @@ def load_corpus(path: str | None = None, skip: Callable[[Path], bool] = lambda _
                 f"there is no file or folder {path!r}; give a text file, a folder, or a .npy or .bin of tokens"
             )
         if place.is_dir():
+            _check_readable(place)
             files = (file for file in _sources(place, "*", _hidden) if not skip(file))
             return _bytes_corpus(_join(files, place), str(place))
+        if not place.is_file():
+            raise DataError(
+                f"{path!r} is neither a file nor a folder; give a text file, a folder, or an array of tokens"
+            )
         if place.suffix in (".npy", ".bin"):
             return _tokens_corpus(place)
-        return _bytes_corpus(place.read_bytes(), str(place))
+        data = place.read_bytes()
+        if not _is_text(data):
+            raise DataError(
+                f"{path!r} is not a text file: byte {data.index(0)} is 0. Give text, or tokens in a .npy or .bin file"
+            )
+        return _bytes_corpus(data, str(place))
     except OSError as error:
-        raise DataError(f"cannot read {path!r}: {error.strerror or error}") from None
+        within = f" ({error.filename})" if error.filename not in (None, path) else ""
+        raise DataError(f"cannot read {path!r}{within}: {error.strerror or error}") from None
 
 
 def _sources(root: Path, pattern: str, skip: Callable[[str], bool]) -> Iterator[Path]:
@@ -96,11 +108,29 @@ def _join(paths: Iterator[Path], root: Path) -> bytes:
     texts = []
     for path in paths:
         data = path.read_bytes()
-        if b"\0" not in data[:4096]:  # not text
+        if _is_text(data):
             texts.append(data)
     if not texts:
         raise DataError(f"no text files in {str(root)!r}")
     return b"\n".join(texts)
+
+
+def _is_text(data: bytes) -> bool:
+    return b"\0" not in data[:4096]
+
+
+def _check_readable(root: Path) -> None:
+    """Raise the error of a folder that cannot be listed: it would be taken for an empty one.
+
+    Raises:
+        OSError: which folder.
+    """
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    for _, folders, _ in os.walk(root, onerror=refuse):
+        folders[:] = [folder for folder in folders if not _hidden(folder)]
 
 
 def _bytes_corpus(data: bytes, name: str) -> Corpus:
