@@ -32,6 +32,11 @@ def check_whole(what: str, value: object, least: int = 1) -> None:
         raise ConfigError(f"{what} must be a whole number of at least {least}, got {value!r}")
 
 
+def similarity(name: str, other: str) -> float:
+    """Return how similar two names are spelled: 1 if they are equal, 0 if they have no letter in common."""
+    return difflib.SequenceMatcher(None, name, other).ratio()
+
+
 def nearest_of(name: object, known: Iterable[str], count: int, cutoff: float = 0.5) -> list[str]:
     """Return the known names that are similar to `name`, the most similar ones first, at most so many."""
     return difflib.get_close_matches(str(name), list(known), n=count, cutoff=cutoff)

@@ -94,6 +94,7 @@ def _compare(settings: ComparisonConfig, out: Path, as_json: bool) -> None:
         run = ComparisonRun(settings, out, observer)
         run.run()
     except KeyboardInterrupt:
+        observer.close()
         Console(stderr=True).print("interrupted; the same command continues with the runs that have not finished")
         raise typer.Exit(128 + signal.SIGINT) from None
     finally:

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from penstock.checks import nearest_of
+from penstock.cli.output import print_words
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -20,8 +21,10 @@ def fail(message: str, hint: str, code: int) -> NoReturn:
     from penstock.launch.torchrun import is_first_to_say
 
     if is_first_to_say(message):
-        said = Text.assemble(("error: ", "bold red"), message, f"\n{hint}" if hint else "")
-        Console(stderr=True).print(said, soft_wrap=True)
+        console = Console(stderr=True)
+        print_words(console, Text.assemble(("error: ", "bold red"), message))
+        if hint:
+            console.print(Text(hint), soft_wrap=True)  # a command in it can be copied whole
     sys.exit(code)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -184,47 +184,46 @@ def show(
     console.print(legend, bubble, style="dim", highlight=False)
 
 
+def _at_least_0(unit: str, help: str) -> Any:
+    """Return an option that takes a number which is not negative."""
+    return typer.Option(metavar=unit, help=help, min=0)
+
+
+PerStage = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="JSON list with forward, backward_input, backward_weight[, step] of each stage, in place of times given "
+        "as options.",
+    ),
+]
+WindowSize = Annotated[
+    str | None,
+    typer.Option(
+        metavar="N|unlimited",
+        help="Messages that may be outstanding between two ranks; the least that costs no time if not given.",
+    ),
+]
+
+
 def simulate(
     method: MethodName = None,
     stages: MaybeStages = None,
     microbatches: MaybeMicrobatches = None,
-    forward: Annotated[
-        float, typer.Option(metavar="TIME", help="F, time of a forward of a rank's whole share.", min=0)
-    ] = 1.0,
-    backward_input: Annotated[
-        float, typer.Option(metavar="TIME", help="Time of the backward for the inputs.", min=0)
-    ] = 1.0,
-    backward_weight: Annotated[
-        float, typer.Option(metavar="TIME", help="Time of the backward for the weights.", min=0)
-    ] = 1.0,
+    forward: Annotated[float, _at_least_0("TIME", "F, time of a forward of a rank's whole share.")] = 1.0,
+    backward_input: Annotated[float, _at_least_0("TIME", "Time of the backward for the inputs.")] = 1.0,
+    backward_weight: Annotated[float, _at_least_0("TIME", "Time of the backward for the weights.")] = 1.0,
     batches: Annotated[int, typer.Option(metavar="T", help="Batches between two drains.", min=1)] = 1,
-    step: Annotated[float, typer.Option(metavar="TIME", help="Time of an update.", min=0)] = 0.0,
-    latency: Annotated[float, typer.Option(metavar="TIME", help="Time of a hop; it occupies no rank.", min=0)] = 0.0,
-    fused: Annotated[
-        float, typer.Option(metavar="PART", help="Time of a fused pair, as a part of that of both.", min=0)
-    ] = 1.0,
-    left: Annotated[
-        float, typer.Option(metavar="PART", help="Part of the activations that is left between I and W.", min=0)
-    ] = 1.0,
-    per_stage: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="JSON list with forward, backward_input, backward_weight[, step] of each stage, in place of the times "
-            "given as options.",
-        ),
-    ] = None,
+    step: Annotated[float, _at_least_0("TIME", "Time of an update.")] = 0.0,
+    latency: Annotated[float, _at_least_0("TIME", "Time of a hop; it occupies no rank.")] = 0.0,
+    fused: Annotated[float, _at_least_0("PART", "Time of a fused pair, as a part of that of both.")] = 1.0,
+    left: Annotated[float, _at_least_0("PART", "Part of the activations that is left between I and W.")] = 1.0,
+    per_stage: PerStage = None,
     order: OrderName = None,
     changes: OrderOptions = None,
     segments: Segments = None,
     file: OrderFile = None,
-    window: Annotated[
-        str | None,
-        typer.Option(
-            metavar="N|unlimited",
-            help="Messages that may be outstanding between two ranks; the least that costs no time if not given.",
-        ),
-    ] = None,
+    window: WindowSize = None,
     as_json: AsJson = False,
 ) -> None:
     """Predict makespan, bubble, activations, versions and messages of a span of batches."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -20,6 +20,10 @@ from penstock.cli.options import (
     Stages2,
 )
 from penstock.errors import ConfigError, InterruptedRunError, WorkerError
+from penstock.launch.torchrun import is_worker
+
+if TYPE_CHECKING:
+    from penstock.train.config.schema import TrainConfig
 
 
 def changes_of(
@@ -76,26 +80,51 @@ def train(
     Started by torchrun (torchrun --nproc-per-node 2 -m penstock train ...), this process joins that job as one of its
     workers instead.
     """
-    from penstock.launch.launch import launch_local
-    from penstock.launch.torchrun import is_worker
-    from penstock.train.config.load import load_config
-    from penstock.train.setup.prepare import check_resume, make_run_folder, prepare
-    from penstock.train.setup.run_folder import CONFIG, check_is_run, how_to_go_on
-
     if keys:
         print_train_keys()
         return
     named = changes_of(method, file, changes, stages=stages, microbatches=microbatches, batches=batches, data=data)
+    if is_worker():
+        settings = _checked(config, named, resume)
+        _work(settings.model_dump(), None if resume is None else str(resume), None)
+        return
+    with Console(stderr=True).status("checking the schedule, the model and the data"):
+        settings = _checked(config, named, resume, local=True)
+    _launch(settings, resume)
+
+
+def _checked(config: Path | None, changes: list[str], resume: Path | None, local: bool = False) -> TrainConfig:
+    """Return the configuration, after checking what can be checked before processes start.
+
+    Args:
+        config, changes: as of `load_config`.
+        resume: the folder of a run that goes on.
+        local: all processes will run on this machine, and this one starts them.
+
+    Raises:
+        PenstockError: something is wrong.
+    """
+    from penstock.train.config.load import load_config
+    from penstock.train.setup.prepare import check_resume, prepare
+    from penstock.train.setup.run_folder import CONFIG, check_is_run
+
     if resume is not None:
         check_is_run(resume)
         config = config or resume / CONFIG
-    settings = load_config(config, named)
+    settings = load_config(config, changes)
     if resume is not None:
         check_resume(settings, resume)
-    if is_worker():
-        _work(settings.model_dump(), None if resume is None else str(resume), None)
-        return
-    prepare(settings)
+    if local:
+        prepare(settings, local=True)
+    return settings
+
+
+def _launch(settings: TrainConfig, resume: Path | None) -> None:
+    """Train in worker processes, in the folder of the run that goes on or in a new one."""
+    from penstock.launch.launch import launch_local
+    from penstock.train.setup.prepare import make_run_folder
+    from penstock.train.setup.run_folder import how_to_go_on
+
     folder = resume or make_run_folder(settings)
     workers, console = settings.stages * settings.width, Console()
     try:

@@ -20,7 +20,7 @@ from penstock.cli.options import (
     OrderFile,
     Stages2,
 )
-from penstock.cli.output import print_json
+from penstock.cli.output import print_json, print_words
 from penstock.cli.train import changes_of, print_train_keys
 from penstock.errors import PenstockError
 
@@ -60,7 +60,7 @@ def verify(
         print_json(verification_json(found))
     else:
         Console().print(verification_table(found))
-        Console().print(Text(found.verdict, "green" if found.agrees else "red"), soft_wrap=True)
+        print_words(Console(), Text(found.verdict, "green" if found.agrees else "red"))
     if found.error is not None and not isinstance(found.error, PenstockError):
         traceback.print_exception(found.error)
     if not found.agrees:

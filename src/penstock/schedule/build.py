@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from penstock.checks import check_whole
@@ -26,7 +26,7 @@ from penstock.schedule.ir.schedule import Action, Op, Schedule, format_action, p
 from penstock.schedule.methods.table import compatible, find_method
 from penstock.schedule.orders import ORDERS
 from penstock.schedule.orders.forward_only import forward_through
-from penstock.schedule.proof.check import Proof, check
+from penstock.schedule.proof.check import Proof, check, check_versions
 from penstock.schedule.text import parse_action
 from penstock.schedule.transforms.apply_rule import apply_rule
 from penstock.schedule.transforms.batch_ops import (
@@ -296,12 +296,13 @@ def smallest_microbatches(
 
     None if there is none up to 4 per stage (or 4 more). One number after the other is tried: some orders take even
     numbers only, a user's function may do anything.
-    Where endless 1F1B and its like are legal they are so from there on, so halving finds the border in few tries.
+    Where endless 1F1B and its like are legal they are so from there on, so halving finds the border in few tries; what
+    fails is nearly always the versions, which are proven much faster than the rest.
     """
 
-    def legal(m: int) -> bool:
+    def legal(m: int, proves: Callable[[Schedule], object] = check) -> bool:
         try:
-            check(_build(method, stages, m, rule, order, options, decides, window))
+            proves(_build(method, stages, m, rule, order, options, decides, window))
         except Exception:  # a user's function may refuse some m in its own way
             return False
         return True
@@ -309,9 +310,8 @@ def smallest_microbatches(
     numbers = range(beyond + 1, max(4 * stages, beyond + 4) + 1)
     if (order or (method if callable(method) else find_method(method).order)) not in _LEGAL_FROM_SOME_NUMBER_ON:
         return next(filter(legal, numbers), None)
-    if not legal(numbers[-1]):
-        return None
-    return numbers[bisect_left(numbers, True, key=legal)]
+    first = bisect_left(numbers, True, key=partial(legal, proves=check_versions))
+    return next(filter(legal, numbers[first:]), None)
 
 
 _LEGAL_FROM_SOME_NUMBER_ON = ("endless-1f1b", "endless-eager-1f1b", "fine-grained")

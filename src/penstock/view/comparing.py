@@ -38,7 +38,7 @@ class TerminalComparison:
 
     def started(self, task: Task, total: int, there: int) -> None:
         """Print what will be trained."""
-        self.console.print(task.title, markup=False, highlight=False, soft_wrap=True)
+        self.console.print(task.title, markup=False, highlight=False, soft_wrap=not self.console.is_terminal)
         if there:
             self.console.print(f"{there} of {total} runs had finished before", highlight=False)
         self._bars.update(self._all, total=total - there, note="")

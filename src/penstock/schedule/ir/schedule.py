@@ -250,19 +250,6 @@ class Schedule:
         """Return the stages of a rank, by index."""
         return tuple(sorted(n for n in self.stages if n.rank == rank))
 
-    def place(self, action: Action, reads: bool = False) -> str:
-        """Return an action of a program as the text form has it, with its rank: "rank 1, B0".
-
-        Args:
-            action: with relative numbers; its stage is named where the rank holds several.
-            reads: with the versions that it reads, which a rule may have added.
-        """
-        plain = (
-            action if reads else action._replace(reads=None, parts=tuple(p._replace(reads=None) for p in action.parts))
-        )
-        rank = action.stage.rank
-        return f"rank {rank}, {format_action(plain, relative=True, stage=len(self.on_rank(rank)) != 1)}"
-
     def actions(self, rank: int, batches: int, older: int = 0) -> Iterator[Action]:
         """Yield the actions of a rank in a span of `batches` batches, with absolute numbers (see `shift`)."""
         program = self.programs[rank]
@@ -386,6 +373,18 @@ def format_action(action: Action, relative: bool = False, stage: bool = True) ->
         if action.reads.derive is not None:
             text += f"~{action.reads.derive.label}{action.reads.derive.first}"
     return text
+
+
+def format_place(schedule: Schedule, action: Action) -> str:
+    """Format an action of a program with its rank, as the text form has it but for versions: "rank 1, B0".
+
+    Args:
+        schedule: that the action is of; where a rank holds several stages, the one of the action is named.
+        action: with relative numbers.
+    """
+    plain = action._replace(reads=None, parts=tuple(p._replace(reads=None) for p in action.parts))
+    rank = action.stage.rank
+    return f"rank {rank}, {format_action(plain, relative=True, stage=len(schedule.on_rank(rank)) != 1)}"
 
 
 def format_schedule(schedule: Schedule) -> str:

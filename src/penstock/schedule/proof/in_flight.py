@@ -12,11 +12,11 @@ Piece = tuple[int, int]
 """(microbatch, slice)."""
 
 
-class Version(int):
+class VersionNumber(int):
     """The number of a version or a batch, counted from the start of the span."""
 
 
-class Microbatch(int):
+class MicrobatchNumber(int):
     """The number of a microbatch, counted from the start of the span."""
 
 
@@ -38,9 +38,9 @@ class BooksError(Exception):
 
 
 def _relative(number: object, t: int, microbatches: int) -> str:
-    if isinstance(number, Version):
+    if isinstance(number, VersionNumber):
         return f"t{number - t:+d}" if number != t else "t"
-    if isinstance(number, Microbatch):
+    if isinstance(number, MicrobatchNumber):
         return str(number - t * microbatches)
     if isinstance(number, list | tuple):
         return ", ".join(_relative(each, t, microbatches) for each in number)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from penstock.errors import ScheduleError
 from penstock.schedule.ir.rules import Source, Update
 from penstock.schedule.ir.schedule import Action, Copy, Op, Stage, Unit, format_action
-from penstock.schedule.proof.in_flight import BooksError, Flights, Microbatch, Piece, Version
+from penstock.schedule.proof.in_flight import BooksError, Flights, MicrobatchNumber, Piece, VersionNumber
 from penstock.schedule.proof.stage_spec import StageSpec
 from penstock.schedule.proof.weight_copies import Copies
 from penstock.schedule.transforms.batch_ops import COLLECTIVES
@@ -37,8 +37,8 @@ class Delay(NamedTuple):
     backward: float
 
 
-def _versions(numbers: Iterable[int]) -> tuple[Version, ...]:
-    return tuple(map(Version, numbers))
+def _versions(numbers: Iterable[int]) -> tuple[VersionNumber, ...]:
+    return tuple(map(VersionNumber, numbers))
 
 
 @dataclass
@@ -199,14 +199,17 @@ class StageState:
                 own = derive.first == first
                 if versions[:-1] != self.flights[key].versions:
                     raise BooksError(
-                        "blends version {}, but the forward of {} read another one",
-                        Version(versions[0]),
-                        Microbatch(key[0]),
+                        "blends version {}, but the forward of microbatch {} read another one",
+                        VersionNumber(versions[0]),
+                        MicrobatchNumber(key[0]),
                     )
             if not own:
                 whose = "microbatch" if spec.rule.keeps_forward else "batch"
                 raise BooksError(
-                    "reads copy {}{}, which was made for another {}", derive.label, Microbatch(derive.first), whose
+                    "reads copy {}{}, which was made for another {}",
+                    derive.label,
+                    MicrobatchNumber(derive.first),
+                    whose,
                 )
             return
         if source is Source.BATCH:
@@ -220,18 +223,18 @@ class StageState:
                 raise BooksError("runs before its microbatch was admitted by the first trained stage")
             wanted = admitted[key[0]]
         if versions != (wanted,) or derive is not None:
-            raise BooksError("must read version {}, not {}", Version(wanted), _versions(versions))
+            raise BooksError("must read version {}, not {}", VersionNumber(wanted), _versions(versions))
 
     def _check_life(self, op: Op, versions: tuple[int, ...]) -> None:
         """Check that the versions that are read exist."""
         for version in versions:
             if version not in self.versions:
                 why = "does not exist yet" if version > self.newest else "no longer exists"
-                raise BooksError("reads version {}, which {}", Version(version), why)
+                raise BooksError("reads version {}, which {}", VersionNumber(version), why)
             if version in self.provisional and op is not Op.F:
-                raise BooksError("reads version {} before VALIDATE accepts it", Version(version))
+                raise BooksError("reads version {} before VALIDATE accepts it", VersionNumber(version))
         if self.spec.sharded and versions != (self.gathered,):
-            raise BooksError("reads version {}, which is not gathered", Version(versions[0]))
+            raise BooksError("reads version {}, which is not gathered", VersionNumber(versions[0]))
         if self.newest in versions:
             self.newest_read = True
 
@@ -258,7 +261,7 @@ class StageState:
             self._gradient_before(op, batch).joined += (op,)
         elif op is Op.VALIDATE:
             if batch + 1 not in self.provisional:
-                raise BooksError("version {} is not provisional", Version(batch + 1))
+                raise BooksError("version {} is not provisional", VersionNumber(batch + 1))
             self.provisional.discard(batch + 1)
             if self.rejecting:
                 self.flights.reject(batch + 1)
@@ -294,7 +297,7 @@ class StageState:
         gradient = self.gradients.get(batch)
         left = self.spec.share if gradient is None else gradient.remaining
         if gradient is None or left:
-            raise BooksError("comes before {} of batch {}'s backwards on this stage", left, Version(batch))
+            raise BooksError("comes before {} of batch {}'s backwards on this stage", left, VersionNumber(batch))
         return gradient
 
     def _gradient_before(self, op: Op, batch: int) -> Gradient:
@@ -310,11 +313,13 @@ class StageState:
     def _step(self, batch: int) -> None:
         gradient, rule = self._gradient_before(Op.STEP, batch), self.spec.rule
         if self.newest != batch or batch in self.provisional:
-            raise BooksError("starts from version {}, which is not the newest valid version", Version(batch))
+            raise BooksError("starts from version {}, which is not the newest valid version", VersionNumber(batch))
         reader = self.flights.reader(batch) if rule.pins else None
         if rule.update is Update.IN_PLACE and reader is not None:
             raise BooksError(
-                "overwrites version {}, which microbatch {} in flight still reads", Version(batch), Microbatch(reader)
+                "overwrites version {}, which microbatch {} in flight still reads",
+                VersionNumber(batch),
+                MicrobatchNumber(reader),
             )
         free = rule.update is Update.COPY_ON_WRITE and reader is None and self._oldest_read() > batch
         if rule.update is Update.IN_PLACE or free:
@@ -374,7 +379,7 @@ class StageState:
             raise BooksError(
                 "needs a buffer for the gradient of batch {}, but all {} are in use: versions {}, gradients of batches "
                 "{}. One would be overwritten too early; use more microbatches per batch",
-                *(Version(batch), limit, _versions(sorted(self.versions)), _versions(sorted(self.gradients))),
+                *(VersionNumber(batch), limit, _versions(sorted(self.versions)), _versions(sorted(self.gradients))),
             )
         self.gradients[batch] = Gradient(self.spec.share)
         self._count()

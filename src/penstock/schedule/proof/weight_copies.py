@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from penstock.schedule.ir.schedule import Copy
-from penstock.schedule.proof.in_flight import BooksError, Microbatch
+from penstock.schedule.proof.in_flight import BooksError, MicrobatchNumber
 
 
 @dataclass
@@ -41,11 +41,11 @@ class Copies:
             raise BooksError(
                 "reads copy {}{}, which no PREDICT has made or which was already dropped",
                 copy.label,
-                Microbatch(copy.first),
+                MicrobatchNumber(copy.first),
             )
         left, made = self.alive[copy]
         if made != versions:
-            raise BooksError("copy {}{} was made of other versions", copy.label, Microbatch(copy.first))
+            raise BooksError("copy {}{} was made of other versions", copy.label, MicrobatchNumber(copy.first))
         if left > 1:
             self.alive[copy] = left - 1, made
         else:

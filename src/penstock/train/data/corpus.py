@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from penstock.errors import DataError
 
 _CHECKED_PARTS, _CHECKED_PART = 64, 1 << 20  # parts of a large corpus in its checksum; tokens in each
+_LARGEST_VOCABULARY = 1 << 24
 SKIPPED_FOLDERS = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib2to3"})
 """Parts that not every interpreter ships; they are left out, so that the corpus is the same everywhere."""
 
@@ -139,6 +140,8 @@ def _bytes_corpus(data: bytes, name: str) -> Corpus:
 
 def _tokens_corpus(path: Path) -> Corpus:
     """Map an array of tokens from disk."""
+    if path.suffix == ".npy" and not _begins_as_array(path):
+        raise DataError(f"cannot read tokens from {str(path)!r}: it is not an array as numpy.save writes it")
     try:
         tokens = np.load(path, mmap_mode="r") if path.suffix == ".npy" else np.memmap(path, dtype="<u2", mode="r")
     except (ValueError, EOFError) as error:
@@ -151,7 +154,19 @@ def _tokens_corpus(path: Path) -> Corpus:
         )
     if int(tokens.min()) < 0:
         raise DataError(f"{str(path)!r} holds negative tokens")
-    return Corpus(str(path), tokens, int(tokens.max()) + 1, text=False)
+    vocabulary = int(tokens.max()) + 1
+    if vocabulary > _LARGEST_VOCABULARY:
+        raise DataError(
+            f"{str(path)!r} holds {vocabulary - 1}, but the numbers of tokens end below {_LARGEST_VOCABULARY}; is it "
+            "an array of tokens?"
+        )
+    return Corpus(str(path), tokens, vocabulary, text=False)
+
+
+def _begins_as_array(path: Path) -> bool:
+    """Return whether a file begins as one array or several do; numpy takes everything else for a pickle."""
+    with path.open("rb") as file:
+        return file.read(6).startswith((b"\x93NUMPY", b"PK"))
 
 
 def unigram_entropy(train: NDArray[np.int64], held_out: NDArray[np.int64]) -> float:

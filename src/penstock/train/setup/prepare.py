@@ -25,6 +25,7 @@ from penstock.train.config.own_schedule import schedule_in
 from penstock.train.config.schema import TrainConfig
 from penstock.train.data.corpus import Corpus, load_corpus
 from penstock.train.data.windows import Windows
+from penstock.train.setup.machine_memory import check_memory, check_workers
 from penstock.train.setup.optimizers import optimizer_factory
 from penstock.train.setup.phase_plan import FALLBACK, SYNC
 from penstock.train.setup.pipeline_options import pipeline_options, tokens_per_batch
@@ -72,18 +73,26 @@ class Prepared:
         return tokens_per_batch(self.config, self.model)
 
 
-def prepare(config: TrainConfig) -> Prepared:
+def prepare(config: TrainConfig, *, local: bool = False) -> Prepared:
     """Check a configuration against the method table, the model and the data; what takes long comes last.
+
+    Args:
+        config: of the run.
+        local: all of its processes will run on this machine, which must be able to hold them.
 
     Raises:
         ConfigError: no such method, a shape that cannot be, too few blocks for the stages.
         ScheduleError: too few microbatches for the method (the message names the smallest number).
         DataError: the text is missing, unreadable or too short.
     """
+    if local:
+        check_workers(config)
     request, others = _schedule(config), _other_methods(config)
     _check_meetings(config)
     corpus = load_corpus(config.data, partial(is_of_a_run, Path(config.out)))
     model = model_shape(config, corpus)
+    if local:
+        check_memory(config, model)
     windows = Windows(corpus, model.context, config.held_out, config.seed)
     if corpus.text and config.sample_length and not config.prompt:
         raise ConfigError("prompt must not be empty while sample_length is not 0")
