@@ -32,9 +32,14 @@ def check_whole(what: str, value: object, least: int = 1) -> None:
         raise ConfigError(f"{what} must be a whole number of at least {least}, got {value!r}")
 
 
-def nearest_of(name: object, known: Iterable[str], count: int) -> list[str]:
+def similarity(name: str, other: str) -> float:
+    """Return how similar two names are spelled: 1 if they are equal, 0 if they have no letter in common."""
+    return difflib.SequenceMatcher(None, name, other).ratio()
+
+
+def nearest_of(name: object, known: Iterable[str], count: int, cutoff: float = 0.5) -> list[str]:
     """Return the known names that are similar to `name`, the most similar ones first, at most so many."""
-    return difflib.get_close_matches(str(name), list(known), n=count, cutoff=0.5)
+    return difflib.get_close_matches(str(name), list(known), n=count, cutoff=cutoff)
 
 
 def nearest(name: object, known: Iterable[str]) -> str | None:
@@ -46,6 +51,39 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
     """Return " Did you mean 'x'?" for the most similar known name, or "" if none is similar."""
     near = nearest(name, known)
     return "" if near is None else f" Did you mean {near!r}?"
+
+
+def nearest_keys(path: str, known: Iterable[str], cutoff: float = 0.5) -> list[str]:
+    """Return the full paths of the keys that `path` may stand for, at most three.
+
+    Keys with the same last part come first: `lr` is `optimizer.lr`, and `eval.every` the `every` of the section that
+    is spelled most like `eval`; then whole paths and last parts that are spelled alike.
+
+    Args:
+        path: a mistyped key, with or without sections.
+        known: full paths, such as "optimizer.lr".
+        cutoff: how similar a spelling must be, from 0 to 1.
+    """
+    keys = list(known)
+    section, _, last = path.rpartition(".")
+    same = [key for key in keys if key.rpartition(".")[2] == last]
+    if same and not section:
+        return same[:3]
+    if same:
+        return nearest_of(path, same, 1)
+    alike = nearest_of(path, keys, 1, cutoff)
+    if alike:
+        return alike
+    lasts: dict[str, str] = {}
+    for key in keys:
+        lasts.setdefault(key.rpartition(".")[2], key)
+    return [lasts[name] for name in nearest_of(last, lasts, 1, cutoff)]
+
+
+def in_words(names: Iterable[str], joint: str = "or") -> str:
+    """Return quoted names in a row, as in "'a', 'b' or 'c'"."""
+    *others, last = map(repr, names)
+    return f"{', '.join(others)} {joint} {last}" if others else last
 
 
 def finite_or_none(value: T) -> T | None:

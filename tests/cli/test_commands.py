@@ -196,7 +196,10 @@ def test_every_configuration_key_can_be_listed(monkeypatch, capsys):
         (["show", "1f1b", "--file", "order.txt"], "give either a METHOD"),
         (["show", "--file", "order.txt", "--order", "gpipe"], "a --file holds the order; leave --order out"),
         (["show", "--file", "order.txt", "--stages", "3"], "order.txt holds a finished schedule; leave --stages"),
-        (["simulate", "--file", "order.csv", "--set", "x=3"], "order.csv holds a finished schedule; leave --stages"),
+        (
+            ["simulate", "--file", "order.csv", "--set", "options.x=3"],
+            "order.csv holds a finished schedule; leave --stages",
+        ),
         (["show", "1f1b", "--order", "gpip"], "unknown order 'gpip'"),
         (["compare", "--out", "c", "--lr", "1e-3,-1"], "lr.1: input should be greater than 0, got -1.0"),
         (["compare", "--out", "c", "--lr", "0"], "lr.0: input should be greater than 0, got 0.0"),
@@ -230,7 +233,7 @@ def test_every_configuration_key_can_be_listed(monkeypatch, capsys):
         (["train", "--set", "balance=[6]"], "must hold 2 positive numbers that add up to the model's 6 blocks"),
         (["train", "--set", "model.heads=5"], "must be a multiple of twice model.heads"),
         (["train", "--data", "nowhere"], "there is no file or folder 'nowhere'"),
-        (["train", "nowhere.yaml"], "cannot read the configuration 'nowhere.yaml'"),
+        (["train", "--config", "nowhere.yaml"], "cannot read the configuration 'nowhere.yaml'"),
         (["train", "--set", "model.vocabulary=10"], "holds tokens up to 255"),
         (["train", "--set", "prompt="], "prompt must not be empty"),
     ],
@@ -263,7 +266,7 @@ def test_help_reads_well(monkeypatch, capsys):
 
 @pytest.mark.parametrize("command", ["train", "verify"])
 def test_a_method_is_named_as_in_show(command, monkeypatch, tmp_path):
-    """`--set` comes last, and a word that names a file is a configuration."""
+    """Arguments go before `--set`, and that before a configuration file."""
     from penstock.train.config import load
 
     seen, real = [], load.load_config
@@ -278,7 +281,8 @@ def test_a_method_is_named_as_in_show(command, monkeypatch, tmp_path):
     for arguments in (
         ["1f1b", "--stages", 3, "--microbatches", 5],
         ["PipeDream-Flush", "--microbatches", 5, "--set", "microbatches=7"],
-        [config, "--stages", 4],
+        ["--config", config, "--stages", 4],
+        ["--config", config, "2bw"],
         ["--set", "method=stash"],
     ):
         monkeypatch.setattr(sys, "argv", ["penstock", command, *map(str, arguments)])
@@ -288,8 +292,9 @@ def test_a_method_is_named_as_in_show(command, monkeypatch, tmp_path):
     default = real(None, [])
     assert found == [
         ("1f1b", 3, 5),
-        ("1f1b", default.stages, 7),
+        ("1f1b", default.stages, 5),
         ("gpipe", 4, default.microbatches),
+        ("2bw", 3, default.microbatches),
         ("stash", default.stages, default.microbatches),
     ]
 
@@ -298,9 +303,12 @@ def test_a_method_is_named_as_in_show(command, monkeypatch, tmp_path):
     ("arguments", "said"),
     [
         (["2bv"], "unknown method '2bv'. Did you mean '2bw'"),
-        (["mine.yaml"], "cannot read the configuration 'mine.yaml': No such file"),
-        (["runs/mine"], "cannot read the configuration 'runs/mine'"),
-        (["1f1b", "--stages", "0"], "stages: input should be greater than or equal to 1"),
+        (["mine.yaml"], "unknown method 'mine.yaml'. A configuration goes after --config."),
+        (["mine.py"], "unknown method 'mine.py'. An order of your own goes after --file"),
+        (["1f1b", "--stages", "0"], "invalid value for '--stages'"),
+        (["1f1b", "--file", "mine.py"], "give either a METHOD (penstock methods lists them) or --file"),
+        (["interleaved:chunk=4"], "has no option 'chunk'; its options are chunks, group. Did you mean 'chunks'?"),
+        (["interleaved:chunks"], "a name may be followed by options with numbers"),
     ],
 )
 def test_what_is_no_method_and_no_file(arguments, said, monkeypatch, capsys):

@@ -5,12 +5,12 @@ import csv
 import pytest
 from typer.testing import CliRunner
 
-from penstock.cli import app
+from penstock.cli.app import app
 from penstock.compare import run as run_module
 from support.command_line import run
 
 TINY = [
-    "compare", "--methods", "1f1b,2bw", "--stages", 2, "--microbatches", 2, "--batches", 2, "--seeds", 2,
+    "compare", "--stages", 2, "--microbatches", 2, "--batches", 2, "--seeds", 2,
     *(part for change in ("microbatch_size=1", "model.layers=2", "model.width=8", "model.heads=2", "model.context=8",
                           "evaluate.samples=4", f"data={__file__}") for part in ("--set", change)),
 ]  # fmt: skip
@@ -71,7 +71,7 @@ def test_ctrl_c_says_how_to_go_on_and_leaves_what_there_is(tmp_path, monkeypatch
     ("arguments", "message"),
     [
         ([], "give the folder for the results"),
-        (["--methods", "1f1b,newes", "--out", "x"], "unknown method 'newes'. Did you mean 'newest'"),
+        (["1f1b,newes", "--out", "x"], "unknown method 'newes'. Did you mean 'newest'"),
         (["--task", "digit", "--out", "x"], "Did you mean 'digits'?"),
         (["--lr", "fast", "--out", "x"], "lr takes comma-separated numbers"),
         (["--set", "clip", "--out", "x"], "--set takes key=value"),
@@ -101,12 +101,12 @@ def test_keys_are_listed(monkeypatch, capsys):
 
 def test_an_optimizer_for_hidden_layers(tmp_path):
     """Goes with a GPT; of a CNN, whose only matrix is that of its head, it would step nothing."""
-    done = compare("--set", "optimizer.name=muon", "--methods", "2bw,pipeoptim", "--seeds", 1, "--out", tmp_path / "a")
+    done = compare("2bw", "pipeoptim", "--set", "optimizer.name=muon", "--seeds", 1, "--out", tmp_path / "a")
     assert done.exit_code == 0, done.output
-    refused = compare("--set", "optimizer.name=soap", "--methods", "pipeoptim", "--out", tmp_path / "b")
+    refused = compare("pipeoptim", "--set", "optimizer.name=soap", "--out", tmp_path / "b")
     assert refused.exit_code != 0
     assert "not of SOAP" in str(refused.exception)
-    digits = ("compare", "--methods", "1f1b", "--stages", "2", "--batches", "2", "--set", "task=digits")
+    digits = ("compare", "1f1b", "--stages", "2", "--batches", "2", "--set", "task=digits")
     refused = CliRunner().invoke(app, [*digits, "--set", "optimizer.name=muon", "--out", str(tmp_path / "c")])
     assert refused.exit_code != 0
     assert "task digits has none" in str(refused.exception)
@@ -114,7 +114,7 @@ def test_an_optimizer_for_hidden_layers(tmp_path):
 
 def test_delays_are_told_as_in_the_table_of_methods(monkeypatch, capsys, tmp_path):
     """Of every rank, (d - 1 - s) / m under a stash; in the same words."""
-    compared = compare("--methods", "stash", "--seeds", 1, "--batches", 1, "--out", tmp_path / "out").output
+    compared = compare("stash", "--seeds", 1, "--batches", 1, "--out", tmp_path / "out").output
     listed = run(monkeypatch, capsys, "methods", "--stages", 2, "--microbatches", 2)[1]
     rows = [
         next(line for line in text.splitlines() if line.strip().startswith("stash ")) for text in (compared, listed)

@@ -36,7 +36,7 @@ def test_the_example(monkeypatch: Any, capsys: Any) -> None:
     code, out, _ = run(monkeypatch, capsys, *asked, "--text")
     assert code == 0
     assert "rank 2: F0^t F1^t F2^t B0^t F3^t B1^t" in out
-    code, out, _ = run(monkeypatch, capsys, "simulate", "--file", EXAMPLE, "--stages", 2, "--set", "more=3")
+    code, out, _ = run(monkeypatch, capsys, "simulate", "--file", EXAMPLE, "--stages", 2, "--set", "options.more=3")
     assert code == 0
     assert "peak activations" in out
 
@@ -86,13 +86,13 @@ def test_classes_and_a_partial_function(monkeypatch: Any, capsys: Any, tmp_path:
     asked = ("show", "--text", "--file", path, "--stages", 2, "--microbatches", 3)
     for change, wanted in (
         ((), "F0^t F1^t B0^t F2^t B1^t B2^t"),
-        (("--set", "more=0"), "F0^t B0^t F1^t B1^t F2^t"),
-        (("--set", "more=2"), "F0^t F1^t F2^t B0^t B1^t"),
+        (("--set", "options.more=0"), "F0^t B0^t F1^t B1^t F2^t"),
+        (("--set", "options.more=2"), "F0^t F1^t F2^t B0^t B1^t"),
     ):
         code, out, said = run(monkeypatch, capsys, *asked, *change)
         assert (code, said) == (0, "")
         assert f"rank 1: {wanted}" in out
-    code, _, said = run(monkeypatch, capsys, *asked, "--set", "less=2")
+    code, _, said = run(monkeypatch, capsys, *asked, "--set", "options.less=2")
     assert code == 2
     assert "has no option 'less'; it has more" in said
 
@@ -115,14 +115,22 @@ def test_a_file_that_exits_is_an_error(monkeypatch: Any, capsys: Any, tmp_path: 
 
 
 BAD = [
-    ("limit=²", "a whole number, such as chunks=4; got 'limit=²'", "options.limit: input should be a valid integer"),
     (
-        "limit=--5",
-        "a whole number, such as chunks=4; got 'limit=--5'",
+        "limit=²",
+        "options.limit takes a whole number, such as options.limit=4; got '²'",
         "options.limit: input should be a valid integer",
     ),
-    ("limit=", "a whole number, such as chunks=4; got 'limit='", "options.limit: input should be a valid integer"),
-    ("limit", "a whole number, such as chunks=4; got 'limit'", "options.limit"),
+    (
+        "limit=--5",
+        "options.limit takes a whole number, such as options.limit=4; got '--5'",
+        "options.limit: input should be a valid integer",
+    ),
+    (
+        "limit=",
+        "options.limit takes a whole number, such as options.limit=4; got ''",
+        "options.limit: input should be a valid integer",
+    ),
+    ("limit", "options.limit takes a whole number, such as options.limit=4; got ''", "options.limit"),
     ("limit=-5", *["zb-auto: limit must be a whole number of at least 1, got -5"] * 2),
     ("limit=0", *["zb-auto: limit must be a whole number of at least 1, got 0"] * 2),
     ("hop=-1", *["zb-auto: hop must be a whole number of at least 0, got -1"] * 2),
@@ -136,8 +144,8 @@ def test_options_that_are_no_numbers_or_impossible(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for telling, asked in (
-        (shown, ("show", "zb-auto", "--set", change)),
-        (shown, ("simulate", "zb-auto", "--set", change)),
+        (shown, ("show", "zb-auto", "--set", f"options.{change}")),
+        (shown, ("simulate", "zb-auto", "--set", f"options.{change}")),
         (trained, ("train", "--set", "method=zb-auto", "--set", f"options.{change}")),
     ):
         code, out, said = run(monkeypatch, capsys, *asked)
@@ -150,7 +158,7 @@ def test_options_that_are_no_numbers_or_impossible(
 def test_zero_where_zero_is_the_default(monkeypatch: Any, capsys: Any) -> None:
     asked = ("simulate", "zb-auto", "--stages", 2, "--microbatches", 4, "--json")
     spans = []
-    for change in ((), ("--set", "hop=0"), ("--set", "hop=0", "--set", "held=100")):
+    for change in ((), ("--set", "options.hop=0"), ("--set", "options.hop=0", "--set", "options.held=100")):
         code, out, said = run(monkeypatch, capsys, *asked, *change)
         assert (code, said) == (0, "")
         spans.append(json.loads(out)["rank_span"])
@@ -163,7 +171,10 @@ WRONG = [
     (TWO.format("F0 Q0 F1 B1"), "cannot read 'Q0'"),
     ("def order(stages, microbatches):\n    return 1 / 0\n", "mine.py, line 2: ZeroDivisionError: division by zero"),
     ("import nothing_of_that_name\n", "mine.py, line 1: ModuleNotFoundError"),
-    ("def a(s, m):\n    pass\ndef b(s, m):\n    pass\n", "must hold one function (stages, microbatches)"),
+    (
+        "def a(s, m):\n    pass\ndef b(s, m):\n    pass\n",
+        "must hold a function order(stages, microbatches) that returns an order; it holds 'a' and 'b'",
+    ),
     ("x = 3\n", "it holds none"),
     ("def order(stages, microbatches):\n    return 3\n", "expected an Order, or a list with the passes of each rank"),
 ]

@@ -89,7 +89,7 @@ PLAIN = """
         ("rank 0: F0^t B0^t REDUCE[t] TIE[t]", "rank 0: F0^t B0^t TIE[t] REDUCE[t]", "needs the REDUCE of its batch"),
         ("rank 0: F0^t B0^t REDUCE[t] TIE[t]", "rank 0: F0^t B0^t REDUCE[t] TIE[t] TIE[t]", "2 TIEs per batch"),
         ("rank 0: F0^t B0^t REDUCE[t]", "rank 0: F0^t B0^t REDUCE[t] REDUCE[t]", "2 REDUCEs per batch"),
-        ("rank 1: F0^t B0^t REDUCE[t]", "rank 1: F0^t REDUCE[t] B0^t", "comes before 1 of batch 0's backwards"),
+        ("rank 1: F0^t B0^t REDUCE[t]", "rank 1: F0^t REDUCE[t] B0^t", "comes before 1 of batch t's backwards"),
         ("rank 1: F0^t B0^t REDUCE[t] TIE[t] DECIDE[t] STEP[t]", "rank 1: F0^t B0^t REDUCE[t] TIE[t] STEP[t] DECIDE[t]",
          "needs the DECIDE of its batch first"),
     ],

@@ -31,6 +31,7 @@ def test_ranks_that_take_the_microbatches_in_opposite_orders_wait_for_each_other
         "deadlock: 2 ranks would wait for ever",
         "  rank 0 at B0@0 waits for the gradient of microbatch 0 from rank 1",
         "  rank 1 at F1@1 waits for the activation of microbatch 1 from rank 0",
+        "run what one rank waits for earlier on the rank that it comes from",
     ]
 
 

@@ -26,21 +26,21 @@ def message_of(name, *edits):
 
 
 GATHERING = [
-    ("GATHER[t]@2^t ", "", "RELEASE[0]@2 on rank 0 ... nothing is gathered"),
-    ("F1@0^t RELEASE[t]@0 ", "RELEASE[t]@0 F1@0^t ", "F1@0^0 on rank 0 ... reads version 0, which is not gathered"),
-    ("B1@0^t RELEASE[t]@0", "RELEASE[t]@0 B1@0^t", "B1@0^0 on rank 0 ... reads version 0, which is not gathered"),
+    ("GATHER[t]@2^t ", "", "rank 0, RELEASE[t]@2: nothing is gathered"),
+    ("F1@0^t RELEASE[t]@0 ", "RELEASE[t]@0 F1@0^t ", "rank 0, F1@0^t: reads version t, which is not gathered"),
+    ("B1@0^t RELEASE[t]@0", "RELEASE[t]@0 B1@0^t", "rank 0, B1@0^t: reads version t, which is not gathered"),
     ("B1@0^t RELEASE[t]@0", "B1@0^t", "after draining 1 batches, rank 0 still has gathered weights of version [0]"),
-    ("GATHER[t]@2^t", "GATHER[t]@2", "GATHER[0]@2 on rank 0 ... names no version"),
-    ("GATHER[t]@2^t", "GATHER[t]@2^t-1", "GATHER[1]@2^0 on rank 0 ... reads version 0, which no longer exists"),
-    ("REDUCE[t]@2 STEP[t]@2", "STEP[t]@2 REDUCE[t]@2", "STEP[0]@2 on rank 0"),
-    ("B1@2^t RELEASE[t]@2 REDUCE[t]@2", "RELEASE[t]@2 REDUCE[t]@2 B1@2^t", "REDUCE[0]@2 ... comes before 1 of"),
+    ("GATHER[t]@2^t", "GATHER[t]@2", "rank 0, GATHER[t]@2: names no version"),
+    ("GATHER[t]@2^t", "GATHER[t]@2^t-1", "rank 0, GATHER[t]@2^t-1: reads version t-1, which no longer exists"),
+    ("REDUCE[t]@2 STEP[t]@2", "STEP[t]@2 REDUCE[t]@2", "rank 0, STEP[t]@2: needs the REDUCE of its batch first"),
+    ("B1@2^t RELEASE[t]@2 REDUCE[t]@2", "RELEASE[t]@2 REDUCE[t]@2 B1@2^t", "REDUCE[t]@2: comes before 1 of"),
     ("REDUCE[t]@2 ", "REDUCE[t]@2 REDUCE[t]@2 ", "stage 2 on rank 0 has 2 REDUCEs per batch"),
     ("REDUCE[t]@2 ", "REDUCE[t]%2@2 ", "REDUCE"),  # every batch has a gradient to reduce
 ]  # fmt: skip
 
 SHARED_CUTS = [
     ("REDUCE[t]@3 ", "", "stage 3 on rank 3 has 0 REDUCEs per batch; a stage of several directions needs one"),
-    ("REDUCE[t]@3 STEP[t]@3", "STEP[t]@3 REDUCE[t]@3", "STEP[0]@3 on rank 3 ... needs the REDUCE of its batch"),
+    ("REDUCE[t]@3 STEP[t]@3", "STEP[t]@3 REDUCE[t]@3", "rank 3, STEP[t]@3: needs the REDUCE of its batch first"),
     ("STEP[t]@3.1 ", "", "stage 3.1 on rank 0 has 0 STEPs per batch instead of 1"),
     ("F2@3.1^t", "F2@0^t", "microbatch 2, stage 0 has 2 forwards per batch instead of 1"),
     ("B2@3.1^t", "B2@0^t", "microbatch 2, stage 0 needs one B, or one I and one W, per batch; it has 2 B"),
@@ -58,8 +58,8 @@ SHARED_CUTS = [
 ]  # fmt: skip
 
 SPLIT_BACKWARD = [
-    ("I0^t W0^t", "W0^t I0^t", "W0@0^0 on rank 0 needs the backward of microbatch 0 on stage 0, which stands later"),
-    (" W3^t STEP[t]", " STEP[t] W3^t", "STEP[0]@0 on rank 0 ... comes before 1 of batch 0's backwards"),
+    ("I0^t W0^t", "W0^t I0^t", "rank 0, W0 needs the backward of microbatch 0 on stage 0, which stands later"),
+    (" W3^t STEP[t]", " STEP[t] W3^t", "rank 0, STEP[t]: comes before 1 of batch t"),
     (" W2^t", "", "microbatch 2, stage 0 needs one B, or one I and one W, per batch; it has 0 B, 1 I, 0 W"),
     ("I2^t W2^t", "W2^t", "microbatch 2, stage 0 needs one B, or one I and one W, per batch; it has 0 B, 0 I, 1 W"),
     (
@@ -70,8 +70,8 @@ SPLIT_BACKWARD = [
 ]
 
 SLICES = [
-    ("rank 0: F0:0/2^t F0:1/2^t", "rank 0: F0:1/2^t F0:0/2^t", "F0:1/2@0^0 on rank 0 needs the forward of"),
-    ("B0:1/2^t F1:1/2^t B0:0/2^t", "B0:0/2^t F1:1/2^t B0:1/2^t", "B0:0/2@0^0 on rank 0 needs the backward of"),
+    ("rank 0: F0:0/2^t F0:1/2^t", "rank 0: F0:1/2^t F0:0/2^t", "rank 0, F0:1/2 needs the forward of"),
+    ("B0:1/2^t F1:1/2^t B0:0/2^t", "B0:0/2^t F1:1/2^t B0:1/2^t", "rank 0, B0:0/2 needs the backward of"),
     ("F1:1/2^t ", "", "microbatch 1, slice 1, stage 0 has 0 forwards per batch instead of 1"),
     ("F1:1/2^t ", "F1:1/3^t ", "slice"),  # a third of a sequence and a half
     ("F1:1/2^t ", "F1^t ", "all units must have the same number of slices"),  # half and whole
@@ -82,9 +82,9 @@ RECOMPUTE = [
     (
         "R0^t B0^t F1^t",
         "B0^t R0^t F1^t",
-        "B0@1^0 on rank 1 needs the recompute of microbatch 0 on stage 1, which stands later",
+        "rank 1, B0 needs the recompute of microbatch 0 on stage 1, which stands later",
     ),
-    ("R0^t B0^t F1^t", "R0^t-1 B0^t F1^t", "R2@1^0 on rank 1 ... must read version 1"),
+    ("R0^t B0^t F1^t", "R0^t-1 B0^t F1^t", "rank 1, R0^t-1: must read version t, not t-1"),
     ("R0^t B0^t F1^t", "R0^t R0^t B0^t F1^t", "microbatch 0, stage 1 has 2 recomputes per batch"),
     ("segments 0,1", "segments 0,1 1", "stage 1 appears twice in segments"),
     ("segments 0,1", "segments 0,2", "there is no stage 2 to be frozen or in a segment"),
@@ -93,41 +93,41 @@ RECOMPUTE = [
 ]
 
 POST_VALIDATION = [
-    ("F0^t VALIDATE[t-1] I0^t", "F0^t I0^t VALIDATE[t-1]", "I3@1^1 on rank 1 ... reads version 1 before VALIDATE"),
+    ("F0^t VALIDATE[t-1] I0^t", "F0^t I0^t VALIDATE[t-1]", "rank 1, I0^t: reads version t before VALIDATE accepts it"),
     ("drain 0: VALIDATE[t-1]\n", "", "to drain, stage 0 must run VALIDATE for [-1]"),
     ("VALIDATE[t-1] F2^t", "VALIDATE[t] F2^t", "to drain, stage 0 must run VALIDATE for nothing"),
-    ("F0^t F1^t VALIDATE", "F0^t-1 F1^t VALIDATE", "F3@0^0 on rank 0 ... must read version 1"),
+    ("F0^t F1^t VALIDATE", "F0^t-1 F1^t VALIDATE", "rank 0, F0^t-1: must read version t, not t-1"),
     ("VALIDATE[t-1] F2^t", "VALIDATE[t-1] VALIDATE[t-1] F2^t", "to drain, stage 0 must run VALIDATE for [-1, -1]"),
 ]  # fmt: skip
 
 PREDICTIONS = [
-    ("PREDICT0^t-1~f0 ", "", "F0@0^0~f0 on rank 0 ... reads copy f0, which no PREDICT has made"),
-    ("rank 1: PREDICT0^t~f0 F0^t~f0", "rank 1: F0^t~f0 PREDICT0^t~f0", "F0@1^0~f0 on rank 1 ... reads copy f0"),
-    ("B1^t~b0", "B1^t~b1", "B1@1^0~b1 on rank 1 ... reads copy b1, which no PREDICT has made"),
-    ("B1^t~b0", "B1^t~b2", "B1@1^0~b2 on rank 1 ... reads copy b2, which was made for another batch"),
+    ("PREDICT0^t-1~f0 ", "", "rank 0, F0^t-1~f0: reads copy f0, which no PREDICT has made"),
+    ("rank 1: PREDICT0^t~f0 F0^t~f0", "rank 1: F0^t~f0 PREDICT0^t~f0", "rank 1, F0^t~f0: reads copy f0"),
+    ("B1^t~b0", "B1^t~b1", "rank 1, B1^t~b1: reads copy b1, which no PREDICT has made"),
+    ("B1^t~b0", "B1^t~b2", "rank 1, B1^t~b2: reads copy b2, which was made for another batch"),
     ("F1^t~f0 B1^t~b0", "F1^t~b0 B1^t~f0", "stage 1 on rank 1: forwards and backwards read copies of one label, 'b'"),
-    ("F0^t-1~f0", "F0^t-1", "F0@0^0 on rank 0 ... must read a copy that a PREDICT made"),
-    ("PREDICT0^t-1~f0 F0^t-1~f0", "PREDICT0^t-2~f0 F0^t-2~f0", "PREDICT4@0^0~f4 ... version 0, which no longer"),
-    ("F1^t-1~f0", "F1^t~f0", "copy f2 was made of other versions"),
-    ("PREDICT0^t-1~f0 ", "PREDICT0^t-1 ", "PREDICT0@0^0 on rank 0 ... must make a copy of its own"),
+    ("F0^t-1~f0", "F0^t-1", "rank 0, F0^t-1: must read a copy that a PREDICT made"),
+    ("PREDICT0^t-1~f0 F0^t-1~f0", "PREDICT0^t-2~f0 F0^t-2~f0", "PREDICT0^t-2~f0: reads version t-2, which no longer"),
+    ("F1^t-1~f0", "F1^t~f0", "rank 0, F1^t~f0: copy f0 was made of other versions"),
+    ("PREDICT0^t-1~f0 ", "PREDICT0^t-1 ", "rank 0, PREDICT0^t-1: must make a copy of its own, as in PREDICT0^t~p0"),
     ("PREDICT0^t-1~f0 ", "PREDICT0^t-1~f0 PREDICT0^t-1~g0 ", "makes a copy that no pass reads"),
     ("PREDICT0^t-1~f0 ", "PREDICT0^t-1~f0 PREDICT0^t-1~f0 ", "makes a copy that no pass reads or that already exists"),
 ]  # fmt: skip
 
 BLEND = [
-    ("PREDICT-1^t-2,t-1~i-1 B-1^t-2,t-1", "PREDICT-1^t-3,t-1~i-1 B-1^t-3,t-1", "version 0, which no longer exists"),
-    ("PREDICT-1^t-2,t-1~i-1 B-1^t-2,t-1", "PREDICT-1^t-2,t~i-1 B-1^t-2,t", "reads version 1, which does not exist yet"),
-    ("B-1^t-2,t-1~i-1 STEP", "B-1^t-1,t-1~i-1 STEP", "on rank 0, rule 'blended'"),  # the copy was made of others
+    ("PREDICT-1^t-2,t-1~i-1 B-1^t-2,t-1", "PREDICT-1^t-3,t-1~i-1 B-1^t-3,t-1", "version t-3, which no longer exists"),
+    ("PREDICT-1^t-2,t-1~i-1 B-1^t-2,t-1", "PREDICT-1^t-2,t~i-1 B-1^t-2,t", "reads version t, which does not exist yet"),
+    ("B-1^t-2,t-1~i-1 STEP", "B-1^t-1,t-1~i-1 STEP", "the forward of microbatch -1 read another"),  # a copy of others
     # Not the version that the forward read, and not the newest one: alive, but no blend of the two.
-    ("PREDICT-1^t-2,t-1~i-1 B-1^t-2,t-1", "PREDICT-1^t-1,t-1~i-1 B-1^t-1,t-1", "on rank 0, rule 'blended'"),
-    ("PREDICT-1^t-2,t-1~i-1 B-1^t-2,t-1", "PREDICT-1^t-2,t-2~i-1 B-1^t-2,t-2", "on rank 0, rule 'blended'"),
+    ("PREDICT-1^t-2,t-1~i-1 B-1^t-2,t-1", "PREDICT-1^t-1,t-1~i-1 B-1^t-1,t-1", "made of version t-2, t-1, not t-1"),
+    ("PREDICT-1^t-2,t-1~i-1 B-1^t-2,t-1", "PREDICT-1^t-2,t-2~i-1 B-1^t-2,t-2", "made of version t-2, t-1, not t-2"),
 ]  # fmt: skip
 
 OFFLOAD = [
-    ("FETCH2 B1^t FETCH3 B2^t", "FETCH3 B1^t B2^t FETCH2", "B2@0^0 ... needs activations that are offloaded"),
-    ("FETCH2 ", "", "B2@0^0 ... needs activations that are offloaded"),
-    ("F2^t OFFLOAD2", "OFFLOAD2 F2^t", "OFFLOAD2@0 on rank 0 ... its activations are not in flight"),
-    ("FETCH2 ", "FETCH2 FETCH2 ", "FETCH2@0 on rank 0 ... or were already moved"),
+    ("FETCH2 B1^t FETCH3 B2^t", "FETCH3 B1^t B2^t FETCH2", "rank 0, B2^t: needs activations that are offloaded"),
+    ("FETCH2 ", "", "rank 0, B2^t: needs activations that are offloaded"),
+    ("F2^t OFFLOAD2", "OFFLOAD2 F2^t", "rank 0, OFFLOAD2: its activations are not in flight"),
+    ("FETCH2 ", "FETCH2 FETCH2 ", "rank 0, FETCH2: its activations are not in flight"),
 ]  # fmt: skip
 
 AVERAGING = [  # after every fourth batch: the fault shows only there
@@ -154,22 +154,22 @@ PLACEMENTS = [
     ("interleaved", "rank 0: F0@0^t F1@0^t F0@2^t", "rank 0: F0@2^t F0@0^t F1@0^t", "rank 0 at F0@2 waits for"),
     ("interleaved", "B0@2^t", "B0@0^t", "microbatch 0, stage 0 needs one B, or one I and one W, per batch; it has 2 B"),
     ("interleaved", " STEP[t]@2", "", "stage 2 on rank 0 has 0 STEPs per batch instead of 1"),
-    ("zb_v", "F0@1^t F0@2^t", "F0@2^t F0@1^t", "F0@2^0 on rank 1 needs the forward of microbatch 0 on stage 1"),
-    ("zb_v", "I0@2^t W0@2^t", "W0@2^t I0@2^t", "W0@2^0 on rank 1 needs the backward of microbatch 0 on stage 2"),
+    ("zb_v", "F0@1^t F0@2^t", "F0@2^t F0@1^t", "rank 1, F0@2 needs the forward of microbatch 0 on stage 1"),
+    ("zb_v", "I0@2^t W0@2^t", "W0@2^t I0@2^t", "rank 1, W0@2 needs the backward of microbatch 0 on stage 2"),
     ("dualpipe_v", "[F3@0^t+B1@3^t]", "[F3@0^t+B3@3^t]", "microbatch 1, stage 3 needs one B"),
-    ("dualpipe_v", "I2@0^t W2@0^t", "W2@0^t I2@0^t", "W2@0^0 on rank 0 needs the backward of microbatch 2 on stage 0"),
+    ("dualpipe_v", "I2@0^t W2@0^t", "W2@0^t I2@0^t", "rank 0, W2@0 needs the backward of microbatch 2 on stage 0"),
 ]  # fmt: skip
 
 WIDE_UNITS = [
     ("B-4..-1^t-1 STEP[t-1] F2", "B-3..-1^t-1 STEP[t-1] F2", "microbatch 0, stage 0 needs one B"),
-    ("F3^t B0..3^t", "B0..3^t F3^t", "B0..3@1^0 on rank 1 needs the forward of microbatch 3 on stage 1"),
+    ("F3^t B0..3^t", "B0..3^t F3^t", "rank 1, B0..3 needs the forward of microbatch 3 on stage 1, which stands later"),
     ("drain 0: B-4..-1^t-1", "drain 0: B-4..-2^t-1", "to drain, stage 0 must run B for [-1]"),
-    ("rank 0: F0^t-1", "rank 0: F0^t", "F4@0^1 on rank 0 ... must read version 0"),
+    ("rank 0: F0^t-1", "rank 0: F0^t", "rank 0, F0^t: must read version t-1, not t"),
 ]
 
 WAVES = [
-    ("F0^t-1 B-1^t-2 STEP", "F0^t-1 B-1^t-1 STEP", "B1@0^1 on rank 0 ... must read version 0, as its forward did"),
-    ("rank 0: F0^t-1", "rank 0: F0^t", "F1@0^1 on rank 0 ... must read version 0"),
+    ("F0^t-1 B-1^t-2 STEP", "F0^t-1 B-1^t-1 STEP", "rank 0, B-1^t-1: must read version t-2, as its forward did"),
+    ("rank 0: F0^t-1", "rank 0: F0^t", "rank 0, F0^t: must read version t-1, not t"),
     (" AVERAGE[t-3]%2\nrank 1", "\nrank 1", "AVERAGE"),
     ("drain 0: B-1^t-2 STEP[t-1] AVERAGE[t-3]%2", "drain 0: B-1^t-2 STEP[t-1]", "AVERAGE"),  # rank 1 has averaged it
 ]  # fmt: skip
@@ -225,7 +225,7 @@ def test_an_average_behind_the_next_reader_is_refused(every):
 
 def test_an_average_ahead_of_its_own_update_is_refused():
     text = "microbatches 1\nnodes 0@0\nrank 0: AVERAGE[t] F0^t B0^t STEP[t]\n"
-    with pytest.raises(ScheduleError, match=r"AVERAGE\[0\]@0 on rank 0.* must come between a STEP and the first read"):
+    with pytest.raises(ScheduleError, match=r"rank 0, AVERAGE\[t\]: must come between a STEP and the first read"):
         check(parse_schedule(text))
 
 
@@ -249,17 +249,17 @@ def test_a_missing_validate_leaves_a_provisional_version_behind():
 
 def test_a_backward_on_the_other_replica_has_no_forward_there():
     message = message_of("chimera", ("B2@0.1^t ", ""), ("B0@0^t B1@0^t", "B2@0^t B0@0^t B1@0^t"))
-    assert "B2@0^0 on rank 0 needs the forward of microbatch 2 on stage 0, which stands nowhere" in message
+    assert "rank 0, B2@0 needs the forward of microbatch 2 on stage 0, which stands nowhere" in message
 
 
 def test_a_prediction_too_late_for_the_backward():
     message = message_of("xpipe", ("F0^t~f0 PREDICT0^t~b0 B0^t~b0 F1^t~f0", "F0^t~f0 B0^t~b0 PREDICT0^t~b0 F1^t~f0"))
-    assert "B0@1^0~b0 on rank 1, rule 'predicted': reads copy b0, which no PREDICT has made" in message
+    assert "rank 1, B0^t~b0: reads copy b0, which no PREDICT has made" in message
 
 
 def test_a_whole_microbatch_is_not_the_first_slice_of_one():
     text = "microbatches 1\nnodes 0@0\nrank 0: F0^t F0:1/2^t B0:1/2^t B0^t STEP[t]\n"
-    with pytest.raises(ScheduleError, match=r"F0@0\^0 on rank 0.* all units must have the same number of slices"):
+    with pytest.raises(ScheduleError, match=r"rank 0, F0: .* all units must have the same number of slices"):
         check(parse_schedule(text))
 
 
@@ -285,11 +285,11 @@ def test_a_blend_is_of_its_own_microbatch():
         nodes 0@0
         rank 0: F0^t F1^t PREDICT1^t,t~i1 B0^t,t~i1 B1^t,t~i1 STEP[t]
     """
-    with pytest.raises(ScheduleError, match="B0@0.*reads copy i1, which was made for another microbatch"):
+    with pytest.raises(ScheduleError, match="rank 0, B0.*reads copy i1, which was made for another microbatch"):
         check(parse_schedule(text))
 
 
 def test_what_was_recomputed_is_not_moved_away():
     text = "microbatches 1\nnodes 0@0\nrank 0: F0^t R0^t OFFLOAD0 FETCH0 B0^t STEP[t]\n"
-    with pytest.raises(ScheduleError, match="OFFLOAD0@0 on rank 0.* offload them before"):
+    with pytest.raises(ScheduleError, match="rank 0, OFFLOAD0: .* offload them before"):
         check(parse_schedule(text))

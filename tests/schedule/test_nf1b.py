@@ -192,11 +192,11 @@ def test_blends_are_of_what_each_forward_read() -> None:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("B-4..-3^t-2,t-1~i-4", "B-4..-3^t-1,t-1~i-4", "blends version 1, but the forward of 4 read another one"),
-        ("~i-4", "~i-3", "reads copy i1, which was made for another microbatch"),
-        ("PREDICT-2^t-1,t-1~i-2 ", "", "reads copy i2, which no PREDICT has made"),
+        ("B-4..-3^t-2,t-1~i-4", "B-4..-3^t-1,t-1~i-4", "blends version t-1, but the forward of microbatch -4"),
+        ("~i-4", "~i-3", "reads copy i-3, which was made for another microbatch"),
+        ("PREDICT-2^t-1,t-1~i-2 ", "", "reads copy i-2, which no PREDICT has made"),
         ("PREDICT-4^t-2,t-1~i-4 B-4..-3^t-2,t-1~i-4 PREDICT-2^t-1,t-1~i-2 B-2..-1^t-1,t-1~i-2",
-         "PREDICT-4^t-2,t-1~i-4 B-4..-1^t-2,t-1~i-4", "blends version 0, but the forward of 6 read another one"),
+         "PREDICT-4^t-2,t-1~i-4 B-4..-1^t-2,t-1~i-4", "blends version t-2, but the forward of microbatch -2"),
         ("PREDICT-4^t-2,t-1~i-4", "PREDICT-4^t-2,t-2~i-4", "must be made of version"),
     ],
 )  # fmt: skip

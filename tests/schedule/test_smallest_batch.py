@@ -73,7 +73,7 @@ def test_smallest_microbatches_beyond_a_number(beyond, legal):
 
 
 def test_the_message_says_which_action_came_too_early():
-    with pytest.raises(ScheduleError, match=r"STEP\[0\]@0 on rank 0.*comes before 1 of batch 0's backwards"):
+    with pytest.raises(ScheduleError, match=r"rank 0, STEP\[t-2\]: comes before 1 of batch t-2's backwards"):
         make_schedule("2bw", 4, 2)
 
 
@@ -83,7 +83,7 @@ def test_an_order_that_no_number_of_microbatches_mends_says_what_is_wrong():
         forwards = [f"F{k}" for k in range(microbatches)]
         return [forwards + backwards] * (stages - 1) + [backwards + forwards]
 
-    with pytest.raises(ScheduleError, match=r"B0@1\^0 on rank 1 needs the forward of microbatch 0") as caught:
+    with pytest.raises(ScheduleError, match="rank 1, B0 needs the forward of microbatch 0") as caught:
         prove(deaf, 2, 3)
     assert "at least" not in str(caught.value)
     assert smallest_microbatches(deaf, 2) is None

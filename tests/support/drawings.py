@@ -10,6 +10,7 @@ from penstock.errors import ScheduleError
 from penstock.schedule.build import prove
 from penstock.schedule.ir.rules import RULES
 from penstock.schedule.methods.table import METHODS
+from penstock.schedule.methods.written import written_method
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import simulate_schedule
 from penstock.view.svg import timeline_svg
@@ -26,19 +27,17 @@ _TABLE = re.compile(r"(<!-- figures -->\n).*?(<!-- end -->)", re.DOTALL)
 
 def drawing(command: str) -> str:
     """What `penstock show` draws, without title and legend."""
-    name, *rest = shlex.split(command)
+    method, *rest = shlex.split(command)
+    chosen = written_method(method)
     numbers = {"--stages": STAGES, "--microbatches": MICROBATCHES, "--batches": None}
-    options: dict[str, int] = {}
     order = None
     for key, value in zip(rest[::2], rest[1::2], strict=True):
-        if key == "--set":
-            option, _, number = value.partition("=")
-            options[option] = int(number)
-        elif key == "--order":
+        if key == "--order":
             order = value
         else:
             numbers[key] = int(value)
-    proof = prove(name, numbers["--stages"] or 0, numbers["--microbatches"] or 0, order=order, options=options)
+    size = numbers["--stages"] or 0, numbers["--microbatches"] or 0
+    proof = prove(chosen.name, *size, order=order, options=chosen.options)
     span = numbers["--batches"] or (3 if any(program.epilogue for program in proof.schedule.programs) else 1)
     simulation = simulate_schedule(proof, Costs.uniform(proof.schedule, 1.0, 1.0, 1.0), span)
     rows = "\n".join(line.rstrip() for line in str(draw_timeline(simulation.timeline, WIDTH)).splitlines())

@@ -127,7 +127,7 @@ def test_what_is_written_into_a_run_folder_can_be_read_back(tmp_path):
         ({"metod": "2bw"}, "unknown configuration key 'metod'; did you mean 'method'?"),
         ({"model": {"layer": 3}}, "unknown configuration key 'model.layer'; did you mean 'model.layers'?"),
         ({"lr": 0.1}, "unknown configuration key 'lr'; did you mean 'optimizer.lr'?"),
-        ({"eval": {"every": 3}}, "unknown configuration key 'eval'; did you mean 'evaluate'"),
+        ({"eval": {"every": 3}}, "unknown configuration key 'eval.every'; did you mean 'evaluate.every'?"),
         ({"stages": "two"}, "stages: input should be a valid integer, got 'two'"),
         ({"stages": True}, "stages: input should be a valid integer, got True"),
         ({"stages": 2.5}, "stages: input should be a valid integer, got 2.5"),

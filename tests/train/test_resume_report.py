@@ -50,8 +50,8 @@ def test_the_command_refuses_before_it_starts_workers(monkeypatch, capsys, tmp_p
     (tmp_path / "config.yaml").write_text("batches: 112\n")
     started = []
     monkeypatch.setattr("penstock.launch.launch.launch_local", lambda *_, **__: started.append("workers"))
-    monkeypatch.setattr("penstock.launch.launch.is_worker", lambda: of_a_job)
-    monkeypatch.setattr("penstock.cli._work", lambda *_: started.append("work"))
+    monkeypatch.setattr("penstock.cli.train.is_worker", lambda: of_a_job)
+    monkeypatch.setattr("penstock.cli.train._work", lambda *_: started.append("work"))
     command = ["penstock", "train", "--resume", str(tmp_path), "--set"]
     monkeypatch.setattr(sys, "argv", [*command, "batches=20"])
     with pytest.raises(SystemExit) as caught:

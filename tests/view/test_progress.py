@@ -106,7 +106,8 @@ def test_a_change_of_method_is_said_once(tmp_path, terminal):
     observer.progress(figures)
     observer.switched(Switched(7, "1f1b", "diverged at batch 12: the loss was nan", 20))
     observer.progress(replace(figures, batch=26))
-    observer.finished(summary(tmp_path), simulated("1f1b", 2, 2, 1))
+    observer.sampling()
+    observer.finished(summary(tmp_path), simulated("1f1b", 2, 2, 1), None)
     observer.close()
     said = "back from 20 batches to 7; 1f1b from batch 7 on (diverged at batch 12: the loss was nan)"
     assert [line for line in screen() if "1f1b" in line] == [said]

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field
 
-from penstock.checks import did_you_mean
+from penstock.checks import did_you_mean, is_whole
 from penstock.errors import ConfigError
 from penstock.schedule.ir.order import options_of as order_options
 from penstock.schedule.methods.corrections import CORRECTIONS, options_of
 from penstock.schedule.methods.table import Method, find_method
+from penstock.schedule.methods.written import split_options
 from penstock.schedule.orders import ORDERS
 from penstock.train.config.load import apply_change, validate
+from penstock.train.config.own_schedule import is_file, own_row, read_own_schedule, size_fault
 from penstock.train.config.schema import Number, OptimizerSection, RateSection, Strict
 
 SYNC, DELAYS = "sync", "delays"
-"""An option that every method of a comparison has: the number of batches that 1f1b trains first."""
+"""Options of every method in a comparison: batches that 1f1b trains first, and updates that weights are late by."""
+NO_SCHEDULES: Mapping[str, str] = MappingProxyType({})
 
 
 class NetSection(Strict):
@@ -42,7 +47,14 @@ class ScoringSection(Strict):
 class ComparisonConfig(Strict):
     """The configuration of a comparison."""
 
-    methods: list[str] = Field(default=["1f1b", "2bw"], min_length=1, description="rows of `penstock methods`")
+    methods: list[str] = Field(
+        default=["1f1b", "2bw"],
+        min_length=1,
+        description="rows of `penstock methods`, as in interleaved:chunks=4 or 2bw:sync=50; names of schedules",
+    )
+    schedules: dict[str, str] = Field(
+        default={}, description="orders of your own by the names of their files (--file), as text once they are read"
+    )
     seeds: int = Field(default=3, ge=1, description="runs of each method: seeds 0, 1, ...")
     lr: list[Annotated[Number, Field(gt=0)]] | None = Field(
         default=None, min_length=1, description="learning rates to try with each method; optimizer.lr if not set"
@@ -97,27 +109,58 @@ class ComparisonConfig(Strict):
         """The settings that all runs share: all but methods, seeds and rates."""
         values = self.model_dump()
         del values["optimizer"]["lr"]
-        return {key: value for key, value in values.items() if key not in ("methods", "seeds", "lr", "tune")}
+        return {key: value for key, value in values.items() if key not in _OF_SOME_RUNS}
 
 
-def comparison_config(changes: Sequence[str], given: dict[str, Any]) -> ComparisonConfig:
+_OF_SOME_RUNS = ("methods", "schedules", "seeds", "lr", "tune")
+
+
+def comparison_config(
+    changes: Sequence[str], given: dict[str, Any], files: Sequence[str] = (), values: Mapping[str, Any] | None = None
+) -> ComparisonConfig:
     """Make a checked configuration.
 
     Args:
         changes: `key=value`, as after --set.
         given: values of options of their own, which override `changes`; None where an option was not given.
+        files: orders of one's own, with options after colons; they are compared after the methods that are given.
+        values: of a configuration file, which all the others override.
 
     Raises:
-        ConfigError: lists every unknown key (with the nearest known one) and every value of a wrong type or range.
+        ConfigError: lists every unknown key (with the nearest known one) and every value of a wrong type or range; also
+            if a file cannot be read.
+        ScheduleError: the schedule in a file is wrong.
     """
-    values: dict[str, Any] = {}
+    values = dict(values or {})
     for change in changes:
         apply_change(ComparisonConfig, values, change)
     values |= {key: value for key, value in given.items() if value is not None}
     for key, kind in (("methods", str), ("lr", float)):
         if isinstance(values.get(key), str | float | int):
             values[key] = _listed(key, str(values[key]), kind)
-    return validate(ComparisonConfig, values)
+    config = validate(ComparisonConfig, values)
+    own = [_own_entry(file) for file in files]
+    schedules = {**config.schedules, **{name: read for _, name, read in own}}
+    for name, text in schedules.items():
+        if is_file(text):
+            schedules[name] = read_own_schedule(text, config.stages, config.microbatches, {})
+        if fault := size_fault(schedules[name], {"stages": config.stages, "microbatches": config.microbatches}):
+            raise ConfigError(f"{name}: {fault}; all methods are compared with one size")
+    named = [*(config.methods if "methods" in values or not own else ()), *(label for label, _, _ in own)]
+    given_here = {"methods": named} if "methods" in values or own else {}
+    return config.model_copy(update={"schedules": schedules, **given_here})
+
+
+def _own_entry(file: str) -> tuple[str, str, str]:
+    """Return the label of an order of one's own, its name, which is that of its file, and what is to be read."""
+    path, options = split_options(file)
+    ours = "".join(f":{option}={_written(options.pop(option))}" for option in (SYNC, DELAYS) if option in options)
+    said = _with_options("", options)
+    return f"{Path(path).name}{said}{ours}", f"{Path(path).name}{said}", f"{path}{said}"
+
+
+def _with_options(name: str, options: Mapping[str, float | None]) -> str:
+    return ":".join([name, *(f"{option}={_written(options[option])}" for option in sorted(options))])
 
 
 def _listed(key: str, text: str, kind: type) -> list[Any]:
@@ -137,12 +180,14 @@ class Contender:
         options: of its order, such as chunks=4, and of its correction, such as reschedule=100.
         sync: batches that 1f1b trains before it (PipeMare's T3, arXiv 1910.05124, section 3.3).
         delays: the number of updates by which all weights are delayed artificially, under a method that flushes.
+        schedule: an order of one's own, as text; None for a method of the table.
     """
 
     method: Method
     options: tuple[tuple[str, float | None], ...] = ()
     sync: int = 0
     delays: int = 0
+    schedule: str | None = None
 
     @property
     def for_order(self) -> dict[str, int]:
@@ -194,32 +239,30 @@ class Contender:
         return ":".join([self.method.name, *(f"{name}={_written(value)}" for name, value in options)])
 
 
-def parse_contender(text: str) -> Contender:
+def parse_contender(text: str, schedules: Mapping[str, str] = NO_SCHEDULES) -> Contender:
     """Parse METHOD or METHOD:option=N:option=N.
+
+    Args:
+        text: as it is written.
+        schedules: orders of one's own, as text, by what stands in the place of a method.
 
     Raises:
         ConfigError: unknown method, or options of another form.
     """
-    name, *parts = text.split(":")
-    options: dict[str, float | None] = {}
-    for part in parts:
-        option, _, value = (word.strip() for word in part.partition("="))
-        try:
-            options[option] = None if value == "null" else float(value)
-        except ValueError:
-            raise ConfigError(
-                f"methods: {text!r}: the name may be followed by options of the method with numbers (or null), such as "
-                "interleaved:chunks=4 or pipemare:reschedule=100:decay=null"
-            ) from None
+    name, options = split_options(text)
     ours = {}
     for option, means in ((SYNC, "batches that 1f1b trains first"), (DELAYS, "updates that weights are late by")):
-        number = options.pop(option, 0.0)
-        if number is None or number < 0 or number != int(number):
-            raise ConfigError(f"methods: {text!r}: {option} is the number of {means}; got {parts}")
-        ours[option] = int(number)
+        number = options.pop(option, 0)
+        if not is_whole(number):
+            raise ConfigError(f"methods: {text!r}: {option} is the number of {means}; got {number!r}")
+        ours[option] = number
     if all(ours.values()):
         raise ConfigError(f"methods: {text!r}: delays and sync cannot be combined; leave one of them out")
-    return Contender(find_method(name.strip()), tuple(sorted(options.items())), **ours)
+    own = _with_options(name, options)
+    if own in schedules:
+        row = replace(own_row(schedules[own]), name=own)
+        return Contender(row, (), ours[SYNC], ours[DELAYS], schedules[own])
+    return Contender(find_method(name), tuple(sorted(options.items())), ours[SYNC], ours[DELAYS])
 
 
 def _written(value: float | None) -> str:
@@ -232,7 +275,7 @@ def contenders(config: ComparisonConfig) -> list[Contender]:
     Raises:
         ConfigError: see `parse_contender`; also if a method is given twice.
     """
-    found = [parse_contender(text) for text in config.methods]
+    found = [parse_contender(text, config.schedules) for text in config.methods]
     labels = [contender.label for contender in found]
     twice = next((label for label in labels if labels.count(label) > 1), None)
     if twice is not None:

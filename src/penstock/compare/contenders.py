@@ -11,10 +11,12 @@ from penstock.runtime.pipeline import Pipeline, pipeline_of
 from penstock.runtime.plan.options import PipelineOptions
 from penstock.runtime.plan.plan import PipelinePlan, UnprovenPlan
 from penstock.schedule.build import ScheduleRequest
+from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.proof.check import Proof
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import simulate_schedule
 from penstock.timeline import Timeline
+from penstock.train.config.own_schedule import schedule_in
 from penstock.train.setup.lr_schedule import rate_schedule
 from penstock.train.setup.optimizers import check_hidden, optimizer_factory
 from penstock.weights.corrections.registry import make_correction
@@ -104,7 +106,11 @@ def _plans(config: ComparisonConfig, task: Task, contender: Contender) -> tuple[
             "a smaller sync, or more batches"
         )
     correction = make_correction(row.correction, contender.for_correction, config.batches, config.lr_schedule.warm_up)
-    request = ScheduleRequest(row.name, config.stages, config.microbatches, options=contender.for_order)
+    request: ScheduleRequest | Schedule
+    if contender.schedule is not None:
+        request = schedule_in(contender.schedule)
+    else:
+        request = ScheduleRequest(row.name, config.stages, config.microbatches, options=contender.for_order)
     options = PipelineOptions().changed(
         lr_scheduler=by_factor(rate_schedule(config.lr_schedule, config.batches)),
         divisor=config.microbatches * config.microbatch_size * task.units,

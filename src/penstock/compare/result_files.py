@@ -1,6 +1,7 @@
 """The folder of a comparison: its description, and a file for every finished run.
 
-    comparison.json                      schema, settings that all runs share, data, methods, seeds, rates
+    comparison.json                      schema, settings that all runs share, data, methods, orders of one's own (as
+                                         text, so it does not matter what becomes of their files), seeds, rates
     runs/2bw-seed-0-lr-0.003.json        results of one run
 
 A file gets its name only when it is complete, so a comparison may be interrupted at any time: the same command then
@@ -13,6 +14,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from penstock.compare.held_out import Score
 from penstock.compare.tasks import Task
 from penstock.compare.trial import TrialResult
 from penstock.errors import ConfigError, DataError
+from penstock.train.config.own_schedule import schedule_in
 
 SCHEMA = 1
 INDEX = "comparison.json"
@@ -36,7 +39,7 @@ def joined(config: ComparisonConfig, folder: Path) -> ComparisonConfig:
     Lists that were not given explicitly add nothing to the folder's.
 
     Raises:
-        ConfigError: unknown method.
+        ConfigError: unknown method, or an order of one's own has changed.
         DataError: the folder's description is damaged.
     """
     if not (folder / INDEX).exists():
@@ -46,11 +49,27 @@ def joined(config: ComparisonConfig, folder: Path) -> ComparisonConfig:
     rated = "lr" in given or "lr" in config.optimizer.model_fields_set
     changes = {
         "methods": list(dict.fromkeys([*there["methods"], *named])),
+        "schedules": _same_schedules(there["schedules"], config.schedules, folder),
         "seeds": max(there["seeds"], config.seeds if "seeds" in given else 0),
         "lr": list(dict.fromkeys([*there["lr"], *(config.rates if rated else ())])),
         "tune": config.tune if "tune" in given else there.get("tune"),
     }
     return config.model_copy(update=changes)
+
+
+def _same_schedules(there: Mapping[str, str], now: Mapping[str, str], folder: Path) -> dict[str, str]:
+    """Return all orders of one's own, those of the folder and new ones.
+
+    Raises:
+        ConfigError: one of them is not what it was.
+    """
+    for name in there.keys() & now.keys():
+        if schedule_in(there[name]) != schedule_in(now[name]):
+            raise ConfigError(
+                f"--out {str(folder)!r} has results of another {name}: its file has changed since. Give it another "
+                "name, or use another folder"
+            )
+    return {**now, **there}
 
 
 class Records:
@@ -70,6 +89,7 @@ class Records:
         self._shared = json.loads(json.dumps({**config.shared, "data found": task.fingerprint}))
         self._listed = {
             "methods": [c.label for c in contenders(config)],
+            "schedules": config.schedules,
             "seeds": config.seeds,
             "lr": list(config.rates),
             "tune": config.tune,

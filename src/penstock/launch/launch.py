@@ -1,4 +1,4 @@
-"""Launches the workers of a run through torch elastic, unless this process is one of torchrun's workers itself."""
+"""Launches the workers of a run through torch elastic."""
 
 from __future__ import annotations
 
@@ -25,11 +25,6 @@ from penstock.launch.worker_exit import WorkerExits, work
 
 _LOOK = 0.1  # seconds between two checks of the workers
 _LONGEST_FOLDER = 64  # characters; the path of a socket may have 107, of which multiprocessing adds about 32
-
-
-def is_worker() -> bool:
-    """Return whether torch elastic (torchrun) started this process as a worker of a job."""
-    return "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ
 
 
 def launch_local(

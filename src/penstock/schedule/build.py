@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
+from typing import Any
 
 from penstock.checks import check_whole
 from penstock.errors import ConfigError, ScheduleError
+from penstock.schedule.ir.ops import PASSES
 from penstock.schedule.ir.order import (
     NO_OPTIONS,
     Options,
@@ -20,11 +22,11 @@ from penstock.schedule.ir.order import (
     options_of,
 )
 from penstock.schedule.ir.rules import RULES
-from penstock.schedule.ir.schedule import Action, Op, Schedule, straight
+from penstock.schedule.ir.schedule import Action, Op, Schedule, format_action, passes, straight
 from penstock.schedule.methods.table import compatible, find_method
 from penstock.schedule.orders import ORDERS
 from penstock.schedule.orders.forward_only import forward_through
-from penstock.schedule.proof.check import Proof, check
+from penstock.schedule.proof.check import Proof, check, check_versions
 from penstock.schedule.text import parse_action
 from penstock.schedule.transforms.apply_rule import apply_rule
 from penstock.schedule.transforms.batch_ops import (
@@ -294,12 +296,13 @@ def smallest_microbatches(
 
     None if there is none up to 4 per stage (or 4 more). One number after the other is tried: some orders take even
     numbers only, a user's function may do anything.
-    Where endless 1F1B and its like are legal they are so from there on, so halving finds the border in few tries.
+    Where endless 1F1B and its like are legal they are so from there on, so halving finds the border in few tries; what
+    fails is nearly always the versions, which are proven much faster than the rest.
     """
 
-    def legal(m: int) -> bool:
+    def legal(m: int, proves: Callable[[Schedule], object] = check) -> bool:
         try:
-            check(_build(method, stages, m, rule, order, options, decides, window))
+            proves(_build(method, stages, m, rule, order, options, decides, window))
         except Exception:  # a user's function may refuse some m in its own way
             return False
         return True
@@ -307,9 +310,8 @@ def smallest_microbatches(
     numbers = range(beyond + 1, max(4 * stages, beyond + 4) + 1)
     if (order or (method if callable(method) else find_method(method).order)) not in _LEGAL_FROM_SOME_NUMBER_ON:
         return next(filter(legal, numbers), None)
-    if not legal(numbers[-1]):
-        return None
-    return numbers[bisect_left(numbers, True, key=legal)]
+    first = bisect_left(numbers, True, key=partial(legal, proves=check_versions))
+    return next(filter(legal, numbers[first:]), None)
 
 
 _LEGAL_FROM_SOME_NUMBER_ON = ("endless-1f1b", "endless-eager-1f1b", "fine-grained")
@@ -377,14 +379,25 @@ def call_order(function: OrderFunction, stages: int, microbatches: int, options:
     for what, value in (("stages", stages), ("microbatches", microbatches), *options.items()):
         least = 0 if what in options and (not ours or defaults[what] == 0) else 1
         check_whole(f"{name}: {what}", value, least)
-    result = function(stages, microbatches, **options)
+    result: Any = function(stages, microbatches, **options)
     if isinstance(result, Order):
         return result
+    if isinstance(result, Iterator):  # of a function that yields the passes of one rank after the other
+        result = list(result)
     if not isinstance(result, Sequence) or isinstance(result, str):
-        raise ScheduleError(f"{name}: expected an Order, or a list with the passes of each rank, got {result!r:.80}")
+        hint = "; end the function with return" if result is None else ""
+        raise ScheduleError(
+            f"{name}: expected an Order, or a list with the passes of each rank, got {result!r:.80}{hint}"
+        )
     if len(result) != stages:
         raise ScheduleError(f"{name}: asked for {stages} stages, it returned the passes of {len(result)} ranks")
     ranks = [[_as_action(a, rank, name) for a in _split(actions, rank, name)] for rank, actions in enumerate(result)]
+    for action in (p for actions in ranks for a in actions for p in passes(a) if p.op in PASSES):
+        if not all(0 <= number < microbatches for number in action.unit.microbatches):
+            raise ScheduleError(
+                f"{name}: rank {action.stage.rank}, {format_action(action, relative=True, stage=False)}: a batch has "
+                f"{microbatches} microbatches, numbered from 0 to {microbatches - 1}"
+            )
     return make_order(ranks, stages=straight(len(result)))
 
 
@@ -401,4 +414,7 @@ def _as_action(action: object, rank: int, name: str) -> Action:
         return action
     if not isinstance(action, str):
         raise ScheduleError(f"{name}: expected a pass on rank {rank}, such as 'F0', got {action!r:.80}")
-    return parse_action(action, straight(rank + 1), rank)
+    try:
+        return parse_action(action, straight(rank + 1), rank)
+    except ScheduleError as error:
+        raise ScheduleError(f"{name}: rank {rank}: {error}") from None

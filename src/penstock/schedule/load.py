@@ -7,7 +7,9 @@ import inspect
 import sys
 import traceback
 from pathlib import Path
+from typing import Any
 
+from penstock.checks import in_words
 from penstock.errors import ConfigError, PenstockError
 from penstock.schedule.build import extend, prove
 from penstock.schedule.ir.order import NO_OPTIONS, Options, OrderFunction
@@ -28,19 +30,60 @@ def prove_file(path: Path, stages: int, microbatches: int, options: Options = NO
         ConfigError: the file cannot be read, or its function fails.
         ScheduleError: the schedule is wrong; the message names the action at fault.
     """
-    if path.suffix == ".py":
-        function = load_function(path)
-        try:
-            return prove(function, stages, microbatches, options=options)
-        except PenstockError:
+    try:
+        if path.suffix == ".py":
+            return _prove_function(path, stages, microbatches, options)
+        text = _text_of(path)
+        return extend(from_torch_csv(text, path.stem) if path.suffix == ".csv" else parse_schedule(text, str(path)))
+    except PenstockError as error:
+        if str(path) in str(error):
             raise
-        except (Exception, SystemExit) as error:
-            raise ConfigError(_failure(path, error)) from error
+        said = str(error).removeprefix(f"{path.stem}: ")
+        raise type(error)(f"{path}: {said}") from error.__cause__
+
+
+def _prove_function(path: Path, stages: int, microbatches: int, options: Options) -> Proof:
+    """Prove what the order function in a Python file returns."""
+    function = load_function(path)
+    taken = inspect.signature(function)
+    try:
+        taken.bind(stages, microbatches)
+    except TypeError:
+        raise ConfigError(f"{path}: the function must take (stages, microbatches), but takes {taken}") from None
+    try:
+        return prove(_named(function, path.stem), stages, microbatches, options=options)
+    except PenstockError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise ConfigError(_failure(path, error)) from error
+
+
+def _named(function: OrderFunction, name: str) -> OrderFunction:
+    """Return a function that does the same under the name of its file, which the schedule then has."""
+
+    def order(*arguments: Any, **options: Any) -> Any:
+        return function(*arguments, **options)
+
+    order.__name__ = name
+    order.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
+    return order
+
+
+def _text_of(path: Path) -> str:
+    """Return the text in a file.
+
+    Raises:
+        ConfigError: it cannot be read, or is no text.
+    """
     try:
         text = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read a schedule from {str(path)!r}: {error}") from None
-    return extend(from_torch_csv(text, path.stem) if path.suffix == ".csv" else parse_schedule(text, str(path)))
+    except OSError as error:
+        raise ConfigError(f"cannot read a schedule from {str(path)!r}: {error.strerror or error}") from None
+    except UnicodeDecodeError:
+        text = "\0"
+    if "\0" in text:
+        raise ConfigError(f"cannot read a schedule from {str(path)!r}: it is not text")
+    return text
 
 
 def load_function(path: Path) -> OrderFunction:
@@ -68,10 +111,8 @@ def load_function(path: Path) -> OrderFunction:
     named = vars(module).get("order")
     found = named if callable(named) else (next(iter(own.values())) if len(own) == 1 else None)
     if found is None:
-        raise ConfigError(
-            f"{path} must hold one function (stages, microbatches) that returns an order, or call it `order`; it holds "
-            f"{', '.join(own) or 'none'}"
-        )
+        held = f"it holds {in_words(own, 'and')}; call one of them order" if own else "it holds none"
+        raise ConfigError(f"{path} must hold a function order(stages, microbatches) that returns an order; {held}")
     return found
 
 
@@ -79,5 +120,8 @@ def _failure(path: Path, error: BaseException) -> str:
     """Return the error in a user's file, with the line."""
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if Path(frame.filename).absolute() == path.absolute()]
+    said = str(error)
+    if isinstance(error, SyntaxError):
+        lines, said = [error.lineno], error.msg
     where = f", line {lines[-1]}" if lines else ""
-    return f"{path}{where}: {type(error).__name__}: {error}"
+    return f"{path}{where}: {type(error).__name__}: {said}"

@@ -21,7 +21,7 @@ An action is OPERATION UNIT [@STAGE] [^READS]:
     ^t-1      the version read; ^t,t-1 a blend; ^t~p0 the copy `p` that PREDICT0 made
     [F4+B0]   passes that run as one fused action
 
-A file whose actions name no versions and no updates is an order: the version rule adds them.
+A file without updates is an order: the version rule adds them, and the versions where an action names none.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ _ACTION = re.compile(
     r"(?:\^(?P<versions>t(?:[+-]\d+)?(?:,t(?:[+-]\d+)?)*)(?:~(?P<label>[a-z]+)(?P<copy>-?\d+))?)?"
 )
 _UNIT = re.compile(r"(e?)(-?\d+)(?:\.\.(-?\d+))?(?::(\d+)/(\d+))?")
+_WORDS = ("schedule", "rule", "microbatches", "nodes", "edges", "frozen", "segments", "window")
 _SPLIT_PARTS = re.compile(r"\+(?=[A-Z])")
 
 
@@ -82,8 +83,11 @@ def parse_schedule(text: str, where: str = "schedule") -> Schedule:
             lines[key] = (number, match[3])
         else:
             word, _, rest = line.partition(" ")
-            if word not in ("schedule", "rule", "microbatches", "nodes", "edges", "frozen", "segments", "window"):
-                raise ScheduleError(f"{where}:{number}: unknown line {word!r}; see penstock.schedule.text for the form")
+            if word not in _WORDS:
+                raise ScheduleError(
+                    f"{where}:{number}: unknown line {word!r:.40}; lines begin with {', '.join(_WORDS)}, rank N: or "
+                    "drain N:, as penstock show prints them"
+                )
             if word in header:
                 raise ScheduleError(f"{where}:{number}: the line {word!r} appears twice")
             header[word] = rest.strip()
@@ -122,7 +126,7 @@ def _assemble(header: dict[str, str], lines: dict[tuple[str, int], tuple[int, st
     if window is not None and window < 1:
         raise ScheduleError(f"{where}: a lane needs room for at least 1 message, got window {window}")
     everything = [p for program in programs for part in program for p in split_fused(part)]
-    if not any(a.reads or a.op is Op.STEP for a in everything) and any(a.op in PASSES for a in everything):
+    if not any(a.op is Op.STEP for a in everything) and any(a.op in PASSES for a in everything):
         return apply_rule(Order(programs, stages, edges, frozen, segments, window), RULES[rule], m, name)
     return Schedule(name, m, stages, edges, programs, rule, frozen, segments, window)
 
@@ -145,7 +149,12 @@ def parse_action(token: str, stages: tuple[Stage, ...], rank: int) -> Action:
         return Action(Op.FUSED, parts[0].stage, parts[0].unit, parts=parts)
     match = _ACTION.fullmatch(token)
     if match is None or match["op"] not in Op.__members__ or match["op"] == "FUSED":
-        raise ScheduleError(f"cannot read {token!r}; an action is OPERATION UNIT [@STAGE] [^READS], as in F3@1^t-1")
+        hint = "; separate actions by spaces" if re.search("[,;]", token) else ""
+        upper = token.upper()
+        hint = f"; did you mean {upper!r}?" if upper != token and _ACTION.fullmatch(upper) else hint
+        raise ScheduleError(
+            f"cannot read {token!r}; an action is OPERATION UNIT [@STAGE] [^READS], as in F3 or F3@1^t-1{hint}"
+        )
     op = Op(match["op"])
     reads = None
     if match["versions"]:

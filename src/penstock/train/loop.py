@@ -134,7 +134,7 @@ class _Loop:
             self.metrics.add(changed=self.pipeline.batches, values=changes)
         if self.reports:
             if self.pipeline.batches:
-                self.metrics.add(resumed=self.pipeline.batches, method=self.config.method)
+                self.metrics.add(resumed=self.pipeline.batches, method=self.config.row.name)
             self.observer.started(self.prepared, self.pipeline.parts, self.pipeline.batches)
         over = False
         while not over:
@@ -347,9 +347,11 @@ class _Loop:
             peak_bytes=peaks,
             seconds=round(seconds, 4),
         )
-        self.observer.finished(summary, timeline)
+        sample = None
         if self.prepared.windows.corpus.text and self.config.sample_length:
-            self.observer.sampled(summary, self._sample())
+            self.observer.sampling()
+            sample = self._sample()
+        self.observer.finished(summary, timeline, sample)
 
     def _takes_back(self) -> bool:
         """Whether a method of the run may take updates back."""

@@ -103,10 +103,10 @@ class Observer(Protocol):
         """The run has ended early, after saving a checkpoint of so many batches."""
         ...
 
-    def finished(self, summary: RunSummary, timeline: Timeline) -> None:
-        """Training has finished and the weights are saved."""
+    def sampling(self) -> None:
+        """Training has finished and the weights are saved; a text is being sampled, which may take some seconds."""
         ...
 
-    def sampled(self, summary: RunSummary, text: str) -> None:
-        """A text was sampled from the trained model (models of bytes only)."""
+    def finished(self, summary: RunSummary, timeline: Timeline, sample: str | None) -> None:
+        """Everything is done; `sample` is a text from the trained model, if it is one of bytes."""
         ...

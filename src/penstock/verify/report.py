@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from penstock.schedule.methods.table import find_method
 from penstock.train.config.schema import TrainConfig
 from penstock.verify.differences import Difference
 
@@ -52,7 +51,7 @@ class Verification:
     @property
     def verdict(self) -> str:
         """The result in one sentence."""
-        method = find_method(self.config.method).name
+        method = self.config.row.name
         if self.error is not None:
             notes = "".join(f", {note}" for note in getattr(self.error, "__notes__", ()))
             return f"the pipeline of {method} ended with {type(self.error).__name__}{notes}: {self.error}"

@@ -17,6 +17,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -25,8 +26,7 @@ from torch import Tensor, nn
 from penstock.errors import ConfigError
 from penstock.models.gpt import TIED_EMBEDDINGS, gpt_blocks, language_loss
 from penstock.schedule.ir.rules import RULES, Source
-from penstock.schedule.ir.schedule import Op, Schedule, passes
-from penstock.schedule.methods.table import find_method
+from penstock.schedule.ir.schedule import Op, Schedule, Stage, passes
 from penstock.stage.precision import low_precision
 from penstock.train.config.schema import TrainConfig
 from penstock.train.data.windows import Microbatches, batches
@@ -83,12 +83,12 @@ def verify(config: TrainConfig, count: int) -> Verification:
     correction = prepared.plan.options.staleness.correction
     if isinstance(correction, ErrorFeedback) or (isinstance(correction, PipelinedBackprop) and correction.spike):
         raise ConfigError(
-            f"method {config.method!r} changes weights after the optimizer's step, where verify cannot observe it; "
+            f"method {config.row.name!r} changes weights after the optimizer's step, where verify cannot observe it; "
             "Penstock's tests compare it with its reference. Verify the method it builds on: 2bw, newest or lwp"
         )
     if prepared.plan.schedule.slices > 1 and config.precision != "fp32":
         raise ConfigError(
-            f"method {config.method!r} adds up slices of sequences, whose rounding differs from the reference's, in "
+            f"method {config.row.name!r} adds up slices of sequences, whose rounding differs from the reference's, in "
             f"{config.precision} by percents, so a comparison would show nothing; verify it with precision=fp32"
         )
     with _threads(config), torch.random.fork_rng(devices=[]):
@@ -111,15 +111,30 @@ def _decides(prepared: Prepared) -> bool:
 
 def _allowed(prepared: Prepared) -> float:
     """Return the relative difference that is allowed from the reference: 0, unless the run rounds differently."""
-    if prepared.config.method == "gap-aware":  # a gap is the difference of weights that are nearly the same
+    if prepared.config.row.name == "gap-aware":  # a gap is the difference of weights that are nearly the same
         return 10 * TOLERANCE
-    sliced = prepared.plan.schedule.slices > 1  # sums over slices
-    return TOLERANCE if sliced or prepared.config.undo == "in-place" else 0.0
+    schedule = prepared.plan.schedule
+    rounds = schedule.slices > 1 or not _sums_in_order(schedule)  # other sums, or the same in another order
+    return TOLERANCE if rounds or prepared.config.undo == "in-place" else 0.0
+
+
+def _sums_in_order(schedule: Schedule) -> bool:
+    """Return whether every stage adds up gradients in the order of microbatches, as the reference does.
+
+    All methods do; an order of one's own may run its backwards in another one.
+    """
+    last: dict[Stage, int] = {}
+    for p in schedule.passes():
+        if p.op in (Op.B, Op.W):
+            if p.unit.first < last.get(p.stage, p.unit.first):
+                return False
+            last[p.stage] = p.unit.first
+    return True
 
 
 def _no_plain(config: TrainConfig) -> str | None:
     """Return why plain torch is not comparable, or None if it is."""
-    method = find_method(config.method)
+    method = config.row
     if RULES[method.rule].forward is not Source.BATCH:
         return f"{method.name} reads delayed weights"
     return None if config.precision == "fp32" else f"it is compared in fp32 only, not in {config.precision}"
@@ -195,7 +210,7 @@ def _run_reference(prepared: Prepared, count: int) -> tuple[Reference, WatchedFa
         [{name: blocks[name] for name in part} for part in plan.parts],
         language_loss,
         _data(prepared, count),
-        method=find_method(config.method).name,
+        method=_method_of_reference(config),
         optimizer=watch,
         rate=rate_schedule(config.lr_schedule, config.batches),
         divisor=divisor,
@@ -206,9 +221,39 @@ def _run_reference(prepared: Prepared, count: int) -> tuple[Reference, WatchedFa
         tied=TIED_EMBEDDINGS if config.model.tied and num_stages > 1 else {},
         precision=low_precision(config.precision),
         options=_options(plan.options.staleness.correction),
-        order=order_of(find_method(config.method).order, plan.plain, config.recompute, config.segments),
+        order=order_of(config.row.order, plan.plain, config.recompute, config.segments),
     )
     return result, watch
+
+
+_BY_RULE = MappingProxyType(
+    {
+        "flush": "1f1b",
+        "provisional": "zb-h2-post",
+        "double-buffer": "2bw",
+        "stash": "stash",
+        "vertical-sync": "vertical-sync",
+        "newest": "newest",
+    }
+)
+"""For every rule that needs no correction, a method with its equations; the delays of an order are derived from it."""
+
+
+def _method_of_reference(config: TrainConfig) -> str:
+    """Return the method whose equations the reference trains.
+
+    Raises:
+        ConfigError: no method of the reference has the rule of a schedule of one's own.
+    """
+    if config.schedule is None:
+        return config.row.name
+    rule = config.row.rule
+    if rule not in _BY_RULE:
+        raise ConfigError(
+            f"{config.row.name}: there is no reference for orders of your own under rule {rule!r}; there is one for "
+            f"{', '.join(_BY_RULE)}"
+        )
+    return _BY_RULE[rule]
 
 
 def _options(correction: Correction | None) -> dict[str, Any]:

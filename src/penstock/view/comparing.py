@@ -39,7 +39,7 @@ class TerminalComparison:
 
     def started(self, task: Task, total: int, there: int) -> None:
         """Print what will be trained."""
-        self.console.print(task.title, markup=False, highlight=False, soft_wrap=True)
+        self.console.print(task.title, markup=False, highlight=False, soft_wrap=not self.console.is_terminal)
         if there:
             self.console.print(f"{there} of {total} runs had finished before", highlight=False)
         self._bars.update(self._all, total=total - there, note="")
@@ -70,7 +70,8 @@ class TerminalComparison:
         """End the live display."""
         self._bars.update(self._all, visible=False)
         self._bars.update(self._run, visible=False)
-        self._bars.stop()
+        if self.console.is_terminal:
+            self._bars.stop()
 
 
 def summary_table(findings: Findings) -> Table:

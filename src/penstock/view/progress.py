@@ -10,6 +10,7 @@ from pathlib import Path
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, Progress as Bar, TextColumn
+from rich.spinner import Spinner
 from rich.table import Table
 
 from penstock.idle_time import split_time
@@ -88,12 +89,12 @@ class TerminalObserver:
                 soft_wrap=True,
             )
 
-    def _draw(self) -> None:
-        """Refresh the live display."""
+    def _draw(self, *more: Spinner) -> None:
+        """Refresh the live display, with something more at its end."""
         if self._live is not None and self._bar is not None and self._latest is not None:
             said = [line for line in (self._evaluation, self._ending) if line]
             figures, held = _figures(self._latest), bytes_table(self._latest.live_bytes)
-            self._live.update(Group(self._bar, figures, *said, held))
+            self._live.update(Group(self._bar, figures, *said, held, *more))
 
     def evaluated(self, found: Evaluated) -> None:
         """Show the result of an evaluation during training."""
@@ -129,35 +130,40 @@ class TerminalObserver:
         print_(f"\nstopped early; a checkpoint holds all {batches} batches done. To resume:")
         print_(f"  penstock train --resume {folder}")
 
-    def finished(self, summary: RunSummary, timeline: Timeline) -> None:
-        """Print the results and where they are."""
-        if self._live is not None:
-            self._live.stop()
+    def sampling(self) -> None:
+        """Show that a text is being sampled."""
+        self._draw(Spinner("dots", "sampling a text from the trained model"))
+
+    def finished(self, summary: RunSummary, timeline: Timeline, sample: str | None) -> None:
+        """Print what was sampled, where the time and the memory went, and last the loss and where the results are."""
+        self._draw()
+        self.close()
         self._trace(timeline, summary.folder)
-        print_ = partial(self.console.print, soft_wrap=True)
+        print_ = partial(self.console.print, soft_wrap=True, highlight=False)
+        if sample is not None:
+            print_("\n[bold]sample[/bold]")
+            print_(sample, markup=False)
+        if summary.time.makespan:
+            self.console.print()
+            self.console.print(time_table(summary.time))
+        print_(bytes_table(summary.peak_bytes, "peak bytes"))
+        if summary.again is not None:
+            print_(f"{summary.again} updates were undone and repeated")
         print_(
             f"\n{summary.batches} batches, {summary.tokens:,} tokens in {_duration(summary.seconds)} "
-            f"({summary.tokens / summary.seconds:,.0f} tokens/s), bubble {summary.bubble:.1%}",
-            highlight=False,
+            f"({summary.tokens / summary.seconds:,.0f} tokens/s), bubble {summary.bubble:.1%}"
         )
+        if sample is not None:
+            print_(f"more text: penstock sample {summary.folder}", markup=False)
+        print_(f"timeline: {summary.folder / TRACE}, for ui.perfetto.dev", markup=False)
+        if summary.averaged_loss is not None:
+            print_(f"validation loss with averaged weights {summary.averaged_loss:.4f}")
         if summary.validation_loss is not None:
             print_(
                 f"[bold]validation loss {summary.validation_loss:.4f}[/bold] nats per token on held-out text; "
-                f"unigram entropy (no context at all) {summary.entropy:.4f}",
-                highlight=False,
+                f"unigram entropy {summary.entropy:.4f}"
             )
-        if summary.averaged_loss is not None:
-            print_(f"with averaged weights {summary.averaged_loss:.4f}", highlight=False)
-        if summary.again is not None:
-            print_(f"{summary.again} updates were undone and repeated", highlight=False)
-        if summary.time.makespan:
-            self.console.print(time_table(summary.time))
-        print_(bytes_table(summary.peak_bytes, "peak bytes"))
-        print_(f"\nrun folder: {summary.folder}", highlight=False, markup=False)
-        print_(
-            f"  metrics.jsonl, {TRACE} (open it at ui.perfetto.dev), weights/, checkpoints/, config.yaml",
-            highlight=False,
-        )
+        print_(f"run folder: {summary.folder}", markup=False)
 
     def _trace(self, timeline: Timeline, folder: Path) -> None:
         """Write the trace; a failure to write does not fail the run."""
@@ -165,13 +171,6 @@ class TerminalObserver:
             write_trace(timeline, folder / TRACE)
         except OSError as error:
             self.console.print(f"no {TRACE}: {error.strerror or error}", markup=False, highlight=False)
-
-    def sampled(self, summary: RunSummary, text: str) -> None:
-        """Print a text sample of the model."""
-        print_ = partial(self.console.print, soft_wrap=True, highlight=False)
-        print_("\n[bold]sample[/bold]")
-        print_(text, markup=False)
-        print_(f"\nmore text: penstock sample {summary.folder}", markup=False)
 
     def close(self) -> None:
         """End the live display."""

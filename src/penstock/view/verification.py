@@ -69,7 +69,7 @@ def verification_table(found: Verification) -> Group:
         note = f"From plain torch, a relative {max(d.tolerance for d in plain.values()):g} is allowed."
     how_far = "Relative: |a - b| / |b| of a tensor; absolute: of its elements. " if apart else ""
     notes = f"{how_far}Decisions: norm, loss scale, skipped or not. Final state: what would be saved. {note}"
-    return Group(Text(f"{config.method}: {shape}", "table.title"), table, Text(notes, "table.caption"))
+    return Group(Text(f"{config.row.name}: {shape}", "table.title"), table, Text(notes, "table.caption"))
 
 
 def _cells(difference: Difference, end: int) -> tuple[str, ...]:

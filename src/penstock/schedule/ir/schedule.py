@@ -374,6 +374,18 @@ def format_action(action: Action, relative: bool = False, stage: bool = True) ->
     return text
 
 
+def format_place(schedule: Schedule, action: Action) -> str:
+    """Format an action of a program with its rank, as the text form has it but for versions: "rank 1, B0".
+
+    Args:
+        schedule: that the action is of; where a rank holds several stages, the one of the action is named.
+        action: with relative numbers.
+    """
+    plain = action._replace(reads=None, parts=tuple(p._replace(reads=None) for p in action.parts))
+    rank = action.stage.rank
+    return f"rank {rank}, {format_action(plain, relative=True, stage=len(schedule.on_rank(rank)) != 1)}"
+
+
 def format_schedule(schedule: Schedule) -> str:
     """Format a schedule as text; `penstock.schedule.text.parse_schedule` parses it back to an equal schedule."""
     lines = [f"schedule {schedule.name}", f"rule {schedule.rule}", f"microbatches {schedule.microbatches}"]

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from penstock.errors import ScheduleError
 from penstock.schedule.ir.gc_pause import no_collection
 from penstock.schedule.ir.ops import MOVES, OPS, PASSES, PAYLOAD_OF_FACT, Fact, gives
-from penstock.schedule.ir.schedule import WINDOW, Action, Op, Payload, Schedule, Stage, Unit, passes
+from penstock.schedule.ir.schedule import WINDOW, Action, Op, Payload, Schedule, Stage, Unit, format_place, passes
 from penstock.schedule.machine.awaited import awaited
 from penstock.schedule.machine.instructions import Instruction, LaneKey, Lowered, LoweredProgram, Message, Route
 from penstock.schedule.machine.receives import LaneReceives, Use
@@ -261,7 +261,6 @@ class _Incoming:
         )
         where = f"{index}.{direction}" if direction else str(index)
         return ScheduleError(
-            f"{self.schedule.name}: {action} on rank {action.stage.rank} needs the {name} of microbatch {microbatch} "
-            f"on "
-            f"stage {where}, which {why}"
+            f"{self.schedule.name}: {format_place(self.schedule, action)} needs the {name} of microbatch {microbatch} "
+            f"on stage {where}, which {why}"
         )

@@ -370,4 +370,5 @@ def _interacts(instruction: Instruction) -> bool:
 
 def _deadlock_text(blocked: list[Blocked]) -> str:
     lines = "\n".join(f"  rank {b.rank} at {b.action} waits for {b.reason}" for b in sorted(blocked))
-    return f"deadlock: {len(blocked)} rank{'s' * (len(blocked) > 1)} would wait for ever\n{lines}"
+    what = f"deadlock: {len(blocked)} rank{'s' * (len(blocked) > 1)} would wait for ever"
+    return f"{what}\n{lines}\nrun what one rank waits for earlier on the rank that it comes from"

@@ -59,7 +59,7 @@ def method(name: str, **options: Any) -> MethodChoice:
         known = sorted({*of_order, *of_correction})
         hint = did_you_mean(unknown[0], known)
         has = f"its options are {', '.join(known)}" if known else "it has none"
-        raise ConfigError(f"method {row.name!r} has no option {unknown[0]!r}.{hint} ({has})")
+        raise ConfigError(f"method {row.name!r} has no option {unknown[0]!r}; {has}.{hint}")
     correction = {k: v for k, v in options.items() if k in of_correction}
     correction_options(row, correction)  # refuses values that do not fit
     return MethodChoice(row.name, {k: v for k, v in options.items() if k in of_order}, correction)

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import PurePath
 from types import MappingProxyType
 from typing import Any
 
-from penstock.checks import nearest_of
+from penstock.checks import in_words, similarity
 from penstock.errors import ConfigError
 from penstock.schedule.ir.order import Order
 from penstock.schedule.ir.rules import Source, VersionRule
@@ -337,12 +338,21 @@ def find_method(name: str) -> Method:
     key = name.lower().replace("_", "-")
     if key in names:
         return names[key]
-    similar = [*nearest_of(key, METHODS, 2), *nearest_of(key, names.keys() - METHODS.keys(), 2)]
-    near = list(dict.fromkeys(names[known].name for known in similar))[:3]
-    hint = _HINTS.get(key) or (f" Did you mean {' or '.join(map(repr, near))}?" if near else "")
+    near = _nearest_rows(key)
+    hint = _HINTS.get(key) or _FILES.get(PurePath(name).suffix) or (f" Did you mean {in_words(near)}?" if near else "")
     raise ConfigError(f"unknown method {name!r}.{hint} `penstock methods` lists all {len(METHODS)}.")
 
 
+def _nearest_rows(key: str) -> list[str]:
+    """Return the names of the three rows that are spelled most like `key`, by name or, if not quite as near, alias."""
+    alike = {
+        row.name: max(similarity(key, row.name), *(similarity(key, alias) - 0.01 for alias in row.aliases), 0.0)
+        for row in _TABLE
+    }
+    return sorted((name for name in alike if alike[name] > _SIMILAR), key=lambda name: -alike[name])[:3]
+
+
+_SIMILAR = 0.55
 _COMBINED = " It is a way to combine parallel pipelines, under most methods: width=2 combine.kind={}."
 _OPTIMIZER = " It is an optimizer, for use with most methods: optimizer.name={}."
 _HINTS = MappingProxyType(
@@ -358,6 +368,13 @@ _HINTS = MappingProxyType(
     }
 )
 """Advice for names that are options, orders or optimizers rather than methods."""
+
+_OWN = " An order of your own goes after --file (in Python, to load_schedule)."
+_CONFIGURATION = " A configuration goes after --config."
+_FILES = MappingProxyType(
+    {".py": _OWN, ".txt": _OWN, ".csv": _OWN, ".yaml": _CONFIGURATION, ".yml": _CONFIGURATION, ".json": _CONFIGURATION}
+)
+"""Advice for files in the place of a method."""
 
 
 def correction_options(method: Method, given: Mapping[str, float | None]) -> dict[str, float | None]:

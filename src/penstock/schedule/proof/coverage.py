@@ -24,6 +24,7 @@ from penstock.schedule.ir.schedule import (
     Schedule,
     Stage,
     Unit,
+    format_place,
     format_unit,
     passes,
     split_fused,
@@ -106,7 +107,7 @@ def _check_structure(schedule: Schedule) -> None:
         for actions, begun in ((program.period, 1), (program.epilogue, 0)):
             for action in actions:
                 if action.parts and any(p.op not in PASSES for p in action.parts):
-                    raise ScheduleError(f"{name}: {action} on rank {rank} fuses something other than passes")
+                    raise ScheduleError(f"{name}: {format_place(schedule, action)} fuses something other than passes")
                 for p in passes(action):
                     if p.stage not in stages or p.stage.rank != rank:
                         raise ScheduleError(f"{name}: {p} is in the program of rank {rank}, which holds no such stage")
@@ -134,7 +135,7 @@ def _check_segments(schedule: Schedule, held: set[int]) -> None:
 def _check_unit(schedule: Schedule, action: Action, begun: int) -> None:
     """Check that a unit lies within one batch that has begun (relative to the action's own: before `begun`)."""
     op, unit, m = action.op, action.unit, schedule.microbatches
-    where = f"{schedule.name}: {action} on rank {action.stage.rank}"
+    where = f"{schedule.name}: {format_place(schedule, action)}"
     if op in (Op.SEND, Op.RECV, Op.REDO, Op.FUSED):
         raise ScheduleError(f"{where}: {op} must not be written in a schedule; lowering adds it")
     if (unit.kind is Kind.BATCH) is (op in PASSES or op in MOVES or op is Op.PREDICT):
@@ -154,7 +155,8 @@ def _check_unit(schedule: Schedule, action: Action, begun: int) -> None:
     if unit.first // size != (unit.first + unit.count - 1) // size:
         raise ScheduleError(f"{where} crosses the border of a batch")
     if unit.first + unit.count > begun * size:
-        raise ScheduleError(f"{where} belongs to a batch that has not begun")
+        numbers = f"; microbatches of a batch are numbered from 0 to {m - 1}" if op in PASSES else ""
+        raise ScheduleError(f"{where} belongs to a batch that has not begun{numbers}")
 
 
 def _check_passes(schedule: Schedule, index: int, trained: bool, periods: _Table) -> None:

@@ -12,8 +12,39 @@ Piece = tuple[int, int]
 """(microbatch, slice)."""
 
 
+class VersionNumber(int):
+    """The number of a version or a batch, counted from the start of the span."""
+
+
+class MicrobatchNumber(int):
+    """The number of a microbatch, counted from the start of the span."""
+
+
 class BooksError(Exception):
-    """The reason why an action is invalid at its position; `stage_state` adds which action it is."""
+    """The reason why an action is invalid at its position; `stage_state` adds which action it is.
+
+    Args:
+        text: the reason, with {} in the place of every number.
+        numbers: to put in there; several in one place as a sequence.
+    """
+
+    def __init__(self, text: str, *numbers: object) -> None:
+        super().__init__(text, *numbers)
+        self._text, self._numbers = text, numbers
+
+    def said(self, t: int, microbatches: int) -> str:
+        """Return the reason in the notation of schedules, whose numbers are relative to batch t: version t-1."""
+        return self._text.format(*(_relative(number, t, microbatches) for number in self._numbers))
+
+
+def _relative(number: object, t: int, microbatches: int) -> str:
+    if isinstance(number, VersionNumber):
+        return f"t{number - t:+d}" if number != t else "t"
+    if isinstance(number, MicrobatchNumber):
+        return str(number - t * microbatches)
+    if isinstance(number, list | tuple):
+        return ", ".join(_relative(each, t, microbatches) for each in number)
+    return str(number)
 
 
 class FlightFacts(NamedTuple):
@@ -88,7 +119,7 @@ class Flights:
         if away and flight.recomputed is not None:
             raise BooksError("its activations have already been recomputed for the backward; offload them before that")
         if not away and flight.away != place:
-            raise BooksError(f"its activations are not at {place}, but at {flight.away}")
+            raise BooksError("its activations are not at {}, but at {}", place, flight.away)
         self.held[key] = flight._replace(away=place if away else None)
 
     def reader(self, version: int) -> int | None:

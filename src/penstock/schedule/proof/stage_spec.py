@@ -24,6 +24,7 @@ class StageSpec:
         collectives: the collectives of each batch on this stage in their required order; an update waits for them.
         admits: True for the first trained stage, where microbatches are admitted.
         transient: the first batch in whose period nothing that its actions work on, or read, lies before the span.
+        alone: True if its rank holds no other stage, so that its actions need not name it.
     """
 
     stage: Stage
@@ -38,6 +39,7 @@ class StageSpec:
     collectives: tuple[Op, ...]
     admits: bool
     transient: int
+    alone: bool
 
     @property
     def decides(self) -> bool:
@@ -68,6 +70,7 @@ def stage_specs(schedule: Schedule, older: int) -> list[StageSpec]:
             collectives=tuple(op for op in COLLECTIVES if any(a.op is op for a in here)),
             admits=stage.index == first,
             transient=_transient(here, schedule.microbatches),
+            alone=len(schedule.on_rank(stage.rank)) == 1,
         )
         for stage, here in actions.items()
     ]

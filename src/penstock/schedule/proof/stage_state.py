@@ -6,13 +6,14 @@ tracks versions itself, and rejects an action that reads another version, or one
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from penstock.errors import ScheduleError
 from penstock.schedule.ir.rules import Source, Update
-from penstock.schedule.ir.schedule import Action, Copy, Op, Stage, Unit, shift
-from penstock.schedule.proof.in_flight import BooksError, Flights, Piece
+from penstock.schedule.ir.schedule import Action, Copy, Op, Stage, Unit, format_action
+from penstock.schedule.proof.in_flight import BooksError, Flights, MicrobatchNumber, Piece, VersionNumber
 from penstock.schedule.proof.stage_spec import StageSpec
 from penstock.schedule.proof.weight_copies import Copies
 from penstock.schedule.transforms.batch_ops import COLLECTIVES
@@ -34,6 +35,10 @@ class Delay(NamedTuple):
 
     forward: float
     backward: float
+
+
+def _versions(numbers: Iterable[int]) -> tuple[VersionNumber, ...]:
+    return tuple(map(VersionNumber, numbers))
 
 
 @dataclass
@@ -149,9 +154,10 @@ class StageState:
             else:
                 self._manage(action, t)
         except BooksError as error:
-            absolute = shift(action, t, self.spec.microbatches, self.spec.older) or action
-            where = f"on rank {self.spec.stage.rank}, rule {self.spec.rule.name!r}"
-            raise ScheduleError(f"{absolute} {where}: {error}") from None
+            what = format_action(action, relative=True, stage=not self.spec.alone)
+            reason = error.said(t, self.spec.microbatches)
+            where = f"rule {self.spec.rule.name!r}, found in batch {t}"
+            raise ScheduleError(f"rank {self.spec.stage.rank}, {what}: {reason} ({where})") from None
         self._drop_dead()
         self._count()
 
@@ -200,7 +206,7 @@ class StageState:
         if source is Source.FORWARD:
             flight = self.flights[key]
             if (versions, derive) != flight[:2]:
-                raise BooksError(f"must read version {','.join(map(str, flight.versions))}, as its forward did")
+                raise BooksError("must read version {}, as its forward did", _versions(flight.versions))
             return
         if source is Source.COPY:
             if derive is None:
@@ -209,10 +215,19 @@ class StageState:
             if spec.rule.keeps_forward:
                 own = derive.first == first
                 if versions[:-1] != self.flights[key].versions:
-                    raise BooksError(f"blends version {versions[0]}, but the forward of {key[0]} read another one")
+                    raise BooksError(
+                        "blends version {}, but the forward of microbatch {} read another one",
+                        VersionNumber(versions[0]),
+                        MicrobatchNumber(key[0]),
+                    )
             if not own:
                 whose = "microbatch" if spec.rule.keeps_forward else "batch"
-                raise BooksError(f"reads copy {derive.label}{derive.first}, which was made for another {whose}")
+                raise BooksError(
+                    "reads copy {}{}, which was made for another {}",
+                    derive.label,
+                    MicrobatchNumber(derive.first),
+                    whose,
+                )
             return
         if source is Source.BATCH:
             wanted = batch
@@ -225,18 +240,18 @@ class StageState:
                 raise BooksError("runs before its microbatch was admitted by the first trained stage")
             wanted = admitted[key[0]]
         if versions != (wanted,) or derive is not None:
-            raise BooksError(f"must read version {wanted}")
+            raise BooksError("must read version {}, not {}", VersionNumber(wanted), _versions(versions))
 
     def _check_life(self, op: Op, versions: tuple[int, ...]) -> None:
         """Check that the versions that are read exist."""
         for version in versions:
             if version not in self.versions:
                 why = "does not exist yet" if version > self.newest else "no longer exists"
-                raise BooksError(f"reads version {version}, which {why}")
+                raise BooksError("reads version {}, which {}", VersionNumber(version), why)
             if version in self.provisional and op is not Op.F:
-                raise BooksError(f"reads version {version} before VALIDATE accepts it")
+                raise BooksError("reads version {} before VALIDATE accepts it", VersionNumber(version))
         if self.spec.sharded and versions != (self.gathered,):
-            raise BooksError(f"reads version {versions[0]}, which is not gathered")
+            raise BooksError("reads version {}, which is not gathered", VersionNumber(versions[0]))
         if self.newest in versions:
             self.newest_read = True
 
@@ -263,7 +278,7 @@ class StageState:
             self._gradient_before(op, batch).joined += (op,)
         elif op is Op.VALIDATE:
             if batch + 1 not in self.provisional:
-                raise BooksError(f"version {batch + 1} is not provisional")
+                raise BooksError("version {} is not provisional", VersionNumber(batch + 1))
             self.provisional.discard(batch + 1)
             if self.rejecting:
                 self.flights.reject(batch + 1)
@@ -299,7 +314,7 @@ class StageState:
         gradient = self.gradients.get(batch)
         left = self.spec.share if gradient is None else gradient.remaining
         if gradient is None or left:
-            raise BooksError(f"comes before {left} of batch {batch}'s backwards on this stage")
+            raise BooksError("comes before {} of batch {}'s backwards on this stage", left, VersionNumber(batch))
         return gradient
 
     def _gradient_before(self, op: Op, batch: int) -> Gradient:
@@ -309,16 +324,20 @@ class StageState:
             if earlier is op:
                 break
             if earlier not in gradient.joined:
-                raise BooksError(f"needs the {earlier} of its batch first")
+                raise BooksError("needs the {} of its batch first", earlier)
         return gradient
 
     def _step(self, batch: int) -> None:
         gradient, rule = self._gradient_before(Op.STEP, batch), self.spec.rule
         if self.newest != batch or batch in self.provisional:
-            raise BooksError(f"starts from version {batch}, which is not the newest valid version")
+            raise BooksError("starts from version {}, which is not the newest valid version", VersionNumber(batch))
         reader = self.flights.reader(batch) if rule.pins else None
         if rule.update is Update.IN_PLACE and reader is not None:
-            raise BooksError(f"overwrites version {batch}, which microbatch {reader} in flight still reads")
+            raise BooksError(
+                "overwrites version {}, which microbatch {} in flight still reads",
+                VersionNumber(batch),
+                MicrobatchNumber(reader),
+            )
         free = rule.update is Update.COPY_ON_WRITE and reader is None and self._oldest_read() > batch
         if rule.update is Update.IN_PLACE or free:
             self.versions.discard(batch)
@@ -349,9 +368,7 @@ class StageState:
             piece = action.unit.slice[0] if action.unit.slice else 0
             wanted = (*self.flights[action.unit.first + t * spec.microbatches, piece].versions, self.newest)
         if versions != wanted:
-            raise BooksError(
-                f"must be made of version {','.join(map(str, wanted))}, not {','.join(map(str, versions))}"
-            )
+            raise BooksError("must be made of version {}, not {}", _versions(wanted), _versions(versions))
 
     # --- buffers ----------------------------------------------------------------------------------------------------
 
@@ -377,9 +394,9 @@ class StageState:
         used, limit = len(self.versions) + len(self.gradients), self.spec.rule.buffers
         if limit is not None and used >= limit:
             raise BooksError(
-                f"needs a buffer for the gradient of batch {batch}, but all {limit} are in use: versions "
-                f"{sorted(self.versions)}, gradients of batches {sorted(self.gradients)}. One would be overwritten "
-                "too early; use more microbatches per batch"
+                "needs a buffer for the gradient of batch {}, but all {} are in use: versions {}, gradients of batches "
+                "{}. One would be overwritten too early; use more microbatches per batch",
+                *(VersionNumber(batch), limit, _versions(sorted(self.versions)), _versions(sorted(self.gradients))),
             )
         self.gradients[batch] = Gradient(self.spec.share)
         self._count()

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from penstock.schedule.ir.schedule import Copy
-from penstock.schedule.proof.in_flight import BooksError
+from penstock.schedule.proof.in_flight import BooksError, MicrobatchNumber
 
 
 @dataclass
@@ -37,12 +37,15 @@ class Copies:
 
     def read(self, copy: Copy, versions: tuple[int, ...]) -> None:
         """Record that a pass reads a copy, and check that it was made of these versions."""
-        name = f"{copy.label}{copy.first}"
         if copy not in self.alive:
-            raise BooksError(f"reads copy {name}, which no PREDICT has made or which was already dropped")
+            raise BooksError(
+                "reads copy {}{}, which no PREDICT has made or which was already dropped",
+                copy.label,
+                MicrobatchNumber(copy.first),
+            )
         left, made = self.alive[copy]
         if made != versions:
-            raise BooksError(f"copy {name} was made of other versions")
+            raise BooksError("copy {}{} was made of other versions", copy.label, MicrobatchNumber(copy.first))
         if left > 1:
             self.alive[copy] = left - 1, made
         else:

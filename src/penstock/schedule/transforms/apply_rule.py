@@ -7,7 +7,7 @@ from penstock.schedule.ir.gc_pause import no_collection
 from penstock.schedule.ir.ops import PASSES
 from penstock.schedule.ir.order import Order
 from penstock.schedule.ir.rules import Placing, Source, VersionRule
-from penstock.schedule.ir.schedule import Action, Op, Program, Schedule, Stage, WeightRef, passes
+from penstock.schedule.ir.schedule import Action, Op, Program, Schedule, Stage, WeightRef, format_action, passes
 from penstock.schedule.transforms.batch_ops import after_backwards, batch_unit, is_trained, with_reductions
 from penstock.schedule.transforms.blends import divided, with_blends
 from penstock.schedule.transforms.post_validation import with_validations
@@ -108,7 +108,8 @@ def _annotate(program: Program, rule: VersionRule, forward_reads: dict[tuple[Sta
             return _reading(action, newest.get(action.stage, 0))
         batch, k = divmod(action.unit.first, m)
         if (action.stage, k) not in forward_reads:
-            raise ScheduleError(f"{action}: rank {action.stage.rank} runs no forward of microbatch {k} of a batch")
+            what = format_action(action, relative=True)
+            raise ScheduleError(f"rank {action.stage.rank}, {what}: this rank runs no forward of microbatch {k}")
         return _reading(action, forward_reads[action.stage, k] + batch)
 
     def annotate_all(actions: tuple[Action, ...]) -> tuple[Action, ...]:

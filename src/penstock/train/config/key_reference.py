@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, Literal, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from penstock.checks import nearest_keys
 from penstock.schedule.ir.order import options_of
 from penstock.schedule.methods.corrections import CORRECTIONS
 from penstock.schedule.methods.table import METHODS
@@ -52,6 +54,49 @@ def known_keys(schema: type[BaseModel] = TrainConfig) -> list[str]:
     """List every key and every section."""
     keys = [key for key, _, _ in described_keys(schema)]
     return [*keys, *sorted({key.partition(".")[0] for key in keys if "." in key})]
+
+
+_WORDS_OF_OTHERS: Mapping[str, str] = MappingProxyType(
+    {
+        "learning_rate": "optimizer.lr",
+        "epochs": "batches",
+        "steps": "batches",
+        "max_steps": "batches",
+        "iterations": "batches",
+        "clip": "max_grad_norm",
+        "grad_clip": "max_grad_norm",
+        "gradient_clipping": "max_grad_norm",
+        "batch_size": "microbatch_size",
+        "gradient_accumulation_steps": "microbatches",
+        "data_parallel": "width",
+        "pipelines": "width",
+        "replicas": "width",
+        "pipeline_parallel": "stages",
+        "dtype": "precision",
+        "checkpointing": "recompute",
+        "activation_checkpointing": "recompute",
+        "warmup": "lr_schedule.warm_up",
+        "warmup_steps": "lr_schedule.warm_up",
+        "save_every": "checkpoint.every",
+        "save_steps": "checkpoint.every",
+        "eval_every": "evaluate.every",
+        "eval_steps": "evaluate.every",
+        "seq_len": "model.context",
+        "hidden_size": "model.width",
+        "file": "schedule",
+        "order": "schedule",
+    }
+)
+"""What other programs call a key."""
+
+
+def suggested_keys(path: str, schema: type[BaseModel] = TrainConfig, cutoff: float = 0.5) -> list[str]:
+    """Return the full paths of the keys that a mistyped one may stand for, at most three (see `nearest_keys`)."""
+    known = known_keys(schema)
+    if schema is TrainConfig:
+        known += [key for key, _, _ in (*order_keys(), *correction_keys())]
+    meant = _WORDS_OF_OTHERS.get(path.rpartition(".")[2])
+    return [meant] if meant in known and path not in known else nearest_keys(path, known, cutoff)
 
 
 def with_options(keys: list[Key]) -> list[Key]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
@@ -11,39 +11,105 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from penstock.checks import nearest
+from penstock.checks import in_words
 from penstock.errors import ConfigError
 from penstock.schedule.methods.table import find_method
-from penstock.train.config.key_reference import correction_keys, known_keys, order_keys
+from penstock.schedule.methods.written import written_method
+from penstock.train.config.key_reference import correction_keys, known_keys, order_keys, suggested_keys
+from penstock.train.config.own_schedule import is_file, read_own_schedule, schedule_in, size_fault
 from penstock.train.config.schema import TrainConfig
 
 Section = TypeVar("Section", bound=BaseModel)
 
 
-def load_config(path: Path | None, changes: list[str]) -> TrainConfig:
+def load_config(path: Path | None, changes: Sequence[str]) -> TrainConfig:
     """Read a YAML file and apply `key=value` changes.
+
+    A method may have its options with it (`method=interleaved:chunks=4`). A file in `schedule` is read here, once: the
+    configuration holds the schedule itself, as text. Of `method` and `schedule` the one that a change gives counts.
 
     Args:
         path: a YAML file with keys of `TrainConfig`; None for the defaults.
         changes: such as "method=1f1b" or "optimizer.lr=0.001"; values are read as YAML.
 
     Raises:
-        ConfigError: lists every unknown key (with the nearest known one) and every value of a wrong type or range.
+        ConfigError: lists every unknown key (with the nearest known one) and every value of a wrong type or range; also
+            if a file cannot be read.
+        ScheduleError: the schedule in a file is wrong.
     """
-    values: dict[str, Any] = {}
-    if path is not None:
-        try:
-            loaded = yaml.safe_load(path.read_text())
-        except OSError as error:
-            raise ConfigError(f"cannot read the configuration {str(path)!r}: {error.strerror or error}") from None
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{str(path)!r} is not YAML: {error}") from None
-        if not isinstance(loaded, dict | None):
-            raise ConfigError(f"{str(path)!r} must hold keys and values, not a {type(loaded).__name__}")
-        values = loaded or {}
+    values = {} if path is None else read_yaml(path)
+    given: dict[str, Any] = {}
     for change in changes:
         apply_change(TrainConfig, values, change)
-    return validate_config(with_settings(values))
+        apply_change(TrainConfig, given, change)
+    for one, other in (("method", "schedule"), ("schedule", "method")):
+        if given.get(one) is not None and given.get(other) is None:
+            values[other] = None
+    values = with_method_options(values)
+    config = validate_config(with_settings(values))
+    return _with_own_schedule(config, values)
+
+
+def _with_own_schedule(config: TrainConfig, values: Mapping[str, Any]) -> TrainConfig:
+    """Replace the file that `schedule` names by what it holds, and let sizes that were not given be those of it.
+
+    Raises:
+        ConfigError: there is neither a method nor a schedule, or both; the file cannot be read; or sizes or options
+            are given that the schedule does not have.
+        ScheduleError: the schedule in the file is wrong.
+    """
+    text = config.schedule
+    if text is None:
+        if config.method is None:
+            raise ConfigError("method: give one (penstock methods lists them), or a schedule of your own with --file")
+        return config
+    if values.get("method") is not None:
+        raise ConfigError(f"give either a method or a schedule of your own; leave method={values['method']} out")
+    if is_file(text):
+        text, again = read_own_schedule(text, config.stages, config.microbatches, config.options), ""
+    else:
+        again = ", or give a file with another one (--file)"
+        if config.options:
+            raise ConfigError("options: a schedule that has been read takes none; leave them out, or give --file again")
+    if fault := size_fault(text, {key: values.get(key) for key in ("stages", "microbatches")}):
+        raise ConfigError(f"{fault}{again}")
+    found = schedule_in(text)
+    sizes = {"stages": found.ranks, "microbatches": found.microbatches}
+    return config.model_copy(update={"method": None, "schedule": text, "options": {}, **sizes})
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Read keys and values from a YAML file.
+
+    Raises:
+        ConfigError: the file cannot be read, or holds something else.
+    """
+    try:
+        loaded = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration {str(path)!r}: {error.strerror or error}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{str(path)!r} is not YAML: {error}") from None
+    if not isinstance(loaded, dict | None):
+        raise ConfigError(f"{str(path)!r} must hold keys and values, not a {type(loaded).__name__}")
+    return loaded or {}
+
+
+def with_method_options(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Divide a method with options, such as `interleaved:chunks=4`, into `method`, `options` and `correction`.
+
+    Raises:
+        ConfigError: there is no such method or option.
+    """
+    found = dict(values)
+    if not isinstance(name := found.get("method"), str):
+        return found
+    chosen = written_method(name)
+    found["method"] = chosen.name
+    for section, options in (("options", chosen.options), ("correction", chosen.correction)):
+        if options and isinstance(found.get(section, {}), Mapping):
+            found[section] = {**found.get(section, {}), **options}
+    return found
 
 
 def with_settings(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -52,10 +118,10 @@ def with_settings(values: Mapping[str, Any]) -> dict[str, Any]:
     Settings of the optimizer apply to one kind of optimizer, so they are omitted if another kind is given.
     """
     filled = copy.deepcopy(dict(values))
-    try:
-        wanted = find_method(str(values.get("method", TrainConfig.model_fields["method"].default))).settings
-    except ConfigError:  # reported by the validation
+    name = values.get("method", TrainConfig.model_fields["method"].default)
+    if not isinstance(name, str):  # an order of one's own; anything else is reported by the validation
         return filled
+    wanted = find_method(name).settings
     given = values.get("optimizer")
     kind = given.get("name") if isinstance(given, Mapping) else None
     for key, value in wanted.items():
@@ -87,7 +153,9 @@ def validate(schema: type[Section], values: dict[str, Any]) -> Section:
         return schema.model_validate(values)
     except ValidationError as error:
         problems = [
-            _explain(schema, tuple(map(str, e["loc"])), e["type"], e["msg"], e.get("input")) for e in error.errors()
+            said
+            for e in error.errors()
+            for said in _explain(schema, tuple(map(str, e["loc"])), e["type"], e["msg"], e.get("input"))
         ]
         raise ConfigError("\n".join(problems)) from None
 
@@ -122,23 +190,22 @@ def apply_change(schema: type[BaseModel], values: dict[str, Any], change: str) -
     place[last] = value
 
 
-def _explain(schema: type[BaseModel], path: tuple[str, ...], kind: str, message: str, value: Any) -> str:
+def _explain(schema: type[BaseModel], path: tuple[str, ...], kind: str, message: str, value: Any) -> Iterator[str]:
+    """Yield what is wrong with the value at a path, a line for each unknown key."""
     key = ".".join(path)
     if kind == "extra_forbidden":
-        known = list(known_keys(schema))
-        ends = {full.rsplit(".", 1)[-1]: full for full in reversed(known)}  # of several the first
-        near = ends.get(path[-1]) if len(path) == 1 else None
-        near = near or nearest(key, known) or ends.get(nearest(path[-1], ends) or "")
-        hint = f"; did you mean {near!r}?" if near else ""
-        return f"unknown configuration key {key!r}{hint}"
-    if kind in ("model_type", "dict_type"):
-        return f"{key}: expected a section with keys, such as {key}.{_section_keys(schema, key)}, got {value!r}"
-    if kind == "apart":  # a contradiction between values that are each valid
-        return f"{key}: {message}"
-    if value is None and ":" in path[-1]:  # YAML reads {a:1} as a key without a value
-        return f"{key}: write a space after the colon, as in {path[-1].replace(':', ': ')}"
-    otherwise = " or null" if _takes_null(schema, path) else ""
-    return f"{key}: {message[0].lower()}{message[1:]}{otherwise}, got {value!r}"
+        for unknown in (f"{key}.{inner}" for inner in value) if isinstance(value, dict) and value else (key,):
+            near = suggested_keys(unknown, schema)
+            yield f"unknown configuration key {unknown!r}" + (f"; did you mean {in_words(near)}?" if near else "")
+    elif kind in ("model_type", "dict_type"):
+        yield f"{key}: expected a section with keys, such as {key}.{_section_keys(schema, key)}, got {value!r}"
+    elif kind == "apart":  # a contradiction between values that are each valid
+        yield f"{key}: {message}".removeprefix(": ")
+    elif value is None and ":" in path[-1]:  # YAML reads {a:1} as a key without a value
+        yield f"{key}: write a space after the colon, as in {path[-1].replace(':', ': ')}"
+    else:
+        otherwise = " or null" if _takes_null(schema, path) else ""
+        yield f"{key}: {message[0].lower()}{message[1:]}{otherwise}, got {value!r}"
 
 
 def _takes_null(schema: type[BaseModel], path: Sequence[str]) -> bool:

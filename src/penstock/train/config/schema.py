@@ -10,7 +10,9 @@ from pydantic import AllowInfNan, BaseModel, BeforeValidator, ConfigDict, Field,
 from pydantic_core import PydanticCustomError
 
 from penstock.schedule.methods.combine import Combine
+from penstock.schedule.methods.table import Method, find_method
 from penstock.train.config.lags_file import lag_of
+from penstock.train.config.own_schedule import own_row
 
 
 def _as_number(value: Any) -> Any:
@@ -190,7 +192,14 @@ class CombineSection(Strict):
 class TrainConfig(Strict):
     """Everything about a training run."""
 
-    method: str = Field(default="2bw", description="a row of `penstock methods`")
+    method: str | None = Field(
+        default="2bw", description="a row of `penstock methods`; null with a schedule of your own"
+    )
+    schedule: str | None = Field(
+        default=None,
+        description="an order of your own (--file): a Python file with a function (stages, microbatches) -> order, a "
+        "schedule as text, or torch's CSV",
+    )
     stages: int = Field(default=2, ge=1, description="d, ranks of the pipeline")
     options: dict[str, int] = Field(default={}, description="of the method's order, such as {chunks: 4}")
     correction: dict[str, Number | None] = Field(
@@ -261,6 +270,11 @@ class TrainConfig(Strict):
         default=FallbackSection(), description="a synchronous method from a batch on, or where `method` diverges"
     )
     combine: CombineSection = Field(default=CombineSection(), description="how parallel pipelines agree")
+
+    @property
+    def row(self) -> Method:
+        """The row of the method table; with a schedule of one's own, one that has its name and its rule."""
+        return find_method(self.method or "") if self.schedule is None else own_row(self.schedule)
 
     @property
     def delayed(self) -> bool:

@@ -5,6 +5,7 @@ Tokens are bytes. A user's own text may be a file, a folder of files, or an arra
 
 from __future__ import annotations
 
+import os
 import sysconfig
 import zlib
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 from penstock.errors import DataError
 
 _CHECKED_PARTS, _CHECKED_PART = 64, 1 << 20  # parts of a large corpus in its checksum; tokens in each
+_LARGEST_VOCABULARY = 1 << 24
 SKIPPED_FOLDERS = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib2to3"})
 """Parts that not every interpreter ships; they are left out, so that the corpus is the same everywhere."""
 
@@ -69,13 +71,24 @@ def load_corpus(path: str | None = None, skip: Callable[[Path], bool] = lambda _
                 f"there is no file or folder {path!r}; give a text file, a folder, or a .npy or .bin of tokens"
             )
         if place.is_dir():
+            _check_readable(place)
             files = (file for file in _sources(place, "*", _hidden) if not skip(file))
             return _bytes_corpus(_join(files, place), str(place))
+        if not place.is_file():
+            raise DataError(
+                f"{path!r} is neither a file nor a folder; give a text file, a folder, or an array of tokens"
+            )
         if place.suffix in (".npy", ".bin"):
             return _tokens_corpus(place)
-        return _bytes_corpus(place.read_bytes(), str(place))
+        data = place.read_bytes()
+        if not _is_text(data):
+            raise DataError(
+                f"{path!r} is not a text file: byte {data.index(0)} is 0. Give text, or tokens in a .npy or .bin file"
+            )
+        return _bytes_corpus(data, str(place))
     except OSError as error:
-        raise DataError(f"cannot read {path!r}: {error.strerror or error}") from None
+        within = f" ({error.filename})" if error.filename not in (None, path) else ""
+        raise DataError(f"cannot read {path!r}{within}: {error.strerror or error}") from None
 
 
 def _sources(root: Path, pattern: str, skip: Callable[[str], bool]) -> Iterator[Path]:
@@ -96,11 +109,29 @@ def _join(paths: Iterator[Path], root: Path) -> bytes:
     texts = []
     for path in paths:
         data = path.read_bytes()
-        if b"\0" not in data[:4096]:  # not text
+        if _is_text(data):
             texts.append(data)
     if not texts:
         raise DataError(f"no text files in {str(root)!r}")
     return b"\n".join(texts)
+
+
+def _is_text(data: bytes) -> bool:
+    return b"\0" not in data[:4096]
+
+
+def _check_readable(root: Path) -> None:
+    """Raise the error of a folder that cannot be listed: it would be taken for an empty one.
+
+    Raises:
+        OSError: which folder.
+    """
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    for _, folders, _ in os.walk(root, onerror=refuse):
+        folders[:] = [folder for folder in folders if not _hidden(folder)]
 
 
 def _bytes_corpus(data: bytes, name: str) -> Corpus:
@@ -109,6 +140,8 @@ def _bytes_corpus(data: bytes, name: str) -> Corpus:
 
 def _tokens_corpus(path: Path) -> Corpus:
     """Map an array of tokens from disk."""
+    if path.suffix == ".npy" and not _begins_as_array(path):
+        raise DataError(f"cannot read tokens from {str(path)!r}: it is not an array as numpy.save writes it")
     try:
         tokens = np.load(path, mmap_mode="r") if path.suffix == ".npy" else np.memmap(path, dtype="<u2", mode="r")
     except (ValueError, EOFError) as error:
@@ -121,7 +154,19 @@ def _tokens_corpus(path: Path) -> Corpus:
         )
     if int(tokens.min()) < 0:
         raise DataError(f"{str(path)!r} holds negative tokens")
-    return Corpus(str(path), tokens, int(tokens.max()) + 1, text=False)
+    vocabulary = int(tokens.max()) + 1
+    if vocabulary > _LARGEST_VOCABULARY:
+        raise DataError(
+            f"{str(path)!r} holds {vocabulary - 1}, but the numbers of tokens end below {_LARGEST_VOCABULARY}; is it "
+            "an array of tokens?"
+        )
+    return Corpus(str(path), tokens, vocabulary, text=False)
+
+
+def _begins_as_array(path: Path) -> bool:
+    """Return whether a file begins as one array or several do; numpy takes everything else for a pickle."""
+    with path.open("rb") as file:
+        return file.read(6).startswith((b"\x93NUMPY", b"PK"))
 
 
 def unigram_entropy(train: NDArray[np.int64], held_out: NDArray[np.int64]) -> float:

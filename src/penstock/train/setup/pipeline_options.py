@@ -5,7 +5,7 @@ from __future__ import annotations
 from penstock.models.gpt import TIED_EMBEDDINGS, GPTConfig
 from penstock.runtime.plan.options import PipelineOptions
 from penstock.runtime.update.divergence import Divergence
-from penstock.schedule.methods.table import correction_options, find_method
+from penstock.schedule.methods.table import correction_options
 from penstock.train.config.schema import FallbackSection, TrainConfig
 from penstock.train.setup.lr_schedule import rate_schedule
 from penstock.weights.corrections.base import Correction
@@ -43,7 +43,7 @@ def tokens_per_batch(config: TrainConfig, model: GPTConfig) -> int:
 
 
 def _correction(config: TrainConfig) -> Correction | None:
-    row = find_method(config.method)
+    row = config.row
     options = correction_options(row, config.correction)
     return make_correction(row.correction, options, config.batches, config.lr_schedule.warm_up)
 

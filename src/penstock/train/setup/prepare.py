@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import yaml
 
 from penstock.errors import ConfigError, PenstockError
 from penstock.models.gpt import GPTConfig, gpt_blocks, preset
@@ -22,13 +21,15 @@ from penstock.schedule.ir.rules import RULES, Source
 from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.methods.table import find_method
 from penstock.schedule.methods.wave_lags import place_of, record_fault
+from penstock.train.config.own_schedule import schedule_in
 from penstock.train.config.schema import TrainConfig
 from penstock.train.data.corpus import Corpus, load_corpus
 from penstock.train.data.windows import Windows
+from penstock.train.setup.machine_memory import check_memory, check_workers
 from penstock.train.setup.optimizers import optimizer_factory
 from penstock.train.setup.phase_plan import FALLBACK, SYNC
 from penstock.train.setup.pipeline_options import pipeline_options, tokens_per_batch
-from penstock.train.setup.run_folder import saved_batches
+from penstock.train.setup.run_folder import as_yaml, saved_batches
 from penstock.weights.corrections.base import StagePlace
 from penstock.weights.memory.buffers import Layout
 from penstock.weights.optim.adapters import check_averages
@@ -72,18 +73,26 @@ class Prepared:
         return tokens_per_batch(self.config, self.model)
 
 
-def prepare(config: TrainConfig) -> Prepared:
+def prepare(config: TrainConfig, *, local: bool = False) -> Prepared:
     """Check a configuration against the method table, the model and the data; what takes long comes last.
+
+    Args:
+        config: of the run.
+        local: all of its processes will run on this machine, which must be able to hold them.
 
     Raises:
         ConfigError: no such method, a shape that cannot be, too few blocks for the stages.
         ScheduleError: too few microbatches for the method (the message names the smallest number).
         DataError: the text is missing, unreadable or too short.
     """
+    if local:
+        check_workers(config)
     request, others = _schedule(config), _other_methods(config)
     _check_meetings(config)
     corpus = load_corpus(config.data, partial(is_of_a_run, Path(config.out)))
     model = model_shape(config, corpus)
+    if local:
+        check_memory(config, model)
     windows = Windows(corpus, model.context, config.held_out, config.seed)
     if corpus.text and config.sample_length and not config.prompt:
         raise ConfigError("prompt must not be empty while sample_length is not 0")
@@ -110,9 +119,11 @@ def prepare(config: TrainConfig) -> Prepared:
     return Prepared(config, model, plan, windows, proven)
 
 
-def _schedule(config: TrainConfig) -> ScheduleRequest:
+def _schedule(config: TrainConfig) -> ScheduleRequest | Schedule:
     """The schedule that a configuration asks for."""
-    row, rule = find_method(config.method), None
+    row, rule = config.row, None
+    if config.schedule is not None:
+        return _own_schedule(config)
     if config.undo == "in-place":
         if not RULES[row.rule].provisional:
             raise ConfigError(f"undo=in-place: method {row.name!r} never takes an update back; leave undo out")
@@ -122,6 +133,24 @@ def _schedule(config: TrainConfig) -> ScheduleRequest:
     )
 
 
+def _own_schedule(config: TrainConfig) -> Schedule:
+    """The schedule of a user's own.
+
+    Raises:
+        ConfigError: it needs what only a method of the table brings.
+    """
+    schedule = schedule_in(config.schedule or "")
+    rule = RULES[schedule.rule]
+    if rule.copies_forward or rule.copies_backward:
+        raise ConfigError(
+            f"{schedule.name}: rule {rule.name!r} reads weights that a correction makes, which only methods have; take "
+            "a method with this rule (penstock methods), or write the order under another rule"
+        )
+    if config.undo == "in-place":
+        raise ConfigError("undo=in-place: a schedule of your own says so itself, with rule provisional-in-place")
+    return schedule
+
+
 def _other_methods(config: TrainConfig) -> dict[str, ScheduleRequest]:
     """The schedules of the methods that go on before or after the main one, by phase."""
     wanted = {SYNC: config.sync.method} if config.sync.batches else {}
@@ -129,7 +158,8 @@ def _other_methods(config: TrainConfig) -> dict[str, ScheduleRequest]:
         wanted[FALLBACK] = config.fallback.method
     found = {}
     for phase, name in wanted.items():
-        row = find_method(name)
+        with _of_phase(phase):
+            row = find_method(name)
         if RULES[row.rule].forward is not Source.BATCH:
             raise ConfigError(
                 f"{phase}.method must be synchronous, so that every batch reads all updates before it; {row.name!r} "
@@ -214,7 +244,8 @@ def make_run_folder(config: TrainConfig) -> Path:
         ConfigError: it cannot be made.
     """
     now = datetime.datetime.now().strftime(_MOMENT)
-    base = Path(config.out) / f"{now}-{config.method}-{_shape(config)}"
+    name = re.sub(r"[^\w.-]+", "-", config.row.name)
+    base = Path(config.out) / f"{now}-{name}-{_shape(config)}"
     folder, number = base, 1
     try:
         while True:
@@ -224,7 +255,7 @@ def make_run_folder(config: TrainConfig) -> Path:
             except FileExistsError:
                 number += 1
                 folder = base.with_name(f"{base.name}-{number}")
-        (folder / "config.yaml").write_text(yaml.safe_dump(config.model_dump(), sort_keys=False))
+        (folder / "config.yaml").write_text(as_yaml(config))
     except OSError as error:
         raise ConfigError(f"cannot make a run folder in {config.out!r}: {error.strerror or error}") from None
     return folder

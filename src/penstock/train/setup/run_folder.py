@@ -28,6 +28,24 @@ def saved_batches(folder: Path) -> int | None:
     return None if newest is None else newest.batch
 
 
+def check_is_run(folder: Path) -> None:
+    """Refuse to resume what is no run folder.
+
+    Raises:
+        ConfigError: there is nothing of this name, or it is something else; names the newest run in it if there is one.
+    """
+    if not folder.exists():
+        raise ConfigError(
+            f"there is no folder {str(folder)!r} to resume a run from; a run names its folder when it ends"
+        )
+    if not folder.is_dir():
+        raise ConfigError(f"{str(folder)!r} is a file; give the folder of the run that is to be resumed")
+    if not (folder / CONFIG).exists():
+        runs = sorted(path.parent for path in folder.glob(f"*/{CONFIG}"))
+        newest = f"; the newest run in it is {str(runs[-1])!r}" if runs else ""
+        raise ConfigError(f"{str(folder)!r} is not the folder of a run of penstock train: it has no {CONFIG}{newest}")
+
+
 def how_to_go_on(folder: Path) -> str:
     """Return the hint for a run that has ended early: how to resume it."""
     batch = saved_batches(folder)
@@ -64,7 +82,7 @@ def note_changes(config: TrainConfig, folder: Path, batch: int) -> dict[str, dic
     if changes and batch:
         said = (f"{key}={_written(c['now'])} (before: {_written(c['before'])})" for key, c in changes.items())
         history.append(f"# From batch {batch} on: {', '.join(said)}")
-    text = "\n".join([*history, yaml.safe_dump(config.model_dump(), sort_keys=False)])
+    text = "\n".join([*history, as_yaml(config)])
     try:
         temporary = path.with_name(f".{CONFIG}.{os.getpid()}.part")
         temporary.write_text(text)
@@ -74,6 +92,22 @@ def note_changes(config: TrainConfig, folder: Path, batch: int) -> dict[str, dic
             f"cannot write {str(path)!r}, which records the configuration of the run: {error.strerror or error}"
         ) from None
     return changes
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes texts of several lines, such as schedules, line by line."""
+
+
+def _text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if text.startswith("# ") else None)
+
+
+_Dumper.add_representer(str, _text)
+
+
+def as_yaml(config: TrainConfig) -> str:
+    """Return a configuration as YAML that `load_config` reads back."""
+    return yaml.dump(config.model_dump(), Dumper=_Dumper, sort_keys=False)
 
 
 def _comments(path: Path) -> list[str]:
@@ -90,5 +124,7 @@ def _flat(config: TrainConfig) -> dict[str, Any]:
 
 
 def _written(value: Any) -> str:
-    """Format a value on one line, as `--set` reads it."""
+    """Format a value on one line, as `--set` reads it; of a schedule only its first line, which names its file."""
+    if isinstance(value, str) and value.startswith("# "):
+        return value.splitlines()[0].removeprefix("# ")
     return value if isinstance(value, str) and value.isprintable() else json.dumps(value)

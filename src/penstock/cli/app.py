@@ -1,0 +1,76 @@
+"""The application: which commands there are, and what becomes of what they raise."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from penstock.cli.compare import compare
+from penstock.cli.failures import fail, said_of_usage
+from penstock.cli.options import FLAG
+from penstock.cli.schedules import methods, show, simulate
+from penstock.cli.train import config, sample, train
+from penstock.cli.verify import verify
+from penstock.errors import InterruptedRunError, PenstockError, WorkerError
+
+
+def _in_paragraphs(text: str) -> str:
+    """Return a docstring with a line for each paragraph, which a terminal wraps where it ends."""
+    return "\n\n".join(" ".join(part.split()) for part in text.split("\n\n"))
+
+
+app = typer.Typer(
+    name="penstock",
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for command in (methods, show, simulate, train, sample, config, verify, compare):
+    app.command(help=_in_paragraphs(command.__doc__ or ""))(command)
+
+
+def _print_version(wanted: bool) -> None:
+    """Print the version and end, if `--version` is given."""
+    if wanted:
+        from penstock import __version__
+
+        sys.stdout.write(f"penstock {__version__}\n")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    _version: Annotated[
+        bool, typer.Option("--version", metavar=FLAG, callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Pipeline-parallel training on PyTorch: schedules are proven, drawn, simulated and run."""
+
+
+def main() -> None:
+    """Run the command line: user errors exit with a message and code 2, worker failures with code 1.
+
+    A command that is ended by a signal exits with 128 + its number, as in shells.
+    """
+    try:
+        code: Any = app(args=sys.argv[1:] or ["--help"], prog_name="penstock", standalone_mode=False)
+    except WorkerError as error:
+        if error.trace:
+            sys.stderr.write(error.trace.rstrip() + "\n\n")
+        fail(str(error), error.hint, 1)
+    except InterruptedRunError as error:
+        fail(str(error), error.hint, 128 + error.signal)
+    except PenstockError as error:
+        fail(str(error), error.hint, 2)
+    except (KeyboardInterrupt, typer.Abort):
+        code = 128 + signal.SIGINT
+    except Exception as error:
+        said = said_of_usage(error)
+        if said is None:
+            raise
+        fail(*said, 2)
+    sys.exit(code if isinstance(code, int) else 0)

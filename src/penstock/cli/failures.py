@@ -1,0 +1,63 @@
+"""What is said of an error, and how a command ends with it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection
+from typing import TYPE_CHECKING, NoReturn
+
+from rich.console import Console
+from rich.text import Text
+
+from penstock.checks import nearest_of
+from penstock.cli.output import print_words
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+
+def fail(message: str, hint: str, code: int) -> NoReturn:
+    """Print an error on standard error and end; of the workers of torchrun only the first with a message prints it."""
+    from penstock.launch.torchrun import is_first_to_say
+
+    if is_first_to_say(message):
+        console = Console(stderr=True)
+        print_words(console, Text.assemble(("error: ", "bold red"), message))
+        if hint:
+            console.print(Text(hint), soft_wrap=True)  # a command in it can be copied whole
+    sys.exit(code)
+
+
+def said_of_usage(error: Exception) -> tuple[str, str] | None:
+    """Return message and hint for arguments that a command does not take; None if `error` is about something else."""
+    if not hasattr(error, "format_message"):  # the classes lie in click or in typer, by the version
+        return None
+    context, option = getattr(error, "ctx", None), getattr(error, "option_name", None)
+    command = "penstock COMMAND" if context is None else context.command_path
+    hint, message = f"{command} --help lists what it takes", str(error.format_message()).rstrip(".")
+    if context is not None and type(error).__name__ == "NoSuchOption":
+        message = f"there is no option {option}"
+        known = [name for parameter in context.command.params for name in parameter.opts if name.startswith("--")]
+        hint = _instead(str(option), command, known) or hint
+    return f"{message[0].lower()}{message[1:]}".replace(": Input", ": input"), hint
+
+
+_SIMILAR = 0.7
+"""How similar the name of an option or a key must be to an unknown option to be suggested for it, from 0 to 1."""
+
+
+def _instead(option: str, command: str, known: Collection[str]) -> str:
+    """Return how to do what an unknown option is meant to; empty if that cannot be guessed."""
+    if option in ("--method", "--methods"):
+        return f"give methods without an option, as in {command} 2bw"
+    from penstock.compare.config import ComparisonConfig
+    from penstock.train.config.key_reference import suggested_keys
+    from penstock.train.config.schema import TrainConfig
+
+    near, word = nearest_of(option, known, 1, _SIMILAR), option.lstrip("-").replace("-", "_")
+    schemas: dict[str, type[BaseModel]] = {"train": TrainConfig, "verify": TrainConfig, "compare": ComparisonConfig}
+    schema = schemas.get(command.rpartition(" ")[2])
+    keys = [] if schema is None else suggested_keys(word, schema, _SIMILAR if not near else 1.0)
+    if keys:
+        return f"write {' or '.join(f'--set {key}=...' for key in keys)}"
+    return f"did you mean {near[0]}?" if near else ""

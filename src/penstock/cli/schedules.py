@@ -1,0 +1,246 @@
+"""The commands that need no training: `penstock methods`, `show` and `simulate`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+from rich.console import Console
+
+from penstock.cli.options import AsJson, MaybeMicrobatches, MaybeStages, MethodName, OrderFile
+from penstock.cli.output import print_json
+from penstock.errors import ConfigError
+
+if TYPE_CHECKING:
+    from penstock.schedule.proof.check import Proof
+    from penstock.simulate.costs import Costs
+
+OrderOptions = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=N", help="An option of the order, as in [bold]--set options.chunks=4[/bold]."),
+]
+OrderName = Annotated[
+    str | None,
+    typer.Option(
+        "--order", metavar="NAME", help="Another order of passes than the method's, such as zb-exact or forward-only."
+    ),
+]
+Segments = Annotated[
+    str | None,
+    typer.Option(
+        "--segments",
+        metavar="N|auto",
+        help="Recompute forwards before their backwards, N stages from one input; auto: square root of the stages.",
+    ),
+]
+
+
+def _prove(
+    method: str | None,
+    file: Path | None,
+    stages: int | None,
+    microbatches: int | None,
+    changes: list[str] | None,
+    segments: str | None,
+    order: str | None,
+    costs: tuple[Costs, int],
+) -> Proof:
+    """Prove the schedule of a method or in a file, with recompute if asked for.
+
+    `costs` are those of so many ranks together: an order that is searched for given times gets them as options.
+    """
+    from penstock.schedule.build import extend, prove
+    from penstock.schedule.load import prove_file
+    from penstock.schedule.methods.written import split_options, whole_numbers, written_method
+    from penstock.simulate.search_options import with_search_options
+
+    if (method is None) == (file is None):
+        raise ConfigError("give either a METHOD (penstock methods lists them) or --file")
+    if file is not None and order is not None:
+        raise ConfigError("a --file holds the order; leave --order out")
+    options = _order_options(changes)
+    if file is not None:
+        path, given = split_options(str(file))
+        options |= whole_numbers(given)
+        if not path.endswith(".py") and (stages or microbatches or options):
+            raise ConfigError(f"{path} holds a finished schedule; leave --stages, --microbatches and options out")
+        proof = prove_file(Path(path), stages or 4, microbatches or 8, options)
+    else:
+        chosen = written_method(method or "")
+        options = with_search_options(chosen.name, order, {**chosen.options, **options}, *costs)
+        proof = prove(chosen.name, stages or 4, microbatches or 8, order=order, options=options)
+    if segments is None:
+        return proof
+    if segments != "auto" and not (segments.isascii() and segments.isdigit()):
+        raise ConfigError(f"--segments takes a number of stages, or auto; got {segments!r}")
+    return extend(proof, recomputes=True, segments="auto" if segments == "auto" else int(segments))
+
+
+def _order_options(changes: list[str] | None) -> dict[str, int]:
+    """Parse the values of --set, which are options of an order.
+
+    Raises:
+        ConfigError: another key, or not a whole number.
+    """
+    from penstock.checks import nearest_keys
+    from penstock.train.config.key_reference import order_keys
+
+    options: dict[str, int] = {}
+    for change in changes or ():
+        key, _, value = (part.strip() for part in change.partition("="))
+        section, _, name = key.rpartition(".")
+        if section != "options":
+            known = [option for option, _, _ in order_keys()]
+            near = next(iter(nearest_keys(key, known)), "options.chunks")
+            raise ConfigError(
+                f"--set of show and simulate takes options of the order, such as {near}=4; got {change!r}"
+            )
+        try:
+            options[name] = int(value)
+        except ValueError:
+            raise ConfigError(f"{key} takes a whole number, such as {key}=4; got {value!r}") from None
+    return options
+
+
+def _window(text: str | None) -> int | Literal["unlimited"] | None:
+    """What --window says.
+
+    Raises:
+        ConfigError: it is neither a positive number nor "unlimited".
+    """
+    if text is None:
+        return None
+    if text == "unlimited":
+        return "unlimited"
+    if not (text.isascii() and text.isdigit()) or int(text) < 1:
+        raise ConfigError(f"--window takes a number of messages, at least 1, or unlimited; got {text!r}")
+    return int(text)
+
+
+def methods(stages: MaybeStages = None, microbatches: MaybeMicrobatches = None, as_json: AsJson = False) -> None:
+    """List every method with what its schedule costs: weight copies, delay, activations, bubble."""
+    from penstock.view.tables import UNBOUNDED, combines_table, methods_json, methods_table
+
+    stages, microbatches = stages or 4, microbatches or 8
+    if as_json:
+        print_json(methods_json(stages, microbatches))
+    else:
+        console = Console()
+        if not console.is_terminal:  # do not cut or wrap for programs that read the output
+            console = Console(width=UNBOUNDED)
+        console.print(methods_table(stages, microbatches, console.width))
+        console.print(combines_table())
+
+
+def show(
+    method: MethodName = None,
+    stages: MaybeStages = None,
+    microbatches: MaybeMicrobatches = None,
+    batches: Annotated[int | None, typer.Option(help="Batches to draw; 1 if flushed, else 3.", min=1)] = None,
+    forward: Annotated[float, typer.Option(help="Time of a forward.", min=0)] = 1.0,
+    backward: Annotated[float, typer.Option(help="Time of a full backward.", min=0)] = 2.0,
+    order: OrderName = None,
+    changes: OrderOptions = None,
+    segments: Segments = None,
+    file: OrderFile = None,
+    text: Annotated[bool, typer.Option("--text", help="Print the text form, which --file reads, instead.")] = False,
+    as_json: AsJson = False,
+    svg: Annotated[Path | None, typer.Option(help="Also write the drawing to this SVG file.")] = None,
+    width: Annotated[
+        int | None, typer.Option(help="Columns of the drawing.", min=40, show_default="those of the terminal")
+    ] = None,
+    whole: Annotated[bool, typer.Option("--whole", help="Leave nothing out of the middle of a long drawing.")] = False,
+) -> None:
+    """Draw a schedule: what every rank does when, and the version of the weights that each pass reads."""
+    from penstock.simulate.costs import Costs, StageCost
+    from penstock.simulate.simulate import simulate_schedule
+    from penstock.view.schedule_drawing import print_drawing, schedule_json, write_svg
+    from penstock.view.text import wrap_schedule
+
+    times = forward, backward / 2, backward / 2
+    share = Costs((StageCost(*times),)), 1
+    proof = _prove(method, file, stages, microbatches, changes, segments, order, share)
+    schedule = proof.schedule
+    span = batches or (3 if any(program.epilogue for program in schedule.programs) else 1)
+    simulation = simulate_schedule(proof, Costs.uniform(schedule, *times), span)
+    if svg is not None:
+        write_svg(svg, simulation, span)
+    console = Console() if width is None else Console(width=width)
+    if as_json:
+        print_json(schedule_json(simulation, span))
+    elif text:
+        form = wrap_schedule(str(schedule), console.width) if console.is_terminal else str(schedule)
+        console.print(form.rstrip("\n"), markup=False, highlight=False, soft_wrap=True)
+    else:
+        print_drawing(console, simulation, span, whole=whole)
+
+
+def _at_least_0(unit: str, help: str) -> Any:
+    """Return an option that takes a number which is not negative."""
+    return typer.Option(metavar=unit, help=help, min=0)
+
+
+PerStage = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="JSON list with forward, backward_input, backward_weight[, step] of each stage, in place of times given "
+        "as options.",
+    ),
+]
+WindowSize = Annotated[
+    str | None,
+    typer.Option(
+        metavar="N|unlimited",
+        help="Messages that may be outstanding between two ranks; the least that costs no time if not given.",
+    ),
+]
+
+
+def simulate(
+    method: MethodName = None,
+    stages: MaybeStages = None,
+    microbatches: MaybeMicrobatches = None,
+    forward: Annotated[float, _at_least_0("TIME", "F, time of a forward of a rank's whole share.")] = 1.0,
+    backward_input: Annotated[float, _at_least_0("TIME", "Time of the backward for the inputs.")] = 1.0,
+    backward_weight: Annotated[float, _at_least_0("TIME", "Time of the backward for the weights.")] = 1.0,
+    batches: Annotated[int, typer.Option(metavar="T", help="Batches between two drains.", min=1)] = 1,
+    step: Annotated[float, _at_least_0("TIME", "Time of an update.")] = 0.0,
+    latency: Annotated[float, _at_least_0("TIME", "Time of a hop; it occupies no rank.")] = 0.0,
+    fused: Annotated[float, _at_least_0("PART", "Time of a fused pair, as a part of that of both.")] = 1.0,
+    left: Annotated[float, _at_least_0("PART", "Part of the activations that is left between I and W.")] = 1.0,
+    per_stage: PerStage = None,
+    order: OrderName = None,
+    changes: OrderOptions = None,
+    segments: Segments = None,
+    file: OrderFile = None,
+    window: WindowSize = None,
+    as_json: AsJson = False,
+) -> None:
+    """Predict makespan, bubble, activations, versions and messages of a span of batches."""
+    from penstock.idle_time import split_time
+    from penstock.simulate.costs import Costs, StageCost, read_stage_costs
+    from penstock.simulate.long_run import steady_bubble
+    from penstock.simulate.simulate import simulate_schedule
+    from penstock.view.tables import simulation_table, time_table
+
+    if per_stage is not None:
+        share = read_stage_costs(per_stage, None, latency), stages or 4
+    else:
+        share = Costs((StageCost(forward, backward_input, backward_weight),), latency), 1
+    share = replace(share[0], left=left), share[1]
+    proof = _prove(method, file, stages, microbatches, changes, segments, order, share)
+    if per_stage is not None:
+        costs = read_stage_costs(per_stage, proof.schedule.num_stages, latency)
+    else:
+        costs = Costs.uniform(proof.schedule, forward, backward_input, backward_weight, latency=latency, step=step)
+    costs = replace(costs, fused=fused, left=left)
+    simulation = simulate_schedule(proof, costs, batches, window=_window(window))
+    in_a_long_run = max(steady_bubble(simulation.lowered, costs, proof.steady_from + 2), 0.0)
+    if as_json:
+        print_json(simulation.figures() | {"bubble_in_a_long_run": in_a_long_run})
+    else:
+        table = simulation_table(simulation, batches, in_a_long_run)
+        Console().print(table, time_table(split_time(simulation.timeline), unit=""))

@@ -1,0 +1,176 @@
+"""The commands of training runs: `penstock train`, `sample` and `config`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from penstock.cli.options import (
+    Changes,
+    ConfigFile,
+    DataPath,
+    ListKeys,
+    Microbatches4,
+    OptionalMethod,
+    OrderFile,
+    Stages2,
+)
+from penstock.errors import ConfigError, InterruptedRunError, WorkerError
+from penstock.launch.torchrun import is_worker
+
+if TYPE_CHECKING:
+    from penstock.train.config.schema import TrainConfig
+
+
+def changes_of(
+    method: str | None,
+    file: Path | None,
+    changes: list[str] | None,
+    **named: str | int | None,
+) -> list[str]:
+    """Return everything that a configuration is changed by, as `key=value`; options go before --set.
+
+    Args:
+        method, file: the method, or the order of one's own.
+        changes: those of --set.
+        named: the values of options that are called like a key; None where an option is not given.
+
+    Raises:
+        ConfigError: both a method and a file are given.
+    """
+    if method is not None and file is not None:
+        raise ConfigError("give either a METHOD (penstock methods lists them) or --file")
+    keys = {"method": method, "schedule": None if file is None else str(file), **named}
+    return [*(changes or ()), *(f"{key}={value}" for key, value in keys.items() if value is not None)]
+
+
+def print_train_keys() -> None:
+    """Print every key of a training run."""
+    from penstock.train.config.key_reference import described_keys, with_options
+    from penstock.view.tables import keys_table
+
+    Console().print(keys_table(with_options(described_keys())))
+
+
+def train(
+    method: OptionalMethod = None,
+    stages: Stages2 = None,
+    microbatches: Microbatches4 = None,
+    batches: Annotated[int | None, typer.Option(metavar="T", help="Updates to make; 1000 if not given.", min=1)] = None,
+    file: OrderFile = None,
+    data: DataPath = None,
+    changes: Changes = None,
+    config: ConfigFile = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Resume the run in this folder from its newest checkpoint."),
+    ] = None,
+    keys: ListKeys = False,
+) -> None:
+    """Train a GPT on text through a pipeline of local worker processes.
+
+    For example: penstock train 1f1b --stages 4 --microbatches 8 --data my.txt --set optimizer.lr=0.001
+
+    Ctrl-C ends the run after the batches in flight, with a checkpoint; a second Ctrl-C ends it at once.
+
+    Started by torchrun (torchrun --nproc-per-node 2 -m penstock train ...), this process joins that job as one of its
+    workers instead.
+    """
+    if keys:
+        print_train_keys()
+        return
+    named = changes_of(method, file, changes, stages=stages, microbatches=microbatches, batches=batches, data=data)
+    if is_worker():
+        settings = _checked(config, named, resume)
+        _work(settings.model_dump(), None if resume is None else str(resume), None)
+        return
+    with Console(stderr=True).status("checking the schedule, the model and the data"):
+        settings = _checked(config, named, resume, local=True)
+    _launch(settings, resume)
+
+
+def _checked(config: Path | None, changes: list[str], resume: Path | None, local: bool = False) -> TrainConfig:
+    """Return the configuration, after checking what can be checked before processes start.
+
+    Args:
+        config, changes: as of `load_config`.
+        resume: the folder of a run that goes on.
+        local: all processes will run on this machine, and this one starts them.
+
+    Raises:
+        PenstockError: something is wrong.
+    """
+    from penstock.train.config.load import load_config
+    from penstock.train.setup.prepare import check_resume, prepare
+    from penstock.train.setup.run_folder import CONFIG, check_is_run
+
+    if resume is not None:
+        check_is_run(resume)
+        config = config or resume / CONFIG
+    settings = load_config(config, changes)
+    if resume is not None:
+        check_resume(settings, resume)
+    if local:
+        prepare(settings, local=True)
+    return settings
+
+
+def _launch(settings: TrainConfig, resume: Path | None) -> None:
+    """Train in worker processes, in the folder of the run that goes on or in a new one."""
+    from penstock.launch.launch import launch_local
+    from penstock.train.setup.prepare import make_run_folder
+    from penstock.train.setup.run_folder import how_to_go_on
+
+    folder = resume or make_run_folder(settings)
+    workers, console = settings.stages * settings.width, Console()
+    try:
+        launch_local(
+            workers, _work, settings.model_dump(), str(folder), restarts=settings.restarts, timeout=settings.timeout
+        )
+    except (WorkerError, InterruptedRunError) as error:
+        if console.is_terminal:
+            console.line()  # a worker that was killed has left the cursor behind its live display
+        error.hint = how_to_go_on(folder)
+        raise
+    finally:
+        console.show_cursor()  # a killed worker could not
+
+
+def _work(values: dict[str, Any], folder: str | None, drain: str | None) -> None:
+    """Train as one worker of a job."""
+    from penstock.train.config.load import validate_config
+    from penstock.train.loop import train as run
+    from penstock.view.progress import TerminalObserver
+
+    observer = TerminalObserver()
+    try:
+        place, request = (Path(path) if path else None for path in (folder, drain))
+        run(validate_config(values), place, observer, request)
+    finally:
+        observer.close()
+
+
+def config() -> None:
+    """Print every key of a training run with its default and meaning, as YAML to edit and to give to --config."""
+    from penstock.train.config.key_reference import commented_reference
+
+    sys.stdout.write(commented_reference())
+
+
+def sample(
+    run: Annotated[Path, typer.Argument(metavar="FOLDER", help="A run folder of [bold]penstock train[/bold].")],
+    prompt: Annotated[str, typer.Option(metavar="TEXT", help="The beginning of the text.")] = "def ",
+    length: Annotated[int, typer.Option(metavar="N", help="Bytes to sample.", min=1)] = 400,
+    temperature: Annotated[
+        float, typer.Option(metavar="X", help="Below 1 for likelier text, 0 for the likeliest.", min=0)
+    ] = 0.8,
+    seed: Annotated[int, typer.Option(metavar="N", help="Seed of the sampling.", min=0)] = 0,
+) -> None:
+    """Sample text with the weights of a finished run."""
+    from penstock.train.export.sample import sample_text
+
+    sys.stdout.write(sample_text(run, prompt, length, temperature, seed) + "\n")

@@ -1,0 +1,54 @@
+"""Methods and files with options in one word: `interleaved:chunks=4`, `pipemare:decay=null`, `my_order.py:more=3`."""
+
+from __future__ import annotations
+
+import re
+
+from penstock.errors import ConfigError
+from penstock.schedule.methods.choice import MethodChoice, method
+
+_WHOLE = re.compile(r"[+-]?[0-9]+")
+
+
+def split_options(text: str) -> tuple[str, dict[str, float | None]]:
+    """Divide NAME:option=N:option=N into the name and its options; `null` is None.
+
+    Raises:
+        ConfigError: an option is not followed by a number.
+    """
+    name, *parts = text.split(":")
+    options: dict[str, float | None] = {}
+    for part in parts:
+        option, _, value = (word.strip() for word in part.partition("="))
+        try:
+            options[option] = None if value == "null" else int(value) if _WHOLE.fullmatch(value) else float(value)
+        except ValueError:
+            raise ConfigError(
+                f"{text!r}: a name may be followed by options with numbers (or null), such as interleaved:chunks=4 or "
+                f"pipemare:reschedule=100:decay=null; got {part!r}"
+            ) from None
+    return name.strip(), options
+
+
+def written_method(text: str) -> MethodChoice:
+    """Read a method with its options.
+
+    Raises:
+        ConfigError: there is no such method or option, or an option has a value that it does not take.
+    """
+    name, options = split_options(text)
+    return method(name, **options)
+
+
+def whole_numbers(options: dict[str, float | None]) -> dict[str, int]:
+    """Return options of an order, which are whole numbers.
+
+    Raises:
+        ConfigError: one of them is not.
+    """
+    found: dict[str, int] = {}
+    for name, value in options.items():
+        if value is None or not float(value).is_integer():
+            raise ConfigError(f"{name} is an option of an order, so it must be a whole number; got {value!r}")
+        found[name] = int(value)
+    return found

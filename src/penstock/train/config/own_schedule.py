@@ -1,0 +1,80 @@
+"""Reads the order of a user's own that a configuration names: from then on the configuration holds the schedule itself.
+
+So a run can be resumed whatever has become of the file, every process trains the same schedule, and the configuration
+in a run folder says which one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from penstock.errors import ConfigError
+from penstock.schedule.ir.schedule import Schedule
+from penstock.schedule.load import prove_file
+from penstock.schedule.methods.table import Method
+from penstock.schedule.methods.written import split_options, whole_numbers
+from penstock.schedule.text import parse_schedule
+
+
+@lru_cache(maxsize=8)
+def schedule_in(text: str) -> Schedule:
+    """Return the schedule of a configuration, which holds it as text.
+
+    Raises:
+        ScheduleError: it cannot be read.
+    """
+    return parse_schedule(text)
+
+
+def own_row(text: str) -> Method:
+    """Return what stands for a row of the method table: the name and the rule of a schedule of one's own."""
+    schedule = schedule_in(text)
+    return Method(schedule.name, "an order of your own", "", "", schedule.rule)
+
+
+def is_file(schedule: str) -> bool:
+    """Return whether a `schedule` is the name of a file, not yet a schedule as text."""
+    return "\n" not in schedule
+
+
+def read_own_schedule(file: str, stages: int, microbatches: int, options: Mapping[str, int]) -> str:
+    """Read the schedule in a file, prove it, and return it as text, with the name of the file in its first line.
+
+    Args:
+        file: its name, with options of the order after colons if there are any.
+        stages, microbatches: of the pipeline; only functions take them.
+        options: of the order; those in the name of the file go before them.
+
+    Raises:
+        ConfigError: the file cannot be read, its function fails, or it holds a finished schedule and options are given.
+        ScheduleError: the schedule is wrong.
+    """
+    path, own = split_options(file)
+    given = {**options, **whole_numbers(own)}
+    if given and not path.endswith(".py"):
+        raise ConfigError(f"{path} holds a finished schedule, which takes no options; leave {', '.join(given)} out")
+    proof = prove_file(Path(path), stages, microbatches, given)
+    said = "".join(f":{name}={value}" for name, value in given.items())
+    return f"# {path}{said}\n{str(proof.schedule).strip()}\n"
+
+
+def size_fault(text: str, sizes: Mapping[str, Any]) -> str | None:
+    """Return how a schedule differs from the sizes that are wanted; None if it does not.
+
+    Args:
+        text: the schedule.
+        sizes: `stages` and `microbatches`; None for any.
+    """
+    schedule = schedule_in(text)
+    held = {"stages": schedule.ranks, "microbatches": schedule.microbatches}
+    other = {key: wanted for key, number in held.items() if (wanted := sizes.get(key)) not in (None, number)}
+    if not other:
+        return None
+    said = text.splitlines()[0].removeprefix("# ")
+    differing = " and ".join(f"{key} is {value}" for key, value in other.items())
+    wanted = " and ".join(f"{key} to {held[key]}" for key in other)
+    sizes_held = f"{held['stages']} ranks and {held['microbatches']} microbatches"
+    return f"the schedule of {said} is for {sizes_held}, but {differing}; set {wanted}"
