@@ -42,24 +42,48 @@ def test_the_code_in_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert (tmp_path / "trace.json").stat().st_size > 1000
 
 
+class Model(nn.Module):
+    """A model of one's own, as the start page cuts it into blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Linear(4, 4), nn.Linear(4, 1)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+
+def code_on(page: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL)
+
+
 def test_the_code_of_the_start_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    resume, options, schedules = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "start.md").read_text(), re.DOTALL)
+    first, options, resume = code_on("start.md")
     monkeypatch.chdir(tmp_path)
-    names = readme_names()
-    exec(compile(CODE[0], "README.md", "exec"), names)
-    names["batches"] = names["batches"] * 20
-    names["validation_batches"] = names["batches"][:2]
+    names = readme_names() | {"model": Model(), "loss": nn.functional.mse_loss}
+    names |= {"batches": names["batches"] * 20, "validation_loader": names["loader"]}
+    before = names["model"].state_dict()["head.weight"].clone()
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(compile(first, "start.md", "exec"), names)
+    assert re.search(r"^\([\d.]+, 24.0\)$", printed.getvalue(), re.MULTILINE)
+    assert not torch.equal(names["model"].state_dict()["head.weight"], before)
+    exec(compile(options, "start.md", "exec"), names)
+    assert len(list(names["pipeline"].run(names["loader"]))) == 3
+    assert names["pipeline"].state_dict(averaged=True)
+    assert "where the time went" in penstock.summary(names["pipeline"])
+    exec(compile(first.partition("for report")[0], "start.md", "exec"), names)
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         exec(compile(resume, "start.md", "exec"), names)
     assert re.fullmatch(r"held-out loss [\d.]+ after 50 batches\n", printed.getvalue())
     assert [path.name for path in (tmp_path / "runs/mine/checkpoints").iterdir()] == ["batch-00000060"]
-    names |= {"loss": torch.nn.functional.mse_loss, "optimizer": lambda named: torch.optim.AdamW(named, lr=1e-3)}
+
+
+def test_the_code_for_an_order_of_ones_own_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = next(code for code in code_on("orders.md") if "make_schedule(lambda" in code)
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {"penstock": penstock, "loss": nn.functional.mse_loss}
+    names |= {"optimizer": lambda named: torch.optim.AdamW(named, lr=1e-3)}
     names["blocks"] = [nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1)]
-    exec(compile(options, "start.md", "exec"), names)
-    assert len(list(names["pipeline"].run(names["loader"]))) == 3
-    assert names["pipeline"].state_dict(averaged=True)
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        exec(compile(schedules, "start.md", "exec"), names)
+        exec(compile(code, "orders.md", "exec"), names)
     assert printed.getvalue().startswith("(Fraction(8, 1), Fraction(8, 1)")
     eights = [[(torch.randn(2, 4), torch.randn(2, 1)) for _ in range(8)]]
     assert [report.batch for report in names["pipeline"].run(eights)] == [0]
