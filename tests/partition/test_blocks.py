@@ -73,7 +73,7 @@ def test_too_few_blocks() -> None:
         ),
         ([nn.DataParallel(nn.Linear(2, 2))], r"block '0' is of type DataParallel; .*model.module.*data_parallel=2"),
         (nn.DataParallel(nn.Linear(2, 2)), r"the model is of type DataParallel; .*model.module.*data_parallel=2"),
-        (torch.compile(nn.Linear(2, 2), backend="eager"), r"the model is of type OptimizedModule; .*block.compile\(\)"),
+        (torch.compile(nn.Linear(2, 2), backend="eager"), r"the model is compiled as a whole; .*block.compile\(\)"),
     ],
 )
 def test_what_is_no_block(blocks: Any, message: str) -> None:

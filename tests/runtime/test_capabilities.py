@@ -85,7 +85,7 @@ def test_periods_of_the_batch_before_are_not_run() -> None:
         make_pipeline(Case("1f1b", 1, 1), schedule=parse_schedule(text))
 
 
-@pytest.mark.parametrize("schedule", ["2bw", 3])
+@pytest.mark.parametrize("schedule", [["F0 B0"], 3])
 def test_what_is_no_schedule(schedule: Any) -> None:
     with pytest.raises(ConfigError, match="schedule must come from make_schedule, check or load_schedule"):
         make_pipeline(Case("1f1b", 1, 2), schedule=schedule)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from typing import Any
 
 import pytest
@@ -98,6 +99,35 @@ def test_a_forgotten_group_is_noticed(pool: Pool) -> None:
     assert all("the pipeline has no group, so each of the processes runs all of its ranks" in one for (one,) in said)
     assert pool.submit(alone, False, ranks=2) == [[], []]
     assert alone(None, True) == []  # type: ignore[arg-type]
+
+
+DIFFERENT: dict[str, tuple[dict[str, Any], str]] = {
+    "method": (
+        {"method": "2bw"},
+        r"this one 1f1b \(flush\), .*; rank 1 2bw \(double-buffer\), 2 stages, 4 microbatches",
+    ),
+    "microbatches": ({"microbatches": 2}, "4 microbatches, 5 blocks; rank 1 1f1b .* 2 microbatches, 5 blocks"),
+    "blocks": ({"blocks": [*make_blocks(), nn.Tanh()]}, "5 blocks; rank 1 .* 6 blocks"),
+    "partition": ({"partition": [1, 4]}, "have 1f1b .* but not the same order of passes, names of blocks or blocks of"),
+}
+
+
+def build_differently(group: dist.ProcessGroup, what: str) -> str:
+    """Rank 1 has another idea of the pipeline."""
+    options = {"method": "1f1b", "microbatches": 4, "group": group, "partition": [2, 3]}
+    changes = DIFFERENT[what][0] if dist.get_rank(group) else {}
+    if what == "blocks":
+        options["partition"] = None
+    with pytest.raises(ConfigError) as caught:
+        make_pipeline(**options | changes)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("what", DIFFERENT)
+def test_ranks_that_build_different_pipelines_all_hear_of_it(pool: Pool, what: str) -> None:
+    first, second = pool.submit(build_differently, what, ranks=2)
+    assert re.search(DIFFERENT[what][1], first), first
+    assert "ranks build different pipelines: this one" in second
 
 
 def train_on_group(group: dist.ProcessGroup, width: int) -> tuple[int, int, list[float | None]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from penstock import Pipeline, make_schedule
+from penstock import Checkpoints, Pipeline, make_schedule
 from penstock.errors import DataError
 from penstock.runtime.rank.microbatches import microbatches_of
 from support.pool import Pool
@@ -261,3 +262,22 @@ def test_batches_are_numbered_as_in_reports_in_messages() -> None:
     list(pipeline.run(make_loader(16, 8)))
     with pytest.raises(DataError, match="batch 3 has 3 samples"):
         list(pipeline.run(make_loader(11, 8)))
+
+
+@pytest.mark.parametrize("loader", [lambda: failing(3), lambda: make_loader(27, 8)], ids=["exception", "too short"])
+@pytest.mark.parametrize("method", ["1f1b", "2bw"])
+def test_what_was_trained_before_a_failure_is_saved(
+    method: str, loader: Callable[[], Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pipeline, resumed = make_pipeline(method, max_grad_norm=0.5), make_pipeline(method, max_grad_norm=0.5)
+    checkpoints, decided = Checkpoints(pipeline, tmp_path), []
+    with pytest.raises((DiskError, DataError)):  # noqa: PT012
+        for report in pipeline.run(loader(), save=checkpoints.every(2)):
+            decided += report.decided
+    decided += pipeline.decided()
+    assert [decision.batch for decision in decided] == [0, 1, 2]
+    checkpoints.save()
+    Checkpoints(resumed, tmp_path).load()
+    assert resumed.batches == 3
+    assert_equal(weights_of(resumed), weights_of(pipeline))
+    assert caplog.text == ""

@@ -24,8 +24,7 @@ _WRAPPERS = {
     "DistributedDataParallel": f"{_PLAIN} (model.module), and data_parallel=2 for two parallel pipelines",
     "DataParallel": f"{_PLAIN} (model.module), and data_parallel=2 for two parallel pipelines",
     "FullyShardedDataParallel": f"{_PLAIN}: its stages are sharded over the ranks already",
-    "OptimizedModule": f"{_PLAIN}, and compile each of them in place: for block in blocks: block.compile()",
-}  # what wraps modules, with what to do instead
+}  # what wraps modules for other kinds of parallelism, with what to do instead
 
 
 @dataclass(frozen=True, repr=False)
@@ -101,6 +100,8 @@ def _one_module(model: nn.Module) -> str:
     kind = type(model).__name__
     if kind in _WRAPPERS:
         return f"the model is of type {kind}; {_WRAPPERS[kind]}"
+    if kind == "OptimizedModule":  # of torch.compile
+        return f"the model is compiled as a whole; {_PLAIN}, and compile each: for block in blocks: block.compile()"
     parts = []
     for name, child in model.named_children():
         several = isinstance(child, nn.ModuleList | nn.Sequential)
