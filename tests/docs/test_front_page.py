@@ -96,7 +96,7 @@ def run_distributed_readme(group: dist.ProcessGroup, folder: str) -> str:
     names["loss"] = lambda output, target: (((output - target) ** 2).sum(), target.numel())
     names["optimizer"] = lambda named: torch.optim.AdamW(named, lr=1e-3)
     code = CODE[1].replace('dist.init_process_group("gloo")\n', "").replace("dist.group.WORLD", "group")
-    assert code.count("group") == 2
+    assert code.count("group") == 4
     printed = io.StringIO()
     with contextlib.chdir(folder), contextlib.redirect_stdout(printed):
         exec(compile(code, "README.md", "exec"), names)
