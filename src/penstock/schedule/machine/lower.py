@@ -259,6 +259,6 @@ class _Incoming:
         )
         where = f"{index}.{direction}" if direction else str(index)
         return ScheduleError(
-            f"{self.schedule.name}: {format_place(self.schedule, action)} needs the {name} of microbatch {microbatch} on stage "
-            f"{where}, which {why}"
+            f"{self.schedule.name}: {format_place(self.schedule, action)} needs the {name} of microbatch {microbatch} "
+            f"on stage {where}, which {why}"
         )
