@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -166,28 +167,133 @@ def test_zero_where_zero_is_the_default(monkeypatch: Any, capsys: Any) -> None:
 
 
 WRONG = [
-    (TWO.format("F0 B1 F1 B0"), "needs the forward of microbatch 1 on stage 1, which stands later on the same rank"),
-    (TWO.format("F0 F0 B0 F1 B1"), "microbatch 0, stage 1 has 2 forwards per batch instead of 1"),
-    (TWO.format("F0 Q0 F1 B1"), "cannot read 'Q0'"),
-    ("def order(stages, microbatches):\n    return 1 / 0\n", "mine.py, line 2: ZeroDivisionError: division by zero"),
-    ("import nothing_of_that_name\n", "mine.py, line 1: ModuleNotFoundError"),
+    # A file of two stages and two microbatches, what is said of it (MINE stands for its path), and where.
+    (TWO.format("F0 B1 F1 B0"), "MINE: rank 1, B1 needs the forward of microbatch 1 on stage 1, which stands later on"),
+    (TWO.format("F0 F0 B0 F1 B1"), "MINE: microbatch 0, stage 1 has 2 forwards per batch instead of 1"),
+    (TWO.format("F0 B0 F1"), "MINE: microbatch 1, stage 1 needs one B, or one I and one W, per batch; it has 0 B"),
+    (TWO.format("F0 B0 B1"), "MINE: rank 1, B1@1: this rank runs no forward of microbatch 1"),
+    (TWO.format("F0 Q0 F1 B1"), "MINE: rank 1: cannot read 'Q0'; an action is OPERATION UNIT"),
+    (TWO.format("f0 b0 f1 b1"), "MINE: rank 1: cannot read 'f0'; .* did you mean 'F0'\\?"),
+    (TWO.format("F0,B0,F1,B1"), "MINE: rank 1: cannot read 'F0,B0,F1,B1'; .* separate actions by spaces"),
+    (TWO.format("F0@0 B0 F1 B1"), "MINE: rank 1: F0@0: no such stage here; stages: 1"),
     (
-        "def a(s, m):\n    pass\ndef b(s, m):\n    pass\n",
-        "must hold a function order(stages, microbatches) that returns an order; it holds 'a' and 'b'",
+        TWO.format("F0 B0 F1^t-1 B1"),
+        r"MINE: rank 1, F1\^t-1: must read version t, not t-1 \(rule 'flush', found in batch 1\)",
     ),
-    ("x = 3\n", "it holds none"),
-    ("def order(stages, microbatches):\n    return 3\n", "expected an Order, or a list with the passes of each rank"),
+    (TWO.format("F0 B0 F1 B1 F2 B2"), "MINE: rank 1, F2: a batch has 2 microbatches, numbered from 0 to 1"),
+    (TWO.format("F0 B0 F1 B1 F-1 B-1"), "MINE: rank 1, F-1: a batch has 2 microbatches, numbered from 0 to 1"),
+    (
+        TWO.format("F1 B1 F0 B0").replace("F0 F1 B0", "F0 B0 F1"),
+        "MINE: deadlock: 2 ranks would wait for ever rank 0 at B0",
+    ),
+    (TWO.replace("]", ", 'F0 B0 F1 B1']"), "MINE: asked for 2 stages, it returned the passes of 3 ranks"),
+    (
+        "def order(stages, microbatches):\n    yield 'F0 B0'\n",
+        "MINE: asked for 2 stages, it returned the passes of 1 ranks",
+    ),
+    ("def order(stages, microbatches):\n    return 1 / 0\n", "MINE, line 2: ZeroDivisionError: division by zero"),
+    (
+        "def order(stages, microbatches):\n    yield 'F0'\n    1 / 0\n",
+        "MINE, line 3: ZeroDivisionError: division by zero",
+    ),
+    ("import nothing_of_that_name\n", "MINE, line 1: ModuleNotFoundError"),
+    ("x = 3\ndef order(stages, microbatches)\n", "MINE, line 2: SyntaxError: expected ':'"),
+    ("def a(s, m):\n    pass\ndef b(s, m):\n    pass\n", "it holds 'a' and 'b'; call one of them order"),
+    ("x = 3\n", "MINE must hold a function order\\(stages, microbatches\\) that returns an order; it holds none"),
+    ("def order(stages):\n    pass\n", r"MINE: the function must take \(stages, microbatches\), but takes \(stages\)"),
+    (
+        "def order(stages, microbatches):\n    return 3\n",
+        "MINE: expected an Order, or a list with the passes of each rank",
+    ),
+    (
+        "def order(stages, microbatches):\n    pass\n",
+        "MINE: expected an Order, .*, got None; end the function with return",
+    ),
+    ("def order(stages, microbatches):\n    return ['F0', None]\n", "MINE: expected the passes of rank 1, got None"),
+    (
+        "def order(stages, microbatches):\n    return [[('F', 0)]] * 2\n",
+        "MINE: expected a pass on rank 0, such as 'F0'",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("text", "telling"), WRONG)
-def test_what_is_wrong_is_named(monkeypatch: Any, capsys: Any, tmp_path: Path, text: str, telling: str) -> None:
+def test_what_is_wrong_is_named_by_every_command(
+    monkeypatch: Any, capsys: Any, tmp_path: Path, text: str, telling: str
+) -> None:
+    """In the same words, of the file, before anything is trained."""
     path = tmp_path / "mine.py"
     path.write_text(text)
-    code, _, said = run(monkeypatch, capsys, "show", "--file", path, "--stages", 2, "--microbatches", 2)
-    assert code == 2
-    assert telling in said
+    monkeypatch.chdir(tmp_path)
+    rest = ("--file", path, "--stages", 2, "--microbatches", 2)
+    found = {
+        " ".join(asked): run(monkeypatch, capsys, *asked, *rest)
+        for asked in (("show",), ("simulate",), ("train",), ("verify",), ("compare", "--out", "results"))
+    }
+    assert {asked: (code, out) for asked, (code, out, _) in found.items()} == dict.fromkeys(found, (2, ""))
+    (said,) = {said for _, _, said in found.values()}
+    assert re.search(telling.replace("MINE", re.escape(str(path))), said), said
     assert "Traceback" not in said
+    assert [file.name for file in tmp_path.iterdir()] == ["mine.py"]
+
+
+TEXT = "schedule mine\nmicrobatches 2\nnodes 0@0 1@1\nrank 0: {}\nrank 1: F0 B0 F1 B1\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "telling"),
+    [
+        ("mine.txt", TEXT.format("F0 F1^t-1 B0 B1"), r"MINE: rank 0, F1\^t-1: must read version t, not t-1"),
+        ("mine.txt", TEXT.format("F0 F1 B0 B1").replace("nodes", "ranks"), "MINE:3: unknown line 'ranks'; lines begin"),
+        ("mine.txt", TEXT.format("F0 F1 B0"), "MINE: microbatch 1, stage 0 needs one B"),
+        ("mine.txt", "\0\1\2", "cannot read a schedule from 'MINE': it is not text"),
+        ("mine.csv", "0F0,0F1,0B0\n1F0,1B0,1F1,1B1\n", "MINE: microbatch 1, stage 0 needs one B"),
+        ("mine.csv", "\0\1\2", "cannot read a schedule from 'MINE': it is not text"),
+    ],
+)
+def test_what_is_wrong_with_a_finished_schedule_is_named(
+    monkeypatch: Any, capsys: Any, tmp_path: Path, name: str, text: str, telling: str
+) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    monkeypatch.chdir(tmp_path)
+    for asked in (("show",), ("train",), ("verify",), ("compare", "--out", "results")):
+        code, out, said = run(monkeypatch, capsys, *asked, "--file", path)
+        assert (code, out) == (2, "")
+        assert re.search(telling.replace("MINE", re.escape(str(path))), said), said
+
+
+def test_a_generator_yields_the_passes_of_each_rank(monkeypatch: Any, capsys: Any, tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text("def order(stages, microbatches):\n    yield 'F0 F1 B0 B1'\n    yield 'F0 B0 F1 B1'\n")
+    code, out, _ = run(monkeypatch, capsys, "show", "--file", path, "--stages", 2, "--microbatches", 2)
+    assert code == 0
+    assert "schedule mine\n" in out  # called like its file
+    assert "rank 1: F0^t B0^t F1^t B1^t" in out
+
+
+def test_options_stand_behind_the_name(monkeypatch: Any, capsys: Any) -> None:
+    """Of a method and of a file, and do the same as --set."""
+    for by_name, by_set in (
+        (("zb-auto:limit=3",), ("zb-auto", "--set", "options.limit=3")),
+        (("--file", f"{EXAMPLE}:more=1"), ("--file", EXAMPLE, "--set", "options.more=1")),
+        (("zb-auto:limit=3", "--order", "zb-h1"), None),
+    ):
+        found = [run(monkeypatch, capsys, "show", *asked, "--stages", 3) for asked in (by_name, by_set) if asked]
+        if by_set is None:
+            assert found[0][0] == 2
+            assert "has no option 'limit'" in found[0][2]
+        else:
+            assert found[0][0] == 0, found[0]
+            assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("command", ["show", "simulate"])
+def test_set_takes_the_keys_of_train(command: str, monkeypatch: Any, capsys: Any) -> None:
+    for change, near in (("chunks=4", "options.chunks=4"), ("option.chunk=4", "options.chunks=4"), ("x", "options.")):
+        code, out, said = run(monkeypatch, capsys, command, "interleaved", "--set", change)
+        assert (code, out) == (2, "")
+        assert f"takes options of the order, such as {near}" in said
 
 
 def test_a_method_or_a_file(monkeypatch: Any, capsys: Any, tmp_path: Path) -> None:

@@ -488,7 +488,7 @@ def test_own_files_are_no_data(tmp_path: Path) -> None:
         ),
         (["methods=nag-pp", "optimizer.name=sgd"], "nag-pp: .*NAdam"),
         (["methods=2bw,pipedream-2bw"], "2bw is given twice"),
-        (["methods=interleaved:chunks=two"], "the name may be followed by options"),
+        (["methods=interleaved:chunks=two"], "a name may be followed by options"),
         (["methods=1f1b:chunks=2"], "1f1b:chunks=2: order .* has no option"),
         (["methods=interleaved:chunks=8"], "interleaved:chunks=8: the model has 4 blocks"),
         (["methods=2bw", "stages=4", "microbatches=2"], "2bw: .*needs at least 3 microbatches"),

@@ -9,15 +9,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
+from torch.distributed import TCPStore
 
 from penstock.checkpoint.format import checkpoints
+from penstock.launch import torchrun
+from penstock.launch.torchrun import is_first_to_say
 from penstock.train.export.weights_format import load_weights
-from support.command_line import Command, only_folder, settings
+from support.command_line import Command, only_folder, settings, start
 
 pytestmark = pytest.mark.processes
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
@@ -71,6 +75,31 @@ def test_told_to_end_it_saves_what_it_has_done(tmp_path: Path, text: str, starte
     printed, _ = process.communicate(timeout=90)
     assert "stopped early; a checkpoint holds all" in printed
     assert len(checkpoints(only_folder(out))) == 1
+
+
+def test_an_error_of_every_worker_is_said_once() -> None:
+    """Not by every one of them, and without a trace of what is within."""
+    rest = ["--standalone", "--nproc-per-node", "2", "-m", "penstock", "train"]
+    wrong = start("-m", "torch.distributed.run", *rest, "--set", "metod=1f1b")
+    assert wrong.stderr.count("error: unknown configuration key 'metod'; did you mean 'method'?") == 1
+    assert wrong.returncode == 1  # of torchrun
+    assert 'File "' not in wrong.stderr.partition("elastic/multiprocessing/api.py")[0]
+
+
+def test_the_first_worker_that_asks_is_the_one_that_says_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every message, and again after a restart; what cannot be asked is said."""
+    assert is_first_to_say("no job")
+    assert is_first_to_say("no job")
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": "2", "RANK": "1"}
+    for name, value in {**job, "TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_USE_AGENT_STORE": "True"}.items():
+        monkeypatch.setenv(name, value)
+    assert [is_first_to_say(message) for message in ("a", "a", "b", "a", "b")] == [True, False, True, False, False]
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert [is_first_to_say("a"), is_first_to_say("a")] == [True, False]
+    monkeypatch.setattr(torchrun, "_PATIENCE", timedelta(seconds=0.5))
+    monkeypatch.setenv("MASTER_PORT", "1")
+    assert is_first_to_say("a")
 
 
 def test_two_machines_start_again_when_a_worker_of_one_is_killed(

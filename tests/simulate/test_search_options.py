@@ -71,11 +71,11 @@ def test_simulate_hands_its_times_to_the_search(
     """The published case (arXiv 2401.10241, table 4: 0.0433), in the units of its table and with its memory model."""
     base = ("simulate", "zb-auto", "--stages", 8, "--microbatches", 24, *MEASURED, "--left", 0.3664, "--json")
     _, out, _ = run(monkeypatch, capsys, *base)
-    set_by_hand = [word for name, value in AS_OPTIONS.items() for word in ("--set", f"{name}={value}")]
+    set_by_hand = [word for name, value in AS_OPTIONS.items() for word in ("--set", f"options.{name}={value}")]
     _, by_hand, _ = run(monkeypatch, capsys, *base, *set_by_hand)
     assert round(json.loads(out)["rank_span_bubble"], 4) == 0.0434
     assert out == by_hand
-    _, others, _ = run(monkeypatch, capsys, *base, "--set", "forward=1")
+    _, others, _ = run(monkeypatch, capsys, *base, "--set", "options.forward=1")
     assert round(json.loads(others)["rank_span_bubble"], 4) == 0.1083  # that of H2, which unit times lead to
 
 
@@ -86,9 +86,19 @@ def test_a_search_gets_the_mean_of_the_ranks(
     (tmp_path / "costs.json").write_text(json.dumps(rows))
     base = ("simulate", "zb-auto", "--stages", 4, "--microbatches", 8, "--per-stage", tmp_path / "costs.json", "--json")
     _, out, _ = run(monkeypatch, capsys, *base)
-    _, by_hand, _ = run(monkeypatch, capsys, *base, "--set", "forward=3", "--set", "input=4", "--set", "weight=1")
+    _, by_hand, _ = run(
+        monkeypatch,
+        capsys,
+        *base,
+        "--set",
+        "options.forward=3",
+        "--set",
+        "options.input=4",
+        "--set",
+        "options.weight=1",
+    )
     assert out == by_hand
-    _, others, _ = run(monkeypatch, capsys, *base, "--set", "forward=1")
+    _, others, _ = run(monkeypatch, capsys, *base, "--set", "options.forward=1")
     assert json.loads(others)["makespan"] != json.loads(out)["makespan"]
 
 
@@ -97,8 +107,18 @@ def test_show_hands_its_times_to_the_search(
 ) -> None:
     base = ("show", "zb-auto", "--stages", 4, "--microbatches", 8, "--forward", 3, "--backward", 2, "--json")
     _, out, _ = run(monkeypatch, capsys, *base)
-    _, by_hand, _ = run(monkeypatch, capsys, *base, "--set", "forward=3", "--set", "input=1", "--set", "weight=1")
-    _, others, _ = run(monkeypatch, capsys, *base, "--set", "forward=1")
+    _, by_hand, _ = run(
+        monkeypatch,
+        capsys,
+        *base,
+        "--set",
+        "options.forward=3",
+        "--set",
+        "options.input=1",
+        "--set",
+        "options.weight=1",
+    )
+    _, others, _ = run(monkeypatch, capsys, *base, "--set", "options.forward=1")
     assert out == by_hand != others
 
 

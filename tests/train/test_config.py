@@ -9,7 +9,14 @@ import yaml
 
 from penstock.errors import ConfigError, ScheduleError
 from penstock.schedule.methods.table import METHODS, correction_options
-from penstock.train.config.key_reference import commented_reference, described_keys, known_keys, with_options
+from penstock.train.config.key_reference import (
+    _WORDS_OF_OTHERS,
+    commented_reference,
+    described_keys,
+    known_keys,
+    suggested_keys,
+    with_options,
+)
 from penstock.train.config.load import load_config, validate_config
 from penstock.train.config.schema import TrainConfig
 from penstock.train.setup.prepare import prepare
@@ -128,6 +135,17 @@ def test_what_is_written_into_a_run_folder_can_be_read_back(tmp_path):
         ({"model": {"layer": 3}}, "unknown configuration key 'model.layer'; did you mean 'model.layers'?"),
         ({"lr": 0.1}, "unknown configuration key 'lr'; did you mean 'optimizer.lr'?"),
         ({"eval": {"every": 3}}, "unknown configuration key 'eval.every'; did you mean 'evaluate.every'?"),
+        ({"evaluate": {"evry": 3}}, "unknown configuration key 'evaluate.evry'; did you mean 'evaluate.every'?"),
+        ({"eval": 3}, "unknown configuration key 'eval'; did you mean 'evaluate'?"),
+        (
+            {"every": 3},
+            "unknown configuration key 'every'; did you mean 'checkpoint.every', 'evaluate.every' or 'combine.every'?",
+        ),
+        ({"chunks": 3}, "unknown configuration key 'chunks'; did you mean 'options.chunks'?"),
+        ({"decay": 3}, "unknown configuration key 'decay'; did you mean 'lr_schedule.decay' or 'correction.decay'?"),
+        ({"optimizer": {"learning_rate": 1}}, "'optimizer.learning_rate'; did you mean 'optimizer.lr'?"),
+        ({"epochs": 1}, "unknown configuration key 'epochs'; did you mean 'batches'?"),
+        ({"xyzzy": 1}, "unknown configuration key 'xyzzy'"),
         ({"stages": "two"}, "stages: input should be a valid integer, got 'two'"),
         ({"stages": True}, "stages: input should be a valid integer, got True"),
         ({"stages": 2.5}, "stages: input should be a valid integer, got 2.5"),
@@ -153,8 +171,25 @@ def test_what_is_wrong_is_said_with_the_key(values, message):
 
 def test_all_problems_are_listed_at_once():
     with pytest.raises(ConfigError) as caught:
-        validate_config({"metod": 1, "stages": 0, "optimizer": {"lr": -1}})
-    assert len(str(caught.value).splitlines()) == 3
+        validate_config({"metod": 1, "stages": 0, "optimizer": {"lr": -1}, "eval": {"every": 3, "sample": 8}})
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 5
+    assert "unknown configuration key 'eval.sample'; did you mean 'evaluate.samples'?" in lines
+
+
+def test_what_other_programs_call_a_key_stands_for_one_that_there_is():
+    for word, key in _WORDS_OF_OTHERS.items():
+        assert word not in known_keys()
+        assert key in known_keys()
+        assert suggested_keys(word) == [key]
+
+
+@pytest.mark.parametrize("key", ["method", "sync.method", "fallback.method"])
+def test_a_method_that_there_is_not_is_named_with_its_key(key):
+    phases = ["sync.batches=3", "fallback.at=5"]
+    with pytest.raises(ConfigError, match=r"unknown method '1f2b'. Did you mean '1f1b' or '2bw'\?") as refused:
+        prepare(load_config(None, [*phases, f"{key}=1f2b"]))
+    assert str(refused.value).startswith(f"{key}: " if key != "method" else "unknown method")
 
 
 @pytest.mark.parametrize("change", ["method", "=3", "stages.x=1"])

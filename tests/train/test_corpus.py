@@ -1,6 +1,7 @@
 """Text that needs no download, and a user's own."""
 
 import math
+import os
 import sysconfig
 from functools import partial
 from pathlib import Path
@@ -125,6 +126,43 @@ def test_a_file_that_cannot_be_read(tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "read_bytes", refuse)
     with pytest.raises(DataError, match=r"cannot read '.*secret.txt': Permission denied"):
         load_corpus(str(tmp_path / "secret.txt"))
+
+
+def test_a_folder_that_cannot_be_listed_is_not_empty(tmp_path, monkeypatch):
+    """Hidden ones are not looked into."""
+    for folder in ("a", "b/secret", ".git"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "a" / "text.txt").write_text("text")
+    real = os.scandir
+
+    def refuse(path):
+        if Path(path).name in ("secret", ".git"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(DataError, match=r"cannot read '.*' \(.*b/secret\): Permission denied"):
+        load_corpus(str(tmp_path))
+
+
+def test_what_is_no_text_is_refused(tmp_path):
+    (tmp_path / "program").write_bytes(b"\x7fELF\0\1")
+    with pytest.raises(
+        DataError, match=r"program' is not a text file: byte 4 is 0. Give text, or tokens in a .npy or .bin"
+    ):
+        load_corpus(str(tmp_path / "program"))
+    os.mkfifo(tmp_path / "pipe")
+    for place in (tmp_path / "pipe", "/dev/zero"):
+        with pytest.raises(DataError, match="is neither a file nor a folder"):
+            load_corpus(str(place))
+
+
+def test_numbers_that_are_no_tokens(tmp_path):
+    np.save(tmp_path / "t.npy", np.array([2**24 - 1, 0]))
+    assert load_corpus(str(tmp_path / "t.npy")).vocabulary == 2**24
+    np.save(tmp_path / "t.npy", np.array([2**40, 0]))
+    with pytest.raises(DataError, match=f"holds {2**40}, but the numbers of tokens end below {2**24}"):
+        load_corpus(str(tmp_path / "t.npy"))
 
 
 def test_hidden_files_of_a_folder_are_left_out_and_tests_are_not(tmp_path):

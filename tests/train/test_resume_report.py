@@ -44,6 +44,33 @@ def test_what_has_no_checkpoint_or_no_whole_one_is_told_by_the_run(tmp_path: Pat
 
 
 @pytest.mark.parametrize("of_a_job", [False, True])
+@pytest.mark.parametrize(
+    ("folder", "message"),
+    [
+        ("nowhere", "there is no folder 'nowhere' to resume a run from; a run names its folder when it ends"),
+        ("text.txt", "'text.txt' is a file; give the folder of the run that is to be resumed"),
+        ("empty", "'empty' is not the folder of a run of penstock train: it has no config.yaml"),
+        ("runs", "it has no config.yaml; the newest run in it is 'runs/2026-02-01-120000-2bw-2x4'"),
+    ],
+)
+def test_what_is_no_run_is_not_resumed(monkeypatch, capsys, tmp_path, folder, message, of_a_job) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("penstock.cli.train.is_worker", lambda: of_a_job)
+    (tmp_path / "text.txt").write_text("text")
+    (tmp_path / "empty").mkdir()
+    for run in ("2026-01-01-120000-1f1b-2x4", "2026-02-01-120000-2bw-2x4"):
+        (tmp_path / "runs" / run).mkdir(parents=True)
+        (tmp_path / "runs" / run / "config.yaml").touch()
+    monkeypatch.setattr(sys, "argv", ["penstock", "train", "--resume", folder])
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert caught.value.code == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert " ".join(printed.err.split()).endswith(message)
+
+
+@pytest.mark.parametrize("of_a_job", [False, True])
 def test_the_command_refuses_before_it_starts_workers(monkeypatch, capsys, tmp_path, of_a_job) -> None:
     """Neither as the one who starts them nor as one of torchrun's."""
     leave(tmp_path, 112)

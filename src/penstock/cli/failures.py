@@ -51,13 +51,17 @@ def _instead(option: str, command: str, known: Collection[str]) -> str:
     if option in ("--method", "--methods"):
         return f"give methods without an option, as in {command} 2bw"
     from penstock.compare.config import ComparisonConfig
-    from penstock.train.config.key_reference import suggested_keys
+    from penstock.train.config.key_reference import known_keys, suggested_keys
     from penstock.train.config.schema import TrainConfig
 
-    near, word = nearest_of(option, known, 1, _SIMILAR), option.lstrip("-").replace("-", "_")
     schemas: dict[str, type[BaseModel]] = {"train": TrainConfig, "verify": TrainConfig, "compare": ComparisonConfig}
-    schema = schemas.get(command.rpartition(" ")[2])
-    keys = [] if schema is None else suggested_keys(word, schema, _SIMILAR if not near else 1.0)
+    schema, word = schemas.get(command.rpartition(" ")[2]), option.lstrip("-").replace("-", "_")
+    options = {name.lstrip("-").replace("-", "_"): f"did you mean {name}?" for name in known}
+    if schema is None:
+        keys, similar = [], options
+    else:
+        keys = suggested_keys(word, schema, cutoff=1.0)  # the same word, or what others call it
+        similar = {key.rpartition(".")[2]: f"write --set {key}=..." for key in known_keys(schema)} | options
     if keys:
         return f"write {' or '.join(f'--set {key}=...' for key in keys)}"
-    return f"did you mean {near[0]}?" if near else ""
+    return next((similar[name] for name in nearest_of(word, similar, 1, _SIMILAR)), "")
