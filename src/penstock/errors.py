@@ -29,6 +29,18 @@ class ScheduleError(PenstockError, ValueError):
     """A schedule cannot be parsed, built, or proven."""
 
 
+class DeadlockError(ScheduleError):
+    """Some ranks of a schedule would wait for ever.
+
+    Attributes:
+        waits: who waits for what, without advice.
+    """
+
+    def __init__(self, waits: str) -> None:
+        super().__init__(f"{waits}\nrun what one rank waits for earlier on the rank that it comes from")
+        self.waits = waits
+
+
 class VersionError(PenstockError, RuntimeError):
     """A pass tried to read weights that are not, or are no longer, the version that the schedule names."""
 

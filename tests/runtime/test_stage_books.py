@@ -102,6 +102,12 @@ def test_another_action_than_in_the_period_before() -> None:
             books.apply(action, t, action.unit.first + 2 * t)
     with pytest.raises(ScheduleError, match="is not the same as the one before"):
         books.apply(period[1], 4, 8)
+    with pytest.raises(ScheduleError, match="ended without it"):
+        books.drain(5)
+    for action in period:
+        books.apply(action, 4, action.unit.first + 8)
+    with pytest.raises(ScheduleError, match="is not the same as the one before"):
+        books.apply(period[-1], 4, 8)
 
 
 def test_a_period_that_may_differ_is_played_each_time() -> None:

@@ -118,6 +118,19 @@ def test_an_interrupt_in_the_loop_is_not_deferred() -> None:
     assert_as_after(pipeline, 4)  # one more had begun
 
 
+@pytest.mark.parametrize("at", [(5,), (8,)])
+def test_an_interrupt_is_raised_when_the_run_is_closed(at: tuple[int, ...]) -> None:
+    """One that came while a report was made, after which the loop is left; and one while the rest is finished."""
+    pipeline = make_pipeline("2bw", at)
+    run = pipeline.run(batches())
+    for report in run:
+        if report.batch == 2:
+            break
+    with pytest.raises(KeyboardInterrupt):
+        run.close()
+    assert_as_after(pipeline, pipeline.batches)
+
+
 def test_handlers_of_others_are_left_alone() -> None:
     caught: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, _: caught.append(number))

@@ -264,3 +264,15 @@ def test_what_a_half_of_a_backward_needs_is_moved_as_well() -> None:
     text = text.replace("B0^t F1^t RETURN", "I0^t W0^t F1^t RETURN")
     case = Case("gpipe", 2, 3, spans=(2,))
     assert_same(train(None, case, schedule=parse_schedule(text)), expected(case))
+
+
+def test_activations_are_not_moved_to_a_stage_of_the_same_rank() -> None:
+    """Which would free nothing."""
+    text = """
+        microbatches 1
+        nodes 0@0 1@1 2@0
+        rank 0: F0@0 OFFLOAD0@0>2/parked HOLD0@2<0/parked F0@2 B0@2 RETURN0@2>0/parked FETCH0@0<2/parked B0@0
+        rank 1: F0@1 B0@1
+    """
+    with pytest.raises(ScheduleError, match="moves activations to a stage of the same rank, which frees nothing"):
+        check(parse_schedule(text))

@@ -114,6 +114,28 @@ def test_a_change_of_method_is_said_once(tmp_path, terminal):
 
 
 @pytest.mark.parametrize("terminal", [True, False])
+def test_the_last_lines_are_the_loss_and_the_folder(tmp_path, terminal):
+    """The sample comes before them, and in a terminal a sign of life while it is generated."""
+    _, observer, screen = begun(tmp_path, terminal=terminal)
+    observer.progress(Progress(3, 3, 2.5, 10.0, 4000, 1234.0, 0.003, 0.125, {0: {"weights": 1}}, 250))
+    observer.sampling()
+    sign = "sampling a text from the trained model"
+    if terminal:
+        observer._live.refresh()
+    assert any(sign in line for line in screen()) == terminal
+    observer.finished(summary(tmp_path), simulated("1f1b", 2, 2, 1), "def [bold]f(x):\n    return x")
+    observer.close()
+    lines = [line.rstrip() for line in screen() if line.strip()]
+    assert not any(sign in line for line in lines)
+    assert lines[-2] == "validation loss 2.0000 nats per token on held-out text; unigram entropy 3.0000"
+    assert lines[-1] == f"run folder: {tmp_path}"
+    at = lines.index("sample")
+    assert lines[at + 1 : at + 3] == ["def [bold]f(x):", "    return x"]
+    assert at < next(number for number, line in enumerate(lines) if line.startswith("where the time went"))
+    assert f"more text: penstock sample {tmp_path}" in lines
+
+
+@pytest.mark.parametrize("terminal", [True, False])
 def test_a_wish_to_end_is_answered(tmp_path, terminal):
     _, observer, screen = begun(tmp_path, terminal=terminal)
     observer.progress(Progress(25, 1000, 2.5, 10.0, 4000, 1234.0, 0.003, 0.125, {0: {"weights": 1}}, 250))

@@ -285,10 +285,8 @@ class Engine:
         self.check_idle()
         reads, pipelines = reads_of(schedule, {key.rank for key in self._grid.local}), len(self._grid.pipelines)
         m, width = schedule.microbatches, self._grid.width
-        shared, first = (
-            self._grid.group is None,
-            self.batches if stop is not None else 0,
-        )  # an evaluation counts its own
+        shared = self._grid.group is None
+        first = self.batches if stop is not None else 0  # of training; an evaluation counts its own
         return BatchSource(batches, m, width, reads, pipelines, stop, drains=drains, shared=shared, first=first)
 
     def _begin(self, source: BatchSource) -> bool:

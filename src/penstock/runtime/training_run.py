@@ -39,15 +39,24 @@ class TrainingRun(Iterator[Report]):
         try:
             with self._deferring():
                 return next(self._reports)
-        except (StopIteration, Exception) as end:
+        except Exception as end:
             if self._interrupted:  # after what was under way, whether or not a loader has suffered from it
+                self._interrupted = False
                 raise KeyboardInterrupt from (None if isinstance(end, StopIteration) else end)
             raise
 
     def close(self) -> None:
-        """Finish the batches under way, without reports."""
+        """Finish the batches under way, without reports.
+
+        Raises:
+            KeyboardInterrupt: there was a Ctrl-C meanwhile, or before, that has not been raised.
+        """
         self._begun = True
-        self._reports.close()
+        with self._deferring():
+            self._reports.close()
+        if self._interrupted:
+            self._interrupted = False
+            raise KeyboardInterrupt
 
     def __del__(self) -> None:
         """Say so if nobody has asked for a report, as then nothing was trained."""

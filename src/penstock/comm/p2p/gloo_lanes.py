@@ -139,17 +139,18 @@ class SendLane(LaneEnd):
 
     def credit(self, posted: int) -> None:
         """Take note of how many RECVs of the lane the peer has posted, modulo `CREDIT_RANGE`."""
-        taken = []
+        taken, rests = [], []
         with self._lock:
             new = (posted - self._taken) % CREDIT_RANGE
             self._taken += new if new < CREDIT_RANGE // 2 else 0  # else it is older than what is known
             while self._open and len(self._open) > self._count - self._taken:
                 taken.append(self._open.popleft())
+            # A RECV is posted once all messages before it but a window of them have been consumed.
+            while self._rest_of and self._rest_of[0][0] + self._window < self._taken:
+                rests.append(self._rest_of.popleft()[1])
         for ticket in taken:
             settle([ticket], partial(self._finish, ticket))
-        # A RECV is posted once all messages before it but a window of them have been consumed.
-        while self._rest_of and self._rest_of[0][0] + self._window < self._taken:
-            self._rests.finish([self._rest_of.popleft()[1]])
+        self._rests.finish(rests)
 
     def hand_over(self) -> None:
         """Have the thread wait for all that are not known to be taken."""

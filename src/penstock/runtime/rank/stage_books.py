@@ -75,11 +75,11 @@ class StageBooks:
         if t != self._t:
             self._begin(t)
         if self._replays:
-            effect = self.last = self._effects[self._place]
-            self._place += 1
-            if effect.action is not action:
+            place, known = self._place, self._effects
+            if place == len(known) or known[place].action is not action:
                 raise ScheduleError(f"{action}: a period of {self._spec.stage.name} is not the same as the one before")
-            return effect
+            self.last, self._place = known[place], place + 1
+            return self.last
         state, reads = self._state, action.reads
         # What the first stage has read, which is on another rank: the schedule says it, and has been proven.
         state.apply(action, t, {} if reads is None else {first: max(reads.versions[0] + t, self._spec.older)})
@@ -91,13 +91,21 @@ class StageBooks:
 
     def drain(self, batches: int) -> None:
         """Begin the epilogue of a span of `batches` batches."""
+        self._end()
         if self._replays:
             self._state = self._state.shifted(batches - self._since)
         self._repeats = self._replays = False
         self._state.drain(batches)
 
+    def _end(self) -> None:
+        """Check that nothing is left of the present period."""
+        if self._replays and self._place < len(self._effects):
+            left = self._effects[self._place].action
+            raise ScheduleError(f"{left}: a period of {self._spec.stage.name} ended without it")
+
     def _begin(self, t: int) -> None:
         """Begin the period of batch t."""
+        self._end()
         follows, self._t, self._place = t == self._t + 1, t, 0
         if self._replays:
             return

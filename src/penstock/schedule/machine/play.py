@@ -2,9 +2,8 @@
 
 One small interpreter serves the proof (every duration zero: does anything wait for ever?) and the simulator (durations
 from costs: when does everything start and end?). Its rules are those of `penstock.schedule.machine.instructions`. The
-play is
-deterministic: each rank runs in order and each lane is first in, first out, so the order in which the interpreter
-visits the ranks changes nothing.
+play is deterministic: each rank runs in order and each lane is first in, first out, so the order in which the
+interpreter visits the ranks changes nothing.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from penstock.errors import ScheduleError
+from penstock.errors import DeadlockError, ScheduleError
 from penstock.schedule.ir.ops import ACCEPTING
 from penstock.schedule.ir.schedule import Action, Kind, Op, Payload, existing, format_unit
 from penstock.schedule.machine.collectives import Collectives, is_collective
@@ -140,7 +139,7 @@ class Machine:
         self._run([codes[3] for codes in self._codes], batches)
         stuck = [self._why(rank, queue[0]) for rank, queue in enumerate(self._queues) if queue]
         if stuck:
-            raise ScheduleError(_deadlock_text(stuck))
+            raise DeadlockError(_waits(stuck))
 
     def _run(self, parts: list[Sequence[Instruction]], t: int) -> None:
         """Append a part to every rank's queue and advance the ranks as far as they go."""
@@ -368,7 +367,7 @@ def _interacts(instruction: Instruction) -> bool:
     return bool(of_others or instruction.action.unit.kind is Kind.BATCH)
 
 
-def _deadlock_text(blocked: list[Blocked]) -> str:
+def _waits(blocked: list[Blocked]) -> str:
     lines = "\n".join(f"  rank {b.rank} at {b.action} waits for {b.reason}" for b in sorted(blocked))
     what = f"deadlock: {len(blocked)} rank{'s' * (len(blocked) > 1)} would wait for ever"
-    return f"{what}\n{lines}\nrun what one rank waits for earlier on the rank that it comes from"
+    return f"{what}\n{lines}"

@@ -23,7 +23,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 
-from penstock.errors import ScheduleError
+from penstock.errors import DeadlockError, ScheduleError
 from penstock.schedule.ir.gc_pause import no_collection
 from penstock.schedule.ir.rules import RULES
 from penstock.schedule.ir.schedule import (
@@ -156,8 +156,9 @@ def too_narrow(name: str, window: int, enough: int, error: ScheduleError) -> Sch
         enough: with which it has been proven.
         error: why it cannot.
     """
+    why = error.waits if isinstance(error, DeadlockError) else str(error)  # another order is not the remedy here
     hint = f"\nIt is proven with a window of {enough}; set it to {enough} or more" if enough > window else ""
-    return ScheduleError(f"{name} cannot run with a window of {window}: {error}{hint}")
+    return ScheduleError(f"{name} cannot run with a window of {window}: {why}{hint}")
 
 
 def _with_more_room(schedule: Schedule, window: int, error: ScheduleError) -> ScheduleError:

@@ -208,6 +208,11 @@ def _check_moves(schedule: Schedule) -> None:
             for a in (*program.period, *program.epilogue):
                 if a.op in moves and a.peer is not None:
                     moves[a.op].append((a.stage, a.peer, a.unit) if a.op is giving else (a.peer, a.stage, a.unit))
+                    if a.peer.rank == a.stage.rank:
+                        raise ScheduleError(
+                            f"{schedule.name}: {a} moves activations to a stage of the same rank, which frees nothing; "
+                            "move them to a stage of another rank, or to the host (without a peer)"
+                        )
                     if a.payload is not Payload.PARKED:
                         raise ScheduleError(
                             f"{schedule.name}: {a} moves activations, so its payload must be /{Payload.PARKED}"
