@@ -1,7 +1,7 @@
 """A Transformer of one's own, trained by PipeDream-2BW.
 
-    python examples/transformer.py                         # both stages in this process
-    torchrun --nproc-per-node 2 examples/transformer.py    # a process per stage, and the same numbers
+    OMP_NUM_THREADS=1 python examples/transformer.py       # both stages in this process
+    torchrun --nproc-per-node 2 examples/transformer.py    # a process per stage, and the same numbers, bit for bit
 
 The trained weights go back into the model that was not cut, and to transformer.pt.
 """

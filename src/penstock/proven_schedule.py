@@ -12,7 +12,8 @@ from penstock.schedule.build import ScheduleRequest
 from penstock.schedule.ir.order import NO_OPTIONS, Options, OrderFunction
 from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.load import prove_file
-from penstock.schedule.methods.choice import MethodChoice, ProofOfChoice, method
+from penstock.schedule.methods.choice import MethodChoice, ProofOfChoice
+from penstock.schedule.methods.written import written_method
 from penstock.schedule.proof import check as proofs
 from penstock.schedule.proof.check import Proof
 from penstock.schedule.text import parse_schedule
@@ -129,7 +130,7 @@ def make_schedule(
     """
     chosen = None if callable(method_or_order) else method_or_order
     if isinstance(chosen, str):
-        chosen = method(chosen)
+        chosen = written_method(chosen)
     if chosen is not None:
         options = {**chosen.options, **options}
     asked = chosen.name if chosen is not None else method_or_order

@@ -110,7 +110,9 @@ def wrong_size(group: dist.ProcessGroup, case: Case) -> str:
 
 def test_a_group_of_another_size(pool: Pool) -> None:
     (said, *_) = pool.submit(wrong_size, Case("1f1b", 2, 2, width=2), ranks=3)
-    assert said == "the schedule has 2 ranks times 2 parallel pipelines, the process group 3"
+    assert said.startswith(
+        "the schedule has 2 ranks times 2 parallel pipelines, the process group 3; start 4 processes"
+    )
 
 
 def stops_somewhere(group: dist.ProcessGroup, case: Case, who: int, nap: float = 0.0) -> list[int]:

@@ -11,17 +11,21 @@ import pytest
 import torch
 from torch import nn
 
+from penstock import make_schedule as proven
 from penstock.errors import CapabilityError, ConfigError, PenstockError, ScheduleError
 from penstock.partition.blocks import LazyBlock
 from penstock.runtime.pipeline import Pipeline, continue_under, pipeline_of
 from penstock.runtime.plan import plan as plan_module
+from penstock.runtime.plan.method_choice import request_of
 from penstock.runtime.plan.options import PipelineOptions
 from penstock.runtime.plan.plan import PipelinePlan, UnprovenPlan
 from penstock.schedule import build
 from penstock.schedule.build import ScheduleRequest, make_schedule, prove
+from penstock.schedule.methods.choice import method
 from penstock.schedule.methods.combine import Combine
 from penstock.schedule.methods.corrections import CORRECTIONS
 from penstock.schedule.methods.table import METHODS
+from penstock.weights.corrections.pipemare import PipeMare
 from penstock.weights.corrections.registry import correction_of
 from support.cases import Case, make_pipeline
 
@@ -223,3 +227,12 @@ def test_a_pipeline_runs_the_plan_of_its_keywords() -> None:
     assert (options.data_parallel.width, options.precision.precision) == (2, "bf16")
     assert options.partition.tied == {"head.weight": "table.weight"}
     assert (options.partition.balance, options.run.timeout) == ((3, 3), 20.0)
+
+
+def test_options_may_follow_the_name_of_a_method_as_on_the_command_line() -> None:
+    schedules = [proven(chosen, 2, 4) for chosen in ("interleaved:chunks=3", method("interleaved", chunks=3))]
+    assert str(schedules[0]) == str(schedules[1])
+    request, correction = request_of("pipemare:reschedule=7", 2, 4)
+    assert (request.method, correction) == ("pipemare", PipeMare(reschedule=7))
+    with pytest.raises(ConfigError, match="method '1f1b' has no option 'chunks'"):
+        request_of("1f1b:chunks=2", 2, 4)

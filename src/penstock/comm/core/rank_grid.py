@@ -57,7 +57,10 @@ class RankGrid:
             size = dist.get_world_size(group)
             if size != width * depth:
                 pipelines = f" times {width} parallel pipelines" if width > 1 else ""
-                raise ConfigError(f"the schedule has {depth} ranks{pipelines}, the process group {size}")
+                raise ConfigError(
+                    f"the schedule has {depth} ranks{pipelines}, the process group {size}; start {width * depth} "
+                    "processes (torchrun --nproc-per-node), or leave stages out to have one for each"
+                )
             self.local = [RankKey(*divmod(dist.get_rank(group), depth))]
         self.control = _control_group(group, timeout)
 

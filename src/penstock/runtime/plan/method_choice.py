@@ -9,7 +9,8 @@ from penstock.checks import check_whole
 from penstock.errors import ConfigError
 from penstock.runtime.plan.requirements import GivenSchedule
 from penstock.schedule.build import ScheduleRequest
-from penstock.schedule.methods.choice import MethodChoice, ProofOfChoice, method
+from penstock.schedule.methods.choice import MethodChoice, ProofOfChoice
+from penstock.schedule.methods.written import written_method
 from penstock.weights.corrections.base import Correction
 from penstock.weights.corrections.registry import correction_of
 
@@ -42,7 +43,7 @@ def request_of(
                 f"method must be a name, or what penstock.method returned, not {chosen!r:.80}; a schedule goes to "
                 "schedule="
             )
-        chosen = method(chosen)
+        chosen = written_method(chosen)
     if microbatches is None:
         raise ConfigError("how many microbatches is a batch split into? Give microbatches=, such as microbatches=8")
     check_whole("stages", stages)
