@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import penstock
 from penstock.checkpoint import writer
 from penstock.checkpoint.format import checkpoints, place_of
-from penstock.errors import CheckpointError, ConfigError
+from penstock.errors import CheckpointError, ConfigError, PenstockError
 from penstock.runtime.pipeline import Pipeline
 from support.pool import Pool
 
@@ -117,9 +117,54 @@ def test_nothing_there_is_a_beginning(tmp_path: Path) -> None:
     assert load(None, str(tmp_path)) == (0, [])
 
 
-def test_saving_before_anything_was_trained_writes_nothing(tmp_path: Path) -> None:
-    penstock.Checkpoints(make(None), tmp_path).save()
+def test_nothing_is_saved_before_anything_was_trained(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="nothing has been trained yet"):
+        penstock.Checkpoints(make(None), tmp_path).save()
     assert checkpoints(tmp_path) == []
+
+
+def save_within_a_run(group: dist.ProcessGroup | None, folder: str) -> tuple[list[str], int]:
+    """Try it at the beginning, and after a checkpoint was loaded; returns what is said, and the batches in the end."""
+    pipeline, told = make(group), []
+    found = penstock.Checkpoints(pipeline, folder)
+    for part in (batches()[:4], batches()[4:]):
+        for report in pipeline.run(part):
+            if report.batch % 4 == 1:
+                for refuses in (found.save, found.load):
+                    try:
+                        refuses()
+                    except PenstockError as error:
+                        told.append(str(error))
+        found.save()
+        found.load()
+    return told, pipeline.batches
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_within_a_run_another_way_to_save_is_named(tmp_path: Path, pool: Pool, ranks: int) -> None:
+    path = str(tmp_path)
+    for told, trained in (
+        [save_within_a_run(None, path)] if ranks == 1 else pool.submit(save_within_a_run, path, ranks=3)
+    ):
+        assert len(told) == 4
+        assert all("is under way; end it first" in one for one in told)
+        assert ["pipeline.run(loader, save=checkpoints.every(n))" in one for one in told] == [True, False] * 2
+        assert trained == 8
+
+
+def test_a_broken_pipeline_is_not_saved(tmp_path: Path) -> None:
+    def fails(output: Tensor, target: Tensor) -> tuple[Tensor, float]:
+        raise RuntimeError("the loss of the user")
+
+    torch.manual_seed(1)
+    pipeline = Pipeline(
+        nn.Sequential(nn.Linear(4, 1)), method="1f1b", stages=1, microbatches=2, loss=fails, optimizer=adamw
+    )
+    found = penstock.Checkpoints(pipeline, tmp_path)
+    with pytest.raises(RuntimeError, match="the loss of the user"):
+        list(pipeline.run(batches()))
+    with pytest.raises(PenstockError, match="the pipeline broke in an earlier run .*the loss of the user"):
+        found.save()
 
 
 def test_one_that_was_not_written_is_an_error_and_is_tried_again(

@@ -16,11 +16,12 @@ from penstock.checkpoint.format import Checkpoint, checkpoints, clear_parts, dis
 from penstock.checkpoint.writer import LocalPosts, Posts, StorePosts, Writer
 from penstock.comm.collective.gather import gather_json
 from penstock.errors import CheckpointError, ConfigError
-from penstock.runtime.pipeline import Pipeline
+from penstock.runtime.pipeline import Pipeline, check_idle
 from penstock.runtime.rank.snapshot import Saving, Snapshot
 from penstock.schedule.ir.schedule import Stage
 
 _LOG = logging.getLogger(__name__)
+_WITHIN_A_RUN = "To save within a run: pipeline.run(loader, save=checkpoints.every(n)), every n batches"
 _PATIENCE = 0.25  # of the shorter time-out: how long a rank in training waits for its disk
 
 
@@ -120,7 +121,9 @@ class Checkpoints:
 
         Raises:
             CheckpointError: there are checkpoints, but none is intact, or it does not fit the pipeline.
+            PenstockError: a run is under way, or the pipeline broke in an earlier one.
         """
+        check_idle(self._pipeline)
         self.wait()
         self._writer, self._failure = self._make_writer(), None
         found: list[str] = []
@@ -156,11 +159,17 @@ class Checkpoints:
         """Write a checkpoint between two runs, unless it exists, and wait for it; all ranks call this together.
 
         Raises:
-            CheckpointError: it was not written; earlier ones are intact.
+            CheckpointError: it was not written; earlier ones are intact. Or nothing has been trained yet.
+            PenstockError: a run is under way (`every` saves within one), or the pipeline broke in an earlier one.
         """
+        check_idle(self._pipeline, _WITHIN_A_RUN)
         batch = self._pipeline.batches
+        if not batch:
+            raise CheckpointError(
+                "there is nothing to save: nothing has been trained yet, and no checkpoint was loaded"
+            )
         failures = self._gather(self.wait(), "saving")  # wait for the previous one, as there is time now
-        if batch == 0 or (batch == self._written and not any(failures)):
+        if batch == self._written and not any(failures):
             return
         if batch == self._written:
             self._writer = self._make_writer()

@@ -265,8 +265,15 @@ class Engine:
         """Whether no run is in progress and none has broken."""
         return self._broken is None and not self._running
 
-    def check_idle(self) -> None:
-        """Raise where a run is in progress or has broken."""
+    def check_idle(self, instead: str = "") -> None:
+        """Raise where a run is in progress or has broken.
+
+        Args:
+            instead: what to write within a run, for the message.
+
+        Raises:
+            PenstockError: it is or has.
+        """
         if self._broken is not None:
             why = f"{type(self._broken).__name__}: {self._broken}".rstrip(": ").splitlines()[0]
             raise PenstockError(
@@ -276,7 +283,7 @@ class Engine:
         if self._running:
             raise PenstockError(
                 "a run or an evaluation of this pipeline is under way; end it first: go on to its end, leave its loop "
-                "with break, or call close() on what run() returned"
+                f"with break, or call close() on what run() returned{instead and f'. {instead}'}"
             )
 
     def _open(

@@ -563,6 +563,19 @@ def pipeline_of(
     return pipeline
 
 
+def check_idle(pipeline: Pipeline, instead: str = "") -> None:
+    """Make sure that a pipeline is between two runs; this is no collective call.
+
+    Args:
+        pipeline: which.
+        instead: what to write within a run, for the message.
+
+    Raises:
+        PenstockError: a run is under way, or the pipeline broke in an earlier one.
+    """
+    pipeline._engine.check_idle(instead)
+
+
 def continue_under(pipeline: Pipeline, plan: PipelinePlan, evaluate: Evaluating | None = None) -> None:
     """Let a pipeline go on under another plan of it, as `Pipeline.switch` does, without checking the plan again.
 
