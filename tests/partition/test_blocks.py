@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from itertools import combinations, pairwise
 from typing import Any
 
@@ -87,6 +88,53 @@ def test_containers_of_blocks(container: Any) -> None:
     made = container(*[blocks] if container is not nn.Sequential else blocks)
     pipeline = make_pipeline(Case("1f1b", 3, 1), blocks=made, balance=None)
     assert [list(stage.module.blocks) for stage in pipeline.stages.values()] == [["0"], ["1"], ["2"]]
+
+
+def test_parts_of_a_sequential_keep_their_names() -> None:
+    """So its own state comes back; also of a module that is used twice."""
+    twice = nn.Linear(2, 2)
+    model = nn.Sequential(OrderedDict(first=nn.Linear(2, 2), middle=twice, act=nn.Tanh(), again=twice))
+    pipeline = make_pipeline(Case("1f1b", 2, 1), blocks=model, balance=None)
+    assert [name for part in pipeline.parts for name in part] == ["first", "middle", "act", "again"]
+    model.load_state_dict(pipeline.full_state_dict())
+
+
+class Twofold(nn.Sequential):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
+class Named(nn.Sequential):
+    """Only its name is its own."""
+
+
+def hooked() -> nn.Module:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model.register_forward_hook(lambda *_: None)
+    return model
+
+
+def with_a_buffer() -> nn.Module:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model.register_buffer("scale", torch.ones(2))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (Twofold(nn.Linear(2, 2), nn.Linear(2, 2)), "Twofold has a forward of its own"),
+        (hooked(), "Sequential has hooks"),
+        (with_a_buffer(), "Sequential has a parameter or buffer of its own, scale"),
+    ],
+    ids=["forward", "hooks", "buffer"],
+)
+def test_a_sequential_that_is_more_than_its_parts_is_one_module(model: nn.Module, said: str) -> None:
+    """Its parts alone would be trained without the rest; as a block it is called as a whole."""
+    with pytest.raises(ConfigError, match=rf"(?s){said}, so it is one module.*blocks = dict\(model.named_children"):
+        make_pipeline(Case("1f1b", 1, 2), blocks=model, balance=None)
+    make_pipeline(Case("1f1b", 1, 2), blocks=[model], balance=None)
+    make_pipeline(Case("1f1b", 2, 2), blocks=Named(nn.Linear(2, 2), nn.Linear(2, 2)), balance=None)
 
 
 def test_children_of_a_module_are_blocks() -> None:

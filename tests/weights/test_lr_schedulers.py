@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer, lr_scheduler as schedulers
 
 import penstock
 from penstock import Pipeline, make_schedule
-from penstock.errors import CapabilityError, ConfigError
+from penstock.errors import CapabilityError, CheckpointError, ConfigError
 from penstock.weights.optim.lr_schedulers import ScheduledSettings
+from support.cases import assert_equal_tensors
+from support.pool import Pool
 from support.snapshots import Kept
 
 UPDATES, M, STAGES = 12, 2, 3
@@ -182,6 +187,98 @@ def test_between_two_runs_a_scheduler_may_be_stepped_by_hand() -> None:
         for plan in plans:
             plan.step(1.0)
     assert [o.param_groups[0]["lr"] for o in pipeline.optimizers().values()] == [0.005] * STAGES
+
+
+def train_by_epochs(group: dist.ProcessGroup | None, method: str, stages: int, width: int) -> dict[str, Tensor]:
+    """Three runs, between which a scheduler is stepped and momentum is set by hand."""
+    pipeline = Pipeline(
+        make_blocks()[:2],
+        make_schedule(method, stages, M),
+        loss=loss,
+        optimizer=OPTIMIZERS["sgd"],
+        data_parallel=width,
+        group=group,
+        timeout=20.0,
+    )
+    plans = [schedulers.StepLR(o, 1, gamma=0.5) for o in pipeline.optimizers().values()]
+    batches = [a + b for a, b in pairwise(make_batches())] if width == 2 else make_batches()
+    for epoch in range(3):
+        list(pipeline.run(batches[2 * epoch : 2 * epoch + 2]))
+        for plan in plans:
+            plan.step()
+        for optimizer in pipeline.optimizers().values():
+            optimizer.param_groups[0]["momentum"] = 0.5 / (1 + epoch)
+    every = [stage.weights.updater.optimizer for state in pipeline._ranks for stage in state.stages.values()]  # type: ignore[attr-defined]
+    list(pipeline.run(batches[6:7]))
+    assert {o.param_groups[0]["lr"] for o in every} == {0.0025}
+    return pipeline.state_dict()
+
+
+@pytest.mark.processes
+def test_settings_by_hand_reach_parallel_pipelines(pool: Pool) -> None:
+    """In one process, too, which shows the optimizers of the first one only."""
+    alone = train_by_epochs(None, "2bw", 1, 2)
+    for found in pool.submit(train_by_epochs, "2bw", 1, 2, ranks=2):
+        assert_equal_tensors(found, alone, "weights")
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_a_resumed_run_has_the_settings_that_were_set_by_hand(optimizer: str, tmp_path: Path) -> None:
+    """Also in other stages, and also if they were set after the last update; the user's schedulers are the user's."""
+
+    def begin(stages: int = STAGES) -> tuple[Pipeline, penstock.Checkpoints]:
+        pipeline = Pipeline(
+            make_blocks(), method="2bw", stages=stages, microbatches=M, loss=loss, optimizer=OPTIMIZERS[optimizer]
+        )
+        return pipeline, penstock.Checkpoints(pipeline, tmp_path)
+
+    whole, checkpoints = begin()
+    plans = [schedulers.ExponentialLR(o, 0.1) for o in whole.optimizers().values()]
+    list(whole.run(make_batches()[:3]))
+    for plan, made in zip(plans, whole.optimizers().values(), strict=True):
+        plan.step()
+        made.param_groups[0] |= {"betas": (0.3, 0.4)} if optimizer == "adamw" else {"momentum": 0.3}
+    checkpoints.save()
+    list(whole.run(make_batches()[3:6]))
+    for stages in (STAGES, 2):
+        resumed, found = begin(stages)
+        found.load()
+        list(resumed.run(make_batches()[3:6]))
+        assert_equal_tensors(resumed.state_dict(), whole.state_dict(), "weights")
+        for made in resumed.optimizers().values():
+            assert made.param_groups[0] | {"params": [], "param_names": []} == {
+                **next(iter(whole.optimizers().values())).param_groups[0],
+                "params": [],
+                "param_names": [],
+            }
+
+
+def test_a_checkpoint_without_settings_by_hand_gives_those_of_the_factory() -> None:
+    saved = make_pipeline("1f1b", "sgd", None)
+    list(saved.run(make_batches()[:1]))
+    other = make_pipeline("1f1b", "sgd", None)
+    for made in other.optimizers().values():
+        made.param_groups[0]["lr"] = 7.0
+    other.load(Kept(saved.snapshots()))
+    assert {made.param_groups[0]["lr"] for made in other.optimizers().values()} == {0.02}
+
+
+def test_settings_of_two_groups_do_not_go_into_one() -> None:
+    saved = make_pipeline("1f1b", "sgd", None)
+    [*_, last] = saved.optimizers().values()
+    last.param_groups[0]["lr"] = 7.0
+    kept = Kept(saved.snapshots())
+    other = Pipeline(make_blocks(), method="1f1b", stages=1, microbatches=M, loss=loss, optimizer=OPTIMIZERS["sgd"])
+    with pytest.raises(CheckpointError, match=r"0.0.weight and 2.0.weight are in one parameter group, but .*'lr': 7.0"):
+        other.load(kept)
+
+
+def test_a_switch_keeps_what_was_set_by_hand() -> None:
+    pipeline = make_pipeline("1f1b", "sgd", None)
+    for made in pipeline.optimizers().values():
+        made.param_groups[0]["lr"] = 0.5
+    pipeline.switch("2bw")
+    assert {made.param_groups[0]["lr"] for made in pipeline.optimizers().values()} == {0.5}
 
 
 def test_a_rate_set_by_hand_that_a_scheduler_would_overwrite_is_refused() -> None:

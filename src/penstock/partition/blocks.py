@@ -19,6 +19,8 @@ Blocks = Mapping[str, Any] | Sequence[Any]
 """Modules, plain functions or `LazyBlock`s, by name or in sequence (with the names "0", "1", ...)."""
 
 
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+_CALL = nn.Module.__call__
 _PLAIN = "pass the parts of the model itself"
 _WRAPPERS = {
     "DistributedDataParallel": f"{_PLAIN} (model.module), and data_parallel=2 for two parallel pipelines",
@@ -54,18 +56,19 @@ def named_blocks(blocks: Any) -> dict[str, Any]:
     """Return the blocks by name, given as `Blocks`, or as `children` or `named_children` of a module yields them.
 
     Raises:
-        ConfigError: there is no block, one is neither a module nor a function, or names of parameters collide.
+        ConfigError: there is no block, one is neither a module nor a function, or names of parameters collide; or this
+            is one module, which does more than to call its children in turn.
     """
-    if isinstance(blocks, nn.ModuleDict):
-        named = dict(blocks.items())
+    if isinstance(blocks, nn.Module):
+        if not isinstance(blocks, _CONTAINERS) or own_part(blocks) is not None:
+            raise ConfigError(_one_module(blocks))
+        named = dict(blocks._modules)  # also a module that is there twice, which named_children leaves out
     elif isinstance(blocks, Mapping):
         named = dict(blocks)
-    elif isinstance(blocks, Sequence | Iterator | nn.Sequential | nn.ModuleList) and not isinstance(blocks, str):
+    elif isinstance(blocks, Sequence | Iterator) and not isinstance(blocks, str):
         given = list(blocks)
         pairs = bool(given) and all(isinstance(b, tuple) and len(b) == 2 and isinstance(b[0], str) for b in given)
         named = dict(given) if pairs else {str(i): block for i, block in enumerate(given)}
-    elif isinstance(blocks, nn.Module):
-        raise ConfigError(_one_module(blocks))
     else:
         raise ConfigError(f"blocks must be a list or a dict of modules, got {type(blocks).__name__}")
     if not named:
@@ -95,6 +98,31 @@ def _check_block(name: str, block: Any) -> None:
         raise ConfigError(f"{what}, which has no forward; pass what it holds, one after the other: [..., *block, ...]")
 
 
+def own_part(container: nn.Module) -> str | None:
+    """Return what a container has that would be lost if its children were called in turn; None if nothing.
+
+    Args:
+        container: an nn.Sequential, nn.ModuleList or nn.ModuleDict, or of a class made from one.
+    """
+    base = nn.Sequential if isinstance(container, nn.Sequential) else nn.Module
+    if getattr(container.forward, "__func__", None) is not base.forward or type(container).__call__ is not _CALL:
+        return "a forward of its own"
+    hooks = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+    if any(getattr(container, kind) for kind in hooks):
+        return "hooks"
+    state = next(iter({**container._parameters, **container._buffers}), None)
+    return None if state is None else f"a parameter or buffer of its own, {state}"
+
+
+def _spread(name: str, child: nn.Module) -> str:
+    """How to write a child as blocks: the parts of a container, or itself."""
+    if not isinstance(child, nn.Sequential | nn.ModuleList) or own_part(child) is not None:
+        return f"{name!r}: model.{name}"
+    if list(child._modules) == [str(i) for i in range(len(child))]:
+        return f"**{{f'{name}.{{i}}': block for i, block in enumerate(model.{name})}}"
+    return f"**{{f'{name}.{{part}}': block for part, block in model.{name}.named_children()}}"
+
+
 def _one_module(model: nn.Module) -> str:
     """What to write in place of a whole model."""
     kind = type(model).__name__
@@ -102,11 +130,13 @@ def _one_module(model: nn.Module) -> str:
         return f"the model is of type {kind}; {_WRAPPERS[kind]}"
     if kind == "OptimizedModule":  # of torch.compile
         return f"the model is compiled as a whole; {_PLAIN}, and compile each: for block in blocks: block.compile()"
-    parts = []
-    for name, child in model.named_children():
-        several = isinstance(child, nn.ModuleList | nn.Sequential)
-        each = f"**{{f'{name}.{{i}}': block for i, block in enumerate(model.{name})}}"
-        parts.append(each if several else f"{name!r}: model.{name}")
+    if isinstance(model, _CONTAINERS):
+        return (
+            f"{kind} has {own_part(model)}, so it is one module, which cannot be cut; pass the parts that its forward "
+            "calls one after the other, each with one value in and one out. If these are its children, and nothing "
+            "else:\n    blocks = dict(model.named_children())\n    pipeline = penstock.Pipeline(blocks, ...)"
+        )
+    parts = [_spread(name, child) for name, child in model.named_children()]
     return (
         f"{kind} is one module, which cannot be cut; pass the parts that its forward calls one after the other, each "
         "with one value in and one out (or an nn.Sequential of them). If these are all its parts, in this order:\n"
@@ -171,7 +201,8 @@ def check_enough(blocks: Mapping[str, Any], num_stages: int) -> None:
         ConfigError: there are fewer blocks than stages.
     """
     if len(blocks) < num_stages:
-        nested = next((n for n, b in blocks.items() if isinstance(b, nn.Sequential) and len(b) > 1), None)
+        chains = (n for n, b in blocks.items() if isinstance(b, nn.Sequential) and len(b) > 1 and own_part(b) is None)
+        nested = next(chains, None)
         more = (
             "" if nested is None else f", or pass the {len(blocks[nested])} parts of {nested!r} as blocks of their own"
         )

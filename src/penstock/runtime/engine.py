@@ -28,7 +28,7 @@ from penstock.runtime.execute.run_loop import Run, drive_all, drive_one
 from penstock.runtime.rank.batch_source import Batches, BatchSource
 from penstock.runtime.rank.reports import Report
 from penstock.runtime.rank.snapshot import Saving, Snapshot, take_snapshot
-from penstock.runtime.setup.initial_weights import check_written, follow_first
+from penstock.runtime.setup.initial_weights import check_written, follow_first, follow_settings
 from penstock.runtime.setup.rank_state import RankState
 from penstock.runtime.update.events import Evaluated
 from penstock.runtime.update.stop_request import StopRequest
@@ -298,6 +298,7 @@ class Engine:
 
     def _begin(self, source: BatchSource) -> bool:
         """Prepare a span; return whether there is a first batch, on which all ranks agree."""
+        follow_settings(self._ranks)
         if not self._combine.apart:
             follow_first(self._ranks)
         for state in self._ranks:

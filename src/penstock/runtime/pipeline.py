@@ -507,7 +507,12 @@ class Pipeline:
         return tuple(self._engine.reporter.decisions.events.evaluations)
 
     def optimizers(self) -> dict[Stage, torch.optim.Optimizer]:
-        """The optimizers of the stages in this process; of the first pipeline, where it holds several."""
+        """The optimizers of the stages in this process; of the first pipeline, where it holds several.
+
+        Rates and other settings of their parameter groups may be set between two runs, by hand or by a scheduler that
+        is stepped there; checkpoints hold them. In one process other copies of the same stage take them over; between
+        processes set the same on all ranks.
+        """
         return {
             stage: runtime.weights.updater.optimizer
             for stage, runtime in self.stages.items()

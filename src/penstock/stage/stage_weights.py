@@ -261,7 +261,8 @@ class TrainedWeights(StageWeights):
     # --- between spans ----------------------------------------------------------------------------------------------
 
     def refresh(self) -> None:
-        """Adopt what was written into the newest version between two runs."""
+        """Adopt what was written into the newest version, and what was set in the optimizer, between two runs."""
+        self.updater.take_over()
         self.store.refresh()
         self.store.forget_copies()
         if self.agreement is not None:
@@ -269,7 +270,6 @@ class TrainedWeights(StageWeights):
 
     def begin_span(self, batches: int) -> None:
         """Begin a span after so many batches."""
-        self.updater.begin_span()
         if self.agreement is not None:
             self.agreement.begin_span(batches)
 

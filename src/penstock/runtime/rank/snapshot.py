@@ -10,9 +10,11 @@ Names in a snapshot: `weights/NAME` (newest, in full precision), `older/NAME` (t
 `motion/NAME` (how the weights move, and others of a correction),
 `fixed/NAME` (frozen parameters and persistent buffers; `fixed.1/NAME` for the second stage that holds them, in another
 pipeline or in another direction of the same one, and so on) and
-`optimizer/KIND/NAME`, where NAME is that of a parameter, the same at every depth. Where parallel pipelines have weights
-of their own, `weights.1/NAME`, `older.1/NAME` and `optimizer.1/KIND/NAME` are those of the second pipeline, and so on;
-weights are left out when pipelines have just met and agree. `common/NAME` and `momentum/NAME` are what they share.
+`optimizer/KIND/NAME`, where NAME is that of a parameter, the same at every depth. Of values that are not tensors,
+`setting/KEY/NAME` was set by hand in the parameter group of NAME between two runs. Where parallel pipelines have
+weights of their own, `weights.1/NAME`, `older.1/NAME` and `optimizer.1/KIND/NAME` are those of the second pipeline, and
+so on; weights are left out when pipelines have just met and agree. `common/NAME` and `momentum/NAME` are what they
+share.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ class Snapshot:
         place: which copy of the stage it is of: the first (0), the second (1) and so on.
         stage: the index of the stage.
         tensors: copies of its tensors, by name (`penstock.runtime.rank.snapshot` lists the names).
-        values: the optimizer's state that is not tensors, by name.
+        values: the optimizer's state that is not tensors, and what was set by hand, by name.
         facts: what is the same on all stages.
         copied: recorded when the tensors are complete, where a device copies them asynchronously.
     """
@@ -209,6 +211,7 @@ def _add_trained(
     if agreement is not None:
         tensors |= agreement.copies()
     values |= {f"stepped/{name}": updater.stepper(name) for name in updater.parameters}
+    values |= {f"setting/{key}/{name}": value for (key, name), value in updater.settings_by_hand().items()}
 
 
 def _copied(tensors: Mapping[str, Tensor]) -> torch.cuda.Event | None:
@@ -264,6 +267,7 @@ def _restore_trained(weights: TrainedWeights, reader: _StageReader, saved: Saved
         _restore_corrector(weights.corrector, reader, saved)
     updates = saved.facts.get(f"updates{reader.own}", saved.facts["updates"])
     weights.updater.load(int(updates), reader.optimizer_state())
+    weights.updater.load_settings(reader.settings())
 
 
 def _restore_corrector(corrector: Corrector, reader: _StageReader, saved: SavedState) -> None:
@@ -364,6 +368,17 @@ class _StageReader:
                 value = values[key] if key in values else self._saved.tensor(key)
                 state[kind, name] = value.to(parameter.device) if isinstance(value, Tensor) and value.dim() else value
         return state
+
+    def settings(self) -> dict[str, dict[str, Any]]:
+        """Read what was set by hand for the parameters of the stage, by parameter and setting."""
+        assert self._updater is not None
+        kept: dict[str, dict[str, Any]] = {}
+        for key, value in self._saved.facts["values"].items():
+            if key.startswith("setting/"):
+                _, setting, name = key.split("/", 2)
+                kept.setdefault(name, {})[setting] = value
+        names = {name: next((k for k in self._known(name) if k in kept), None) for name in self._updater.parameters}
+        return {name: kept[known] for name, known in names.items() if known is not None}
 
     def _known(self, name: str) -> list[str]:
         return self._names.get(name, [name])

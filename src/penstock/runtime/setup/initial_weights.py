@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any
 
@@ -87,16 +87,30 @@ def equalise(ties: Sequence[Tie], schedule: Schedule, grid: RankGrid, ranks: Seq
 
 def follow_first(ranks: Sequence[RankState]) -> None:
     """Copy the newest weights of the first copy of a stage in this process to the others, if users changed them."""
-    stages = [(stage.index, r) for w in ranks for stage, r in w.stages.items()]
-    stores = [(i, r.place, r.weights.store) for i, r in stages if isinstance(r.weights, TrainedWeights)]
-    first = {index: store.master for index, place, store in stores if place == 0}
-    for index, place, store in stores:
-        if place == 0 or index not in first:
-            continue
-        for mine, wanted in zip(store.master.flats, first[index].flats, strict=True):
+    for weights, first in _copies(ranks):
+        for mine, wanted in zip(weights.store.master.flats, first.store.master.flats, strict=True):
             if not torch.equal(mine, wanted):
-                store.master.rewrite()
+                weights.store.master.rewrite()
                 mine.copy_(wanted)
+
+
+def follow_settings(ranks: Sequence[RankState]) -> None:
+    """Set for the optimizers of the other copies of a stage in this process what users have set for the first one.
+
+    Raises:
+        ConfigError: a scheduler sets it.
+    """
+    for weights, first in _copies(ranks):
+        first.updater.take_over()
+        weights.updater.follow_settings(first.updater)
+
+
+def _copies(ranks: Sequence[RankState]) -> Iterator[tuple[TrainedWeights, TrainedWeights]]:
+    """Yield the weights of every further copy of a stage in this process, with those of the first copy."""
+    stages = [(stage.index, r) for w in ranks for stage, r in w.stages.items()]
+    trained = [(i, r.place, r.weights) for i, r in stages if isinstance(r.weights, TrainedWeights)]
+    first = {index: weights for index, place, weights in trained if place == 0}
+    yield from ((weights, first[index]) for index, place, weights in trained if place and index in first)
 
 
 def check_equal(schedule: Schedule, grid: RankGrid, ranks: Sequence[RankState]) -> None:

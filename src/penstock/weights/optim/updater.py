@@ -23,6 +23,7 @@ from penstock.weights.memory.buffers import Buffer, Layout
 from penstock.weights.memory.scratch import Scratch
 from penstock.weights.optim.adapters import is_separable, name_of
 from penstock.weights.optim.directions import direction
+from penstock.weights.optim.group_settings import GroupSettings
 from penstock.weights.optim.lr_schedulers import ScheduledSettings, SchedulerFactory
 from penstock.weights.optim.step_info import Forecast, Step, Stepped
 from penstock.weights.optim.undo import check_undoable, undo_step
@@ -70,16 +71,13 @@ class Updater:
         self._rate = rate
         self._scratch: Scratch | None = None
         self._scheduled: ScheduledSettings | None = None
-        self._left: list[Any] = []  # the rates of all groups, as the last update has left them
-        if not self.parameters:
+        if self.parameters:
+            self.optimizer = _make(factory, self.parameters)
+        self._settings = GroupSettings(self.optimizer)
+        if self.optimizer is None:
             return
-        self.optimizer = _make(factory, self.parameters)
-        self._changed: list[dict[str, Any]] = [
-            {} for _ in self.optimizer.param_groups
-        ]  # settings before they were changed
         if scheduler is not None:
             self._scheduled = ScheduledSettings(scheduler, self.optimizer)
-        self._rates = [group["lr"] for group in self.optimizer.param_groups]
         self.correct(rate, begin)
         self.prepare(layout, rotates)
 
@@ -88,36 +86,55 @@ class Updater:
     ) -> None:
         """Set the rate factors and let `begin` change settings, after undoing the changes of a previous one."""
         self._rate = rate
-        if self.optimizer is None:
-            return
-        groups = self.optimizer.param_groups
-        for group, changed, initial in zip(groups, self._changed, self._rates, strict=True):
-            group.update(changed, lr=initial)
-        before = [{key: value for key, value in group.items() if key != "params"} for group in groups]
-        if begin is not None:
-            begin(self.optimizer)
-        self._changed = [
-            {key: value for key, value in known.items() if repr(group[key]) != repr(value)}
-            for group, known in zip(groups, before, strict=True)
-        ]
-        self._settings = [_settings(group) for group in self.optimizer.param_groups]
-        self._left = [group["lr"] for group in self.optimizer.param_groups]
+        if self._scheduled is None:
+            self._settings.take_over()
+        self._settings.correct(begin)
 
-    def begin_span(self) -> None:
-        """Take the rates that were set by hand since the last update as those that schedules and corrections multiply.
+    def take_over(self) -> None:
+        """Take what was set by hand since the last update as what schedules and corrections start from.
 
         Raises:
-            ConfigError: a scheduler sets them, so they would be lost.
+            ConfigError: a scheduler sets it, so it would be lost.
         """
-        for place, (group, left) in enumerate(zip(self._groups, self._left, strict=True)):
-            if group["lr"] is left or group["lr"] == left:
-                continue
-            if self._scheduled is not None:
-                raise ConfigError(
-                    f"the learning rate of {self.name} was set to {group['lr']} by hand, but lr_scheduler sets it at "
-                    "every update; leave one of them out"
-                )
-            self._rates[place] = self._left[place] = group["lr"]
+        if self._scheduled is not None:
+            for moved, scheduled in zip(self._settings.moved(), self._scheduled.near(self.updates), strict=True):
+                for key in sorted(moved.keys() & scheduled.keys()):
+                    what = "learning rate" if key == "lr" else key
+                    raise ConfigError(
+                        f"the {what} of {self.name} was set to {moved[key]} by hand, but lr_scheduler sets it at every "
+                        "update; leave one of them out"
+                    )
+        self._settings.take_over()
+
+    def follow_settings(self, first: Updater) -> None:
+        """Take over what was set by hand for another copy of the stage."""
+        self._settings.put(first._settings.by_hand)
+
+    def settings_by_hand(self) -> dict[tuple[str, str], Any]:
+        """Return what was set by hand between runs, by setting and parameter, as plain values.
+
+        Raises:
+            CapabilityError: a checkpoint cannot hold it.
+        """
+        return self._settings.state(self._names)
+
+    def load_settings(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        """Restore what `settings_by_hand` returned, by parameter and setting; all others are those of the factory.
+
+        Raises:
+            CheckpointError: a group has parameters with different settings.
+        """
+        self._settings.load(state, self._names, self._scheduled_keys())
+
+    @property
+    def _names(self) -> dict[int, str]:
+        return {id(parameter): name for name, parameter in self.parameters.items()}
+
+    def _scheduled_keys(self) -> list[set[str]]:
+        """What a scheduler sets, per group."""
+        if self._scheduled is None:
+            return [set() for _ in self._groups]
+        return [set(row) for row in self._scheduled.near(self.updates)]
 
     def prepare(self, layout: Layout, rotates: bool) -> None:
         """Allocate the scratch for updates over the gradient, or free it if there are none."""
@@ -158,12 +175,8 @@ class Updater:
             CapabilityError: it holds other objects, or state in its parameter groups.
         """
         found: dict[tuple[str, str], Any] = {}
-        for place, group in enumerate(self._groups):
-            before = self._settings[place]
-            scheduled = set() if self._scheduled is None else {*self._scheduled.at(self.updates)[place]}
-            changed = sorted(
-                key for key, value in _settings(group).items() if value != before.get(key) and key not in scheduled
-            )
+        for place, without in enumerate(self._scheduled_keys()):
+            changed = self._settings.changed(place, without)
             if changed:
                 raise CapabilityError(
                     f"{self.name} changes {', '.join(changed)} in its parameter groups during training; a checkpoint "
@@ -254,7 +267,7 @@ class Updater:
                 self._point(before, weights, gradient.views)
                 self._optimizer_step()
                 self._tell_of(before, before, weights.views, gradient.views, stepped)
-        self.updates += 1
+        self._updated()
 
     def _tell_of(
         self,
@@ -305,12 +318,12 @@ class Updater:
 
     def _rate_of(self, place: int, update: int) -> float:
         """Return the rate of a group at an update, by its number."""
-        rate = self._rates[place] if self._scheduled is None else self._scheduled.near(update)[place]["lr"]
+        rate = self._settings.rates[place] if self._scheduled is None else self._scheduled.near(update)[place]["lr"]
         return float(rate) * (1.0 if self._rate is None else self._rate(update))
 
     @property
     def _groups(self) -> list[dict[str, Any]]:
-        return [] if self.optimizer is None else self.optimizer.param_groups
+        return self._settings.groups
 
     def check_undoable(self) -> None:
         """Raise an error if steps cannot be undone in place.
@@ -341,6 +354,7 @@ class Updater:
     def _tell(self) -> None:
         if self._told is not None and self.optimizer is not None:
             self._told(self.optimizer)
+            self._settings.note()
 
     def rotate(
         self,
@@ -374,7 +388,7 @@ class Updater:
                 self._optimizer_step()
                 if stepped is not None:
                     self._tell_of(gradients, old.views, new.views, gradients, stepped)
-        self.updates += 1
+        self._updated()
 
     def _point(self, names: Iterable[str], buffer: Buffer, gradients: dict[str, Tensor]) -> None:
         for name in names:
@@ -385,7 +399,11 @@ class Updater:
     def _step(self) -> None:
         self._schedule_rate()
         self._optimizer_step()
+        self._updated()
+
+    def _updated(self) -> None:
         self.updates += 1
+        self._settings.note()
 
     def _schedule_rate(self) -> None:
         """Set the rates of the next update.
@@ -393,18 +411,17 @@ class Updater:
         Raises:
             ConfigError: somebody else has set them since the last one.
         """
-        for group, left in zip(self._groups, self._left, strict=True):
-            if group["lr"] is not left and group["lr"] != left:
-                raise ConfigError(
-                    f"the learning rate of {self.name} was set from {left} to {group['lr']} during a run. The loop "
-                    "over reports is not in step with updates, so a scheduler stepped there acts on the wrong ones; "
-                    "pass Pipeline(lr_scheduler=lambda optimizer: OneCycleLR(optimizer, ...)), or set rates between "
-                    "two runs"
-                )
+        moved = self._settings.moved_rate()
+        if moved is not None:
+            raise ConfigError(
+                f"the learning rate of {self.name} was set from {moved[0]} to {moved[1]} during a run. The loop over "
+                "reports is not in step with updates, so a scheduler stepped there acts on the wrong ones; pass "
+                "Pipeline(lr_scheduler=lambda optimizer: OneCycleLR(optimizer, ...)), or set rates between two runs"
+            )
         if self._rate is None and self._scheduled is None:
             return
         factor = 1.0 if self._rate is None else self._rate(self.updates)
-        rows = [{"lr": rate} for rate in self._rates] if self._scheduled is None else self._scheduled_rows()
+        rows = [{"lr": rate} for rate in self._settings.rates] if self._scheduled is None else self._scheduled_rows()
         for group, row in zip(self._groups, rows, strict=True):
             group.update(row, lr=row["lr"] * factor)
 
@@ -422,7 +439,6 @@ class Updater:
         if self.optimizer is not None:
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
-            self._left = [group["lr"] for group in self.optimizer.param_groups]
 
 
 def _make(factory: Any, parameters: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
@@ -474,8 +490,3 @@ def _check_capability(optimizer: Any, parameters: dict[str, nn.Parameter]) -> No
             f"the optimizer factory left out {len(missing)} trained parameters, the first of them {missing[0]}; "
             "pass them all to the optimizer, or freeze some with requires_grad=False"
         )
-
-
-def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a parameter group in comparable form, without the rate, which follows a schedule."""
-    return {key: repr(value) for key, value in group.items() if key not in ("params", "param_names", "lr")}
