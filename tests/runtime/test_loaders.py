@@ -109,6 +109,20 @@ def test_batches_before_one_that_is_too_short_are_trained_on(method: str) -> Non
     assert pipeline.batches == 5
 
 
+@pytest.mark.parametrize(("odd", "said"), [(5, "a int"), ((1, 2, 3), "a tuple of 3"), (None, "a NoneType")], ids=str)
+def test_batches_before_one_whose_microbatches_are_no_pairs_are_trained_on(odd: Any, said: str) -> None:
+    pipeline, reports = make_pipeline("2bw"), []
+    microbatches = [(x, y) for x, y in make_loader(8, 2)]
+    batches = [microbatches, microbatches, [*microbatches[:3], odd]]
+    with pytest.raises(DataError, match=rf"batch 2: microbatch 3 is not a pair \(input, target\) but {said}"):  # noqa: PT012
+        for report in pipeline.run(batches):
+            reports.append(report.batch)
+    assert reports == [0, 1]
+    with pytest.raises(DataError, match="batch 2: microbatch 3 is not a pair"):
+        pipeline.evaluate(batches)
+    assert len(list(pipeline.run(make_loader(16, 8)))) == 2
+
+
 class DiskError(Exception):
     """What a user's loader raises."""
 

@@ -295,10 +295,8 @@ class Engine:
         reads, pipelines = reads_of(schedule, {key.rank for key in self._grid.local}), len(self._grid.pipelines)
         m, width, shared = schedule.microbatches, self._grid.width, self._grid.group is None
         if evaluates:  # counts its own batches
-            return BatchSource(batches, m, width, reads, pipelines, drains=True, fills=True, shared=shared)
-        return BatchSource(
-            batches, m, width, reads, pipelines, self._stop, drains=True, shared=shared, first=self.batches
-        )
+            return BatchSource(batches, m, width, reads, pipelines, fills=True, shared=shared)
+        return BatchSource(batches, m, width, reads, pipelines, self._stop, shared=shared, first=self.batches)
 
     def _begin(self, source: BatchSource) -> bool:
         """Prepare a span; return whether there is a first batch, on which all ranks agree."""

@@ -50,13 +50,12 @@ class BatchSource:
         reads: how many times this process reads each microbatch of a pipeline's batch; each once if None.
         pipelines: how many of the parallel pipelines read in this process.
         stop: the request to end the run; none can come if None.
-        drains: if reading ahead fails, the span ends before the batch that could not be read.
         fills: whole batches may have fewer samples than microbatches; the last one is repeated, and does not count.
         shared: every rank reads this source, so samples need no checksum.
         first: number of the first batch, for messages.
 
     Attributes:
-        failure: why the span ends early; None while it does not.
+        failure: what reading ahead has raised: the span ends before the batch that could not be read; else None.
 
     Raises:
         DataError: `batches` is no iterable.
@@ -71,12 +70,11 @@ class BatchSource:
         pipelines: int = 1,
         stop: StopRequest | None = None,
         *,
-        drains: bool = False,
         fills: bool = False,
         shared: bool = False,
         first: int = 0,
     ) -> None:
-        self._drains, self._fills, self._shared, self._first = drains, fills, shared, first
+        self._fills, self._shared, self._first = fills, shared, first
         self.failure: Exception | None = None
         if not hasattr(batches, "__iter__") and not hasattr(batches, "__getitem__"):
             what = "a function; call it" if callable(batches) else type(batches).__name__
@@ -102,7 +100,8 @@ class BatchSource:
         """Return True if batch number `batch` of the span exists, fetching batches up to it.
 
         Raises:
-            DataError: a batch cannot be split, or has another number of microbatches than the schedule.
+            DataError: a batch cannot be split, or has another number of microbatches than the schedule, or a list has
+                one that is no pair.
         """
         while self._fetched <= batch and not self._exhausted:
             try:
@@ -110,22 +109,23 @@ class BatchSource:
             except StopIteration:
                 self._exhausted = True
                 break
-            wanted = self._width * self._m
-            number = self._first + self._fetched
-            count = wanted
-            if self._fills:
-                following, count = _filled(following, wanted, number)
-            else:
-                following = microbatches_of(following, wanted, number)
-            if len(following) != wanted:
-                takes = f"{self._m} per batch" + (f" and pipeline, of which there are {self._width}") * (
-                    self._width > 1
-                )
-                raise DataError(f"batch {number} has {len(following)} microbatches, but the schedule takes {takes}")
-            self._held[self._fetched], self._left[self._fetched] = following, self._reads
-            self._count[self._fetched] = count
+            self._held[self._fetched], self._count[self._fetched] = self._divided(following)
+            self._left[self._fetched] = self._reads
             self._fetched += 1
         return batch < self._fetched
+
+    def _divided(self, batch: Any) -> tuple[Microbatches, int]:
+        """The microbatches of a batch, and how many of them are no repetitions."""
+        wanted, number = self._width * self._m, self._first + self._fetched
+        found, count = (
+            _filled(batch, wanted, number) if self._fills else (microbatches_of(batch, wanted, number), wanted)
+        )
+        if len(found) != wanted:
+            takes = f"{self._m} per batch" + f" and pipeline, of which there are {self._width}" * (self._width > 1)
+            raise DataError(f"batch {number} has {len(found)} microbatches, but the schedule takes {takes}")
+        for k, pair in enumerate(found if isinstance(found, list | tuple) else ()):  # other sequences make them late
+            _check_pair(pair, number, k)
+        return found, count
 
     def follows(self, batch: int) -> bool:
         """Return True if the span goes on with batch `batch`: it exists and no stop was requested.
@@ -139,12 +139,10 @@ class BatchSource:
         return batch < self._end
 
     def _comes(self, batch: int) -> bool:
-        """Whether a later batch exists; what its loader raises ends the span, if it drains, and is kept."""
+        """Whether a later batch exists; what its loader raises ends the span before it, and is kept."""
         try:
             return self.has(batch)
         except Exception as error:
-            if not self._drains:
-                raise
             self._exhausted, self.failure = True, error
             return False
 
@@ -163,7 +161,7 @@ class BatchSource:
                     f"the data ends after {self._fetched} batches, but the first stage has sent batch {batch}"
                 )
             place = pipeline * self._m + k
-            sample = self._sample(self._held[batch][place], microbatch, place < self._count[batch])
+            sample = self._sample(batch, place)
             left = self._readers[k]
         if left > 1:
             self._samples[pipeline, microbatch] = sample, left - 1
@@ -172,11 +170,16 @@ class BatchSource:
             del self._held[batch], self._left[batch], self._count[batch]
         return sample
 
-    def _sample(self, pair: Any, microbatch: int, counts: bool) -> Sample:
-        if not isinstance(pair, tuple | list) or len(pair) != 2:
-            what = f"a {type(pair).__name__}" + (f" of {len(pair)}" if isinstance(pair, tuple | list) else "")
-            raise DataError(f"microbatch {microbatch} is not a pair (input, target) but {what}")
-        return Sample(pair[0], pair[1], 0 if self._shared else checksum(pair), counts)
+    def _sample(self, batch: int, place: int) -> Sample:
+        pair = self._held[batch][place]
+        _check_pair(pair, self._first + batch, place)
+        return Sample(pair[0], pair[1], 0 if self._shared else checksum(pair), place < self._count[batch])
+
+
+def _check_pair(pair: Any, batch: int, microbatch: int) -> None:
+    if not isinstance(pair, tuple | list) or len(pair) != 2:
+        what = f"a {type(pair).__name__}" + (f" of {len(pair)}" if isinstance(pair, tuple | list) else "")
+        raise DataError(f"batch {batch}: microbatch {microbatch} is not a pair (input, target) but {what}")
 
 
 def _filled(batch: Any, wanted: int, number: int) -> tuple[Microbatches, int]:
