@@ -21,8 +21,8 @@ from penstock.comm.mesh import Groups
 from penstock.comm.p2p.routing import reads_of
 from penstock.comm.p2p.transport import Channel
 from penstock.comm.transports import Transports
-from penstock.errors import ConfigError, PenstockError, TransportError
-from penstock.runtime.execute.evaluation import Evaluating, Evaluator
+from penstock.errors import ConfigError, DataError, PenstockError, TransportError
+from penstock.runtime.execute.evaluation import Evaluating, EvaluationData, Evaluator
 from penstock.runtime.execute.executor import Executor
 from penstock.runtime.execute.run_loop import Run, drive_all, drive_one
 from penstock.runtime.rank.batch_source import Batches, BatchSource
@@ -31,9 +31,7 @@ from penstock.runtime.rank.snapshot import Saving, Snapshot, take_snapshot
 from penstock.runtime.setup.initial_weights import check_written, follow_first, follow_settings
 from penstock.runtime.setup.rank_state import RankState
 from penstock.runtime.update.events import Evaluated
-from penstock.runtime.update.stop_request import StopRequest
 from penstock.schedule.ir.rules import RULES
-from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.machine.batch_border import border_fault
 from penstock.schedule.methods.combine import REDUCE, Combine
 from penstock.schedule.proof.check import Proof
@@ -113,7 +111,8 @@ class Engine:
                     save.sink(snapshot)
 
     def _train_once(self, batches: Batches, save: Saving | None, evaluate: Evaluating | None) -> Iterator[Report]:
-        source = self._open(batches, self.schedule, self._stop, drains=True)
+        self.check_idle()
+        source = self._open(batches, evaluates=False)
         if not self._begin(source):
             return
         executors = self._executors(self._proof)
@@ -124,20 +123,18 @@ class Engine:
             for i, e in enumerate(executors)
         ]
         yield from self._span(self._drive(runs, 1), [*executors, *evaluators], training=True)
-        if source.failure is not None:  # all batches before have been trained on, and reported
-            raise source.failure
+        for failure in (*(evaluator.failure for evaluator in evaluators), source.failure):
+            if failure is not None:  # all batches before have been trained on, and reported
+                raise failure
 
     def _evaluators(self, evaluate: Evaluating) -> list[Evaluator]:
-        schedule = self._forward_only.schedule
         executors, delay = self._executors(self._forward_only, Channel.EVALUATION), self._bases - 1
         lacks = self.batches if delay and not self.keeps_older else None
-        found = []
-        for state, executor in zip(self._ranks, executors, strict=True):
-            reads = reads_of(schedule, {state.key.rank})
-            m, width = schedule.microbatches, self._grid.width
-            opened = partial(BatchSource, microbatches=m, width=width, reads=reads, shared=self._grid.group is None)
-            found.append(Evaluator(state, executor, evaluate, opened, delay, lacks))
-        return found
+        data = EvaluationData(evaluate, partial(self._open, evaluates=True), len(self._ranks))
+        return [
+            Evaluator(state, executor, evaluate, data, self.ask_to_stop, delay, lacks)
+            for state, executor in zip(self._ranks, executors, strict=True)
+        ]
 
     def _span(
         self, reports: Iterator[Report], parties: Sequence[Executor | Evaluator], training: bool
@@ -233,7 +230,8 @@ class Engine:
         kinds = [stage.weights for state in self._ranks for stage in state.stages.values()]
         if averaged and any(isinstance(weights, TrainedWeights) and weights.average is None for weights in kinds):
             raise ConfigError("there are no averaged weights; give the pipeline a decay, such as ema_decay=0.999")
-        source, found = self._open(batches, self._forward_only.schedule), []
+        self.check_idle()
+        source, found = self._open(batches, evaluates=True), []
         if self._begin(source):
             executors = self._executors(self._forward_only)
             reports = self._drive([e.run(source, self.batches, 0) for e in executors], self._grid.width)
@@ -244,8 +242,14 @@ class Engine:
                     if r.loss is not None and r.weight:
                         found.append([r.loss * r.weight, r.weight])
             if self._grid.group is not None:
-                gathered = gather_json(found, "gathering the losses of an evaluation", self._grid.control)
-                found = [pair for part in gathered for pair in part]
+                failed = source.failure and f"{type(source.failure).__name__}: {source.failure}"
+                gathered = gather_json([found, failed], "gathering the losses of an evaluation", self._grid.control)
+                found = [pair for part, _ in gathered for pair in part]
+                for rank, (_, failed) in enumerate(gathered):
+                    if failed and source.failure is None:
+                        raise DataError(f"rank {rank} could not read the data of the evaluation ({failed:.200})")
+            if source.failure is not None:
+                raise source.failure
         return math.fsum(total for total, _ in found), math.fsum(weight for _, weight in found)
 
     def snapshots(self) -> list[Snapshot]:
@@ -286,15 +290,13 @@ class Engine:
                 f"with break, or call close() on what run() returned{instead and f'. {instead}'}"
             )
 
-    def _open(
-        self, batches: Batches, schedule: Schedule, stop: StopRequest | None = None, *, drains: bool = False
-    ) -> BatchSource:
-        self.check_idle()
+    def _open(self, batches: Batches, *, evaluates: bool) -> BatchSource:
+        schedule = self._forward_only.schedule if evaluates else self.schedule
         reads, pipelines = reads_of(schedule, {key.rank for key in self._grid.local}), len(self._grid.pipelines)
-        m, width = schedule.microbatches, self._grid.width
-        shared = self._grid.group is None
-        first = self.batches if stop is not None else 0  # of training; an evaluation counts its own
-        return BatchSource(batches, m, width, reads, pipelines, stop, drains=drains, shared=shared, first=first)
+        m, width, shared = schedule.microbatches, self._grid.width, self._grid.group is None
+        if evaluates:  # counts its own batches
+            return BatchSource(batches, m, width, reads, pipelines, fills=True, shared=shared)
+        return BatchSource(batches, m, width, reads, pipelines, self._stop, shared=shared, first=self.batches)
 
     def _begin(self, source: BatchSource) -> bool:
         """Prepare a span; return whether there is a first batch, on which all ranks agree."""

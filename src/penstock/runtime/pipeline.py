@@ -275,7 +275,8 @@ class Pipeline:
 
         Raises:
             DataError: a batch cannot be split. As with whatever else the data's iterator raises, all batches before it
-                have been trained on and reported by then, and the pipeline is as good as after any run.
+                have been trained on and reported by then, and the pipeline is as good as after any run. The same holds
+                of the data of an evaluation, after the batches under way.
             PenstockError: a message did not arrive, the data differ between ranks, or weights were rewritten under a
                 reader; then, and after whatever the model itself raises, the pipeline is broken.
         """
@@ -294,11 +295,15 @@ class Pipeline:
         """Return the mean loss on batches under the newest weights, and its weight, on all ranks.
 
         Args:
-            batches: the data, as for `run`.
+            batches: the data, as for `run`; but a pair may have any number of samples, so a short last batch counts.
             averaged: read the averaged weights (`ema_decay`).
 
         Returns:
             (mean, weight), such as the number of samples; None if the weight is zero.
+
+        Raises:
+            DataError: a batch cannot be split. After this, and after whatever else the data's iterator raises, the
+                pipeline is as it was.
         """
         total, weight = self._engine.evaluate(batches, averaged)
         return (total / weight, weight) if weight else None
@@ -408,8 +413,8 @@ class Pipeline:
             if len(set(told)) > 1:
                 raise ConfigError(f"ranks were given different schedules to go on with: {', '.join(told)}")
         self._transports.prepare(Channel.TRAINING, proof.lowered.lanes)
+        self._engine.switch(proof, correction, evaluate)  # may evaluate first, under the schedule of before
         self._plan, self.proof, self.schedule = plan, proof, proof.schedule
-        self._engine.switch(proof, correction, evaluate)
 
     def look_out(self, first: float = 0) -> None:
         """Watch for divergence from batch `first` on, and forget what was found before; infinity ends the watch.

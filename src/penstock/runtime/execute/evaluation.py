@@ -65,16 +65,60 @@ def check_evaluating(evaluate: Any) -> None:
         )
 
 
+class EvaluationData:
+    """Opens the data of each evaluation in a span, once for all ranks of this process.
+
+    Args:
+        evaluating: has the data.
+        opened: batches -> their source.
+        ranks: of this process.
+    """
+
+    def __init__(self, evaluating: Evaluating, opened: Callable[[Batches], BatchSource], ranks: int) -> None:
+        self._evaluating, self._opened, self._ranks = evaluating, opened, ranks
+        self._sources: dict[int, tuple[BatchSource | Exception, int]] = {}  # and the ranks that have not asked for it
+
+    def open(self, batch: int) -> BatchSource:
+        """Return the source of the evaluation before `batch`, which has a first batch.
+
+        Raises:
+            DataError: there is no data, or its first batch cannot be split.
+            Exception: what opening the data, or reading its first batch, raises.
+        """
+        found, left = self._sources.pop(batch) if batch in self._sources else (self._open(), self._ranks)
+        if left > 1:
+            self._sources[batch] = found, left - 1
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def _open(self) -> BatchSource | Exception:
+        try:
+            source = self._opened(self._evaluating.batches)
+            if not source.has(0):
+                return DataError("the data of an evaluation is empty; give at least one batch, or do not evaluate")
+        except Exception as error:
+            return error
+        return source
+
+
 class Evaluator:
     """Runs the evaluations of one rank during one span of training.
+
+    What reading the data raises ends the run, as if somebody had asked for its end. This takes no messages: where each
+    process reads data of its own, all of them find the same.
 
     Args:
         state: the rank.
         executor: runs the forward-only schedule.
-        evaluating: the versions to evaluate and the data.
-        source: opens the data.
+        evaluating: the versions to evaluate.
+        data: opens the data.
+        ask_to_stop: ends the run after what is under way.
         delay: before batch t, version t - delay is read.
         lacks: the batch before which that version is not alive: the first one, after a synchronous span; or None.
+
+    Attributes:
+        failure: what reading the data has raised first; None while nothing has.
     """
 
     def __init__(
@@ -82,37 +126,49 @@ class Evaluator:
         state: RankState,
         executor: Executor,
         evaluating: Evaluating,
-        source: Callable[[Batches], BatchSource],
+        data: EvaluationData,
+        ask_to_stop: Callable[[], None],
         delay: int,
         lacks: int | None,
     ) -> None:
         self._state, self._executor, self._evaluating = state, executor, evaluating
-        self._open, self._delay, self._lacks = source, delay, lacks
+        self._data, self._ask_to_stop, self._delay, self._lacks = data, ask_to_stop, delay, lacks
+        self.failure: Exception | None = None
 
     def at_border(self, batch: int) -> Iterator[Wait]:
-        """Evaluate before the first forward of `batch`, if the version there is to be evaluated.
-
-        Raises:
-            DataError: there is no data.
-        """
+        """Evaluate before the first forward of `batch`, if the version there is to be evaluated."""
         version = batch - self._delay
         if not self._evaluating.wants(version) or batch == self._lacks:
             return
-        source = self._open(self._evaluating.batches)
-        if not source.has(0):
-            raise DataError("the data of an evaluation is empty; give at least one batch, or do not evaluate")
-        total, weight, recorder = 0.0, 0.0, self._state.recorder
+        try:
+            source = self._data.open(batch)
+        except Exception as error:  # of the loader: what is in flight does not suffer from it
+            self._fail(error)
+            return
+        total, weight, count, recorder = 0.0, 0.0, 0, self._state.recorder
         training = recorder.span
         recorder.begin_span()
         with self._state.evaluating(version=version):
             for event in self._executor.run(source, batch, 0):
                 if isinstance(event, Wait):
                     yield event
-                elif event.loss is not None and event.weight:
+                    continue
+                count += 1
+                if event.loss is not None and event.weight:
                     total, weight = total + event.loss * event.weight, weight + event.weight
         recorder.span = training
-        if self._state.has_loss:
+        if self._state.has_loss and source.follows(count) and source.failure is None:
+            self._fail(
+                DataError(f"the data of an evaluation ends after {count} batches on the first stage, not on the last")
+            )
+        elif source.failure is not None:
+            self._fail(source.failure)
+        elif self._state.has_loss:
             self._state.decisions.note(batch, Evaluated(version, total, weight))
+
+    def _fail(self, error: Exception) -> None:
+        self.failure = self.failure or error
+        self._ask_to_stop()
 
     def close(self) -> None:
         """Stop the background threads of the executor."""

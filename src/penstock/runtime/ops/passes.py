@@ -23,6 +23,7 @@ from penstock.timeline import Waiting
 
 _NO_GRADIENTS: tuple[bool, ...] = ()
 _NO_SAMPLE = Sample(None, None, 0)
+_NO_LOSS = Loss(0.0, 0.0)
 
 
 class Forward(Consumer):
@@ -66,7 +67,7 @@ class Forward(Consumer):
             stage.drafts[k, self._number] = Draft(header, value, wants, sample.target)
         output, loss = self.compute(turn, value, wants, sample.target)
         if loss is not None and stage.is_last:
-            span.losses.add(turn.batch, (k, self._number), loss)
+            span.losses.add(turn.batch, (k, self._number), loss if sample.counts else _NO_LOSS)
         if self._runtime.module.hands_on:
             routes.put_output(header, output)
         span.reports.forward_done(turn.batch, evaluation=self._evaluates)
@@ -91,7 +92,7 @@ class Forward(Consumer):
         if self._slice is None:
             return sample, more
         own, target = (self._span.slicing.part(tree, self._slice) for tree in (sample.input, sample.target))
-        return Sample(own, target, sample.checksum), more
+        return sample._replace(input=own, target=target), more
 
 
 class TrainingForward(Forward):

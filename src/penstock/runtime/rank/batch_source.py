@@ -30,12 +30,14 @@ _NUMPY = frozenset({torch.float32, torch.float64, torch.int64, torch.int32})  # 
 class Sample(NamedTuple):
     """The input and target of a microbatch, with their checksum from before any block could write into them.
 
-    The checksum is 0 where all ranks read the same source.
+    The checksum is 0 where all ranks read the same source. `counts` is False where the microbatch only repeats another
+    one, because the batch has too few samples.
     """
 
     input: Any
     target: Any
     checksum: int
+    counts: bool = True
 
 
 class BatchSource:
@@ -48,12 +50,12 @@ class BatchSource:
         reads: how many times this process reads each microbatch of a pipeline's batch; each once if None.
         pipelines: how many of the parallel pipelines read in this process.
         stop: the request to end the run; none can come if None.
-        drains: if reading ahead fails, the span ends before the batch that could not be read.
+        fills: whole batches may have fewer samples than microbatches; the last one is repeated, and does not count.
         shared: every rank reads this source, so samples need no checksum.
         first: number of the first batch, for messages.
 
     Attributes:
-        failure: why the span ends early; None while it does not.
+        failure: what reading ahead has raised: the span ends before the batch that could not be read; else None.
 
     Raises:
         DataError: `batches` is no iterable.
@@ -67,12 +69,12 @@ class BatchSource:
         reads: Sequence[int] | None = None,
         pipelines: int = 1,
         stop: StopRequest | None = None,
-        drains: bool = False,
         *,
+        fills: bool = False,
         shared: bool = False,
         first: int = 0,
     ) -> None:
-        self._drains, self._shared, self._first = drains, shared, first
+        self._fills, self._shared, self._first = fills, shared, first
         self.failure: Exception | None = None
         if not hasattr(batches, "__iter__") and not hasattr(batches, "__getitem__"):
             what = "a function; call it" if callable(batches) else type(batches).__name__
@@ -82,6 +84,7 @@ class BatchSource:
         self._readers = [1] * microbatches if reads is None else reads
         self._reads = pipelines * sum(self._readers)  # of a batch
         self._held: dict[int, Microbatches] = {}
+        self._count: dict[int, int] = {}  # microbatches of a held batch that are no repetitions
         self._left: dict[int, int] = {}  # reads that a held batch has before it
         self._samples: dict[tuple[int, int], tuple[Sample, int]] = {}
         self._fetched = 0
@@ -97,7 +100,8 @@ class BatchSource:
         """Return True if batch number `batch` of the span exists, fetching batches up to it.
 
         Raises:
-            DataError: a batch cannot be split, or has another number of microbatches than the schedule.
+            DataError: a batch cannot be split, or has another number of microbatches than the schedule, or a list has
+                one that is no pair.
         """
         while self._fetched <= batch and not self._exhausted:
             try:
@@ -105,17 +109,23 @@ class BatchSource:
             except StopIteration:
                 self._exhausted = True
                 break
-            wanted = self._width * self._m
-            number = self._first + self._fetched
-            following = microbatches_of(following, wanted, number)
-            if len(following) != wanted:
-                takes = f"{self._m} per batch" + (f" and pipeline, of which there are {self._width}") * (
-                    self._width > 1
-                )
-                raise DataError(f"batch {number} has {len(following)} microbatches, but the schedule takes {takes}")
-            self._held[self._fetched], self._left[self._fetched] = following, self._reads
+            self._held[self._fetched], self._count[self._fetched] = self._divided(following)
+            self._left[self._fetched] = self._reads
             self._fetched += 1
         return batch < self._fetched
+
+    def _divided(self, batch: Any) -> tuple[Microbatches, int]:
+        """The microbatches of a batch, and how many of them are no repetitions."""
+        wanted, number = self._width * self._m, self._first + self._fetched
+        found, count = (
+            _filled(batch, wanted, number) if self._fills else (microbatches_of(batch, wanted, number), wanted)
+        )
+        if len(found) != wanted:
+            takes = f"{self._m} per batch" + f" and pipeline, of which there are {self._width}" * (self._width > 1)
+            raise DataError(f"batch {number} has {len(found)} microbatches, but the schedule takes {takes}")
+        for k, pair in enumerate(found if isinstance(found, list | tuple) else ()):  # other sequences make them late
+            _check_pair(pair, number, k)
+        return found, count
 
     def follows(self, batch: int) -> bool:
         """Return True if the span goes on with batch `batch`: it exists and no stop was requested.
@@ -129,12 +139,10 @@ class BatchSource:
         return batch < self._end
 
     def _comes(self, batch: int) -> bool:
-        """Whether a later batch exists; what its loader raises ends the span, if it drains, and is kept."""
+        """Whether a later batch exists; what its loader raises ends the span before it, and is kept."""
         try:
             return self.has(batch)
         except Exception as error:
-            if not self._drains:
-                raise
             self._exhausted, self.failure = True, error
             return False
 
@@ -152,19 +160,37 @@ class BatchSource:
                 raise DataError(
                     f"the data ends after {self._fetched} batches, but the first stage has sent batch {batch}"
                 )
-            sample, left = self._sample(self._held[batch][pipeline * self._m + k], microbatch), self._readers[k]
+            place = pipeline * self._m + k
+            sample = self._sample(batch, place)
+            left = self._readers[k]
         if left > 1:
             self._samples[pipeline, microbatch] = sample, left - 1
         self._left[batch] -= 1
         if not self._left[batch]:
-            del self._held[batch], self._left[batch]
+            del self._held[batch], self._left[batch], self._count[batch]
         return sample
 
-    def _sample(self, pair: Any, microbatch: int) -> Sample:
-        if not isinstance(pair, tuple | list) or len(pair) != 2:
-            what = f"a {type(pair).__name__}" + (f" of {len(pair)}" if isinstance(pair, tuple | list) else "")
-            raise DataError(f"microbatch {microbatch} is not a pair (input, target) but {what}")
-        return Sample(pair[0], pair[1], 0 if self._shared else checksum(pair))
+    def _sample(self, batch: int, place: int) -> Sample:
+        pair = self._held[batch][place]
+        _check_pair(pair, self._first + batch, place)
+        return Sample(pair[0], pair[1], 0 if self._shared else checksum(pair), place < self._count[batch])
+
+
+def _check_pair(pair: Any, batch: int, microbatch: int) -> None:
+    if not isinstance(pair, tuple | list) or len(pair) != 2:
+        what = f"a {type(pair).__name__}" + (f" of {len(pair)}" if isinstance(pair, tuple | list) else "")
+        raise DataError(f"batch {batch}: microbatch {microbatch} is not a pair (input, target) but {what}")
+
+
+def _filled(batch: Any, wanted: int, number: int) -> tuple[Microbatches, int]:
+    """The microbatches of a batch, of which those after the returned number repeat the one before."""
+    whole = microbatches_of(batch, 1, number)
+    if whole is batch:  # microbatches already
+        return whole, len(whole)
+    samples = next(leaf.shape[0] for leaf in pytree.tree_leaves(whole[0]) if isinstance(leaf, Tensor) and leaf.dim())
+    count = min(samples, wanted)
+    parts = microbatches_of(batch, count, number)
+    return [*parts, *[parts[-1]] * (wanted - count)], count
 
 
 def checksum(tree: Any, limit: int | None = _CHECKED_BYTES) -> int:
