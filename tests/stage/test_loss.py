@@ -38,10 +38,19 @@ def classes(ignored: float, value: int = -100) -> list[tuple[Tensor, Tensor]]:
     return batches
 
 
+def tokens(ignored: float, value: int = -100) -> list[tuple[Tensor, Tensor]]:
+    """The same, each token a sample."""
+    return [(inputs.flatten(0, 1), targets.flatten()) for inputs, targets in classes(ignored, value)]
+
+
 def numbers() -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(4)
     shapes = (SAMPLES, TOKENS, 3), (SAMPLES, TOKENS, CLASSES)
     return [tuple(torch.randn(s, generator=generator) for s in shapes) for _ in range(4)]  # type: ignore[misc]
+
+
+def probabilities() -> list[tuple[Tensor, Tensor]]:
+    return [(inputs, target.softmax(-1)) for inputs, target in numbers()]
 
 
 def over_tokens(loss: Loss) -> Loss:
@@ -49,9 +58,17 @@ def over_tokens(loss: Loss) -> Loss:
     return lambda logits, targets: loss(logits.flatten(0, 1), targets.flatten())
 
 
-class OverTokens(nn.CrossEntropyLoss):
+class Focal(nn.Module):
+    """A mean over all samples, whatever its buffers are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("weight", WEIGHTS)
+        self.ignore_index, self.reduction = 2, "none"
+
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        return super().forward(logits.flatten(0, 1), targets.flatten())
+        each = F.cross_entropy(logits, targets, weight=self.weight, reduction="none")
+        return ((1 - (-each).exp()) ** 2 * each).mean()
 
 
 WEIGHTS = torch.tensor([1.0, 4.0, 0.5, 2.0, 1.0])
@@ -60,10 +77,14 @@ CASES: dict[str, tuple[Loss, list[tuple[Tensor, Tensor]]]] = {
     "a module": (nn.SmoothL1Loss(), numbers()),
     "classes": (over_tokens(F.cross_entropy), classes(0)),
     "classes, some ignored": (over_tokens(F.cross_entropy), classes(0.5)),
-    "a module that ignores": (OverTokens(), classes(0.5)),
-    "a module that ignores another class": (OverTokens(ignore_index=2), classes(0.5, 2)),
-    "weights of classes": (OverTokens(weight=WEIGHTS), classes(0.3)),
-    "weights and smooth labels": (OverTokens(weight=WEIGHTS, label_smoothing=0.2), classes(0.3)),
+    "a module that ignores": (nn.CrossEntropyLoss(), tokens(0.5)),
+    "a module that ignores another class": (nn.CrossEntropyLoss(ignore_index=2), tokens(0.5, 2)),
+    "weights of classes": (nn.CrossEntropyLoss(weight=WEIGHTS), tokens(0.3)),
+    "weights and smooth labels": (nn.CrossEntropyLoss(weight=WEIGHTS, label_smoothing=0.2), tokens(0.3)),
+    "weights in a function": (partial(F.cross_entropy, weight=WEIGHTS, ignore_index=2), tokens(0.3, 2)),
+    "a module with a weight of another kind": (Focal(), tokens(0)),
+    "a loss of torch that divides by all samples": (nn.MultiMarginLoss(weight=WEIGHTS), tokens(0)),
+    "a mean over samples of sums": (nn.KLDivLoss(reduction="batchmean"), probabilities()),
     "probabilities": (
         lambda o, t: F.cross_entropy(o.flatten(0, 1), t.flatten(0, 1).softmax(1)),
         numbers(),
@@ -148,6 +169,11 @@ class Weighted(nn.Module):
         self.scale = nn.Parameter(torch.ones(2))
 
 
+class OwnMean(nn.CrossEntropyLoss):
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(logits, targets, self.weight, reduction="none").mean()
+
+
 @pytest.mark.parametrize(
     ("loss", "said"),
     [
@@ -155,10 +181,12 @@ class Weighted(nn.Module):
         ("mse", "loss must be a function .*got 'mse'"),
         (nn.MSELoss(reduction="sum"), r"(?s)reduction='sum'.*target.numel\(\)"),
         (partial(F.mse_loss, reduction="none"), "reduction='none'"),
+        (OwnMean(ignore_index=3), r"OwnMean.*CrossEntropyLoss.*ignore_index.*return \(sum, weight\)"),
+        (OwnMean(weight=WEIGHTS), r"OwnMean.*CrossEntropyLoss.*weight.*return \(sum, weight\)"),
         (Weighted(), "loss has a parameter to be trained, scale"),
         ({0: F.mse_loss, 1: None}, "loss must be a function .*got None"),
     ],
-    ids=["class", "text", "sum", "none", "parameters", "by stage"],
+    ids=["class", "text", "sum", "none", "ignored in another way", "weighted in another way", "parameters", "by stage"],
 )
 def test_losses_that_are_refused_before_anything_starts(loss: Any, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
@@ -169,3 +197,4 @@ def test_losses_that_are_refused_before_anything_starts(loss: Any, said: str) ->
 
 def test_a_frozen_loss_is_no_trouble() -> None:
     check_loss(Weighted().requires_grad_(False))
+    check_loss(OwnMean())

@@ -289,6 +289,60 @@ def test_a_rate_set_by_hand_that_a_scheduler_would_overwrite_is_refused() -> Non
         list(pipeline.run(make_batches()[2:4]))
 
 
+def ending(group: dist.ProcessGroup | None, method: str, width: int = 1) -> Pipeline:
+    """With a scheduler for five updates: OneCycleLR has a rate for after its last step, too."""
+    return Pipeline(
+        make_blocks(),
+        make_schedule(method, STAGES, M),
+        loss=loss,
+        optimizer=OPTIMIZERS["sgd"],
+        lr_scheduler=lambda o: schedulers.OneCycleLR(o, max_lr=0.05, total_steps=4),
+        data_parallel=width,
+        group=group,
+        timeout=20.0,
+    )
+
+
+def run_to_the_end(group: dist.ProcessGroup, method: str) -> tuple[list[int], str, int]:
+    pipeline, reports, said = ending(group, method), [], ""
+    try:
+        for report in pipeline.run(make_batches()[:7]):
+            reports.append(report.batch)
+    except ConfigError as error:
+        said = str(error)
+    pipeline.full_state_dict()
+    return reports, said[:37], pipeline.batches
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("method", ["1f1b", "2bw"])
+def test_a_scheduler_that_ends_ends_the_run_on_all_ranks(method: str, pool: Pool) -> None:
+    """The rank that reads the batches says why."""
+    said = ["lr_scheduler has no rate for update 6", "", ""]
+    assert pool.submit(run_to_the_end, method, ranks=STAGES) == [([0, 1, 2, 3, 4], one, 5) for one in said]
+
+
+@pytest.mark.parametrize("method", ["1f1b", "2bw", "stash"])
+@pytest.mark.parametrize("width", [1, 2])
+def test_a_scheduler_that_ends_ends_the_run_before_the_next_batch(method: str, width: int) -> None:
+    """All batches before have been trained on and reported, and the pipeline is as good as after any run."""
+    batches = [a + b for a, b in pairwise(make_batches())] if width == 2 else make_batches()
+    pipeline, wanted = (ending(None, method, width) for _ in range(2))
+    reports = []
+    with pytest.raises(ConfigError, match=r"lr_scheduler has no rate for update 6: .*as many steps as"):  # noqa: PT012
+        for report in pipeline.run(batches[:7]):
+            reports.append(report.batch)
+    assert reports == [0, 1, 2, 3, 4]
+    list(wanted.run(batches[:5]))
+    assert_equal_tensors(pipeline.state_dict(), wanted.state_dict(), "weights")
+    assert pipeline.batches == 5
+    pipeline.snapshots()
+    assert pipeline.evaluate(batches[:1]) is not None
+    with pytest.raises(ConfigError, match="no rate for update 6"):
+        list(pipeline.run(batches[:1]))
+    assert list(pipeline.run([])) == []
+
+
 def test_rates_beyond_the_end_of_a_scheduler_are_its_last_ones() -> None:
     """Predictions look further than training goes."""
     optimizer = OPTIMIZERS["sgd"]([("p", nn.Parameter(torch.zeros(2)))])

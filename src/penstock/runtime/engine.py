@@ -27,6 +27,7 @@ from penstock.runtime.execute.executor import Executor
 from penstock.runtime.execute.run_loop import Run, drive_all, drive_one
 from penstock.runtime.rank.batch_source import Batches, BatchSource
 from penstock.runtime.rank.reports import Report
+from penstock.runtime.rank.scheduled_batches import while_scheduled
 from penstock.runtime.rank.snapshot import Saving, Snapshot, take_snapshot
 from penstock.runtime.setup.initial_weights import check_written, follow_first, follow_settings
 from penstock.runtime.setup.rank_state import RankState
@@ -112,7 +113,9 @@ class Engine:
 
     def _train_once(self, batches: Batches, save: Saving | None, evaluate: Evaluating | None) -> Iterator[Report]:
         self.check_idle()
-        source = self._open(batches, evaluates=False)
+        stages = [stage for state in self._ranks for stage in state.stages.values()]
+        scheduled = while_scheduled(batches, stages, self.batches if self._combine.apart else None)
+        source = self._open(scheduled, evaluates=False)
         if not self._begin(source):
             return
         executors = self._executors(self._proof)

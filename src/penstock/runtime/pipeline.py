@@ -90,9 +90,10 @@ class Pipeline:
         loss: a function, (output, target) -> the mean over a microbatch, as torch's losses return it; or (sum, weight),
             such as the sum over tokens and their number. Updates are those of the mean over the whole batch: a mean
             counts by its samples (the length of the first dimension of the target, or of the output if the target has
-            none), less the share of targets that torch's losses ignore. A dict, by stage, gives stages without a
-            successor losses of their own; their sums are added, and divided by the weight of the last stage, whose loss
-            is reported.
+            none), less the share of targets that torch's losses ignore. A function that takes a mean over anything else
+            (a lambda with an ignore_index of its own, a mean under a mask) must return (sum, weight). A dict, by stage,
+            gives stages without a successor losses of their own; their sums are added, and divided by the weight of the
+            last stage, whose loss is reported.
         optimizer: a function, named parameters -> optimizer, such as ``lambda named: torch.optim.AdamW(named,
             lr=1e-3)``, called once per stage. A parameter that a batch does not use counts as one with a gradient of
             zero (plain torch would skip it), so momentum and weight decay act on it.
@@ -277,6 +278,7 @@ class Pipeline:
             DataError: a batch cannot be split. As with whatever else the data's iterator raises, all batches before it
                 have been trained on and reported by then, and the pipeline is as good as after any run. The same holds
                 of the data of an evaluation, after the batches under way.
+            ConfigError: `lr_scheduler` has no rate for the update of a batch; as with a batch that cannot be split.
             PenstockError: a message did not arrive, the data differ between ranks, or weights were rewritten under a
                 reader; then, and after whatever the model itself raises, the pipeline is broken.
         """

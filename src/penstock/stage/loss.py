@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules.loss import _Loss
 from torch.utils import _pytree as pytree
 
 from penstock.errors import ConfigError
@@ -21,6 +23,8 @@ from penstock.errors import ConfigError
 LossFunction = Callable[[Any, Any], Any]
 """(output, target) -> the mean over the targets of a microbatch, as a scalar; or (sum, weight)."""
 _IGNORED = -100  # the default of torch's losses over classes
+_OVER_CLASSES = (nn.CrossEntropyLoss, nn.NLLLoss)
+_MEANS = ("mean", "batchmean")  # the second one over samples: of KLDivLoss
 
 
 def check_loss(loss: LossFunction | Mapping[int, LossFunction]) -> None:
@@ -30,8 +34,8 @@ def check_loss(loss: LossFunction | Mapping[int, LossFunction]) -> None:
         loss: one for the last stage; or several, by stage.
 
     Raises:
-        ConfigError: it is no function, or it is a module of torch that sums or does not reduce, or that has parameters
-            to be trained.
+        ConfigError: it is no function; or it is a module of torch that sums or does not reduce, or that has parameters
+            to be trained, or whose mean may be divided by anything.
     """
     for one in loss.values() if isinstance(loss, Mapping) else (loss,):
         _check_one(one)
@@ -52,8 +56,9 @@ def _check_one(loss: Any) -> None:
                 f"loss has a parameter to be trained, {trained}, but optimizers step the parameters of blocks only; "
                 "make it part of the last block, or freeze it with loss.requires_grad_(False)"
             )
-    reduction = _setting(loss, "reduction", "mean")
-    if reduction != "mean":
+        _check_own_forward(loss)
+    reduction = _reduction(loss)
+    if reduction not in _MEANS:
         raise ConfigError(
             f"loss has reduction={reduction!r}, but an update takes the mean over its batch; use reduction='mean', or "
             "return the sum with the number that it is divided by:\n"
@@ -63,11 +68,38 @@ def _check_one(loss: Any) -> None:
         )
 
 
-def _setting(loss: Any, name: str, default: Any) -> Any:
-    """A setting of a loss of torch, be it a module or a function with some arguments filled in."""
-    if isinstance(loss, functools.partial):
-        return loss.keywords.get(name, default)
-    return getattr(loss, name, default) if isinstance(loss, nn.Module) else default
+def _check_own_forward(loss: nn.Module) -> None:
+    """Refuse a class made from a loss over classes whose forward may divide by something else."""
+    if not isinstance(loss, _OVER_CLASSES) or _is_over_classes(loss):
+        return
+    differing = "weight" if loss.weight is not None else "ignore_index" if loss.ignore_index != _IGNORED else None
+    if differing is not None:
+        kind = next(known.__name__ for known in _OVER_CLASSES if isinstance(loss, known))
+        raise ConfigError(
+            f"loss is a {type(loss).__name__}, a {kind} with a forward of its own and with {differing}, so it is not "
+            "known what its mean is divided by; return (sum, weight) from a function, such as the sum over targets and "
+            "the sum of the weights of their classes"
+        )
+
+
+def _is_over_classes(loss: Any) -> bool:
+    """Whether a module is torch's own loss over classes, whose mean is divided by the weights of classes."""
+    forwards = [kind.forward for kind in _OVER_CLASSES]
+    return isinstance(loss, _OVER_CLASSES) and type(loss).forward in forwards and "forward" not in vars(loss)
+
+
+def _reduction(loss: Any) -> str:
+    """The reduction of a loss of torch, be it a module or a function with some arguments filled in."""
+    if isinstance(loss, functools.partial) and getattr(loss.func, "__module__", None) == F.__name__:
+        return str(loss.keywords.get("reduction", "mean"))
+    return loss.reduction if isinstance(loss, _Loss) else "mean"
+
+
+def _over_classes(loss: Any) -> tuple[int, Any]:
+    """Return the class that a loss of torch ignores, and its weights of classes or None."""
+    if isinstance(loss, functools.partial) and loss.func in (F.cross_entropy, F.nll_loss):
+        return loss.keywords.get("ignore_index", _IGNORED), loss.keywords.get("weight")
+    return (loss.ignore_index, loss.weight) if _is_over_classes(loss) else (_IGNORED, None)
 
 
 def sum_and_weight(result: Any, loss: LossFunction, output: Any, target: Any, where: str) -> tuple[Tensor, float]:
@@ -109,7 +141,7 @@ def count_targets(loss: LossFunction, output: Any, target: Any) -> float:
 
     Samples are the length of the first dimension of the target (or, if that has none, of the output). Of targets that
     are classes, those that torch's losses ignore do not count (-100, or the `ignore_index` of the loss), and others do
-    with the weight of their class, if `loss` is a module with such.
+    with the weight of their class, if `loss` is torch's cross entropy or negative log likelihood with such.
     """
     leaves = (*pytree.tree_leaves(target), *pytree.tree_leaves(output))
     known = next((leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), None)
@@ -118,7 +150,7 @@ def count_targets(loss: LossFunction, output: Any, target: Any) -> float:
     samples = float(known.shape[0])
     if known.dtype != torch.int64 or not known.numel():
         return samples
-    ignored, weights = _setting(loss, "ignore_index", _IGNORED), _setting(loss, "weight", None)
+    ignored, weights = _over_classes(loss)
     counted = known != ignored
     if isinstance(weights, Tensor):
         total = float(weights.detach()[known[counted]].double().sum())

@@ -96,8 +96,8 @@ class GroupSettings:
 
     def correct(self, begin: Callable[[torch.optim.Optimizer], None] | None) -> None:
         """Let a correction change settings, after undoing the changes of the one before."""
-        for group, before, rate in zip(self.groups, self._corrected, self.rates, strict=True):
-            group.update(before, lr=rate)
+        for group, changed, rate in zip(self.groups, self._corrected, self.rates, strict=True):
+            group.update(changed, lr=rate)
         before = [_settings(group) for group in self.groups]
         if begin is not None and self._optimizer is not None:
             begin(self._optimizer)
@@ -126,7 +126,7 @@ class GroupSettings:
         Raises:
             CapabilityError: a checkpoint cannot hold it.
         """
-        found = {}
+        found: dict[tuple[str, str], Any] = {}
         for group, by_hand in zip(self.groups, self.by_hand, strict=True):
             for key, value in by_hand.items():
                 plain = _plain(value)
