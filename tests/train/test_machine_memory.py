@@ -68,10 +68,12 @@ def test_the_command_refuses_them_at_once(change: str, message: str, monkeypatch
     """Before a block is made or a schedule proven; of a job of torchrun each machine holds a part only."""
 
     def made(*_: object, **__: object) -> None:
-        raise AssertionError("a schedule was proven")
+        raise AssertionError("blocks were made, or a schedule proven")
 
     (tmp_path / "text.txt").write_text("the quick brown fox " * 500)
     monkeypatch.setattr("penstock.schedule.build.check", made)
+    if message != "the model has 6 blocks, which cannot be cut into 100 stages":
+        monkeypatch.setattr("penstock.train.setup.prepare.gpt_blocks", made)
     code, out, err = run(monkeypatch, capsys, "train", "--data", tmp_path / "text.txt", "--set", change)
     assert (code, out) == (2, "")
     assert message in " ".join(err.split())

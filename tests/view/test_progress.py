@@ -13,7 +13,7 @@ from penstock.train.config.load import load_config
 from penstock.train.observer import Progress, RunSummary, Switched
 from penstock.train.setup.prepare import prepare
 from penstock.view.progress import TerminalObserver, human_bytes
-from penstock.view.tables import time_table
+from penstock.view.tables import bytes_table, time_table
 from support.simulated import simulated
 
 
@@ -60,7 +60,7 @@ def test_the_live_display_shows_every_figure(tmp_path):
     observer.close()
     shown = Text.from_ansi(console.file.getvalue()).plain
     for figure in (
-        "stage 0: a .. b (2 blocks)", "stage 1: c (1 blocks)", "batch 250 of 1000", "ETA 0:00:30", "loss 2.5000",
+        "stage 0: a .. b (2 blocks)", "stage 1: c (1 block)", "batch 250 of 1000", "ETA 0:00:30", "loss 2.5000",
         "1,234 tokens/s", "bubble 12.5%", "lr 3.00e-03", "activations", "1.5 kB", "2.0 MB",
     ):  # fmt: skip
         assert figure in shown, figure
@@ -111,6 +111,24 @@ def test_a_change_of_method_is_said_once(tmp_path, terminal):
     observer.close()
     said = "back from 20 batches to 7; 1f1b from batch 7 on (diverged at batch 12: the loss was nan)"
     assert [line for line in screen() if "1f1b" in line] == [said]
+
+
+@pytest.mark.parametrize(("ranks", "width", "whole"), [(2, 80, True), (6, 80, False), (6, 120, True), (32, 120, False)])
+def test_bytes_of_many_ranks_fit_the_terminal(ranks, width, whole):
+    held = {
+        rank: {"frozen parameters and buffers": 1000 * rank, "weights": 5 * 10**8, "none": 0} for rank in range(ranks)
+    }
+    console = Console(file=StringIO(), width=width)
+    console.print(bytes_table(held, width=width))
+    title, headings, *rows = (line.rstrip() for line in console.file.getvalue().splitlines())
+    assert title == "live bytes"
+    assert len(rows) == 2  # no row is broken
+    assert ("rank 0" in headings) == whole
+    if not whole:
+        assert headings.split() == ["least", "most", str(ranks), "ranks"]
+        assert rows[0].split()[4:] == ["0", "B", "(rank", "0)", f"{ranks - 1}.0", "kB", "(rank", f"{ranks - 1})", *(
+            f"{sum(range(ranks))}.0 kB".split()
+        )]  # fmt: skip
 
 
 @pytest.mark.parametrize("terminal", [True, False])

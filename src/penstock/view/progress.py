@@ -53,7 +53,7 @@ class TerminalObserver:
         )
         for stage, names in enumerate(parts):
             label = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
-            self.console.print(f"  stage {stage}: {label} ({len(names)} blocks)")
+            self.console.print(f"  stage {stage}: {label} ({counted(len(names), 'block')})")
         if config.delayed:
             late = "" if config.backward_delays is None else f", backward_delays {config.backward_delays}"
             self.console.print(f"weights are read with chosen delays: delays {config.delays}{late}", markup=False)
@@ -93,7 +93,7 @@ class TerminalObserver:
         """Refresh the live display, with something more at its end."""
         if self._live is not None and self._bar is not None and self._latest is not None:
             said = [line for line in (self._evaluation, self._ending) if line]
-            figures, held = _figures(self._latest), bytes_table(self._latest.live_bytes)
+            figures, held = _figures(self._latest), bytes_table(self._latest.live_bytes, width=self.console.width)
             self._live.update(Group(self._bar, figures, *said, held, *more))
 
     def evaluated(self, found: Evaluated) -> None:
@@ -146,7 +146,7 @@ class TerminalObserver:
         if summary.time.makespan:
             self.console.print()
             self.console.print(time_table(summary.time))
-        print_(bytes_table(summary.peak_bytes, "peak bytes"))
+        print_(bytes_table(summary.peak_bytes, "peak bytes", self.console.width))
         if summary.again is not None:
             print_(f"{summary.again} updates were undone and repeated")
         print_(
@@ -155,7 +155,7 @@ class TerminalObserver:
         )
         if sample is not None:
             print_(f"more text: penstock sample {summary.folder}", markup=False)
-        print_(f"timeline: {summary.folder / TRACE}, for ui.perfetto.dev", markup=False)
+        print_(f"timeline (ui.perfetto.dev): {summary.folder / TRACE}", markup=False)
         if summary.averaged_loss is not None:
             print_(f"validation loss with averaged weights {summary.averaged_loss:.4f}")
         if summary.validation_loss is not None:

@@ -29,6 +29,6 @@ def summary(pipeline: Pipeline, width: int = 120) -> str:
         gathered = gather_json(peaks, "gathering the peak bytes", pipeline.grid.control)
         peaks = [(rank, held) for part in gathered for rank, held in part]
     console = Console(file=io.StringIO(), width=width)
-    console.print(time_table(split), bytes_table(dict(peaks), "peak bytes"))
+    console.print(time_table(split), bytes_table(dict(peaks), "peak bytes", console.width))
     assert isinstance(console.file, io.StringIO)
     return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())

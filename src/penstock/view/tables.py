@@ -290,16 +290,40 @@ def keys_table(keys: list[tuple[str, Any, str]], title: str = "keys of CONFIG.ya
     return table
 
 
-def bytes_table(by_rank: dict[int, dict[str, int]], title: str = "live bytes") -> Table:
-    """Return a table of bytes with a row per purpose and a column per rank."""
+def bytes_table(by_rank: dict[int, dict[str, int]], title: str = "live bytes", width: int | None = None) -> Table:
+    """Return a table of bytes with a row per purpose and a column per rank.
+
+    Args:
+        by_rank: rank -> purpose -> bytes.
+        title: above the table.
+        width: of the terminal in characters: where ranks are too many for it, the table has the least and the most of
+            them and the sum of all. None for all ranks.
+    """
     kinds = sorted({kind for kinds in by_rank.values() for kind, number in kinds.items() if number})
     kinds.sort(key=lambda kind: kind == "total")
-    table = Table(title=title, title_justify="left", title_style="dim", box=None, padding=(0, 2), pad_edge=False)
-    table.add_column("")
-    for rank in sorted(by_rank):
-        table.add_column(f"rank {rank}", justify="right")
-    for kind in kinds:
-        table.add_row(kind, *(human_bytes(by_rank[rank].get(kind, 0)) for rank in sorted(by_rank)))
+    ranks = sorted(by_rank)
+    columns = {f"rank {rank}": [human_bytes(by_rank[rank].get(kind, 0)) for kind in kinds] for rank in ranks}
+    table = _bytes(title, kinds, columns)
+    if width is None or _natural_width(table) <= width:
+        return table
+    held = {kind: [by_rank[rank].get(kind, 0) for rank in ranks] for kind in kinds}
+    summary = {
+        "least": [
+            f"{human_bytes(min(held[kind]))} (rank {ranks[held[kind].index(min(held[kind]))]})" for kind in kinds
+        ],
+        "most": [f"{human_bytes(max(held[kind]))} (rank {ranks[held[kind].index(max(held[kind]))]})" for kind in kinds],
+        f"{len(ranks)} ranks": [human_bytes(sum(held[kind])) for kind in kinds],
+    }
+    return _bytes(title, kinds, summary)
+
+
+def _bytes(title: str, kinds: Sequence[str], columns: dict[str, list[str]]) -> Table:
+    table = Table(title=title, title_justify="left", title_style="dim", box=None, pad_edge=False)
+    table.add_column("", no_wrap=True)
+    for heading in columns:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row, kind in enumerate(kinds):
+        table.add_row(kind, *(cells[row] for cells in columns.values()))
     return table
 
 
