@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Iterable
+from numbers import Real
 from typing import TypeGuard, TypeVar
 
 from penstock.errors import ConfigError
@@ -30,6 +31,26 @@ def check_whole(what: str, value: object, least: int = 1) -> None:
     """
     if not is_whole(value, least):
         raise ConfigError(f"{what} must be a whole number of at least {least}, got {value!r}")
+
+
+def check_number(what: str, value: object, such_as: str) -> None:
+    """Raise an error if a setting is neither a number nor None.
+
+    Args:
+        what: where the value was set, for the message.
+        value: the value.
+        such_as: an example, for the message.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    if value is not None and not is_number(value):
+        raise ConfigError(f"{what} must be a number, such as {such_as}, or None; got {value!r:.80}")
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Return whether `value` is a real number, but not a bool."""
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def similarity(name: str, other: str) -> float:

@@ -28,6 +28,21 @@ class Defect(NamedTuple):
 
 
 DEFECTS = (
+    # --- the command line ---------------------------------------------------------------------------------------------
+    Defect(
+        "options of the command line go behind --set",
+        "cli",
+        'return [*(changes or ()), *(f"{key}={value}" for key, value in keys.items() if value is not None)]',
+        'return [*(f"{key}={value}" for key, value in keys.items() if value is not None), *(changes or ())]',
+        ("tests/cli/test_commands.py",),
+    ),
+    Defect(
+        "every worker of torchrun prints what all of them have to say",
+        "launch",
+        "def is_first_to_say(message: str) -> bool:",
+        "def is_first_to_say(message: str) -> bool:\n    return True\n\n\ndef unused(message: str) -> bool:",
+        ("tests/launch/test_torchrun.py",),
+    ),
     # --- schedule: orders, rules, the proof, the machine --------------------------------------------------------------
     Defect(
         "1F1B warms up with one forward too many",
@@ -376,6 +391,20 @@ DEFECTS = (
         "self._worse > self._limit:",
         ("tests/runtime/test_early_stop_notice.py", "tests/train/test_interrupted.py"),
     ),
+    Defect(
+        "a run on an order of one's own keeps the name of its file instead of the schedule",
+        "train",
+        'return f"# {path}{said}\\n{str(proof.schedule).strip()}\\n"',
+        'return f"{path}{said}"',
+        ("tests/train/test_own_schedules.py",),
+    ),
+    Defect(
+        "a method that is given to a run on an order of one's own is trained beside it",
+        "train",
+        "            values[other] = None\n",
+        "            pass\n",
+        ("tests/train/test_own_schedules.py",),
+    ),
     # --- verify -------------------------------------------------------------------------------------------------------
     Defect(
         "a number equals NaN",
@@ -390,6 +419,13 @@ DEFECTS = (
         "missing = sorted(self._missing) if complete else []",
         "missing = []",
         ("tests/verify/test_verify.py",),
+    ),
+    Defect(
+        "an order of one's own is verified by the equations of a flush, whatever its rule",
+        "verify",
+        '"double-buffer": "2bw",',
+        '"double-buffer": "1f1b",',
+        ("tests/verify/test_own_orders.py",),
     ),
     Defect(
         "the reference divides a batch by the loss scale twice",

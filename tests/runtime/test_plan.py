@@ -17,8 +17,9 @@ from penstock.partition.blocks import LazyBlock
 from penstock.runtime.pipeline import Pipeline, continue_under, pipeline_of
 from penstock.runtime.plan import plan as plan_module
 from penstock.runtime.plan.method_choice import request_of
-from penstock.runtime.plan.options import PipelineOptions
+from penstock.runtime.plan.options import Partition, PipelineOptions, Precision, Recompute
 from penstock.runtime.plan.plan import PipelinePlan, UnprovenPlan
+from penstock.runtime.update.divergence import Divergence
 from penstock.schedule import build
 from penstock.schedule.build import ScheduleRequest, make_schedule, prove
 from penstock.schedule.methods.choice import method
@@ -169,7 +170,7 @@ def test_too_few_microbatches_are_found_last() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"width": 0}, "width must be a whole number of at least 1, got 0"),
+        ({"width": 0}, "data_parallel: width must be a whole number of at least 1, got 0"),
         ({"reduce": "quick"}, "reduce must be one of ordered, fast"),
         ({"combine": "average"}, "combine must be a Combine"),
         ({"precision": "fp8"}, "precision must be one of fp32, bf16, fp16"),
@@ -184,6 +185,44 @@ def test_too_few_microbatches_are_found_last() -> None:
 def test_options_are_checked_when_they_are_made(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         PipelineOptions().changed(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"staleness": "pipemare"},
+            r"staleness must be .*correction_of\('pipemare', reschedule=500\).*; got 'pipemare'",
+        ),
+        ({"partition": 2}, r"partition must be the number of blocks of each stage, such as \[3, 2, 3\], .*; got 2"),
+        ({"partition": "22"}, r"partition must be .*; got '22'"),
+        ({"partition": [2.0, 2]}, r"partition must be .*; got \[2.0, 2\]"),
+        ({"partition": lambda: Partition(tied=[("a", "b")])}, "tied must be a dict, such as .*; got"),  # type: ignore[arg-type]
+        ({"partition": lambda: Partition(slicing=2)}, "slicing must be a Slicing"),  # type: ignore[arg-type]
+        ({"max_grad_norm": "1"}, "max_grad_norm must be a number, such as 1.0, or None; got '1'"),
+        ({"max_grad_norm": True}, "max_grad_norm must be a number, such as 1.0, or None; got True"),
+        ({"ema_decay": "0.9"}, "ema_decay must be a number, such as 0.999, or None; got '0.9'"),
+        ({"divergence": 3}, r"divergence must be penstock.Divergence\(spike=2.0\) or the like, or None; got 3"),
+        ({"divergence": Divergence(spike="2")}, "divergence: spike must be a number, .*; got '2'"),  # type: ignore[arg-type]
+        ({"timeout": "x"}, "timeout must be a number of seconds above 0; got 'x'"),
+        ({"timeout": 0}, "timeout must be a number of seconds above 0; got 0"),
+        ({"seed": None}, "seed must be a whole number; got None"),
+        ({"data_parallel": "2"}, "data_parallel: width must be a whole number of at least 1, got '2'"),
+        ({"precision": lambda: Precision("fp16", loss_scale=8.0)}, "loss_scale must be a LossScale"),  # type: ignore[arg-type]
+        ({"precision": lambda: Precision(divisor="8")}, "divisor must be a number, .*; got '8'"),  # type: ignore[arg-type]
+        ({"recompute": True}, "recompute must be one of none, block, stage; got True"),
+        ({"recompute": lambda: Recompute("stage", segments="2")}, "segments must be .*; got '2'"),  # type: ignore[arg-type]
+        ({"divergence": Divergence()}, r"set max_grad_norm=, .*precision=.* or data_parallel= \(penstock train: "),
+    ],
+    ids=str,
+)
+def test_values_of_wrong_types_are_refused_with_what_to_write(options: dict[str, Any], message: str) -> None:
+    def make() -> Pipeline:
+        given = {name: value() if callable(value) else value for name, value in options.items()}
+        return Pipeline([nn.Linear(2, 2)], method="1f1b", stages=1, microbatches=2, loss=total, optimizer=sgd, **given)
+
+    with pytest.raises(ConfigError, match=message):
+        make()
 
 
 def test_every_option_has_a_name_of_its_own_and_keywords_are_options() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -198,3 +200,42 @@ def test_a_run_that_nobody_asks_is_noticed() -> None:
     with pytest.warns(RuntimeWarning, match=r"nothing was trained; write: for report in pipeline.run\(loader\)"):
         pipeline.run(batches())
     pipeline.run(batches()).close()  # on purpose
+
+
+UNFINISHED = """
+import torch
+from torch import nn
+
+import penstock
+
+
+class Says(nn.Module):
+    def forward(self, x):
+        print("forward", flush=True)
+        return x
+
+
+def start():
+    run = pipeline.run([(torch.randn(4, 3), torch.randn(4, 2))] * 20)
+    kept.extend([run, kept])  # a cycle, as with the frames of an exception
+    next(run)
+    print("the end", flush=True)
+
+
+kept = []
+pipeline = penstock.Pipeline(
+    [nn.Linear(3, 4), Says(), nn.Linear(4, 2)],
+    method="2bw",
+    stages=2,
+    microbatches=2,
+    loss=nn.functional.mse_loss,
+    optimizer=torch.optim.SGD,
+)
+start()
+"""
+
+
+def test_a_run_left_open_at_exit_is_abandoned() -> None:
+    done = subprocess.run([sys.executable, "-c", UNFINISHED], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stderr == ""
+    assert done.stdout.splitlines()[-1] == "the end"

@@ -72,7 +72,7 @@ def compare(
     from penstock.view.tables import keys_table
 
     if keys:
-        Console().print(keys_table(described_keys(ComparisonConfig), "keys of --set"))
+        Console().print(keys_table(described_keys(ComparisonConfig)))
         return
     if out is None:
         raise ConfigError("give the folder for the results, as in --out comparisons/first")

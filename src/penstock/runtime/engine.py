@@ -7,6 +7,7 @@ batches, and one span from each to the next where the pipeline must be drained f
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -150,7 +151,7 @@ class Engine:
                     count += 1
                     yield report
             except GeneratorExit:  # the caller has left the loop: finish what is under way
-                if not self._abandoned:
+                if not self._abandoned and not sys.is_finalizing():  # at exit, no module can be relied on
                     self.ask_to_stop()
                     unseen = list(reports)
                     count += len(unseen)

@@ -20,6 +20,7 @@ class TrainingRun(Iterator[Report]):
     Leaving its loop, or `close`, finishes the batches under way. So does a first Ctrl-C while it works: these batches
     are reported, then `KeyboardInterrupt` is raised, and the pipeline is as good as after any run. A second Ctrl-C
     interrupts at once, and breaks the pipeline. (This holds in the main thread, where SIGINT has Python's own handler.)
+    A run that is still open when the interpreter exits is abandoned.
 
     Args:
         reports: makes the reports; closed with the run.

@@ -280,7 +280,7 @@ def time_table(split: TimeSplit, unit: str = " s") -> Table:
     return table
 
 
-def keys_table(keys: list[tuple[str, Any, str]], title: str = "keys of CONFIG.yaml and --set") -> Table:
+def keys_table(keys: list[tuple[str, Any, str]], title: str = "keys of --set and --config") -> Table:
     """Return a table of configuration keys with their defaults and meanings."""
     table = Table(title=title, title_justify="left", title_style="dim", box=None, padding=(0, 2))
     for heading in ("key", "default", "meaning"):

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from penstock.checks import check_number, check_whole, is_number
 from penstock.comm.collective.all_reduce import Reduce, is_fast
 from penstock.errors import ConfigError
 from penstock.partition.block_delays import Delays
@@ -65,8 +66,7 @@ class DataParallel(ShortRepr):
 
     def __post_init__(self) -> None:
         """Check each by itself."""
-        if isinstance(self.width, bool) or not isinstance(self.width, int) or self.width < 1:
-            raise ConfigError(f"width must be a whole number of at least 1, got {self.width!r}")
+        check_whole("data_parallel: width", self.width)
         is_fast(self.reduce)
         if not isinstance(self.combine, Combine):
             raise ConfigError(
@@ -94,7 +94,7 @@ class Precision(ShortRepr):
             nearest power of two is taken.
 
     Raises:
-        ConfigError: an unknown precision, or a divisor that is not positive.
+        ConfigError: an unknown precision, a divisor that is not positive, or values of other types.
     """
 
     precision: PrecisionName = "fp32"
@@ -104,6 +104,12 @@ class Precision(ShortRepr):
     def __post_init__(self) -> None:
         """Check each by itself."""
         low_precision(self.precision)
+        if self.loss_scale is not None and not isinstance(self.loss_scale, LossScale):
+            raise ConfigError(
+                "loss_scale must be a LossScale, such as LossScale(initial=1024.0), or None; got "
+                f"{self.loss_scale!r:.80}"
+            )
+        check_number("divisor", self.divisor, "8")
         if self.divisor is not None and not self.divisor > 0:
             raise ConfigError(f"divisor must be positive, got {self.divisor}")
 
@@ -156,11 +162,23 @@ class Staleness(ShortRepr):
             profile that a pipeline without flushes would have, such as "1f1b:8".
         backward_delays: the same for backwards, where they differ from forwards: wherever the formulas of a backward
             contain weights, these are W(max(t - delay, 0)); activations stay as the forward made them.
+
+    Raises:
+        ConfigError: `correction` is none.
     """
 
     correction: Correction | None = None
     delays: Delays | None = None
     backward_delays: Delays | None = None
+
+    def __post_init__(self) -> None:
+        """Check what can be said without a model."""
+        if self.correction is not None and not isinstance(self.correction, Correction):
+            raise ConfigError(
+                "staleness must be what penstock.correction_of returned, such as correction_of('pipemare', "
+                f"reschedule=500), or a Staleness; got {self.correction!r:.80}. A method brings its own: "
+                "method=penstock.method('pipemare', reschedule=500)"
+            )
 
     @property
     def correction_name(self) -> str:
@@ -183,11 +201,29 @@ class Partition(ShortRepr):
             blocks only: where two modules hold one parameter, that is noticed. Each stage that uses it has a copy; the
             copies stay equal, and count once in the norm. The optimizer must treat all of them alike.
         slicing: how sequences are divided where a method takes slices of them, such as "seq1f1b".
+
+    Raises:
+        ConfigError: a value of another type.
     """
 
     balance: Sequence[int] | None = None
     tied: Mapping[str, str] | None = None
     slicing: Slicing = EQUAL_SLICES
+
+    def __post_init__(self) -> None:
+        """Check each by itself."""
+        listed = self.balance is None or isinstance(self.balance, Sequence)
+        if not listed or not all(isinstance(size, int) for size in self.balance or ()):
+            raise ConfigError(
+                "partition must be the number of blocks of each stage, such as [3, 2, 3], a Partition, or None; got "
+                f"{self.balance!r:.80}"
+            )
+        if self.tied is not None and not isinstance(self.tied, Mapping):
+            raise ConfigError(
+                f"tied must be a dict, such as {{'head.weight': 'embedding.weight'}}, or None; got {self.tied!r:.80}"
+            )
+        if not isinstance(self.slicing, Slicing):
+            raise ConfigError(f"slicing must be a Slicing, such as Slicing(dimension=1); got {self.slicing!r:.80}")
 
 
 @dataclass(frozen=True)
@@ -208,7 +244,7 @@ class UpdateOptions:
         divergence: what `Pipeline.trouble` is to report, where stages decide together.
 
     Raises:
-        ConfigError: a number is out of its range.
+        ConfigError: a number is out of its range, or a value of another type.
     """
 
     max_grad_norm: float | None = None
@@ -218,12 +254,19 @@ class UpdateOptions:
 
     def __post_init__(self) -> None:
         """Check each by itself."""
+        check_number("max_grad_norm", self.max_grad_norm, "1.0")
+        check_number("ema_decay", self.ema_decay, "0.999")
         Policy(self.max_grad_norm)
         if self.ema_decay is not None and not 0 < self.ema_decay < 1:
             raise ConfigError(f"ema_decay must be between 0 and 1, such as 0.999; got {self.ema_decay}")
         if self.lr_scheduler is not None:
             check_factory(self.lr_scheduler)
         if self.divergence is not None:
+            if not isinstance(self.divergence, Divergence):
+                raise ConfigError(
+                    "divergence must be penstock.Divergence(spike=2.0) or the like, or None; got "
+                    f"{self.divergence!r:.80}"
+                )
             self.divergence.check()
 
 
@@ -235,10 +278,20 @@ class RunOptions:
         seed: of the random numbers that blocks draw (`penstock.stage.rng`).
         timeout: seconds after which a missing message is an error; between runs, where all ranks meet, the group's own
             time-out counts.
+
+    Raises:
+        ConfigError: a value is no such number.
     """
 
     seed: int = 0
     timeout: float = 300.0
+
+    def __post_init__(self) -> None:
+        """Check each by itself."""
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
+            raise ConfigError(f"seed must be a whole number; got {self.seed!r:.80}")
+        if not is_number(self.timeout) or not self.timeout > 0:
+            raise ConfigError(f"timeout must be a number of seconds above 0; got {self.timeout!r:.80}")
 
 
 @dataclass(frozen=True)
@@ -272,8 +325,9 @@ class PipelineOptions:
             )
         if self.update.divergence is not None and not self.deciding:
             raise ConfigError(
-                "a divergence (fallback.when) is noticed where all stages decide together; set max_grad_norm, "
-                "loss_scale or width"
+                "a divergence is noticed where all stages decide together; besides divergence=, set max_grad_norm=, "
+                "precision='fp16' (or a Precision with a loss scale) or data_parallel= (penstock train: besides "
+                "fallback.when, max_grad_norm, loss_scale or width)"
             )
 
     @classmethod

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from statistics import median
 from typing import Any, NamedTuple
 
-from penstock.checks import check_whole
+from penstock.checks import check_number, check_whole
 from penstock.errors import ConfigError
 from penstock.weights.decision import Decision
 
@@ -37,6 +37,7 @@ class Divergence(NamedTuple):
         Raises:
             ConfigError: `spike` is not above 1, or `window` no whole number of at least 1.
         """
+        check_number("divergence: spike", self.spike, "2.0")
         if self.spike is not None and not self.spike > 1:
             raise ConfigError(f"divergence: spike must be above 1, got {self.spike}")
         check_whole("divergence: window", self.window)

@@ -6,7 +6,7 @@ called in the updates and backwards of that stage.
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -177,6 +177,7 @@ class Corrector:
         raise NotImplementedError
 
 
+@runtime_checkable
 class Correction(Protocol):
     """What a method does about stale weights, with its settings; `correction_of` makes one."""
 
