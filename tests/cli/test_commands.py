@@ -195,10 +195,10 @@ def test_every_configuration_key_can_be_listed(monkeypatch, capsys):
         (["show", "forward-only"], "It is the order of evaluations: any method with order forward-only"),
         (["show", "1f1b", "--file", "order.txt"], "give either a METHOD"),
         (["show", "--file", "order.txt", "--order", "gpipe"], "a --file holds the order; leave --order out"),
-        (["show", "--file", "order.txt", "--stages", "3"], "order.txt holds a finished schedule; leave --stages"),
+        (["show", "--file", "order.txt", "--stages", "3"], "order.txt holds a finished schedule; leave 'stages' out"),
         (
             ["simulate", "--file", "order.csv", "--set", "options.x=3"],
-            "order.csv holds a finished schedule; leave --stages",
+            "order.csv holds a finished schedule; leave 'x' out",
         ),
         (["show", "1f1b", "--order", "gpip"], "unknown order 'gpip'"),
         (["compare", "--out", "c", "--lr", "1e-3,-1"], "lr.1: input should be greater than 0, got -1.0"),
