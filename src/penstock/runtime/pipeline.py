@@ -129,7 +129,7 @@ class Pipeline:
 
     Attributes:
         schedule: what ranks run.
-        proof: of the schedule, with the facts that it derived.
+        proof: of the schedule, with the facts that it derived; `ProvenSchedule.of` makes of it what can be drawn.
         parts: the names of the blocks of each stage.
         grid: all ranks, and which of them are in this process.
         delays, backward_delays: by how many updates the weights that each block reads are late by choice (`Staleness`).

@@ -11,7 +11,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from penstock.errors import ConfigError
 from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.load import holds_function, prove_file
 from penstock.schedule.methods.table import Method
@@ -54,8 +53,8 @@ def read_own_schedule(file: str, stages: int, microbatches: int, options: Mappin
     """
     path, own = split_options(file)
     given = {**options, **whole_numbers(own)}
-    sizes = (stages, microbatches) if holds_function(Path(path)) else (None, None)  # `size_fault` compares the others
-    proof = prove_file(Path(path), *sizes, given)
+    takes = holds_function(Path(path))  # the sizes of a finished schedule are compared by `size_fault`
+    proof = prove_file(Path(path), stages if takes else None, microbatches if takes else None, given)
     said = "".join(f":{name}={value}" for name, value in given.items())
     return f"# {path}{said}\n{str(proof.schedule).strip()}\n"
 
