@@ -42,6 +42,22 @@ def test_what_was_saved_is_loaded_without_numbers(tmp_path: Path, suffix: str) -
     assert (found.schedule.num_stages, found.schedule.microbatches) == (3, 4)
 
 
+@pytest.mark.parametrize("suffix", ["txt", "csv"])
+@pytest.mark.parametrize(
+    ("numbers", "said"),
+    [
+        ({"stages": 3}, "leave 'stages' out"),
+        ({"stages": 2, "microbatches": 16, "chunks": 7}, "leave 'stages', 'microbatches' and 'chunks' out"),
+        ({"chunks": 7}, "leave 'chunks' out"),
+    ],
+    ids=str,
+)
+def test_a_finished_schedule_takes_no_numbers(tmp_path: Path, suffix: str, numbers: Any, said: str) -> None:
+    penstock.make_schedule("1f1b", 3, 4).save(tmp_path / f"mine.{suffix}")
+    with pytest.raises(ConfigError, match=rf"mine.{suffix} holds a finished schedule; {said}"):
+        penstock.load_schedule(tmp_path / f"mine.{suffix}", **numbers)
+
+
 def test_a_function_in_a_file_needs_numbers(tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     path.write_text(ORDER)

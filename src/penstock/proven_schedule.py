@@ -157,18 +157,12 @@ def load_schedule(
         path: `*.py` with a function (stages, microbatches, *, options) that returns an order: the one called `order`,
             or the only function. `*.csv` as `torch.distributed.pipelining` writes it. Otherwise, the text form, as
             `ProvenSchedule.save` writes it.
-        stages, microbatches, options: arguments of the function; the other forms hold a finished schedule.
+        stages, microbatches, options: arguments of the function; the other forms hold a finished schedule, which takes
+            none.
 
     Raises:
-        ConfigError: the file cannot be read, or its function fails or lacks arguments.
+        ConfigError: the file cannot be read, its function fails or lacks arguments, or it takes none and some are
+            given.
         ScheduleError: the schedule is wrong; the message names the action at fault.
     """
-    file = Path(path)
-    if stages is None or microbatches is None:
-        if file.suffix == ".py":
-            raise ConfigError(
-                f"the order in {str(path)!r} is a function of stages and microbatches; give both, such as "
-                f"load_schedule({str(path)!r}, stages=4, microbatches=8)"
-            )
-        stages, microbatches = 0, 0  # the file has them
-    return ProvenSchedule.of(prove_file(file, stages, microbatches, options))
+    return ProvenSchedule.of(prove_file(Path(path), stages, microbatches, options))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -328,10 +328,9 @@ def test_microbatches_are_taken_as_they_are(batch: Any) -> None:
 
 @pytest.mark.parametrize("kind", [tuple, list])
 @pytest.mark.parametrize("count", [2, 3])
-def test_a_pair_of_pairs_is_a_whole_batch_where_a_loader_yields_it(kind: Callable[[Any], Any], count: int) -> None:
-    """Lists of lists, as torch collates pairs of pairs; or tuples. Microbatches come as a list of tuples."""
+def test_a_tuple_of_pairs_is_a_whole_batch(kind: Callable[[Any], Any], count: int) -> None:
     masked, weighted = kind([torch.arange(6), torch.ones(6)]), kind([torch.arange(6), torch.zeros(6)])
-    parts = microbatches_of(kind([masked, weighted]), count, 0)
+    parts = microbatches_of((masked, weighted), count, 0)
     (ids, mask), (labels, weights) = parts[0]
     assert (ids.tolist(), mask.tolist()) == (list(range(6 // count)), [1.0] * (6 // count))
     assert (labels.tolist(), weights.tolist()) == (list(range(6 // count)), [0.0] * (6 // count))
@@ -339,6 +338,20 @@ def test_a_pair_of_pairs_is_a_whole_batch_where_a_loader_yields_it(kind: Callabl
 
 
 A, B = torch.ones(4, 2), torch.ones(4)
+
+
+class Both(NamedTuple):
+    ids: Tensor
+    mask: Tensor
+
+
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("batch", [[[A, B], [A, B]], [[A, B], (A, B)], [Both(A, B), Both(A, B)]])
+def test_a_list_of_two_pairs_could_be_either(count: int, batch: Any) -> None:
+    """Of a loader of samples of two pairs, or of two batches of a loader; whatever the number of microbatches."""
+    both = r"(?s)batch 5 is a list of two pairs, .*for batch in loader\).*tuple\(pair\) for pair in batch\]"
+    with pytest.raises(DataError, match=both):
+        microbatches_of(batch, count, 5)
 
 
 @pytest.mark.parametrize(

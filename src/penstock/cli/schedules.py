@@ -52,7 +52,7 @@ def _prove(
     `costs` are those of so many ranks together: an order that is searched for given times gets them as options.
     """
     from penstock.schedule.build import extend, prove
-    from penstock.schedule.load import prove_file
+    from penstock.schedule.load import holds_function, prove_file
     from penstock.schedule.methods.written import split_options, whole_numbers, written_method
     from penstock.simulate.search_options import with_search_options
 
@@ -63,10 +63,9 @@ def _prove(
     options = _order_options(changes)
     if file is not None:
         path, given = split_options(str(file))
-        options |= whole_numbers(given)
-        if not path.endswith(".py") and (stages or microbatches or options):
-            raise ConfigError(f"{path} holds a finished schedule; leave --stages, --microbatches and options out")
-        proof = prove_file(Path(path), stages or 4, microbatches or 8, options)
+        if holds_function(Path(path)):
+            stages, microbatches = stages or 4, microbatches or 8
+        proof = prove_file(Path(path), stages, microbatches, options | whole_numbers(given))
     else:
         chosen = written_method(method or "")
         options = with_search_options(chosen.name, order, {**chosen.options, **options}, *costs)

@@ -129,7 +129,7 @@ class Pipeline:
 
     Attributes:
         schedule: what ranks run.
-        proof: of the schedule, with the facts that it derived.
+        proof: of the schedule, with the facts that it derived; `ProvenSchedule.of` makes of it what can be drawn.
         parts: the names of the blocks of each stage.
         grid: all ranks, and which of them are in this process.
         delays, backward_delays: by how many updates the weights that each block reads are late by choice (`Staleness`).
@@ -254,7 +254,8 @@ class Pipeline:
 
         A batch is a pair (inputs, targets) of tensors, or of trees of tensors, as a DataLoader yields it. It is split
         along the first dimension into m microbatches for each parallel pipeline, which differ by one sample at most. A
-        list of that many pairs (input, target) is taken as microbatches. Between processes, every rank passes the same
+        list of that many pairs (input, target) is taken as microbatches. Of two pairs, a tuple is a whole batch, a list
+        of two tuples is two microbatches, and another list is refused. Between processes, every rank passes the same
         batches.
 
         Losses become known while later microbatches are under way, so updates are not in step with the loop. The run

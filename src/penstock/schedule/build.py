@@ -342,7 +342,8 @@ def _build(
         function = ORDERS[function]
     if rule_name not in RULES:
         raise ConfigError(f"unknown version rule {rule_name!r}; known: {', '.join(RULES)}")
-    made = call_order(function, stages, microbatches, options)
+    asked = f"method {name}" if order is None and not callable(method) else None
+    made = call_order(function, stages, microbatches, options, asked)
     reason = compatible(made, RULES[rule_name], *choices)
     if reason is not None:
         raise ConfigError(f"{name}: {reason}")
@@ -366,15 +367,23 @@ def _with_window(schedule: Schedule, window: int) -> Schedule:
     return replace(schedule, window=window)
 
 
-def call_order(function: OrderFunction, stages: int, microbatches: int, options: Options = NO_OPTIONS) -> Order:
+def call_order(
+    function: OrderFunction,
+    stages: int,
+    microbatches: int,
+    options: Options = NO_OPTIONS,
+    asked: str | None = None,
+) -> Order:
     """Call an order function and bring what it returns into the form of an `Order`.
+
+    `asked` is the method whose order it is, if one was asked for by its name.
 
     Raises:
         ConfigError: a number is not positive, or the order does not have such an option.
         ScheduleError: the function returned something that is not an order.
     """
     name = name_of(function, ORDERS)
-    check_options(function, options, ORDERS)
+    check_options(function, options, ORDERS, asked)
     defaults, ours = options_of(function), function in ORDERS.values()
     for what, value in (("stages", stages), ("microbatches", microbatches), *options.items()):
         least = 0 if what in options and (not ours or defaults[what] == 0) else 1

@@ -18,20 +18,38 @@ from penstock.schedule.text import parse_schedule
 from penstock.schedule.torch_csv import from_torch_csv
 
 
-def prove_file(path: Path, stages: int, microbatches: int, options: Options = NO_OPTIONS) -> Proof:
+def holds_function(path: Path) -> bool:
+    """Return whether a file holds a function of stages and microbatches, and not a finished schedule."""
+    return path.suffix == ".py"
+
+
+def prove_file(
+    path: Path, stages: int | None = None, microbatches: int | None = None, options: Options = NO_OPTIONS
+) -> Proof:
     """Load the schedule in a file and prove it.
 
     Args:
         path: `*.py` with a function (stages, microbatches, *, options) that returns an order: the one called `order`,
             or the only function. `*.csv` as `torch.distributed.pipelining` writes it. Otherwise, the text form.
-        stages, microbatches, options: arguments of the function; the other forms hold a finished schedule.
+        stages, microbatches, options: arguments of the function; the other forms hold a finished schedule, which takes
+            none.
 
     Raises:
-        ConfigError: the file cannot be read, or its function fails.
+        ConfigError: the file cannot be read, its function fails or lacks arguments, or it takes none and some are
+            given.
         ScheduleError: the schedule is wrong; the message names the action at fault.
     """
+    sizes = {"stages": stages, "microbatches": microbatches}
+    given = [*(name for name, size in sizes.items() if size is not None), *options]
+    if given and not holds_function(path):
+        raise ConfigError(f"{path} holds a finished schedule; leave {in_words(given, 'and')} out")
     try:
-        if path.suffix == ".py":
+        if holds_function(path):
+            if stages is None or microbatches is None:
+                raise ConfigError(
+                    f"the order in {str(path)!r} is a function of stages and microbatches; give both, such as "
+                    f"load_schedule({str(path)!r}, stages=4, microbatches=8)"
+                )
             return _prove_function(path, stages, microbatches, options)
         text = _text_of(path)
         return extend(from_torch_csv(text, path.stem) if path.suffix == ".csv" else parse_schedule(text, str(path)))

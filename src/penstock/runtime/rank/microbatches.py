@@ -18,9 +18,10 @@ _TARGETS = ("labels", "label", "targets", "target", "y")  # what people call the
 def microbatches_of(batch: Any, count: int, number: int) -> Microbatches:
     """Return the microbatches of a batch: as they are given, or a whole batch split along the first dimension.
 
-    A tuple of two, or a list of two that are not both tuples of two, is a whole batch (inputs, targets), as a
-    DataLoader yields it. Its parts differ by one sample at most, the larger ones first; what is no tensor goes to
-    every microbatch. Any other sequence is one of microbatches.
+    A tuple of two, or a list of two that are not both pairs, is a whole batch (inputs, targets), as a DataLoader yields
+    it. Its parts differ by one sample at most, the larger ones first; what is no tensor goes to every microbatch. Any
+    other sequence is one of microbatches. A list of two pairs could be either: it is taken as two microbatches if both
+    are tuples, and refused otherwise, whatever the number of microbatches.
 
     Args:
         batch: as the loader yields it.
@@ -28,12 +29,15 @@ def microbatches_of(batch: Any, count: int, number: int) -> Microbatches:
         number: of the batch in the run, for messages.
 
     Raises:
-        DataError: the batch is neither, or has too few samples, or tensors of several lengths.
+        DataError: the batch is neither, or could be both, or has too few samples, or tensors of several lengths.
     """
     if not isinstance(batch, Sequence) or isinstance(batch, str):
         raise DataError(_no_batch(batch, count, number))
-    if _is_pair(batch) and (isinstance(batch, tuple) or not all(isinstance(x, tuple) and len(x) == 2 for x in batch)):
-        return _split(batch, count, number)
+    if _is_pair(batch):
+        if isinstance(batch, tuple) or not all(map(_is_pair, batch)):
+            return _split(batch, count, number)
+        if not all(type(pair) is tuple for pair in batch):
+            raise DataError(_either(number))
     if isinstance(batch, tuple | list) and any(isinstance(part, Tensor) for part in batch):
         raise DataError(_several_tensors(batch, number))
     return batch
@@ -66,6 +70,15 @@ def _split(batch: Sequence[Any], count: int, number: int) -> Microbatches:
         for leaf in leaves
     ]
     return [pytree.tree_unflatten([part[k] for part in parts], spec) for k in range(count)]
+
+
+def _either(number: int) -> str:
+    """What to say of a list of two pairs, as torch collates samples of two pairs, or as two batches of a loader."""
+    return (
+        f"batch {number} is a list of two pairs, which could be a whole batch (inputs, targets) of pairs, or two "
+        "microbatches (input, target). A whole batch is a tuple:\n    batches = (tuple(batch) for batch in loader)\n"
+        "and microbatches are tuples:\n    batches = ([tuple(pair) for pair in batch] for batch in batches)"
+    )
 
 
 def _no_batch(batch: Any, count: int, number: int) -> str:

@@ -53,7 +53,10 @@ def options_of(function: OrderFunction) -> dict[str, int | None]:
 
 
 def check_options(
-    function: OrderFunction, options: Options, others: Mapping[str, OrderFunction] = MappingProxyType({})
+    function: OrderFunction,
+    options: Options,
+    others: Mapping[str, OrderFunction] = MappingProxyType({}),
+    asked: str | None = None,
 ) -> None:
     """Raise an error if an order function lacks one of these options.
 
@@ -61,17 +64,18 @@ def check_options(
         function: the order function.
         options: the options to look for.
         others: other order functions by name, to suggest one that has the option.
+        asked: what was asked for, if it was not the order itself, such as "method 2bw".
 
     Raises:
         ConfigError: an option is missing.
     """
-    known, name = options_of(function), name_of(function, others)
+    known, name = options_of(function), asked or f"order {name_of(function, others)}"
     for option in options:
         if option not in known:
             offers = f"it has {', '.join(known)}" if known else "it has none"
             owners = ", ".join(name for name, other in others.items() if option in options_of(other))
             hint = f". Remove it, or choose an order that has it: {owners}" if owners else ""
-            raise ConfigError(f"order {name} has no option {option!r}; {offers}{hint}")
+            raise ConfigError(f"{name} has no option {option!r}; {offers}{hint}")
 
 
 def name_of(function: OrderFunction, known: Mapping[str, OrderFunction]) -> str:
