@@ -198,3 +198,14 @@ def test_losses_that_are_refused_before_anything_starts(loss: Any, said: str) ->
 def test_a_frozen_loss_is_no_trouble() -> None:
     check_loss(Weighted().requires_grad_(False))
     check_loss(OwnMean())
+
+
+def test_an_infinite_output_without_targets_is_a_loss_of_zero() -> None:
+    """Logits that are masked by -inf are common, and zero times infinity is no number."""
+    output = torch.tensor([[0.0, -torch.inf], [1.0, 2.0]], requires_grad=True)
+    target = torch.tensor([-100, -100])
+    total, weight = sum_and_weight(F.cross_entropy(output, target), F.cross_entropy, output, target, "stage 1")
+    total.backward()
+    assert (float(total.detach()), weight) == (0.0, 0.0)
+    assert output.grad is not None
+    assert torch.equal(output.grad, torch.zeros(2, 2))

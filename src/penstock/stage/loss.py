@@ -162,7 +162,7 @@ def count_targets(loss: LossFunction, output: Any, target: Any) -> float:
 def _zero(output: Any, total: Tensor) -> Tensor:
     """A loss without targets, as zero: torch's mean over none is NaN, which the backward would spread."""
     outputs = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
-    zeros: list[Tensor] = [(leaf * 0).sum().real for leaf in outputs]
+    zeros: list[Tensor] = [leaf.flatten()[:0].sum().real for leaf in outputs]  # of no elements: 0 * inf is NaN
     return sum(zeros, torch.zeros((), dtype=total.dtype, device=total.device)) if zeros else total.detach() * 0
 
 
