@@ -214,7 +214,7 @@ def test_options_are_checked_when_they_are_made(options: dict[str, Any], message
         ({"recompute": lambda: Recompute("stage", segments="2")}, "segments must be .*; got '2'"),  # type: ignore[arg-type]
         ({"divergence": Divergence()}, r"set max_grad_norm=, .*precision=.* or data_parallel= \(penstock train: "),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else "-".join(value),
 )
 def test_values_of_wrong_types_are_refused_with_what_to_write(options: dict[str, Any], message: str) -> None:
     def make() -> Pipeline:
