@@ -266,7 +266,7 @@ def test_what_is_wrong_with_a_finished_schedule_is_named(
 def test_a_generator_yields_the_passes_of_each_rank(monkeypatch: Any, capsys: Any, tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     path.write_text("def order(stages, microbatches):\n    yield 'F0 F1 B0 B1'\n    yield 'F0 B0 F1 B1'\n")
-    code, out, _ = run(monkeypatch, capsys, "show", "--file", path, "--stages", 2, "--microbatches", 2)
+    code, out, _ = run(monkeypatch, capsys, "show", "--file", path, "--stages", 2, "--microbatches", 2, "--text")
     assert code == 0
     assert "schedule mine\n" in out  # called like its file
     assert "rank 1: F0^t B0^t F1^t B1^t" in out

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from penstock.errors import ConfigError, DataError
-from penstock.weights.optim.lr_schedulers import by_factor
 from support.cases import METHODS, Case, make_batches, make_pipeline, mixed
 from support.pool import Pool
 from support.runtime_faults import Fails, divide_by_zero, refuses_to_go_on, what_happens, with_block
@@ -49,11 +48,15 @@ def test_a_backward_that_raises() -> None:
 
 
 def test_an_optimizer_that_raises() -> None:
-    def rate(ordinal: int) -> float:
-        return 1.0 if ordinal < 2 else 1 / (ordinal - 2)
+    class Third(torch.optim.SGD):
+        steps = 0
+
+        def step(self, closure: Any = None) -> None:
+            self.steps += 1
+            1 / (3 - self.steps)
 
     case = Case("1f1b", 2, 2, skips=())
-    pipeline = make_pipeline(case, lr_scheduler=by_factor(rate))
+    pipeline = make_pipeline(case, optimizer=lambda named: Third(named, lr=0.1))
     with pytest.raises(ZeroDivisionError) as caught:
         list(pipeline.run(make_batches(case)))
     assert caught.value.__notes__[0].startswith("raised by STEP2 of stage")

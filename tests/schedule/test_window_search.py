@@ -225,7 +225,7 @@ def test_room_for_an_order_from_a_file(name: str, p: int, m: int, tmp_path: Path
     for suffix, text in ((".csv", to_torch_csv(proof.schedule)), (".txt", str(proof.schedule))):
         path = tmp_path / f"{name}{suffix}"
         path.write_text(text)
-        read = prove_file(path, 1, 1)
+        read = prove_file(path)
         assert read.schedule == proof.schedule
         assert read.lowered.window == proof.lowered.window > WINDOW
 

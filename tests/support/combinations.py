@@ -135,7 +135,9 @@ def reason(method: str, feature: str) -> str | None:
         return None
     row = METHODS[method]
     text = re.sub(rf"^{re.escape(method)}: ", "", text)
-    text = re.sub(r"^order [\w-]+ has no option ('\w+'); it has [^.]*\.", r"the order has no option \1.", text)
+    text = re.sub(
+        r"^(?:order|method) [\w-]+ has no option ('\w+'); it has [^.]*\.", r"the order has no option \1.", text
+    )
     text = re.sub(r" \(\d+ and \d+\)", "", text)
     for kind, own in (("rule", row.rule), ("correction", row.correction)):
         text = text.replace(f"{kind} {own!r}", f"its {kind}")

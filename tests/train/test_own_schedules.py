@@ -134,7 +134,7 @@ def test_sizes_of_a_finished_schedule_are_not_ignored(tmp_path: Path) -> None:
     penstock.make_schedule("1f1b", 2, 6).save(tmp_path / "mine.txt")
     with pytest.raises(ConfigError, match="is for 2 ranks and 6 microbatches, but stages is 4; set stages to 2"):
         load_config(None, [f"schedule={tmp_path / 'mine.txt'}", "stages=4"])
-    with pytest.raises(ConfigError, match="holds a finished schedule, which takes no options; leave ahead out"):
+    with pytest.raises(ConfigError, match="holds a finished schedule; leave 'ahead' out"):
         load_config(None, [f"schedule={tmp_path / 'mine.txt'}", "options={ahead: 4}"])
 
 

@@ -54,7 +54,7 @@ def check_run(folder, batches, ranks):
     names = {e["name"] for e in events if e["ph"] == "X"}
     for stage in range(ranks):
         assert names >= {f"F0 stage {stage} v0", f"B0 stage {stage} v0", f"STEP0 stage {stage} v1"}
-    leave, arrive = (Counter(e["bind_id"] for e in events if e.get(end)) for end in ("flow_out", "flow_in"))
+    leave, arrive = (Counter(e["id"] for e in events if e["ph"] == end) for end in ("s", "f"))
     assert leave == arrive  # each message has left once and been taken once
     assert leave.total() == 2 * 2 * batches * (ranks - 1)
     split = lines[-1]["time"]

@@ -57,7 +57,7 @@ def test_delays_are_those_of_the_order_itself(tmp_path: Path) -> None:
     passes = "rank 0: F0 F1 B-1 B0\nrank 1: F0 B0 F1 B1\ndrain 0: B-1\n"
     path = tmp_path / "mine.txt"
     path.write_text(f"schedule mine\nrule stash\nmicrobatches 2\nnodes 0@0 1@1\n{passes}")
-    assert "rank 0: F0^t-1 F1^t-1 B-1^t-2 STEP[t-1] B0^t-1" in str(penstock.load_schedule(path, 2, 2))
+    assert "rank 0: F0^t-1 F1^t-1 B-1^t-2 STEP[t-1] B0^t-1" in str(penstock.load_schedule(path))
     assert "rank 0: F0^t-1 B-1^t-1 STEP[t-1] F1^t B0^t-1" in str(penstock.make_schedule("stash", 2, 2))
     found = verified(tmp_path, path)
     assert found.agrees, found.verdict
