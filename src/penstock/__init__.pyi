@@ -1,6 +1,6 @@
 """The public API: every name, and the module that it comes from."""
 
-from .checkpoint.manager import Checkpoints as Checkpoints
+from .checkpoint.manager import Checkpoints as Checkpoints, Loaded as Loaded
 from .errors import (
     CapabilityError as CapabilityError,
     CheckpointError as CheckpointError,
@@ -32,7 +32,8 @@ from .runtime.plan.options import (
     Staleness as Staleness,
 )
 from .runtime.rank.reports import Report as Report
-from .runtime.rank.snapshot import SavedState as SavedState, Saving as Saving, Snapshot as Snapshot
+from .runtime.rank.restore import SavedState as SavedState
+from .runtime.rank.snapshot import Saving as Saving, Snapshot as Snapshot
 from .runtime.training_run import TrainingRun as TrainingRun
 from .runtime.update.divergence import Divergence as Divergence, Trouble as Trouble
 from .runtime.update.events import Evaluated as Evaluated

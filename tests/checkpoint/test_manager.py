@@ -61,7 +61,9 @@ def load(group: dist.ProcessGroup | None, folder: str) -> tuple[int, list[str]]:
     """Where a run would go on, and what it has passed over."""
     pipeline = make(group)
     found = penstock.Checkpoints(pipeline, folder)
-    found.load()
+    loaded = found.load()
+    assert (loaded is None) == (pipeline.batches == 0)
+    assert loaded is None or (loaded and loaded == (pipeline.batches, {}))  # true even if there is no extra data
     return pipeline.batches, found.damaged
 
 

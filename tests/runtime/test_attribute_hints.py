@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,10 @@ from torch.nn import functional as F
 import penstock
 from penstock import Pipeline
 from penstock.errors import ConfigError
-from penstock.runtime.attribute_hints import HABITS
+from penstock.runtime.attribute_hints import ARGUMENTS, HABITS
 
 
-def make_pipeline() -> Pipeline:
+def make_pipeline(**options: Any) -> Pipeline:
     return Pipeline(
         [nn.Linear(3, 4), nn.Linear(4, 2)],
         method="1f1b",
@@ -27,6 +28,7 @@ def make_pipeline() -> Pipeline:
         microbatches=2,
         loss=F.mse_loss,
         optimizer=torch.optim.AdamW,
+        **options,
     )
 
 
@@ -57,6 +59,28 @@ def test_names_of_other_libraries(name: str, said: str) -> None:
 def test_no_habit_hides_an_attribute() -> None:
     pipeline = make_pipeline()
     assert {name for name in HABITS if hasattr(pipeline, name)} == set()
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("loss_fn", "takes no argument 'loss_fn'. Did you mean 'loss'?"),
+        ("num_microbatches", "Did you mean 'microbatches'?"),
+        ("scheduler", "Did you mean 'lr_scheduler'?"),
+        ("optimiser", "takes no argument 'optimiser'. Did you mean 'optimizer'?"),
+        ("device", "takes no argument 'device': move the blocks before the pipeline is made"),
+        ("qqqq", "takes no argument 'qqqq'.$"),
+    ],
+)
+def test_arguments_of_other_libraries(name: str, said: str) -> None:
+    with pytest.raises(TypeError, match=said):
+        make_pipeline(**{name: None})
+
+
+def test_arguments_are_those_that_there_are() -> None:
+    names = set(signature(Pipeline).parameters)
+    assert set(ARGUMENTS.values()) <= names
+    assert not names & set(ARGUMENTS)
 
 
 def test_a_pipeline_is_not_called() -> None:

@@ -61,6 +61,21 @@ def test_a_method_brings_its_correction() -> None:
     assert losses[0] == losses[1]
 
 
+@pytest.mark.parametrize("chosen", ["2bw", penstock.method("pipemare", reschedule=20)], ids=str)
+def test_a_method_is_named_in_either_place(chosen: Any) -> None:
+    first = make_pipeline(method=chosen, stages=2, microbatches=4)
+    second = make_pipeline(schedule=chosen, stages=2, microbatches=4)
+    losses = [[report.loss for report in pipeline.run(make_loader())] for pipeline in (first, second)]
+    assert losses[0] == losses[1]
+    first.switch("1f1b")
+    second.switch(method="1f1b")
+    assert first.schedule == second.schedule
+    with pytest.raises(ConfigError, match="two methods are given, '2bw' and '1f1b'"):
+        first.switch("2bw", method="1f1b")
+    with pytest.raises(ConfigError, match="give a schedule or a method"):
+        first.switch()
+
+
 def test_another_method_by_name_brings_its_correction() -> None:
     first, second = (make_pipeline(method="1f1b", stages=2, microbatches=4) for _ in range(2))
     chosen = penstock.method("pipemare", reschedule=20, decay=0.3)
@@ -158,8 +173,8 @@ def test_a_group_says_how_many_stages(pool: Pool, width: int) -> None:
         ),
         ({"schedule": penstock.make_schedule("2bw", 2, 4), "stages": 2}, "leave stages and microbatches out"),
         ({"method": "2bw", "stages": 4, "microbatches": 1}, "raise microbatches to 3"),
-        ({"schedule": "2bw", "stages": 2}, r"'2bw' is a method, not a schedule; write method='2bw', stages=4"),
-        ({"schedule": penstock.method("2bw")}, r"'2bw' is a method, not a schedule"),
+        ({"schedule": "2bw", "stages": 2}, "Give microbatches="),
+        ({"schedule": "2bw", "method": "1f1b"}, "two methods are given, '2bw' and '1f1b'"),
         ({"schedule": 7}, "schedule must come from make_schedule, check or load_schedule, not 7"),
         ({"method": "2bw", "stages": 2, "microbatches": "4"}, "microbatches must be a whole number .* got '4'"),
         ({"method": "2bw", "stages": 2.0, "microbatches": 4}, "stages must be a whole number .* got 2.0"),

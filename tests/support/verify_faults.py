@@ -18,6 +18,7 @@ from penstock.stage.stage_weights import TrainedWeights
 from penstock.train.setup import build_pipeline, prepare
 from penstock.weights.memory.buffers import Buffer, Handle
 from penstock.weights.mixed_store import MixedStore
+from penstock.weights.optim.rates import Rates
 from penstock.weights.optim.updater import Updater
 from penstock.weights.store import VersionStore
 
@@ -134,14 +135,8 @@ def changed_decisions(**changes: Any) -> Any:
 
 def next_rate(patch: Patch) -> None:
     """The learning rate is that of the next update."""
-    real = Updater._schedule_rate
-
-    def schedule(self: Updater) -> None:
-        self.updates += 1
-        real(self)
-        self.updates -= 1
-
-    patch.setattr(Updater, "_schedule_rate", schedule)
+    real = Rates.put
+    patch.setattr(Rates, "put", lambda self, update: real(self, update + 1))
 
 
 def swapped(places: Mapping[int, int]) -> Any:

@@ -6,7 +6,7 @@ import logging
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
@@ -29,6 +29,18 @@ def _warn(batches: int, failure: str | None) -> None:
     """Say in the log that a checkpoint was not written."""
     if failure is not None:
         _LOG.warning("the checkpoint after %d batches was not written: %s", batches, failure)
+
+
+class Loaded(NamedTuple):
+    """A checkpoint that was loaded.
+
+    Attributes:
+        batch: the number of batches trained on when it was taken.
+        extra: the data that was stored with it (`Checkpoints(extra=...)`).
+    """
+
+    batch: int
+    extra: Mapping[str, Any]
 
 
 class Checkpoints:
@@ -109,8 +121,8 @@ class Checkpoints:
 
     def load(
         self, *, limit: int | None = None, ready: Callable[[int, Mapping[str, Any]], None] = lambda *_: None
-    ) -> Mapping[str, Any] | None:
-        """Load the newest intact checkpoint; return its extra data, or None if there is no checkpoint.
+    ) -> Loaded | None:
+        """Load the newest intact checkpoint; return what it was, or None if there is no checkpoint.
 
         All ranks call this, and each verifies its share of the files.
 
@@ -153,7 +165,7 @@ class Checkpoints:
         ready(newest.batch, newest.extra)
         self._pipeline.load(newest)
         self._written = newest.batch
-        return newest.extra
+        return Loaded(newest.batch, newest.extra)
 
     def save(self) -> None:
         """Write a checkpoint between two runs, unless it exists, and wait for it; all ranks call this together.

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from penstock.compare.tasks import Task
 from penstock.errors import ConfigError
-from penstock.weights.optim.updater import OptimizerFactory
+from penstock.weights.optim.optimizer_factory import OptimizerFactory
 
 _CHUNK = 64  # samples per forward
 

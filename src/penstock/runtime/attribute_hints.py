@@ -1,4 +1,4 @@
-"""What to write in place of names that a `Pipeline` does not have, but that people know from other libraries."""
+"""What to write in place of attributes and arguments that a `Pipeline` does not have, but other libraries do."""
 
 from __future__ import annotations
 
@@ -32,6 +32,42 @@ HABITS = {
     "draw": "penstock.check(pipeline.schedule).draw(), and penstock.draw_timeline(pipeline.timeline()) of what ran",
     "rank": "torch.distributed.get_rank(group); pipeline.stages has the stages in this process",
 }
+
+ARGUMENTS = {
+    **dict.fromkeys(("loss_fn", "criterion", "loss_function", "loss_func"), "loss"),
+    **dict.fromkeys(
+        ("num_microbatches", "n_microbatches", "micro_batches", "chunks", "gradient_accumulation_steps"), "microbatches"
+    ),
+    **dict.fromkeys(("num_stages", "n_stages", "depth", "pp", "pp_size", "pipeline_parallel_size"), "stages"),
+    **dict.fromkeys(("scheduler", "lr_schedule", "schedulers"), "lr_scheduler"),
+    **dict.fromkeys(("optim", "optimizers", "optimizer_class", "optimizer_factory"), "optimizer"),
+    **dict.fromkeys(("clip", "grad_clip", "clip_grad_norm", "gradient_clipping", "max_norm"), "max_grad_norm"),
+    **dict.fromkeys(("dp", "dp_size", "width", "replicas", "data_parallel_size"), "data_parallel"),
+    **dict.fromkeys(("dtype", "mixed_precision", "amp", "bf16", "fp16"), "precision"),
+    **dict.fromkeys(
+        ("checkpoint", "checkpointing", "activation_checkpointing", "activation_checkpoint_interval"), "recompute"
+    ),
+    **dict.fromkeys(("balance", "split_points", "split_spec", "tied", "partition_method"), "partition"),
+    **dict.fromkeys(("model", "module", "layers", "stage_modules"), "blocks"),
+    **dict.fromkeys(("correction", "delays"), "staleness"),
+    **dict.fromkeys(("process_group", "pg", "pp_group"), "group"),
+    **dict.fromkeys(("ema", "ema_beta"), "ema_decay"),
+    "random_seed": "seed",
+}
+"""What other libraries call an argument -> what it is called here."""
+
+
+def no_argument(name: str, known: list[str]) -> str:
+    """Return the message for an argument that `Pipeline(...)` does not have.
+
+    Args:
+        name: of the argument.
+        known: those that it has.
+    """
+    if name in ("device", "device_ids", "devices"):
+        return f"Pipeline takes no argument {name!r}: {_PLACE}"
+    hint = f" Did you mean {ARGUMENTS[name]!r}?" if name in ARGUMENTS else did_you_mean(name, known)
+    return f"Pipeline takes no argument {name!r}.{hint}"
 
 
 def missing(name: str, known: list[str]) -> str:

@@ -30,8 +30,8 @@ from penstock.runtime.rank.batch_source import Batches, BatchSource
 from penstock.runtime.rank.reports import Report
 from penstock.runtime.rank.scheduled_batches import while_scheduled
 from penstock.runtime.rank.snapshot import Saving, Snapshot, take_snapshot
-from penstock.runtime.setup.initial_weights import check_written, follow_first, follow_settings
 from penstock.runtime.setup.rank_state import RankState
+from penstock.runtime.setup.stage_copies import check_written, follow_first, follow_settings
 from penstock.runtime.update.events import Evaluated
 from penstock.schedule.ir.rules import RULES
 from penstock.schedule.machine.batch_border import border_fault

@@ -7,7 +7,9 @@ numbers, bit for bit.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from functools import partial
+from inspect import signature
+from typing import TYPE_CHECKING, Any, Never, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -22,11 +24,11 @@ from penstock.comm.p2p.transport import Channel
 from penstock.comm.transports import Transports, choose_transports
 from penstock.errors import ConfigError
 from penstock.partition.blocks import Blocks, named_blocks
-from penstock.runtime.attribute_hints import NO_CALL, NO_PICKLE, missing
+from penstock.runtime.attribute_hints import NO_CALL, NO_PICKLE, missing, no_argument
 from penstock.runtime.engine import Engine
 from penstock.runtime.execute.evaluation import Evaluating, check_evaluating
 from penstock.runtime.full_state import gather_state, with_all_names
-from penstock.runtime.plan.method_choice import correction_with, default_stages, request_of
+from penstock.runtime.plan.method_choice import default_stages, request_for
 from penstock.runtime.plan.options import (
     DataParallel,
     Partition,
@@ -38,17 +40,10 @@ from penstock.runtime.plan.options import (
     UpdateOptions,
 )
 from penstock.runtime.plan.plan import PipelinePlan
-from penstock.runtime.plan.requirements import GivenSchedule, schedule_of
+from penstock.runtime.plan.requirements import schedule_of
 from penstock.runtime.rank.batch_source import Batches
-from penstock.runtime.rank.snapshot import (
-    SavedState,
-    Saving,
-    Snapshot,
-    check_names,
-    check_pipelines,
-    check_saving,
-    restore,
-)
+from penstock.runtime.rank.restore import SavedState, check_names, check_pipelines, restore
+from penstock.runtime.rank.snapshot import Saving, Snapshot, check_saving
 from penstock.runtime.setup.assemble import make_ranks
 from penstock.runtime.training_run import TrainingRun
 from penstock.runtime.update.divergence import Divergence, Trouble
@@ -67,7 +62,7 @@ from penstock.timeline import Timeline
 from penstock.weights.corrections.base import Correction
 from penstock.weights.decision import Decision
 from penstock.weights.optim.lr_schedulers import SchedulerFactory
-from penstock.weights.optim.updater import OptimizerFactory
+from penstock.weights.optim.optimizer_factory import OptimizerFactory
 from penstock.weights.waves import WaveWeights
 
 
@@ -82,7 +77,7 @@ class Pipeline:
         blocks: the model as an nn.Sequential, or as a list or dict of modules and functions, each of which takes what
             the one before returned. A `LazyBlock` is built only in the process that holds it. The names of a dict are
             those of `full_state_dict`.
-        schedule: what `make_schedule`, `check` or `load_schedule` returned; or leave it out and name a method.
+        schedule: what `make_schedule`, `check` or `load_schedule` returned; or name a method, here or below.
         method: its name, such as "2bw" (`penstock methods` lists them), or what `penstock.method` returned.
         stages: d, the number of stages (of ranks, if the method places several stages on one). By default, one for each
             rank that the group has for a pipeline.
@@ -138,7 +133,7 @@ class Pipeline:
     def __init__(
         self,
         blocks: Blocks,
-        schedule: Schedule | Proof | None = None,
+        schedule: Schedule | Proof | str | MethodChoice | None = None,
         *,
         method: str | MethodChoice | None = None,
         stages: int | None = None,
@@ -157,7 +152,10 @@ class Pipeline:
         seed: int = 0,
         group: dist.ProcessGroup | None = None,
         timeout: float = 300.0,
+        **unknown: Never,
     ) -> None:
+        if unknown:
+            raise TypeError(no_argument(next(iter(unknown)), list(signature(Pipeline).parameters)[:-1]))
         named = named_blocks(blocks)
         options = PipelineOptions(
             data_parallel if isinstance(data_parallel, DataParallel) else DataParallel(data_parallel),
@@ -171,19 +169,10 @@ class Pipeline:
         mesh = options.data_parallel.mesh
         correction, width = options.staleness.correction, options.data_parallel.width
         check_group(group)
-        request: GivenSchedule
-        if method is None and schedule is not None:
-            schedule_of(schedule)  # refuses what is none
-            if stages is not None or microbatches is not None:
-                raise ConfigError("a schedule has its stages and microbatches; leave stages and microbatches out")
-            request, correction = schedule, correction or correction_with(schedule)
-        elif method is not None and schedule is None:
-            if correction is not None:
-                raise ConfigError("a method brings its correction: method=penstock.method(name, option=...)")
-            stages = default_stages(width, group, mesh) if stages is None else stages
-            request, correction = request_of(method, stages, microbatches)
-        else:
-            raise ConfigError("give a schedule or a method, such as method='2bw', stages=4, microbatches=8; not both")
+        if isinstance(schedule, Schedule | Proof) and not (stages is None and microbatches is None):
+            raise ConfigError("a schedule has its stages and microbatches; leave stages and microbatches out")
+        depth = partial(default_stages, width, group, mesh) if stages is None else stages
+        request, correction = request_for(schedule, method, correction, depth, microbatches)
         width, group = from_mesh(mesh, width, schedule_of(request).ranks, group)
         if group is None:
             warn_if_alone()
@@ -369,8 +358,9 @@ class Pipeline:
 
     def switch(
         self,
-        schedule: Schedule | Proof | str | MethodChoice,
+        schedule: Schedule | Proof | str | MethodChoice | None = None,
         *,
+        method: str | MethodChoice | None = None,
         correction: Correction | None = None,
         evaluate: Evaluating | None = None,
     ) -> None:
@@ -382,8 +372,9 @@ class Pipeline:
         it needs besides are made (`live_bytes` shows both once a run has begun).
 
         Args:
-            schedule: a method by its name, or what `penstock.method` returned, for as many ranks and microbatches as
-                before; or what `make_schedule`, `check` or `load_schedule` returned.
+            schedule: what `make_schedule`, `check` or `load_schedule` returned, or a method.
+            method: a method by its name, or what `penstock.method` returned, for as many ranks and microbatches as
+                before.
             correction: what is done about stale weights, where the method does not bring it. The one before is over;
                 one that comes back begins anew.
             evaluate: the evaluations of the runs before and after. Version rules evaluate a version at different
@@ -395,13 +386,8 @@ class Pipeline:
             CapabilityError: the runtime does not offer it, or the optimizer cannot step under it.
         """
         self._engine.check_idle()
-        request: GivenSchedule
-        if isinstance(schedule, str | MethodChoice):
-            if correction is not None:
-                raise ConfigError("a method brings its correction: penstock.method(name, option=...)")
-            request, correction = request_of(schedule, self.schedule.ranks, self.schedule.microbatches)
-        else:
-            request, correction = schedule, correction or correction_with(schedule)
+        depth, microbatches = self.schedule.ranks, self.schedule.microbatches
+        request, correction = request_for(schedule, method, correction, depth, microbatches)
         self._continue(self._plan.followed_by(request, correction).prove(), evaluate)
 
     def _continue(self, plan: PipelinePlan, evaluate: Evaluating | None) -> None:

@@ -262,7 +262,7 @@ class TrainedWeights(StageWeights):
 
     def refresh(self) -> None:
         """Adopt what was written into the newest version, and what was set in the optimizer, between two runs."""
-        self.updater.take_over()
+        self.updater.rates.take_over(self.updater.updates)
         self.store.refresh()
         self.store.forget_copies()
         if self.agreement is not None:

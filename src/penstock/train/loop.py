@@ -100,7 +100,8 @@ class _Loop:
             tell=self._tell_checkpoint,
         )
         self.phases = Phases(prepared, self.pipeline, self.checkpoints, self._gather)
-        self._begin_from(self.checkpoints.load(ready=self.phases.ready))
+        loaded = self.checkpoints.load(ready=self.phases.ready)
+        self._begin_from(None if loaded is None else loaded.extra)
         self._posted, self._begun = -math.inf, 0.0
         self._trained = 0  # batches since this process started
         self._ending = False

@@ -89,10 +89,10 @@ class Phases:
         """Load the newest checkpoint from before a divergence whose weights are finite."""
         limit, here = trouble.batch, self._pipeline.batches
         while True:
-            kept = self._checkpoints.load(limit=limit, ready=self.ready)
-            if kept is not None and self._is_finite():
-                return kept
-            if kept is not None:  # its weights are not finite, but no pass had read them yet
+            loaded = self._checkpoints.load(limit=limit, ready=self.ready)
+            if loaded is not None and self._is_finite():
+                return loaded.extra
+            if loaded is not None:  # its weights are not finite, but no pass had read them yet
                 limit, here = self._pipeline.batches - 1, -1
             elif finite and here >= 0:
                 return None  # the synchronous method continues with the present weights

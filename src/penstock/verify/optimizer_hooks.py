@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from penstock.weights.optim.updater import OptimizerFactory
+from penstock.weights.optim.optimizer_factory import OptimizerFactory
 
 Named = list[tuple[str, nn.Parameter]]
 See = Callable[[str, int, str, Tensor, int], None]

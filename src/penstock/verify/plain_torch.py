@@ -18,7 +18,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import LambdaLR
 
 from penstock.verify.differences import KINDS, Record, Value
-from penstock.weights.optim.updater import OptimizerFactory
+from penstock.weights.optim.optimizer_factory import OptimizerFactory
 
 
 def train_plain(

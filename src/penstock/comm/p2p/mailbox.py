@@ -13,9 +13,10 @@ from typing import NamedTuple
 from penstock.comm.core.recorder import Recorder
 from penstock.comm.core.ticket import Ticket
 from penstock.comm.core.wait import Wait, wait_for
-from penstock.comm.p2p.inbox import Inbox, ParkedInbox, ParkedLane
+from penstock.comm.p2p.inbox import Inbox
 from penstock.comm.p2p.message import TensorMessage
 from penstock.comm.p2p.message_buffer import MessageBuffer
+from penstock.comm.p2p.parked import ParkedInbox, ParkedLane
 from penstock.comm.p2p.transport import Sender, Transport
 from penstock.schedule.ir.schedule import Payload, Stage, Unit, format_unit
 from penstock.schedule.machine.instructions import LaneKey, Lowered, Route

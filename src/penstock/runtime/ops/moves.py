@@ -1,7 +1,7 @@
 """Activations that leave a stage and come back: OFFLOAD and FETCH, and HOLD and RETURN on the rank that keeps them.
 
-What comes from a peer is taken as soon as it comes: HOLD and FETCH do not wait for it, but RETURN and the next action
-on the microbatch do.
+What comes from a peer is taken at the first look after it has come: HOLD and FETCH do not wait for it, but RETURN
+and the next action on the microbatch do.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class MoveToPeer(Consumer):
 
 
 class MoveFromPeer(BoundAction):
-    """Takes the activations of a peer in (HOLD), or the stage's own ones back (FETCH), as soon as they come."""
+    """Takes the activations of a peer in (HOLD), or the stage's own ones back (FETCH), once they have come."""
 
     def __init__(self, instruction: Instruction, span: RankSpan) -> None:
         super().__init__(instruction, span)

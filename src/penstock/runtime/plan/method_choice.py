@@ -1,13 +1,15 @@
-"""From a method by its name to the schedule that it asks for, and its correction."""
+"""From a method by its name, or a schedule, to the request for a plan and the correction of stale weights."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.checks import check_whole
 from penstock.errors import ConfigError
-from penstock.runtime.plan.requirements import GivenSchedule
+from penstock.runtime.plan.requirements import GivenSchedule, schedule_of
 from penstock.schedule.build import ScheduleRequest
 from penstock.schedule.methods.choice import MethodChoice, ProofOfChoice
 from penstock.schedule.methods.written import written_method
@@ -23,6 +25,40 @@ def correction_with(schedule: GivenSchedule) -> Correction | None:
     """
     chosen = schedule.chosen if isinstance(schedule, ProofOfChoice) else None
     return None if chosen is None else correction_of(chosen.name, **chosen.correction)
+
+
+def request_for(
+    schedule: GivenSchedule | str | MethodChoice | None,
+    method: str | MethodChoice | None,
+    correction: Correction | None,
+    stages: int | Callable[[], int],
+    microbatches: int | None,
+) -> tuple[GivenSchedule, Correction | None]:
+    """Return the schedule that a pipeline is to have, and its correction.
+
+    Args:
+        schedule: a schedule, or a method in place of one.
+        method: a method, if there is no schedule.
+        correction: given beside a schedule.
+        stages: of a method; a function is called where there is one.
+        microbatches: of a method.
+
+    Raises:
+        ConfigError: both or neither are given, there is no such method, or a number is missing.
+    """
+    if isinstance(schedule, str | MethodChoice):
+        if method is not None:
+            raise ConfigError(f"two methods are given, {schedule!r} and {method!r}; leave one of them out")
+        schedule, method = None, schedule
+    if (method is None) == (schedule is None):
+        raise ConfigError("give a schedule or a method, such as method='2bw', stages=4, microbatches=8; not both")
+    if method is None:
+        assert schedule is not None
+        schedule_of(schedule)  # refuses what is none
+        return schedule, correction or correction_with(schedule)
+    if correction is not None:
+        raise ConfigError("a method brings its correction: method=penstock.method(name, option=...)")
+    return request_of(method, stages() if callable(stages) else stages, microbatches)
 
 
 def request_of(

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from penstock.runtime.rank.batch_source import Batches
 from penstock.stage.stage_runtime import StageRuntime
 from penstock.stage.stage_weights import TrainedWeights
-from penstock.weights.optim.updater import Updater
+from penstock.weights.optim.rates import Rates
 
 
 def while_scheduled(batches: Batches, stages: Iterable[StageRuntime], made: int | None) -> Batches:
@@ -24,14 +24,14 @@ def while_scheduled(batches: Batches, stages: Iterable[StageRuntime], made: int 
             one, because processes must agree on the end before they know which updates are skipped.
     """
     trained = [stage.weights for stage in stages if isinstance(stage.weights, TrainedWeights)]
-    updaters = [weights.updater for weights in trained if weights.updater.is_scheduled]
+    updaters = [weights.updater for weights in trained if weights.updater.rates.is_scheduled]
     if not updaters or not hasattr(batches, "__iter__"):
         return batches
-    return _checked(batches, [(updater, updater.updates if made is None else made) for updater in updaters])
+    return _checked(batches, [(updater.rates, updater.updates if made is None else made) for updater in updaters])
 
 
-def _checked(batches: Batches, updaters: Sequence[tuple[Updater, int]]) -> Iterator[object]:
+def _checked(batches: Batches, starts: Sequence[tuple[Rates, int]]) -> Iterator[object]:
     for number, batch in enumerate(batches):
-        for updater, before in updaters:
-            updater.check_rate(before + number)
+        for rates, before in starts:
+            rates.check(before + number)
         yield batch

@@ -11,11 +11,13 @@ from penstock.comm.core.rank_grid import RankGrid
 from penstock.comm.core.recorder import Recorder
 from penstock.partition.blocks import deal
 from penstock.runtime.plan.plan import PipelinePlan
-from penstock.runtime.setup.initial_weights import check_equal, check_same_plan, equalise
 from penstock.runtime.setup.rank_state import RankState
+from penstock.runtime.setup.same_plan import check_same_plan
+from penstock.runtime.setup.stage_copies import check_equal
+from penstock.runtime.setup.tied_weights import equalise
 from penstock.runtime.update.stop_request import StopRequest
 from penstock.stage.loss import LossFunction
-from penstock.weights.optim.updater import OptimizerFactory
+from penstock.weights.optim.optimizer_factory import OptimizerFactory
 
 
 def make_ranks(

@@ -20,7 +20,7 @@ from penstock.schedule.ir.schedule import Stage
 from penstock.schedule.proof.check import Proof
 from penstock.stage.loss import LossFunction
 from penstock.weights.corrections.base import Correction
-from penstock.weights.optim.updater import OptimizerFactory
+from penstock.weights.optim.optimizer_factory import OptimizerFactory
 
 
 class RankState:

@@ -32,7 +32,8 @@ from penstock.weights.corrections.base import Correction, Corrector, StagePlace
 from penstock.weights.memory.buffers import Buffer, Layout
 from penstock.weights.memory.older_versions import OlderVersions
 from penstock.weights.mixed_store import MixedStore
-from penstock.weights.optim.updater import OptimizerFactory, Updater
+from penstock.weights.optim.optimizer_factory import OptimizerFactory
+from penstock.weights.optim.updater import Updater
 from penstock.weights.store import VersionStore
 from penstock.weights.waves import WaveWeights
 
@@ -208,7 +209,7 @@ class StageBuilder:
             corrector = weights.corrector = self._make_corrector(stage, weights, proof, correction)
             weights.apart = _steps_apart(proof)
             store.hold_estimate(self._estimates_whole(stage, proof, corrector))
-            updater.correct(*(None, None) if corrector is None else (_rate(corrector), corrector.begin))
+            updater.rates.correct(*(None, None) if corrector is None else (_rate(corrector), corrector.begin))
             updater.prepare(store.layout, self._rotates(stage, proof, corrector))
             reading = _reading(RULES[proof.schedule.rule], weights, self._plan.backward_delays)
             storages = store.storages | (set() if weights.older is None else weights.older.storages)

@@ -13,7 +13,7 @@ from penstock.errors import CapabilityError
 from penstock.train.config.schema import OptimizerSection
 from penstock.weights.optim.adapters import ByParameter, Joined
 from penstock.weights.optim.basis_rotation import BasisRotation
-from penstock.weights.optim.updater import OptimizerFactory
+from penstock.weights.optim.optimizer_factory import OptimizerFactory
 
 OUTER = ("embedding", "head")
 """Blocks whose matrices hold a row per token or class; AdamW steps these, as the author of Muon recommends."""

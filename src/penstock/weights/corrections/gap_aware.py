@@ -89,7 +89,7 @@ class _GapAwareOnStage(Corrector):
         assert updater.optimizer is not None
         updates = updater.updates + 1 - self.began
         while self._rated < updates:  # several updates after a restart
-            rates = updater.rates_of(self.began + self._rated)
+            rates = updater.rates.at(self.began + self._rated)
             self._rates = {name: max(rate, self._rates.get(name, 0.0)) for name, rate in rates.items()}
             self._rated += 1
         if updates == 1:

@@ -10,28 +10,24 @@ versions.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from penstock.errors import CapabilityError, ConfigError
+from penstock.errors import CapabilityError
 from penstock.weights.memory.buffers import Buffer, Layout
 from penstock.weights.memory.scratch import Scratch
 from penstock.weights.optim.adapters import is_separable, name_of
 from penstock.weights.optim.directions import direction
-from penstock.weights.optim.group_settings import GroupSettings
-from penstock.weights.optim.lr_schedulers import ScheduledSettings, SchedulerFactory
+from penstock.weights.optim.lr_schedulers import SchedulerFactory
+from penstock.weights.optim.optimizer_factory import OptimizerFactory, make_optimizer
+from penstock.weights.optim.optimizer_state import copy_state, remembered_values, restore_state, state_tensors
+from penstock.weights.optim.rates import Factor, Rates
 from penstock.weights.optim.step_info import Forecast, Step, Stepped
 from penstock.weights.optim.undo import check_undoable, undo_step
-
-_COUNTERS = ("step", "mu_product")  # their names in torch's optimizers
-OptimizerFactory = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
-"""Builds an optimizer from the named parameters of a stage, such as ``lambda named: torch.optim.AdamW(named,
-lr=1e-3)``."""
 
 
 class Updater:
@@ -43,9 +39,15 @@ class Updater:
         layout: the layout of the parameters of the stage.
         first: the buffer of version 0.
         rotates: True if updates are written over the gradient, or a callback needs the values before and after.
-        rate: update ordinal (0, 1, ...) -> factor on the learning rates that the factory set.
+        factor: by which the learning rates are multiplied, by update.
         begin: called with the optimizer before it steps.
         scheduler: makes a scheduler of torch that sets rates, and momentum if it does that, update by update.
+
+    Attributes:
+        parameters: by name, as the optimizer has them.
+        optimizer: None for a stage without parameters.
+        updates: made so far.
+        rates: the learning rates of all updates.
 
     Raises:
         CapabilityError: the optimizer cannot step a pipeline stage.
@@ -57,7 +59,7 @@ class Updater:
         layout: Layout,
         first: Buffer,
         rotates: bool,
-        rate: Callable[[int], float] | None = None,
+        factor: Factor | None = None,
         begin: Callable[[torch.optim.Optimizer], None] | None = None,
         scheduler: SchedulerFactory | None = None,
     ) -> None:
@@ -65,76 +67,13 @@ class Updater:
         self.parameters = {name: nn.Parameter(torch.empty_like(view)) for name, view in first.views.items()}
         for name, parameter in self.parameters.items():
             parameter.data = first.views[name]
-        self.optimizer: torch.optim.Optimizer | None = None
+        self.optimizer = make_optimizer(factory, self.parameters) if self.parameters else None
         self.updates = 0
         self._told: Callable[[torch.optim.Optimizer], None] | None = getattr(factory, "undone", None)
-        self._rate = rate
         self._scratch: Scratch | None = None
-        self._scheduled: ScheduledSettings | None = None
-        if self.parameters:
-            self.optimizer = _make(factory, self.parameters)
-        self._settings = GroupSettings(self.optimizer)
-        if self.optimizer is None:
-            return
-        if scheduler is not None:
-            self._scheduled = ScheduledSettings(scheduler, self.optimizer)
-        self.correct(rate, begin)
+        self.rates = Rates(self.optimizer, self.parameters, scheduler)
+        self.rates.correct(factor, begin)
         self.prepare(layout, rotates)
-
-    def correct(
-        self, rate: Callable[[int], float] | None, begin: Callable[[torch.optim.Optimizer], None] | None
-    ) -> None:
-        """Set the rate factors and let `begin` change settings, after undoing the changes of a previous one."""
-        self._rate = rate
-        if self._scheduled is None:
-            self._settings.take_over()
-        self._settings.correct(begin)
-
-    def take_over(self) -> None:
-        """Take what was set by hand since the last update as what schedules and corrections start from.
-
-        Raises:
-            ConfigError: a scheduler sets it, so it would be lost.
-        """
-        if self._scheduled is not None:
-            for moved, scheduled in zip(self._settings.moved(), self._scheduled.near(self.updates), strict=True):
-                for key in sorted(moved.keys() & scheduled.keys()):
-                    what = "learning rate" if key == "lr" else key
-                    raise ConfigError(
-                        f"the {what} of {self.name} was set to {moved[key]} by hand, but lr_scheduler sets it at every "
-                        "update; leave one of them out"
-                    )
-        self._settings.take_over()
-
-    def follow_settings(self, first: Updater) -> None:
-        """Take over what was set by hand for another copy of the stage."""
-        self._settings.put(first._settings.by_hand)
-
-    def settings_by_hand(self) -> dict[tuple[str, str], Any]:
-        """Return what was set by hand between runs, by setting and parameter, as plain values.
-
-        Raises:
-            CapabilityError: a checkpoint cannot hold it.
-        """
-        return self._settings.state(self._names)
-
-    def load_settings(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        """Restore what `settings_by_hand` returned, by parameter and setting; all others are those of the factory.
-
-        Raises:
-            CheckpointError: a group has parameters with different settings.
-        """
-        self._settings.load(state, self._names, self._scheduled_keys())
-
-    @property
-    def _names(self) -> dict[int, str]:
-        return {id(parameter): name for name, parameter in self.parameters.items()}
-
-    def _scheduled_keys(self) -> list[set[str]]:
-        """What a scheduler sets, per group."""
-        if self._scheduled is None:
-            return [set() for _ in self._groups]
-        return [set(row) for row in self._scheduled.near(self.updates)]
 
     def prepare(self, layout: Layout, rotates: bool) -> None:
         """Allocate the scratch for updates over the gradient, or free it if there are none."""
@@ -165,8 +104,7 @@ class Updater:
     @property
     def tensors(self) -> list[Tensor]:
         """Return the tensors of the optimizer state."""
-        states = () if self.optimizer is None else self.optimizer.state.values()
-        return [value for state in states for value in state.values() if isinstance(value, Tensor)]
+        return [] if self.optimizer is None else state_tensors(self.optimizer)
 
     def state(self) -> dict[tuple[str, str], Any]:
         """Copy the optimizer state, by kind and parameter: tensors and plain values.
@@ -174,26 +112,13 @@ class Updater:
         Raises:
             CapabilityError: it holds other objects, or state in its parameter groups.
         """
-        found: dict[tuple[str, str], Any] = {}
-        for place, without in enumerate(self._scheduled_keys()):
-            changed = self._settings.changed(place, without)
-            if changed:
-                raise CapabilityError(
-                    f"{self.name} changes {', '.join(changed)} in its parameter groups during training; a checkpoint "
-                    "holds only state by parameter, so a run could not be resumed from it"
-                )
-        for name, parameter in self.parameters.items():
-            for key, value in (self.optimizer.state.get(parameter, {}) if self.optimizer is not None else {}).items():
-                if isinstance(value, Tensor):
-                    found[key, name] = value.clone()
-                elif value is None or isinstance(value, bool | int | float | str):
-                    found[key, name] = value
-                else:
-                    raise CapabilityError(
-                        f"{self.name} has a {type(value).__name__} in its state ({key} of {name}), which a checkpoint "
-                        "cannot hold; it can hold tensors and plain values"
-                    )
-        return found
+        changed = self.rates.changed_by_optimizer(self.updates)
+        if changed:
+            raise CapabilityError(
+                f"{self.name} changes {', '.join(changed)} in its parameter groups during training; a checkpoint "
+                "holds only state by parameter, so a run could not be resumed from it"
+            )
+        return {} if self.optimizer is None else copy_state(self.optimizer, self.parameters)
 
     def load(self, updates: int, state: Mapping[tuple[str, str], Any]) -> None:
         """Restore a state that `state` returned.
@@ -203,36 +128,12 @@ class Updater:
             state: the optimizer state, by kind and parameter.
         """
         self.updates = updates
-        if self.optimizer is None:
-            return
-        self.optimizer.state.clear()
-        groups = [g for g in self.optimizer.param_groups if g.get("capturable") or g.get("fused")]
-        counted = {p for group in groups for p in group["params"]}
-        on_device = {name for name, parameter in self.parameters.items() if parameter in counted}
-        for (key, name), value in state.items():
-            parameter = self.parameters[name]
-            here = self.optimizer.state[parameter]
-            if isinstance(
-                value, Tensor
-            ):  # step counters stay on their device, except for optimizers that count on the accelerator
-                value = value.to(parameter.device if name in on_device or value.dim() else "cpu", copy=True)
-            here[key] = value
+        if self.optimizer is not None:
+            restore_state(self.optimizer, self.parameters, state)
 
     def remembered(self) -> list[Tensor]:
         """Return the state tensors with a value per element of a parameter, in a fixed order; no step counters."""
-        if self.optimizer is None:
-            return []
-        states = [(parameter, self.optimizer.state.get(parameter, {})) for parameter in self.parameters.values()]
-        found = [
-            (p, key, state[key]) for p, state in states for key in sorted(state)
-        ]  # `load` may restore them in any order
-        return [
-            value
-            for parameter, key, value in found
-            if isinstance(value, Tensor)
-            and (value.is_floating_point() or value.is_complex())
-            and (value.dim() or (not parameter.dim() and key not in _COUNTERS))
-        ]
+        return [] if self.optimizer is None else remembered_values(self.optimizer, self.parameters)
 
     def forget(self) -> None:
         """Clear the optimizer state, except the number of updates, which the learning rate follows."""
@@ -259,7 +160,7 @@ class Updater:
 
     def _tell_steps(self, weights: Buffer, gradient: Buffer, stepped: Stepped) -> None:
         """Step a few parameters at a time, so that their previous values need no more memory than the scratch."""
-        self._schedule_rate()
+        self.rates.put(self.updates)
         with torch.no_grad():
             for before in self._scratch.groups if self._scratch else ():
                 for name, scratch in before.items():
@@ -284,13 +185,6 @@ class Updater:
             figures = before[name], after[name], gradients[name]
             stepped(Step(name, *figures, self.updates, self.optimizer, parameter, groups[id(parameter)]))
 
-    def rates_of(self, update: int) -> dict[str, float]:
-        """Return the learning rates of an update, by its number, for each parameter."""
-        known = {
-            id(p): self._rate_of(place, update) for place, group in enumerate(self._groups) for p in group["params"]
-        }
-        return {name: known[id(parameter)] for name, parameter in self.parameters.items()}
-
     def predict(self, weights: Buffer, updates: float, uncorrected: bool, out: Buffer) -> None:
         """Write the weights expected some updates later into `out`, at the rate of the next update."""
 
@@ -304,7 +198,7 @@ class Updater:
     def foresee(self, weights: Buffer, guess: Callable[[Forecast], Tensor], out: Buffer) -> None:
         """Write the values that `guess` predicts for each parameter of `weights`, the newest ones, into `out`."""
         out.rewrite()
-        place = {id(p): (group, number) for number, group in enumerate(self._groups) for p in group["params"]}
+        place = {id(p): (group, number) for number, group in enumerate(self.rates.groups) for p in group["params"]}
         with torch.no_grad():
             for name, parameter in self.parameters.items():
                 assert self.optimizer is not None
@@ -314,16 +208,7 @@ class Updater:
 
     def _ahead(self, place: int, update: int) -> float:
         """Return the rate of a group at the `update`-th update from now."""
-        return self._rate_of(place, self.updates + update - 1)
-
-    def _rate_of(self, place: int, update: int) -> float:
-        """Return the rate of a group at an update, by its number."""
-        rate = self._settings.rates[place] if self._scheduled is None else self._scheduled.near(update)[place]["lr"]
-        return float(rate) * (1.0 if self._rate is None else self._rate(update))
-
-    @property
-    def _groups(self) -> list[dict[str, Any]]:
-        return self._settings.groups
+        return self.rates.of_group(place, self.updates + update - 1)
 
     def check_undoable(self) -> None:
         """Raise an error if steps cannot be undone in place.
@@ -354,7 +239,7 @@ class Updater:
     def _tell(self) -> None:
         if self._told is not None and self.optimizer is not None:
             self._told(self.optimizer)
-            self._settings.note()
+            self.rates.note()
 
     def rotate(
         self,
@@ -375,7 +260,7 @@ class Updater:
         """
         source = (gradient or new).views
         new.rewrite()
-        self._schedule_rate()
+        self.rates.put(self.updates)
         with torch.no_grad():
             for gradients in self._scratch.groups if self._scratch else ():
                 for name, scaled in gradients.items():
@@ -397,111 +282,15 @@ class Updater:
             parameter.grad = gradients[name]
 
     def _step(self) -> None:
-        self._schedule_rate()
+        self.rates.put(self.updates)
         self._optimizer_step()
         self._updated()
 
     def _updated(self) -> None:
         self.updates += 1
-        self._settings.note()
-
-    def _schedule_rate(self) -> None:
-        """Set the rates of the next update.
-
-        Raises:
-            ConfigError: somebody else has set them since the last one.
-        """
-        moved = self._settings.moved_rate()
-        if moved is not None:
-            raise ConfigError(
-                f"the learning rate of {self.name} was set from {moved[0]} to {moved[1]} during a run. The loop over "
-                "reports is not in step with updates, so a scheduler stepped there acts on the wrong ones; pass "
-                "Pipeline(lr_scheduler=lambda optimizer: OneCycleLR(optimizer, ...)), or set rates between two runs"
-            )
-        if self._rate is None and self._scheduled is None:
-            return
-        factor = 1.0 if self._rate is None else self._rate(self.updates)
-        constant = [{"lr": rate} for rate in self._settings.rates]
-        rows = constant if self._scheduled is None else self._scheduled_rows(self.updates)
-        for group, row in zip(self._groups, rows, strict=True):
-            group.update(row, lr=row["lr"] * factor)
-
-    @property
-    def is_scheduled(self) -> bool:
-        """Whether a scheduler of torch sets rates."""
-        return self._scheduled is not None
-
-    def check_rate(self, update: int) -> None:
-        """Make sure that a scheduler, if there is one, has rates for an update, counted from 0.
-
-        Raises:
-            ConfigError: it ends before.
-        """
-        if self._scheduled is not None:
-            self._scheduled_rows(update)
-
-    def _scheduled_rows(self, update: int) -> Sequence[Mapping[str, Any]]:
-        assert self._scheduled is not None
-        try:
-            return self._scheduled.at(update)
-        except ValueError as error:
-            raise ConfigError(
-                f"lr_scheduler has no rate for update {update + 1}: {error}. Give it as many steps as there are "
-                "updates in all runs together, such as total_steps=epochs * len(loader)"
-            ) from error
+        self.rates.note()
 
     def _optimizer_step(self) -> None:
         if self.optimizer is not None:
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
-
-
-def _make(factory: Any, parameters: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
-    """Make the optimizer of a stage.
-
-    Raises:
-        ConfigError: the factory is an optimizer itself, or no function.
-        CapabilityError: what it makes cannot step a stage.
-    """
-    if isinstance(factory, torch.optim.Optimizer):
-        name = type(factory).__name__
-        raise ConfigError(
-            f"optimizer is an instance of {name}, but every stage needs one of its own; pass a function that "
-            f"makes it from named parameters:\n    make = lambda named: torch.optim.{name}(named, lr=...)\n"
-            "    pipeline = penstock.Pipeline(..., optimizer=make)"
-        )
-    if not callable(factory):
-        raise ConfigError(
-            f"optimizer must be a function, named parameters -> optimizer, such as lambda named: "
-            f"torch.optim.AdamW(named, lr=1e-3); got {factory!r:.80}"
-        )
-    try:
-        optimizer: torch.optim.Optimizer = factory(list(parameters.items()))
-    except Exception as error:
-        error.add_note(
-            "raised by optimizer, which is called with the pairs (name, parameter) of a stage, as named_parameters() "
-            "yields them: optimizer=lambda named: torch.optim.AdamW(named, lr=1e-3), or [p for _, p in named] in place "
-            "of named"
-        )
-        raise
-    _check_capability(optimizer, parameters)
-    return optimizer
-
-
-def _check_capability(optimizer: Any, parameters: dict[str, nn.Parameter]) -> None:
-    name = type(optimizer).__name__
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise CapabilityError(f"the optimizer factory returned {name}, not a torch optimizer; did it forget return?")
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise CapabilityError(
-            f"{name} needs a closure that evaluates the model again, which a pipeline stage cannot do; "
-            "use an optimizer whose step() takes no closure, such as AdamW"
-        )
-    covered = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    missing = [key for key, p in parameters.items() if id(p) not in covered]
-    if missing:
-        raise CapabilityError(
-            f"the optimizer factory left out {len(missing)} trained parameters, the first of them {missing[0]}; "
-            "pass them all to the optimizer, or freeze some with requires_grad=False"
-        )

@@ -1,0 +1,235 @@
+"""Restores stages from a saved state, whatever the depth, width and method were that it was saved with.
+
+`penstock.runtime.rank.snapshot` lists the names of what is in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from penstock.errors import CheckpointError
+from penstock.partition.blocks import block_of
+from penstock.runtime.rank.snapshot import suffix
+from penstock.schedule.methods.combine import Combine
+from penstock.stage.stage_runtime import StageRuntime
+from penstock.stage.stage_weights import TrainedWeights
+from penstock.weights.averaging import COMMON
+from penstock.weights.corrections.base import Corrector
+
+
+@runtime_checkable
+class SavedState(Protocol):
+    """A saved state of a whole pipeline, whatever its depth, width and method were; `Pipeline.load` takes it."""
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """Values that are the same on all stages, and under `values` those of all optimizers."""
+        ...
+
+    @property
+    def names(self) -> Collection[str]:
+        """The names of all tensors."""
+        ...
+
+    def tensor(self, name: str) -> Tensor:
+        """Read one tensor."""
+        ...
+
+
+def check_pipelines(saved: SavedState, combine: Combine, width: int) -> None:
+    """Make sure that the pipelines match a checkpoint in which pipelines have weights of their own.
+
+    Raises:
+        CheckpointError: their number is another one, or the checkpoint lacks the common model that `combine` takes.
+    """
+    apart = saved.facts.get("pipelines", 1)
+    alike = combine.spec.drains and combine.agrees  # between two runs
+    if apart != 1 and (apart != width or not combine.apart or alike):
+        raise CheckpointError(
+            f"the checkpoint of batch {saved.facts['batch']} has the weights of {apart} pipelines that differ, so it "
+            f"goes on with width {apart} and pipelines that have weights of their own; here are {width}, combine="
+            f"{combine.kind}. To change either, take a checkpoint from where pipelines have just been averaged"
+        )
+    if apart != 1 and combine.spec.buffers and not any(name.startswith("common/") for name in saved.names):
+        raise CheckpointError(
+            f"the checkpoint of batch {saved.facts['batch']} has the weights of {apart} pipelines that differ, and no "
+            f"model that they have in common, from which combine={combine.kind} goes on; go on as before, or take a "
+            "checkpoint from where pipelines have just been averaged"
+        )
+
+
+def check_names(saved: SavedState, blocks: Collection[str]) -> None:
+    """Make sure that a checkpoint has only tensors of the model's blocks.
+
+    Raises:
+        CheckpointError: it has tensors of blocks that the model does not have.
+    """
+    foreign = [name for name in saved.names if not any(f"/{block}." in name for block in blocks)]
+    if foreign:
+        raise CheckpointError(
+            f"the checkpoint has {len(foreign)} tensors of blocks that the model does not have, the first of them "
+            f"{foreign[0]}; blocks of the model: {', '.join(blocks)}"
+        )
+
+
+def restore(stage: StageRuntime, saved: SavedState, older: bool, blocks: Collection[str]) -> None:
+    """Restore a stage from a snapshot.
+
+    Args:
+        stage: the stage, with nothing in flight.
+        saved: the snapshots of all stages.
+        older: passes will read the version before the newest.
+        blocks: names of all blocks of the model.
+
+    Raises:
+        CheckpointError: a tensor is missing or has another shape, or the optimizer is another one.
+    """
+    reader = _StageReader(stage, saved)
+    reader.check(blocks)
+    own = f"fixed.{stage.place}/"
+    for name, tensor in stage.module.unversioned().items():
+        kind = own if f"{own}{name}" in saved.names else "fixed/"
+        tensor.copy_(reader.read(kind, name, tensor))
+    if isinstance(stage.weights, TrainedWeights):
+        _restore_trained(stage.weights, reader, saved, older)
+    stage.restore()
+
+
+def _restore_trained(weights: TrainedWeights, reader: _StageReader, saved: SavedState, older: bool) -> None:
+    """Restore the state of a stage's trained parameters."""
+    views, agreement = weights.store.master.views, weights.agreement
+    newest = {name: reader.read(reader.kind("weights", name), name, view) for name, view in views.items()}
+    before = {name: reader.read(reader.kind("older", name), name, v) for name, v in views.items()} if older else None
+    weights.store.restart(int(saved.facts["batch"]), newest, before)
+    if weights.older is not None:
+        weights.older.restart(int(saved.facts["batch"]), reader.find_delayed)
+    if agreement is not None:
+        agreement.recall(saved.facts)
+        common = [(kind, name) for kind in COMMON for name in views if reader.has(f"{kind}/", name)]
+        agreement.load({f"{kind}/{name}": reader.read(f"{kind}/", name, views[name]) for kind, name in common})
+    if weights.average is not None:
+        kind = "average/" if reader.has("average/", next(iter(views))) else "weights/"
+        weights.average.load({name: reader.read(kind, name, view) for name, view in views.items()})
+    if weights.corrector is not None:
+        _restore_corrector(weights.corrector, reader, saved)
+    updates = saved.facts.get(f"updates{reader.own}", saved.facts["updates"])
+    weights.updater.load(int(updates), reader.optimizer_state())
+    weights.updater.rates.load(reader.settings(), weights.updater.updates)
+
+
+def _restore_corrector(corrector: Corrector, reader: _StageReader, saved: SavedState) -> None:
+    """Restore the state of a correction; it begins at zero where the checkpoint has none, or that of another one."""
+    same = saved.facts.get("correction") == corrector.name
+    corrector.began = int(saved.facts["corrected_from" if same else "updates"])
+    for kind, buffer in corrector.buffers.items():
+        known = {name for name in buffer.views if same and reader.has(f"{kind}/", name)}
+        views = buffer.views.items()
+        buffer.load({n: reader.read(f"{kind}/", n, v) if n in known else torch.zeros_like(v) for n, v in views})
+
+
+class _StageReader:
+    """Finds the tensors of one stage in a checkpoint, under any of the names of a tied parameter."""
+
+    def __init__(self, stage: StageRuntime, saved: SavedState) -> None:
+        self._stage, self._saved = stage, saved
+        agreement, weights = stage.weights.agreement, stage.weights
+        self.own = suffix(0 if agreement is None else agreement.pipeline)  # of its pipeline's weights
+        self._updater = weights.updater if isinstance(weights, TrainedWeights) else None
+        index = stage.key.index
+        self._names: dict[str, list[str]] = {}
+        for tie in stage.ties:
+            for place, name in enumerate(tie.names_at(index)):
+                self._names[name] = [name, *(names[place] for names in tie.names)]
+
+    def check(self, blocks: Collection[str]) -> None:
+        """Make sure that the optimizer is of the saved kind, and that the blocks have all tensors saved for them.
+
+        Raises:
+            CheckpointError: it is not, or one is missing.
+        """
+        stage, saved = self._stage, self._saved
+        for name in () if self._updater is None else self._updater.parameters:
+            kinds = {saved.facts["values"].get(f"stepped/{known}") for known in self._known(name)} - {None}
+            here = None if self._updater is None else self._updater.stepper(name)
+            if kinds - {here}:
+                raise CheckpointError(
+                    f"the checkpoint has the state of {kinds.pop()}, but {stage.module.where} is stepped by "
+                    f"{here or 'nothing'}; use the same optimizer, or begin a new run from the weights alone"
+                )
+        for block, module in stage.module.named_modules():
+            known = {f"{block}.{name}" for name in module.state_dict()}
+            for name in saved.names:
+                kind, _, rest = name.partition("/")
+                if (
+                    kind.partition(".")[0] in ("weights", "fixed")
+                    and rest not in known
+                    and block_of(rest, blocks) == block
+                ):
+                    raise CheckpointError(f"the checkpoint has a {rest}, which block {block!r} does not have")
+
+    def has(self, kind: str, name: str) -> bool:
+        """Return True if the checkpoint has a tensor of this kind."""
+        return any(kind + known in self._saved.names for known in self._known(name))
+
+    def kind(self, what: str, name: str) -> str:
+        """Return the prefix of a tensor: of the stage's own pipeline if saved, else of the first one."""
+        own = f"{what}{self.own}/"
+        return own if self.has(own, name) else f"{what}/"
+
+    def read(self, kind: str, name: str, like: Tensor) -> Tensor:
+        """Read a tensor of the stage.
+
+        Raises:
+            CheckpointError: it is missing or has another shape.
+        """
+        found = next((kind + known for known in self._known(name) if kind + known in self._saved.names), None)
+        if found is None:
+            raise CheckpointError(f"the checkpoint has no {kind}{name}, which {self._stage.module.where} needs")
+        tensor = self._saved.tensor(found)
+        if tensor.shape != like.shape:
+            raise CheckpointError(
+                f"{name} has shape {tuple(tensor.shape)} in the checkpoint and {tuple(like.shape)} in the model; give "
+                "the model the shape that it was saved with"
+            )
+        return tensor.to(like.device)
+
+    def find_delayed(self, back: int, name: str, like: Tensor) -> Tensor | None:
+        """Read a parameter from `back` updates before the newest version; None if the checkpoint has it not."""
+        kind = f"delayed.{back}/"
+        return self.read(kind, name, like) if self.has(kind, name) else None
+
+    def optimizer_state(self) -> dict[tuple[str, str], Any]:
+        """Read the state of the stage's optimizer, by kind and parameter."""
+        assert self._updater is not None
+        state: dict[tuple[str, str], Any] = {}
+        values: Mapping[str, Any] = self._saved.facts["values"]
+        what = f"optimizer{self.own if f'updates{self.own}' in self._saved.facts else ''}"
+        places = [name.split("/", 2) for name in (*self._saved.names, *values) if name.startswith(f"{what}/")]
+        kinds: dict[str, list[str]] = {}
+        for _, kind, name in places:
+            kinds.setdefault(name, []).append(kind)
+        for name, parameter in self._updater.parameters.items():
+            known = next((k for k in self._known(name) if k in kinds), None)
+            for kind in kinds[known] if known is not None else ():
+                key = f"{what}/{kind}/{known}"
+                value = values[key] if key in values else self._saved.tensor(key)
+                state[kind, name] = value.to(parameter.device) if isinstance(value, Tensor) and value.dim() else value
+        return state
+
+    def settings(self) -> dict[str, dict[str, Any]]:
+        """Read what was set by hand for the parameters of the stage, by parameter and setting."""
+        assert self._updater is not None
+        kept: dict[str, dict[str, Any]] = {}
+        for key, value in self._saved.facts["values"].items():
+            if key.startswith("setting/"):
+                _, setting, name = key.split("/", 2)
+                kept.setdefault(name, {})[setting] = value
+        names = {name: next((k for k in self._known(name) if k in kept), None) for name in self._updater.parameters}
+        return {name: kept[known] for name, known in names.items() if known is not None}
+
+    def _known(self, name: str) -> list[str]:
+        return self._names.get(name, [name])

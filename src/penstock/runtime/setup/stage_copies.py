@@ -1,0 +1,93 @@
+"""Several copies of a stage (of parallel pipelines, or of two directions) begin every run with the same weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from penstock.comm.collective.gather import gather_json
+from penstock.comm.core.rank_grid import RankGrid
+from penstock.errors import ConfigError
+from penstock.runtime.rank.batch_source import checksum
+from penstock.runtime.setup.rank_state import RankState
+from penstock.schedule.ir.schedule import Schedule
+from penstock.schedule.methods.combine import Combine
+from penstock.stage.stage_weights import TrainedWeights
+
+
+def follow_first(ranks: Sequence[RankState]) -> None:
+    """Copy the newest weights of the first copy of a stage in this process to the others, if users changed them."""
+    for weights, first in _copies(ranks):
+        for mine, wanted in zip(weights.store.master.flats, first.store.master.flats, strict=True):
+            if not torch.equal(mine, wanted):
+                weights.store.master.rewrite()
+                mine.copy_(wanted)
+
+
+def follow_settings(ranks: Sequence[RankState]) -> None:
+    """Set for the optimizers of the other copies of a stage in this process what users have set for the first one.
+
+    Raises:
+        ConfigError: a scheduler sets it.
+    """
+    for weights, first in _copies(ranks):
+        first.updater.rates.take_over(first.updater.updates)
+        weights.updater.rates.follow(first.updater.rates)
+
+
+def _copies(ranks: Sequence[RankState]) -> Iterator[tuple[TrainedWeights, TrainedWeights]]:
+    """Yield the weights of every further copy of a stage in this process, with those of the first copy."""
+    stages = [(stage.index, r) for w in ranks for stage, r in w.stages.items()]
+    trained = [(i, r.place, r.weights) for i, r in stages if isinstance(r.weights, TrainedWeights)]
+    first = {index: weights for index, place, weights in trained if place == 0}
+    yield from ((weights, first[index]) for index, place, weights in trained if place and index in first)
+
+
+def check_equal(schedule: Schedule, grid: RankGrid, ranks: Sequence[RankState]) -> None:
+    """Make sure that copies of a stage in different processes begin with the same weights and buffers.
+
+    Raises:
+        ConfigError: they differ.
+        TransportError: a peer is dead.
+    """
+    if grid.width * schedule.directions == 1 or grid.group is None:
+        return
+    mine = [(n.index, checksum(sorted(r.module.state().items()), None)) for w in ranks for n, r in w.stages.items()]
+    found = gather_json(mine, "comparing parallel pipelines", grid.control)
+    first: dict[int, tuple[int, int]] = {}
+    for rank, part in enumerate(found):
+        for index, value in part:
+            other, wanted = first.setdefault(index, (rank, value))
+            if value != wanted:
+                raise ConfigError(
+                    f"stage {index} does not begin with the same weights on ranks {other} and {rank}; seed torch alike "
+                    "on all ranks before the blocks are made, or let them be made lazily"
+                )
+
+
+def check_written(combine: Combine, grid: RankGrid, ranks: Sequence[RankState]) -> None:
+    """Make sure that weights written between two runs are the same in all pipelines, if these begin anew from them.
+
+    This concerns pipelines with weights of their own (`combine`); others keep theirs equal anyway.
+
+    Raises:
+        ConfigError: they differ, so the pipelines would have nothing in common.
+        TransportError: a peer is dead.
+    """
+    if not combine.apart:
+        return
+    agreements = [(stage.index, r.weights.agreement) for w in ranks for stage, r in w.stages.items()]
+    watches = [(index, agreement.watch) for index, agreement in agreements if agreement is not None]
+    found = [[index, watch.taken_over, watch.seen] for index, watch in watches]
+    for _, watch in watches:
+        watch.taken_over = False
+    parts = [found] if grid.group is None else gather_json(found, "comparing parallel pipelines", grid.control)
+    everywhere = [tuple(one) for part in parts for one in part]
+    for index in sorted({index for index, taken_over, _ in everywhere if taken_over}):
+        if len({seen for other, _, seen in everywhere if other == index}) > 1:
+            raise ConfigError(
+                f"weights of stage {index} were written into between two runs, but not the same into those of all "
+                f"{grid.width} pipelines, which have weights of their own with combine.kind={combine.kind}: write the "
+                "same on all ranks, or load a checkpoint (Pipeline.load), or make a new Pipeline of these weights"
+            )
