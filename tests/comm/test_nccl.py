@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from penstock.comm.transports import NcclTransports, Transports
@@ -20,7 +21,7 @@ from support.tree_cases import RAGGED, TreeCase, batches_of, blocks_of, expected
 class OverSplitLanes(Pipeline):
     def _choose_transports(self) -> Transports:
         assert self.grid.control is not None
-        return NcclTransports(self.grid, self.grid.control, "gloo")
+        return NcclTransports(self.grid, self.grid.control, torch.device("cpu"), "gloo")
 
 
 def train(group: dist.ProcessGroup, case: Case, then: tuple[str, ...] = ()) -> Outcome:

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from penstock.comm import transports
 from penstock.comm.core.rank_grid import RankGrid, RankKey
@@ -15,6 +16,8 @@ from penstock.comm.transports import GlooTransports, LocalTransports, NcclTransp
 from penstock.errors import CapabilityError
 from penstock.schedule.build import make_schedule
 from penstock.schedule.machine.lower import lower
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
 
 
 def grid(width: int = 1) -> Any:
@@ -28,7 +31,7 @@ def with_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_ranks_of_one_process_share_a_transport_with_their_pipeline() -> None:
-    chosen = choose_transports(RankGrid(2, 2, None, 1.0), {"cuda"}, ties=True)
+    chosen = choose_transports(RankGrid(2, 2, None, 1.0), {GPU})
     assert isinstance(chosen, LocalTransports)
     made = chosen.make(lower(make_schedule("1f1b", 2, 2)), Channel.TRAINING)
     assert list(made) == [RankKey(0, 0), RankKey(0, 1), RankKey(1, 0), RankKey(1, 1)]
@@ -38,27 +41,25 @@ def test_ranks_of_one_process_share_a_transport_with_their_pipeline() -> None:
 
 @pytest.mark.usefixtures("with_nccl")
 def test_nccl_is_for_stages_on_gpus() -> None:
-    assert isinstance(choose_transports(grid(), {"cuda"}, ties=False), NcclTransports)
-    assert isinstance(choose_transports(grid(), set(), ties=False), NcclTransports)  # stages without tensors
-    assert isinstance(choose_transports(grid(2), {"cpu"}, ties=True), GlooTransports)
-
-
-@pytest.mark.usefixtures("with_nccl")
-@pytest.mark.parametrize(("width", "ties", "what"), [(2, False, "parallel pipelines"), (1, True, "parameters that")])
-def test_what_nccl_does_not_offer(width: int, ties: bool, what: str) -> None:
-    with pytest.raises(CapabilityError, match=f"{what}.* offered over gloo so far, not over NCCL"):
-        choose_transports(grid(width), {"cuda"}, ties=ties)
+    assert isinstance(choose_transports(grid(2), {GPU}), NcclTransports)
+    assert isinstance(choose_transports(grid(2), {CPU}), GlooTransports)
 
 
 def test_without_nccl_everything_travels_over_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transports, "backends", lambda _: {"cpu": "gloo", "cuda": "gloo"})
-    assert isinstance(choose_transports(grid(2), {"cuda"}, ties=True), GlooTransports)
+    assert isinstance(choose_transports(grid(2), {GPU}), GlooTransports)
+
+
+def test_stages_of_a_process_are_on_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.distributed.get_rank", lambda _: 3)
+    with pytest.raises(CapabilityError, match="rank 3 has stages on several devices, cpu, cuda:1; move its blocks"):
+        choose_transports(grid(), {GPU, CPU})
 
 
 def test_groups_are_made_once_for_the_same_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
     monkeypatch.setattr(transports, "lane_groups", lambda lanes, *_: made.append(lanes) or [dict.fromkeys(lanes)])  # type: ignore[func-returns-value]
-    nccl = NcclTransports(grid(), grid(), "gloo")
+    nccl = NcclTransports(grid(), grid(), GPU, "gloo")
     lanes = [lower(make_schedule(name, 4, 8)).lanes for name in ("1f1b", "gpipe", "bpipe")]
     for each in lanes:
         nccl.prepare(Channel.TRAINING, each)

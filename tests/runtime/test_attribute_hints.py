@@ -42,7 +42,7 @@ def batches() -> list[Any]:
         ("train", "leave the call out"),
         ("train_batch", r"for report in pipeline.run\(loader\)"),
         ("parameters", r"pipeline.full_state_dict\(\)"),
-        ("cuda", "move the blocks before the pipeline is made"),
+        ("cuda", r"Pipeline\(..., device='cuda'\) moves the blocks"),
         ("save_checkpoint", "penstock.Checkpoints"),
         ("optimizer", r"pipeline.optimizers\(\) has one per stage"),
         ("forward", r"pipeline.evaluate\(loader\)"),
@@ -68,7 +68,7 @@ def test_no_habit_hides_an_attribute() -> None:
         ("num_microbatches", "Did you mean 'microbatches'?"),
         ("scheduler", "Did you mean 'lr_scheduler'?"),
         ("optimiser", "takes no argument 'optimiser'. Did you mean 'optimizer'?"),
-        ("device", "takes no argument 'device': move the blocks before the pipeline is made"),
+        ("device_map", "Did you mean 'device'?"),
         ("qqqq", "takes no argument 'qqqq'.$"),
     ],
 )

@@ -188,7 +188,7 @@ class _Late(Ticket):
 def test_what_comes_late_is_taken_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """To the same bits, with nothing left on any account, and never more than a window of messages posted."""
     case, posted = Case("bpipe", 6, 9, spans=(3, 2)), Counter[LaneKey]()
-    receive, take = LocalLane.receive, Inbox._lay_ready
+    receive, take = LocalLane.receive, Inbox.lay_ready
 
     def later(self: LocalLane) -> Ticket:
         if self.lane.payload is not Payload.PARKED:
@@ -205,7 +205,7 @@ def test_what_comes_late_is_taken_later(monkeypatch: pytest.MonkeyPatch) -> None
         return take(self, *arguments)
 
     monkeypatch.setattr(LocalLane, "receive", later)
-    monkeypatch.setattr(Inbox, "_lay_ready", counted)
+    monkeypatch.setattr(Inbox, "lay_ready", counted)
     recording = Recording(OPTIMIZERS[case.optimizer])
     pipeline = make_pipeline(case, optimizer=recording)
     assert pipeline.proof.lowered.window == 2

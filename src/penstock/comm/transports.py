@@ -29,26 +29,30 @@ class Transports(Protocol):
         ...
 
 
-def choose_transports(grid: RankGrid, devices: Collection[str], *, ties: bool) -> Transports:
+def choose_transports(grid: RankGrid, devices: Collection[torch.device]) -> Transports:
     """Return what makes the transports of a pipeline.
+
+    Over NCCL if the group has it and every stage here is on one GPU; else over gloo, which brings tensors of GPUs
+    through the memory of the host.
 
     Args:
         grid: all ranks.
-        devices: types of the devices that hold the stages of this process.
-        ties: stages share parameters.
+        devices: those that hold the stages of this process.
 
     Raises:
-        CapabilityError: something is wanted that is not offered there.
+        CapabilityError: a process has stages on several devices.
     """
     if grid.group is None or grid.control is None:
         return LocalTransports(grid)
-    if backends(grid.group).get("cuda") != "nccl" or "cpu" in devices:
-        return GlooTransports(grid)
-    if grid.width > 1:
-        raise CapabilityError("parallel pipelines are offered over gloo so far, not over NCCL")
-    if ties:
-        raise CapabilityError("parameters that stages share are offered over gloo so far, not over NCCL")
-    return NcclTransports(grid, grid.control)
+    if len(devices) > 1:
+        raise CapabilityError(
+            f"rank {dist.get_rank(grid.group)} has stages on several devices, {', '.join(sorted(map(str, devices)))}; "
+            "move its blocks to one, or pass Pipeline(device=...)"
+        )
+    device = next(iter(devices), torch.device("cpu"))
+    if device.type == "cuda" and backends(grid.group).get("cuda") == "nccl":
+        return NcclTransports(grid, grid.control, device)
+    return GlooTransports(grid, device)
 
 
 class LocalTransports:
@@ -67,10 +71,15 @@ class LocalTransports:
 
 
 class GlooTransports:
-    """Everything travels over gloo."""
+    """Everything travels over gloo.
 
-    def __init__(self, grid: RankGrid) -> None:
-        self._grid = grid
+    Args:
+        grid: all ranks.
+        device: of this one.
+    """
+
+    def __init__(self, grid: RankGrid, device: torch.device) -> None:
+        self._grid, self._device = grid, device
 
     def prepare(self, channel: Channel, lanes: Sequence[LaneKey]) -> None:
         """Do nothing: lanes are told apart by tags."""
@@ -78,7 +87,8 @@ class GlooTransports:
     def make(self, lowered: Lowered, channel: Channel) -> Mapping[RankKey, Transport]:
         """Make that of the only rank of this process."""
         (key,), first = self._grid.local, _first_of(self._grid)
-        return {key: GlooTransport(key.rank, lowered.lanes, lowered.window, self._grid.control, first, channel)}
+        settings = self._grid.control, first, channel, self._device
+        return {key: GlooTransport(key.rank, lowered.lanes, lowered.window, *settings)}
 
 
 class NcclTransports:
@@ -87,11 +97,12 @@ class NcclTransports:
     Args:
         grid: all ranks.
         control: a gloo group of them.
+        device: of this one.
         backend: of the groups; "gloo" in tests.
     """
 
-    def __init__(self, grid: RankGrid, control: dist.ProcessGroup, backend: str = "nccl") -> None:
-        self._grid, self._control, self._backend = grid, control, backend
+    def __init__(self, grid: RankGrid, control: dist.ProcessGroup, device: torch.device, backend: str = "nccl") -> None:
+        self._grid, self._control, self._device, self._backend = grid, control, device, backend
         self._groups: dict[Channel, list[LaneGroups]] = {}
 
     def prepare(self, channel: Channel, lanes: Sequence[LaneKey]) -> None:
@@ -107,9 +118,8 @@ class NcclTransports:
     def make(self, lowered: Lowered, channel: Channel) -> Mapping[RankKey, Transport]:
         """Make that of the only rank of this process."""
         (key,), first = self._grid.local, _first_of(self._grid)
-        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         groups = self._groups[channel][key.pipeline]
-        return {key: NcclTransport(key.rank, groups, lowered.window, self._control, device, first, channel)}
+        return {key: NcclTransport(key.rank, groups, lowered.window, self._control, self._device, first, channel)}
 
 
 def _first_of(grid: RankGrid) -> int:

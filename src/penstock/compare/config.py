@@ -83,6 +83,7 @@ class ComparisonConfig(Strict):
     held_out: Number | None = Field(
         default=None, gt=0, le=0.5, description="fraction of the data held out (0.05 of text, 0.2 of digits)"
     )
+    device: str = Field(default="auto", description="where runs train: auto (a GPU if there is one), cpu, cuda, cuda:1")
     threads: int = Field(default=1, ge=1, description="threads to compute with; the number changes the last bits")
     model: NetSection = Field(default=NetSection(), description="the model of the task")
     optimizer: OptimizerSection = Field(default=OptimizerSection(), description="the optimizer")

@@ -116,6 +116,7 @@ def _plans(config: ComparisonConfig, task: Task, contender: Contender) -> tuple[
         divisor=config.microbatches * config.microbatch_size * task.units,
         max_grad_norm=config.max_grad_norm,
         delays=contender.delays or None,
+        device=config.device,
     )
     if not contender.sync:
         return PipelinePlan.make(blocks, request, options.changed(correction=correction)), None

@@ -10,7 +10,7 @@ _WEIGHTS = (
     "pipeline.state_dict() has the tensors of the stages in this process, pipeline.full_state_dict() those of the "
     "whole model"
 )
-_PLACE = "move the blocks before the pipeline is made; precision='bf16' computes in less than float32"
+_PLACE = "Pipeline(..., device='cuda') moves the blocks; precision='bf16' computes in less than float32"
 _SAVE = "penstock.Checkpoints(pipeline, folder) has save(), load(), and every(100) for run(save=...)"
 _OPTIMIZERS = "pipeline.optimizers() has one per stage; updates are part of run(), and lr_scheduler= sets their rates"
 _MODEL = (
@@ -52,6 +52,7 @@ ARGUMENTS = {
     **dict.fromkeys(("correction", "delays"), "staleness"),
     **dict.fromkeys(("process_group", "pg", "pp_group"), "group"),
     **dict.fromkeys(("ema", "ema_beta"), "ema_decay"),
+    **dict.fromkeys(("devices", "device_ids", "device_map"), "device"),
     "random_seed": "seed",
 }
 """What other libraries call an argument -> what it is called here."""
@@ -64,8 +65,6 @@ def no_argument(name: str, known: list[str]) -> str:
         name: of the argument.
         known: those that it has.
     """
-    if name in ("device", "device_ids", "devices"):
-        return f"Pipeline takes no argument {name!r}: {_PLACE}"
     hint = f" Did you mean {ARGUMENTS[name]!r}?" if name in ARGUMENTS else did_you_mean(name, known)
     return f"Pipeline takes no argument {name!r}.{hint}"
 

@@ -111,11 +111,14 @@ class Pipeline:
         divergence: what counts as a divergence, for `Pipeline.trouble`.
         seed: of the random numbers that blocks draw, such as dropout.
         group: a process group with one process per rank, the ranks of a pipeline next to each other; None to run all
-            ranks in this process. Pipelines whose runs overlap in time need a group each. Over gloo, models are on the
-            CPU. Over NCCL (tested over gloo only so far) the group is the whole job, `torch.cuda.set_device` has been
-            called, and blocks and batches are on that device.
+            ranks in this process. Pipelines whose runs overlap in time need a group each. On GPUs messages travel over
+            NCCL if the group has it (``init_process_group("cpu:gloo,cuda:nccl")``; the group is then the whole job),
+            else over gloo through the memory of the host, as they must where several ranks share a GPU.
         timeout: seconds after which a missing message is an error during a run. Between runs, where all ranks meet, the
             group's own time-out counts.
+        device: where the blocks are moved to and compute: "auto" (a GPU if there is one), "cpu", "cuda" (processes of a
+            machine take its GPUs in turns, by LOCAL_RANK), or one such as "cuda:1". By default they stay where they
+            are. Batches may be anywhere; they are moved there. No GPU has run this yet.
 
     Raises:
         ConfigError: model, schedule, options and group do not fit.
@@ -152,6 +155,7 @@ class Pipeline:
         seed: int = 0,
         group: dist.ProcessGroup | None = None,
         timeout: float = 300.0,
+        device: str | torch.device | None = None,
         **unknown: Never,
     ) -> None:
         if unknown:
@@ -164,7 +168,7 @@ class Pipeline:
             staleness if isinstance(staleness, Staleness) else Staleness(staleness),
             partition if isinstance(partition, Partition) else Partition(partition),
             UpdateOptions(max_grad_norm, lr_scheduler, ema_decay, divergence),
-            RunOptions(seed, timeout),
+            RunOptions(seed, timeout, device),
         )
         mesh = options.data_parallel.mesh
         correction, width = options.staleness.correction, options.data_parallel.width
@@ -205,8 +209,7 @@ class Pipeline:
         )
 
     def _choose_transports(self) -> Transports:
-        devices = {tensor.device.type for stage in self.stages.values() for tensor in stage.module.state().values()}
-        return choose_transports(self.grid, devices, ties=bool(self._plan.ties))
+        return choose_transports(self.grid, {stage.module.device for stage in self.stages.values()})
 
     if not TYPE_CHECKING:  # or type checkers would take every name
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -28,11 +27,22 @@ from penstock.weights.memory.buffers import Handle, Readable
 _NO_STORAGES: frozenset[int] = frozenset()
 
 
-@dataclass(frozen=True)
-class Loss:
-    """The loss sum and the loss weight of one microbatch."""
+class Loss(NamedTuple):
+    """A loss sum and its weight."""
 
     total: float
+    weight: float
+
+
+class UnreadLoss(NamedTuple):
+    """The loss sum of a microbatch and its weight.
+
+    Attributes:
+        total: a number; or on a GPU, which one would have to wait for, a tensor of one element.
+        weight: of the sum.
+    """
+
+    total: float | Tensor
     weight: float
 
 
@@ -41,7 +51,7 @@ class BlockOutput(NamedTuple):
 
     graph: Graph
     output: Any
-    loss: Loss | None
+    loss: UnreadLoss | None
 
 
 class StageGraphs:
@@ -155,7 +165,7 @@ class StageGraphs:
         """The buffers of all modules."""
         return self._inputs.buffers(self._blocks)
 
-    def evaluate(self, microbatch: Microbatch, value: Any) -> tuple[Any, Loss | None]:
+    def evaluate(self, microbatch: Microbatch, value: Any) -> tuple[Any, UnreadLoss | None]:
         """Run all blocks and keep nothing."""
         output, _, loss = self._compute(self._blocks, microbatch, value)
         return output, loss
@@ -239,7 +249,7 @@ class StageGraphs:
 
     def _compute(
         self, names: Sequence[str], microbatch: Microbatch, value: Any
-    ) -> tuple[Any, Tensor | None, Loss | None]:
+    ) -> tuple[Any, Tensor | None, UnreadLoss | None]:
         """Run blocks; returns the output (for a slice a pair with what is carried on), the loss in its graph, and its
         value.
         """
@@ -264,7 +274,7 @@ class StageGraphs:
         if total.dtype in (torch.bfloat16, torch.float16):
             total = total.float()  # S / c may be out of its range on the way
         kept = result if self._module.hands_on else None
-        return (kept, output[1]) if microbatch.piece else kept, total, Loss(float(total.detach()), weight)
+        return (kept, output[1]) if microbatch.piece else kept, total, UnreadLoss(_unread(total), weight)
 
     def _check_owned(self, result: Any, handle: Handle | None, opened: Collection[Tensor]) -> None:
         """Make sure that an optimizer steps every tensor that accumulates a gradient."""
@@ -278,6 +288,18 @@ class StageGraphs:
             )
         if handle is not None:
             self._reading.check_graph(result, handle.buffer.leaves.values())
+
+
+def read_losses(losses: Sequence[UnreadLoss]) -> list[Loss]:
+    """Read the sums of several microbatches, waiting for a GPU once."""
+    on_gpu = [loss.total.double() for loss in losses if isinstance(loss.total, Tensor)]
+    numbers = iter(torch.stack(on_gpu).tolist() if on_gpu else ())
+    return [Loss(next(numbers) if isinstance(total, Tensor) else total, weight) for total, weight in losses]
+
+
+def _unread(total: Tensor) -> float | Tensor:
+    """A loss sum as a number, where that is there; else a copy, so that no larger tensor lives on with a view of it."""
+    return float(total.detach()) if total.is_cpu else total.detach().reshape(()).clone()
 
 
 def _offloads(work: Sequence[Graph | RecomputeInput]) -> list[ActivationOffload]:

@@ -18,10 +18,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 from torch.utils import _pytree as pytree
 
+from penstock.comm.core.devices import current_device, on_device
 from penstock.errors import CapabilityError, ConfigError
 from penstock.stage.autograd.activation_offload import ActivationOffload
 from penstock.stage.autograd.deferred_weight_grads import DeferredWeightGrads
 from penstock.stage.loss import LossFunction, sum_and_weight
+from penstock.stage.precision import cast
 from penstock.stage.rng import BlockRng, RngKey
 
 _TRAINABLE = (torch.float32, torch.float64, torch.complex64, torch.complex128)
@@ -63,6 +65,10 @@ class StageModule:
         seed: of the random numbers that blocks draw.
         precision: the dtype that passes compute in; None for that of the parameters.
         hands_on: other stages take its output, even if it has a loss.
+        device: of a stage without parameters; torch's current one if None.
+
+    Attributes:
+        device: on which it computes.
     """
 
     def __init__(
@@ -73,6 +79,7 @@ class StageModule:
         seed: int,
         precision: torch.dtype | None = None,
         hands_on: bool = False,
+        device: torch.device | None = None,
     ) -> None:
         self.blocks = dict(blocks)
         self.last = list(self.blocks)[-1]
@@ -102,6 +109,7 @@ class StageModule:
             if precision is not None and not p.requires_grad and p.dtype == torch.float32
         }
         self.precision = precision
+        self.device = next((p.device for p in self._originals.values()), device or current_device())
         drawing = [*self.blocks.items(), *([] if loss is None else [(LOSS, loss)])]
         self.rng = BlockRng(seed, {p.device for p in self._originals.values()}, drawing)
 
@@ -189,6 +197,10 @@ class StageModule:
 
     # --- passes -----------------------------------------------------------------------------------------------------
 
+    def take(self, value: Any) -> Any:
+        """Return the model's own input on the device of the stage, in the precision of its passes."""
+        return cast(on_device(value, self.device), self.precision)
+
     def run(self, names: Sequence[str], value: Any, key: RngKey) -> Any:
         """Run some of the blocks in a row."""
         drawing, blocks = self.rng.drawing, self.blocks
@@ -241,6 +253,8 @@ class StageModule:
     def evaluate_loss(self, output: Any, target: Any, key: RngKey, sliced: bool = False) -> tuple[Tensor, float]:
         """Compute the loss sum of a microbatch and its weight (`penstock.stage.loss`).
 
+        Targets are counted where the data are, so that a GPU is not waited for.
+
         Raises:
             ConfigError: the loss function returned something else; or, for a slice of a sequence, it returned no
                 weight, so that the share of the slice in the whole sequence is unknown.
@@ -248,7 +262,7 @@ class StageModule:
         assert self.loss is not None
         if LOSS in self.rng.drawing:
             self.rng.seed_block(LOSS, key)
-        result = self.loss(output, target)
+        result = self.loss(output, on_device(target, self.device))
         if sliced and isinstance(result, Tensor):
             raise ConfigError(
                 f"{self.where}: with slices of sequences the loss must return (sum, weight), such as the sum over the "

@@ -17,7 +17,7 @@ from penstock.schedule.ir.schedule import Copy, Stage
 from penstock.schedule.proof.in_flight import Piece
 from penstock.stage.autograd.recompute import RecomputeInput
 from penstock.stage.autograd.saved_bytes import storage_bytes
-from penstock.stage.graphs import Loss, StageGraphs
+from penstock.stage.graphs import StageGraphs, UnreadLoss
 from penstock.stage.in_flight import InFlightMicrobatch, Microbatch
 from penstock.stage.module import StageModule, run_backward
 from penstock.stage.precision import cast
@@ -75,7 +75,7 @@ class StageRuntime:
 
     def forward(
         self, microbatch: Microbatch, value: Any, wants: tuple[bool, ...], version: int, copy: Copy | None = None
-    ) -> tuple[Any, Loss | None]:
+    ) -> tuple[Any, UnreadLoss | None]:
         """Run the blocks on a microbatch and keep what its backward needs.
 
         Args:
@@ -106,7 +106,7 @@ class StageRuntime:
         return output, result.loss
 
     @torch.no_grad()
-    def evaluate(self, microbatch: Microbatch, value: Any) -> tuple[Any, Loss | None]:
+    def evaluate(self, microbatch: Microbatch, value: Any) -> tuple[Any, UnreadLoss | None]:
         """Run the blocks in evaluation mode on the weights chosen for evaluation, and keep nothing."""
         if self.averaged is not None:
             self.module.bind(self.averaged)
@@ -116,7 +116,7 @@ class StageRuntime:
             return self.graphs.evaluate(microbatch, value)
 
     @torch.no_grad()
-    def pass_on(self, microbatch: Microbatch, value: Any) -> tuple[Any, Loss | None]:
+    def pass_on(self, microbatch: Microbatch, value: Any) -> tuple[Any, UnreadLoss | None]:
         """Run the blocks of a stage that is not trained, and keep nothing."""
         self._bind(None)
         with self.module.rng.preserved():

@@ -13,10 +13,12 @@ from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
+from penstock.comm.core.devices import choose_backend, find_device
 from penstock.comm.core.ticket import brief
 from penstock.errors import ConfigError, TransportError
 from penstock.train.config.schema import TrainConfig
@@ -108,6 +110,15 @@ def _answered(job: Store, rank: int, question: str) -> str:
     return str(name) if asked.get(str(rank)) == question else ""
 
 
+def _choose_backend(config: TrainConfig) -> str:
+    """Return the backend that suits the device of this rank, which becomes the current one if it is a GPU."""
+    device = find_device(config.device)
+    gpus = torch.cuda.device_count() if device.type == "cuda" else 0
+    if gpus:
+        torch.cuda.set_device(device)
+    return choose_backend(config.backend, device, config.device in ("auto", "cuda") and local_ranks() <= gpus)
+
+
 @contextmanager
 def process_group(config: TrainConfig) -> Iterator[PrefixStore]:
     """Make the job's process group from the variables that torch elastic sets.
@@ -125,9 +136,10 @@ def process_group(config: TrainConfig) -> Iterator[PrefixStore]:
             f"the job has {size} processes, but stages is {config.stages}{pipelines}; launch one process per stage, "
             f"for example with torchrun --nproc-per-node {wanted} -m penstock train ..."
         )
-    store = _meet(config, job, rank, size)
+    backend = _choose_backend(config)
+    store = _meet(config.model_copy(update={"backend": backend}), job, rank, size)
     try:
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     except RuntimeError as error:
         raise TransportError(f"rank {rank}, joining the job: a peer is dead or stalled ({brief(error)})") from error
     try:

@@ -23,13 +23,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penstock.comm.core.devices import find_device, on_device
 from penstock.errors import ConfigError
 from penstock.models.gpt import TIED_EMBEDDINGS, gpt_blocks, language_loss
 from penstock.schedule.ir.rules import RULES, Source
 from penstock.schedule.ir.schedule import Op, Schedule, Stage, passes
 from penstock.stage.precision import low_precision
 from penstock.train.config.schema import TrainConfig
-from penstock.train.data.windows import Microbatches, batches
+from penstock.train.data.windows import batches
 from penstock.train.setup.build_pipeline import make_pipeline
 from penstock.train.setup.lr_schedule import rate_schedule
 from penstock.train.setup.optimizers import optimizer_factory
@@ -325,14 +326,17 @@ def _run_plain(prepared: Prepared, count: int, begin: Sequence[Mapping[str, Tens
 
 def _blocks(prepared: Prepared, one_object: bool) -> dict[str, nn.Module]:
     """Make the model; with `one_object`, tied parameters are one object."""
-    blocks = {name: block.make() for name, block in gpt_blocks(prepared.model, prepared.config.seed).items()}
+    device = find_device(prepared.config.device)
+    blocks = {name: block.make().to(device) for name, block in gpt_blocks(prepared.model, prepared.config.seed).items()}
     if prepared.config.model.tied and one_object:
         blocks["head"].get_submodule("out").weight = blocks["embedding"].weight
     return blocks
 
 
-def _data(prepared: Prepared, count: int) -> Iterator[Microbatches]:
-    return batches(prepared.windows, 0, count, prepared.microbatches, prepared.config.microbatch_size)
+def _data(prepared: Prepared, count: int) -> Iterator[Sequence[Any]]:
+    device, size = find_device(prepared.config.device), prepared.config.microbatch_size
+    found = batches(prepared.windows, 0, count, prepared.microbatches, size)
+    return ([on_device(pair, device) for pair in batch] for batch in found)
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from penstock.comm.core.background import Background
 from penstock.comm.core.rank_grid import Holder, Members
-from penstock.comm.core.tagged_group import Tag, TaggedGroup
+from penstock.comm.core.tagged_group import Tag, TaggedGroup, Work
 from penstock.comm.core.ticket import Ticket
 
 _LANE = "the lane of waves"
@@ -104,7 +104,7 @@ class GlooExchange:
     def post(self, members: Members, me: Holder, wave: int, updates: Sequence[Sequence[Tensor]]) -> Posted:
         """Post all messages; those between two processes keep their order."""
         posted = _tickets(members, me, wave)
-        leaving: list[dist.Work | None] = []
+        leaving: list[Work | None] = []
         try:
             for member, tensors in zip(members, updates, strict=True):
                 if member != me:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from enum import IntEnum
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -28,38 +29,71 @@ class Tag(IntEnum):
     LANES = 16
 
 
+class _ToDevice:
+    """A receive into memory of the host, from where the tensor goes on to its device."""
+
+    def __init__(self, work: dist.Work | None, host: Tensor, tensor: Tensor) -> None:
+        self._work, self._host, self._tensor = work, host, tensor
+
+    def wait(self, *timeout: timedelta) -> None:
+        """Block until it is complete, and copy."""
+        if self._work is not None:
+            self._work.wait(*timeout)
+        self._tensor.copy_(self._host)
+
+
+Work = dist.Work | _ToDevice
+"""A send or receive that is under way."""
+
+
 class TaggedGroup:
     """Non-blocking sends and receives of tensors on a process group, all under one tag.
 
-    Empty tensors are not sent: both ends know the shape.
+    Empty tensors are not sent: both ends know the shape. Tensors on a GPU pass through memory of the host, because
+    gloo cannot reach them and NCCL does not know tags.
 
     Args:
         group: the process group; None for the default group.
         tag: of the messages.
         timeout: how long `finish` waits for each message; the time-out of the group if None.
+        direct: the backend of the group reaches all tensors, and nothing else is sent on it.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, tag: int, timeout: timedelta | None = None) -> None:
-        self.group, self._tag = group, int(tag)
+    def __init__(
+        self, group: dist.ProcessGroup | None, tag: int, timeout: timedelta | None = None, *, direct: bool = False
+    ) -> None:
+        self.group, self._tag, self._direct = group, int(tag), direct
         self._timeout = () if timeout is None else (timeout,)
 
-    def send(self, tensor: Tensor, rank: int) -> dist.Work | None:
+    def send(self, tensor: Tensor, rank: int) -> Work | None:
         """Start to send a tensor to a rank of the group; the tensor must live, unchanged, until `finish` returns.
 
         Raises:
             RuntimeError: the connection to the peer is lost.
         """
-        return dist.isend(tensor, group=self.group, tag=self._tag, group_dst=rank) if tensor.numel() else None
+        if not tensor.numel():
+            return None
+        if self._passes_host(tensor):
+            tensor = tensor.cpu()  # the work keeps it alive
+        return dist.isend(tensor, group=self.group, tag=self._tag, group_dst=rank)
 
-    def receive(self, tensor: Tensor, rank: int) -> dist.Work | None:
+    def receive(self, tensor: Tensor, rank: int) -> Work | None:
         """Start to receive a tensor from a rank of the group.
 
         Raises:
             RuntimeError: the connection to the peer is lost.
         """
-        return dist.irecv(tensor, group=self.group, tag=self._tag, group_src=rank) if tensor.numel() else None
+        if not tensor.numel():
+            return None
+        if not self._passes_host(tensor):
+            return dist.irecv(tensor, group=self.group, tag=self._tag, group_src=rank)
+        host = torch.empty(tensor.shape, dtype=tensor.dtype)
+        return _ToDevice(dist.irecv(host, group=self.group, tag=self._tag, group_src=rank), host, tensor)
 
-    def finish(self, works: Sequence[dist.Work | None]) -> None:
+    def _passes_host(self, tensor: Tensor) -> bool:
+        return not self._direct and tensor.device.type != "cpu"
+
+    def finish(self, works: Sequence[Work | None]) -> None:
         """Wait until the given sends and receives are complete.
 
         Raises:

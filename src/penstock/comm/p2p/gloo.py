@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 import torch.distributed as dist
 
 from penstock.comm.p2p.gloo_lanes import ReceiveLane, SendLane
@@ -47,6 +48,7 @@ class GlooTransport(LaneTransport):
         group: the process group; None for the default group.
         first: group rank of the pipeline's rank 0; the other ranks follow.
         channel: training or evaluation.
+        device: where received tensors go; the CPU if None.
     """
 
     def __init__(
@@ -57,10 +59,11 @@ class GlooTransport(LaneTransport):
         group: dist.ProcessGroup | None = None,
         first: int = 0,
         channel: Channel = Channel.TRAINING,
+        device: torch.device | None = None,
     ) -> None:
         settings = window, group, first, channel
         sends = {lane: SendLane(lane, *settings) for lane in lanes if lane.source == rank}
-        receives = {lane: ReceiveLane(lane, *settings) for lane in lanes if lane.target == rank}
+        receives = {lane: ReceiveLane(lane, *settings, device) for lane in lanes if lane.target == rank}
         super().__init__(sends, receives)
         for lane, sending in sends.items():
             sending.back = [receives.get(LaneKey(lane.target, rank, payload)) for payload in CREDITED]

@@ -23,7 +23,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.comm.core.background import Background, settle
-from penstock.comm.core.tagged_group import Tag, TaggedGroup
+from penstock.comm.core.devices import on_device
+from penstock.comm.core.tagged_group import Tag, TaggedGroup, Work
 from penstock.comm.core.ticket import Ticket
 from penstock.comm.p2p.message import (
     CREDIT_RANGE,
@@ -90,7 +91,7 @@ class _Sent(Ticket):
     def __init__(self, lane: SendLane) -> None:
         super().__init__(lane.lane)
         self._lane = lane
-        self.work: dist.Work | None = None
+        self.work: Work | None = None
 
     def settles(self, timeout: float) -> bool:
         """Have the thread wait for it, and wait for the thread: what comes back is not looked at meanwhile."""
@@ -112,7 +113,7 @@ class SendLane(LaneEnd):
         super().__init__(lane, lane.target, window, group, first, channel)
         self._recent: deque[int] = deque()  # bytes of the last messages sent, which the peer may not have consumed
         self._open: deque[_Sent] = deque()  # not known to be taken, nor handed to the thread
-        self._rest_of: deque[tuple[int, dist.Work | None]] = deque()  # second sends, with the number of the message
+        self._rest_of: deque[tuple[int, Work | None]] = deque()  # second sends, with the number of the message
         self._count = self._taken = 0
         self.back: Sequence[ReceiveLane | None] = [None] * len(CREDITED)
         self._lock = threading.Lock()
@@ -179,7 +180,7 @@ class _Received(Ticket):
         super().__init__(lane.lane, nbytes)
         self._lane, self.block = lane, torch.empty(nbytes, dtype=torch.uint8)
         self.raw = bytes_of(self.block)
-        self.work: dist.Work | None = None
+        self.work: Work | None = None
         expect(self.raw)
 
     @property
@@ -196,6 +197,10 @@ class _Received(Ticket):
 class ReceiveLane(LaneEnd):
     """The receiving end of a lane.
 
+    Args:
+        lane, window, group, first, channel: as of any end.
+        device: where tensors go.
+
     Attributes:
         posted: how many RECVs.
         back: for every payload the lane back to the sender, whose SENDs the credits of the messages are about.
@@ -203,9 +208,10 @@ class ReceiveLane(LaneEnd):
 
     def __init__(
         self, lane: LaneKey, window: int, group: dist.ProcessGroup | None, first: int = 0,
-        channel: Channel = Channel.TRAINING,
+        channel: Channel = Channel.TRAINING, device: torch.device | None = None,
     ) -> None:  # fmt: skip
         super().__init__(lane, lane.source, window, group, first, channel)
+        self._device = None if device is None or device.type == "cpu" else device
         self._open: deque[_Received] = deque()  # in order, without those that the thread waits for
         self._handed: _Received | None = None  # the last of those
         self.posted = 0
@@ -239,8 +245,11 @@ class ReceiveLane(LaneEnd):
             self.background.later([ticket], partial(self._finish, ticket))
 
     def decode(self, block: Tensor) -> TensorMessage:
-        """Decode a complete block."""
-        return self.codec.decode(block)
+        """Decode a complete block; its tensors are views of it, or copies on the device of the rank."""
+        message = self.codec.decode(block)
+        if self._device is not None:
+            message.tree = on_device(message.tree, self._device)
+        return message
 
     def _finish(self, ticket: _Received) -> TensorMessage:
         block, work = ticket.block, ticket.work

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from penstock.comm.core.tagged_group import TaggedGroup
+from penstock.comm.core.tagged_group import TaggedGroup, Work
 from penstock.comm.core.ticket import Ticket
 from penstock.comm.p2p.gloo import LaneTransport
 from penstock.comm.p2p.gloo_lanes import ReceiveLane, SendLane
@@ -97,15 +97,15 @@ class _Wires:
     """
 
     def __init__(self, group: dist.ProcessGroup, peer: int, device: torch.device) -> None:
-        self._tensors, self._far = TaggedGroup(group, _TAG), dist.get_group_rank(group, peer)
+        self._tensors, self._far = TaggedGroup(group, _TAG, direct=True), dist.get_group_rank(group, peer)
         self.device = device
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
-    def send(self, tensor: Tensor) -> dist.Work | None:
+    def send(self, tensor: Tensor) -> Work | None:
         """Start to send a tensor."""
         return self._tensors.send(tensor, self._far)
 
-    def finish(self, works: Sequence[dist.Work | None]) -> None:
+    def finish(self, works: Sequence[Work | None]) -> None:
         """Wait until tensors have been sent, not on the stream that computes."""
         with torch.cuda.stream(self.stream):
             self._tensors.finish(works)

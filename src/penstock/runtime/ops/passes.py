@@ -15,15 +15,14 @@ from penstock.runtime.rank.batch_source import Sample
 from penstock.runtime.rank.span import RankSpan
 from penstock.schedule.ir.schedule import Kind, Op
 from penstock.schedule.machine.instructions import Instruction
-from penstock.stage.graphs import Loss
+from penstock.stage.graphs import UnreadLoss
 from penstock.stage.in_flight import Microbatch
-from penstock.stage.precision import cast
 from penstock.stage.rng import RngKey
 from penstock.timeline import Waiting
 
 _NO_GRADIENTS: tuple[bool, ...] = ()
 _NO_SAMPLE = Sample(None, None, 0)
-_NO_LOSS = Loss(0.0, 0.0)
+_NO_LOSS = UnreadLoss(0.0, 0.0)
 
 
 class Forward(Consumer):
@@ -51,7 +50,7 @@ class Forward(Consumer):
             sample, more = self._read(k)
             start = self._recorder.now()
         if routes.enters:
-            value = cast(routes.own_input(sample.input), self._runtime.module.precision)
+            value = self._runtime.module.take(routes.own_input(sample.input))
             wants, header = _NO_GRADIENTS, Header(turn.batch, k, more, sample.checksum, piece=self._number)
         else:
             header, value, wants = routes.inputs((k, self._number))
@@ -73,7 +72,7 @@ class Forward(Consumer):
         span.reports.forward_done(turn.batch, evaluation=self._evaluates)
         return start
 
-    def compute(self, turn: Turn, value: Any, wants: tuple[bool, ...], target: Any) -> tuple[Any, Loss | None]:
+    def compute(self, turn: Turn, value: Any, wants: tuple[bool, ...], target: Any) -> tuple[Any, UnreadLoss | None]:
         """Run the blocks; returns their output, and the loss where there is one."""
         raise NotImplementedError
 
@@ -98,7 +97,7 @@ class Forward(Consumer):
 class TrainingForward(Forward):
     """A forward that a backward follows."""
 
-    def compute(self, turn: Turn, value: Any, wants: tuple[bool, ...], target: Any) -> tuple[Any, Loss | None]:
+    def compute(self, turn: Turn, value: Any, wants: tuple[bool, ...], target: Any) -> tuple[Any, UnreadLoss | None]:
         """Run the blocks and keep what the backward needs."""
         scale = self._span.decisions.scale(turn.batch) if self._runtime.has_loss else 1.0
         microbatch = Microbatch(turn.first, self.draw(turn), target, scale, self._slice)
@@ -108,7 +107,7 @@ class TrainingForward(Forward):
 class UntrainedForward(Forward):
     """A forward of a stage that is not trained."""
 
-    def compute(self, turn: Turn, value: Any, wants: tuple[bool, ...], target: Any) -> tuple[Any, Loss | None]:  # noqa: ARG002
+    def compute(self, turn: Turn, value: Any, wants: tuple[bool, ...], target: Any) -> tuple[Any, UnreadLoss | None]:  # noqa: ARG002
         """Run the blocks and keep nothing."""
         return self._runtime.pass_on(Microbatch(turn.first, self.draw(turn), target), value)
 
@@ -116,7 +115,7 @@ class UntrainedForward(Forward):
 class EvaluationForward(Forward):
     """A forward of an evaluation."""
 
-    def compute(self, turn: Turn, value: Any, wants: tuple[bool, ...], target: Any) -> tuple[Any, Loss | None]:  # noqa: ARG002
+    def compute(self, turn: Turn, value: Any, wants: tuple[bool, ...], target: Any) -> tuple[Any, UnreadLoss | None]:  # noqa: ARG002
         """Run the blocks in evaluation mode and keep nothing."""
         return self._runtime.evaluate(Microbatch(turn.first, RngKey(-1, turn.first), target), value)
 

@@ -278,6 +278,8 @@ class RunOptions:
         seed: of the random numbers that blocks draw (`penstock.stage.rng`).
         timeout: seconds after which a missing message is an error; between runs, where all ranks meet, the group's own
             time-out counts.
+        device: where ranks compute: "auto", "cpu", "cuda" (ranks of a machine take its GPUs in turns), one such as
+            "cuda:1", or where the blocks are if None.
 
     Raises:
         ConfigError: a value is no such number.
@@ -285,6 +287,7 @@ class RunOptions:
 
     seed: int = 0
     timeout: float = 300.0
+    device: str | torch.device | None = None
 
     def __post_init__(self) -> None:
         """Check each by itself."""

@@ -6,7 +6,7 @@ import math
 from typing import NamedTuple
 
 from penstock.schedule.proof.in_flight import Piece
-from penstock.stage.graphs import Loss
+from penstock.stage.graphs import Loss, UnreadLoss, read_losses
 
 
 class BatchLoss(NamedTuple):
@@ -36,11 +36,11 @@ class LossLedger:
 
     def __init__(self, steps: int, waits: bool) -> None:
         self._steps, self._waits = steps, waits
-        self._losses: dict[int, dict[Piece, Loss]] = {}
+        self._losses: dict[int, dict[Piece, UnreadLoss]] = {}
         self._weights: dict[int, tuple[float, int]] = {}  # N, and the updates that still ask for it
         self._shares: dict[int, Loss] = {}  # of batches that stages have not decided on
 
-    def add(self, batch: int, key: Piece, loss: Loss) -> None:
+    def add(self, batch: int, key: Piece, loss: UnreadLoss) -> None:
         """Add the loss of a microbatch (or slice); of one that is added twice the last counts."""
         self._losses.setdefault(batch, {})[key] = loss
 
@@ -54,7 +54,7 @@ class LossLedger:
         losses = self._losses.pop(batch, None)
         if losses is None:
             return None
-        total, weight = (sum(part) for part in zip(*((i.total, i.weight) for i in losses.values()), strict=True))
+        total, weight = (sum(part) for part in zip(*read_losses([*losses.values()]), strict=True))
         if shares:
             self._shares[batch] = Loss(total, weight)
         return BatchLoss(total / weight if weight else None, total, weight)

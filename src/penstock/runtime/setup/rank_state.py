@@ -9,7 +9,6 @@ from weakref import ref
 
 from penstock.comm.core.rank_grid import RankKey
 from penstock.comm.core.recorder import Recorder
-from penstock.partition.blocks import LazyBlock
 from penstock.runtime.plan.plan import PipelinePlan
 from penstock.runtime.rank.snapshot import Snapshot
 from penstock.runtime.setup.stage_builder import StageBuilder
@@ -59,10 +58,7 @@ class RankState:
             stop,
         )
         self._builder = StageBuilder(key, plan, loss, optimizer, recorder)
-        self.stages = {
-            stage: self._builder.build(stage, {name: _made(block) for name, block in blocks[stage].items()})
-            for stage in plan.schedule.on_rank(key.rank)
-        }
+        self.stages = {stage: self._builder.build(stage, blocks[stage]) for stage in plan.schedule.on_rank(key.rank)}
         fixed = sum(tensor.nbytes for stage in self.stages.values() for tensor in stage.module.fixed)
         recorder.hold("frozen parameters and buffers", fixed)
 
@@ -107,7 +103,3 @@ class RankState:
         finally:
             for stage in stages:
                 stage.averaged = stage.evaluated = None
-
-
-def _made(block: Any) -> Any:
-    return block.make() if isinstance(block, LazyBlock) else block

@@ -6,11 +6,15 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from torch import nn
+
+from penstock.comm.core.devices import find_device
 from penstock.comm.core.rank_grid import RankKey
 from penstock.comm.core.recorder import Recorder
 from penstock.comm.p2p.routing import neighbors_of
 from penstock.errors import ConfigError
 from penstock.partition.block_delays import BlockDelays
+from penstock.partition.blocks import LazyBlock
 from penstock.partition.sequence_slices import check_blocks
 from penstock.partition.tied import Tie, share_inside
 from penstock.runtime.plan.plan import PipelinePlan
@@ -60,20 +64,22 @@ class StageBuilder:
         self._key, self._plan, self._loss, self._optimizer = key, plan, loss, optimizer
         self._options, self._low = plan.options, plan.options.precision.low
         self._hold = partial(recorder.change, "activations")
+        wanted = plan.options.run.device
+        self._device = None if wanted is None else find_device(wanted)
 
-    def build(self, stage: Stage, blocks: dict[str, Any]) -> StageRuntime:
+    def build(self, stage: Stage, blocks: Mapping[str, Any]) -> StageRuntime:
         """A stage, ready to run under the schedule of the plan.
 
         Args:
             stage: which.
-            blocks: its blocks, by name; made, if they were lazy.
+            blocks: its blocks, by name; lazy ones are made here, and all are moved to the device of the rank.
 
         Raises:
             ConfigError: its blocks are not what the plan takes them for.
             CapabilityError: its optimizer cannot step it.
         """
         plan, proof, correction = self._plan, self._plan.proof, self._options.staleness.correction
-        module = self._make_module(stage, blocks)
+        module = self._make_module(stage, {name: self._made(block) for name, block in blocks.items()})
         ties = [tie for tie in plan.ties if stage.index in tie.stages]
         weights = self._make_weights(stage, module, ties) if module.trained else StageWeights()
         self._check(stage, module, weights, proof, correction)
@@ -117,6 +123,10 @@ class StageBuilder:
 
     # --- what a stage has whatever its schedule -----------------------------------------------------------------------
 
+    def _made(self, block: Any) -> Any:
+        made = block.make() if isinstance(block, LazyBlock) else block
+        return made.to(self._device) if self._device is not None and isinstance(made, nn.Module) else made
+
     def _make_module(self, stage: Stage, blocks: dict[str, Any]) -> StageModule:
         plan, schedule = self._plan, self._plan.schedule
         share_inside(blocks, plan.inside, [name for part in plan.parts for name in part])
@@ -128,7 +138,8 @@ class StageBuilder:
             if delays is not None:
                 delays.check_trained(blocks)
         loss = self._loss_of(stage) if ways.has_loss else None
-        module = StageModule(blocks, loss, where, self._options.run.seed, self._low, bool(ways.outputs))
+        seed, hands_on = self._options.run.seed, bool(ways.outputs)
+        module = StageModule(blocks, loss, where, seed, self._low, hands_on, self._device)
         if module.trained and stage.index in schedule.frozen:
             raise ConfigError(
                 f"{where} is frozen in the schedule, but {next(iter(module.trained))} wants gradients; set "

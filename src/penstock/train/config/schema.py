@@ -259,6 +259,14 @@ class TrainConfig(Strict):
     )
     restarts: int = Field(default=0, ge=0, description="times that failed workers are started again")
     timeout: Number = Field(default=300.0, gt=0, description="seconds after which a missing message ends the run")
+    device: str = Field(
+        default="auto",
+        description="auto (a GPU if there is one), cpu, cuda (the ranks of a machine take its GPUs in turns), or one "
+        "such as cuda:1, which several ranks then share",
+    )
+    backend: str = Field(
+        default="auto", description="of messages: gloo, nccl, or auto: nccl where every rank has a GPU of its own"
+    )
     threads: int | None = Field(default=None, ge=1, description="threads per rank; cores divided by ranks if not set")
     model: ModelSection = Field(default=ModelSection(), description="the model")
     optimizer: OptimizerSection = Field(default=OptimizerSection(), description="the optimizer")
