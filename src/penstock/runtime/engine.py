@@ -84,7 +84,8 @@ class Engine:
         self._running = self._abandoned = False
         self._stop = ranks[0].stop
         self._last = self.schedule.stage_at[self.schedule.num_stages - 1, 0].rank
-        self._entrances = {n.rank for n in self.schedule.stages if not self.schedule.predecessors[n.index]}
+        entrances = {n.rank for n in self.schedule.stages if not self.schedule.predecessors[n.index]}
+        self._stop.alone = grid.group is None or grid.width * len(entrances) == 1
         self.reporter = ranks[self._last if grid.group is None else 0]
 
     # --- training ---------------------------------------------------------------------------------------------------
@@ -97,14 +98,14 @@ class Engine:
         self._stop.reset()
         stays_full = border_fault(self._proof.lowered) is None and not self._combine.spec.drains
         if (save is None and evaluate is None) or stays_full:
-            yield from self._train_once(batches, save, evaluate)
+            yield from self._train_once(batches, save, evaluate, meets=evaluate is not None)
             return
         rest = iter(batches)
         while True:
             size = min(plan.every - self.batches % plan.every for plan in (save, evaluate) if plan is not None)
             before = self.batches
-            yield from self._train_once(islice(rest, size), None, None)
-            if self.batches - before < size:
+            left = yield from self._train_once(islice(rest, size), None, None, meets=True)
+            if left or self.batches - before < size:
                 return
             if evaluate is not None and evaluate.wants(self.batches):
                 self._evaluate_now(evaluate, self.batches)
@@ -112,13 +113,16 @@ class Engine:
                 for snapshot in self.snapshots():
                     save.sink(snapshot)
 
-    def _train_once(self, batches: Batches, save: Saving | None, evaluate: Evaluating | None) -> Iterator[Report]:
+    def _train_once(
+        self, batches: Batches, save: Saving | None, evaluate: Evaluating | None, *, meets: bool
+    ) -> Generator[Report, None, bool]:
+        """Train in one span; `meets` says that ranks hear afterwards who has left. Returns whether one has."""
         self.check_idle()
         stages = [stage for state in self._ranks for stage in state.stages.values()]
         scheduled = while_scheduled(batches, stages, self.batches if self._combine.apart else None)
         source = self._open(scheduled, evaluates=False)
         if not self._begin(source):
-            return
+            return False
         executors = self._executors(self._proof)
         evaluators = [] if evaluate is None else self._evaluators(evaluate)
         older = -1 if self.keeps_older and self._bases == 2 else 0
@@ -126,10 +130,29 @@ class Engine:
             e.run(source, self.batches, older, at_border=evaluators[i].at_border if evaluators else None, saving=save)
             for i, e in enumerate(executors)
         ]
-        yield from self._span(self._drive(runs, 1), [*executors, *evaluators], training=True)
-        for failure in (*(evaluator.failure for evaluator in evaluators), source.failure):
+        left, failed = True, None
+        try:
+            yield from self._span(self._drive(runs, 1), [*executors, *evaluators], training=True)
+            left = False
+        finally:
+            found = next((evaluator.failure for evaluator in evaluators if evaluator.failure is not None), None)
+            if meets and self._broken is None:
+                left, failed = self._end_together(left, found)
+        for failure in (found, source.failure, failed):
             if failure is not None:  # all batches before have been trained on, and reported
                 raise failure
+        return left
+
+    def _end_together(self, left: bool, failure: Exception | None) -> tuple[bool, Exception | None]:
+        """Tell all ranks after a span whether the caller has left here, and what an evaluation has failed of.
+
+        Returns:
+            Whether the caller has left on any rank, and the first failure of another one.
+        """
+        if self._grid.group is None:
+            return left, None
+        told = gather_json([left, _text(failure)], "ending a run", self._grid.control)
+        return any(gone for gone, _ in told), _failed_elsewhere([text for _, text in told])
 
     def _evaluators(self, evaluate: Evaluating) -> list[Evaluator]:
         executors, delay = self._executors(self._forward_only, Channel.EVALUATION), self._bases - 1
@@ -182,10 +205,7 @@ class Engine:
 
     def ask_to_stop(self) -> None:
         """Request that the current run ends."""
-        self._stop.asked = True
-        alone = self._grid.width == 1 and len(self._entrances) == 1  # who asks the data is the only one to do so
-        if self._grid.group is None or alone:
-            self._stop.agreed = True
+        self._stop.ask()
 
     def break_off(self, error: BaseException) -> None:
         """Mark the pipeline as broken: nothing can go on any more."""
@@ -235,7 +255,7 @@ class Engine:
         if averaged and any(isinstance(weights, TrainedWeights) and weights.average is None for weights in kinds):
             raise ConfigError("there are no averaged weights; give the pipeline a decay, such as ema_decay=0.999")
         self.check_idle()
-        source, found = self._open(batches, evaluates=True), []
+        source, found, failed = self._open(batches, evaluates=True), [], None
         if self._begin(source):
             executors = self._executors(self._forward_only)
             reports = self._drive([e.run(source, self.batches, 0) for e in executors], self._grid.width)
@@ -246,14 +266,13 @@ class Engine:
                     if r.loss is not None and r.weight:
                         found.append([r.loss * r.weight, r.weight])
             if self._grid.group is not None:
-                failed = source.failure and f"{type(source.failure).__name__}: {source.failure}"
-                gathered = gather_json([found, failed], "gathering the losses of an evaluation", self._grid.control)
+                what = "gathering the losses of an evaluation"
+                gathered = gather_json([found, _text(source.failure)], what, self._grid.control)
                 found = [pair for part, _ in gathered for pair in part]
-                for rank, (_, failed) in enumerate(gathered):
-                    if failed and source.failure is None:
-                        raise DataError(f"rank {rank} could not read the data of the evaluation ({failed:.200})")
-            if source.failure is not None:
-                raise source.failure
+                failed = _failed_elsewhere([text for _, text in gathered])
+            for failure in (source.failure, failed):
+                if failure is not None:
+                    raise failure
         return math.fsum(total for total, _ in found), math.fsum(weight for _, weight in found)
 
     def snapshots(self) -> list[Snapshot]:
@@ -359,3 +378,15 @@ class Engine:
         if self._grid.group is not None:
             return drive_one(runs[0], self._timeout)
         return drive_all(runs, [pipeline * self._grid.depth + self._last for pipeline in range(pipelines)])
+
+
+def _text(failure: Exception | None) -> str | None:
+    return None if failure is None else f"{type(failure).__name__}: {failure}"
+
+
+def _failed_elsewhere(texts: Sequence[str | None]) -> DataError | None:
+    """What a rank raises where another one, of all by rank, could not read the data of an evaluation."""
+    for rank, text in enumerate(texts):
+        if text is not None:
+            return DataError(f"rank {rank} could not read the data of the evaluation ({text:.200})")
+    return None

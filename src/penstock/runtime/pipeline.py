@@ -260,10 +260,8 @@ class Pipeline:
 
         Losses become known while later microbatches are under way, so updates are not in step with the loop. The run
         ends when the data ends or `stop` was called. Leaving the loop, an exception of the data's iterator and Ctrl-C
-        end it, too; all batches that have entered the pipeline are always finished. Where all stages decide together
-        (with `max_grad_norm`, a loss scale or parallel pipelines), any rank may leave or stop, and the others end after
-        the same batch. Otherwise the rank of the first stage decides between processes: let all ranks leave after the
-        same batch, or they train on until that one does.
+        end it, too; all batches that have entered the pipeline are always finished. Any rank may leave or stop, and the
+        others end after the same batch, a few batches later, as if their data ended there.
 
         Snapshots and evaluations fit between two batches without draining the pipeline where all stages have one newest
         version there: under methods that flush and under 2bw. Under the others it is drained for them, which with stash
@@ -312,10 +310,10 @@ class Pipeline:
         return (total / weight, weight) if weight else None
 
     def stop(self) -> None:
-        """End the run after the batches that are under way.
+        """End the run after the batches that are under way; between processes any rank may ask for it.
 
-        Where all stages decide together, any rank may ask for it. Otherwise the rank of the first stage decides between
-        processes, and on others this does nothing.
+        The request travels with gradients, or with what all stages decide together. So in a pipeline whose first stages
+        have no backward (`frozen` in its schedule) only their ranks can ask.
         """
         self._engine.ask_to_stop()
 

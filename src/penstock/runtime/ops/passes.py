@@ -142,13 +142,14 @@ class Backward(Consumer):
         for k, piece in self._keys:
             k += turn.t * self._m
             batch = span.start + k // self._m
-            weight, gradients = routes.gradients((k, piece))
+            weight, stop, gradients = routes.gradients((k, piece))
             span.losses.learn(batch, weight)
+            if stop:
+                span.stop.ask()
             found = self._run((k, piece), batch, version, gradients, copy)
             # The weight of a batch is known to the last stage before its last backward, so it rides on gradients.
-            routes.put_input_gradients(
-                Header(batch, k, span.more, weight=span.losses.weight(batch), piece=piece), found
-            )
+            known, asked = span.losses.weight(batch), span.stop.asked
+            routes.put_input_gradients(Header(batch, k, span.more, weight=known, piece=piece, stop=asked), found)
 
 
 class WeightBackward(Consumer):
