@@ -23,7 +23,7 @@ from penstock.comm.p2p.routing import reads_of
 from penstock.comm.p2p.transport import Channel
 from penstock.comm.transports import Transports
 from penstock.errors import ConfigError, DataError, PenstockError, TransportError
-from penstock.runtime.execute.evaluation import Evaluating, EvaluationData, Evaluator
+from penstock.runtime.execute.evaluation import Evaluating, EvaluationData, Evaluator, no_data
 from penstock.runtime.execute.executor import Executor
 from penstock.runtime.execute.run_loop import Run, drive_all, drive_one
 from penstock.runtime.rank.batch_source import Batches, BatchSource
@@ -256,7 +256,10 @@ class Engine:
             raise ConfigError("there are no averaged weights; give the pipeline a decay, such as ema_decay=0.999")
         self.check_idle()
         source, found, failed = self._open(batches, evaluates=True), [], None
-        if self._begin(source):
+        if not self._begin(source):
+            if version is not None:  # within a run
+                raise no_data()
+        else:
             executors = self._executors(self._forward_only)
             reports = self._drive([e.run(source, self.batches, 0) for e in executors], self._grid.width)
             with ExitStack() as stack:

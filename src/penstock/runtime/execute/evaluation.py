@@ -65,6 +65,11 @@ def check_evaluating(evaluate: Any) -> None:
         )
 
 
+def no_data() -> DataError:
+    """What an evaluation within a run raises that has no batch."""
+    return DataError("the data of an evaluation is empty; give at least one batch, or do not evaluate")
+
+
 class EvaluationData:
     """Opens the data of each evaluation in a span, once for all ranks of this process.
 
@@ -96,7 +101,7 @@ class EvaluationData:
         try:
             source = self._opened(self._evaluating.batches)
             if not source.has(0):
-                return DataError("the data of an evaluation is empty; give at least one batch, or do not evaluate")
+                return no_data()
         except Exception as error:
             return error
         return source
