@@ -12,6 +12,7 @@ from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import islice
+from typing import Any
 
 import torch
 
@@ -23,7 +24,7 @@ from penstock.comm.p2p.routing import reads_of
 from penstock.comm.p2p.transport import Channel
 from penstock.comm.transports import Transports
 from penstock.errors import ConfigError, DataError, PenstockError, TransportError
-from penstock.runtime.execute.evaluation import Evaluating, EvaluationData, Evaluator, no_data
+from penstock.runtime.execute.evaluation import Evaluating, EvaluationData, Evaluator, no_data, readable
 from penstock.runtime.execute.executor import Executor
 from penstock.runtime.execute.run_loop import Run, drive_all, drive_one
 from penstock.runtime.rank.batch_source import Batches, BatchSource
@@ -41,8 +42,6 @@ from penstock.schedule.proof.stage_spec import stage_specs
 from penstock.stage.stage_weights import TrainedWeights
 from penstock.weights.corrections.base import Correction
 from penstock.weights.decision import add_shares
-
-_FAILED = -1
 
 
 class Engine:
@@ -245,7 +244,7 @@ class Engine:
 
     def _evaluate_now(self, evaluate: Evaluating, version: int) -> None:
         """Evaluate one of the versions that exist, with the pipeline drained."""
-        total, weight = self.evaluate(evaluate.batches, averaged=False, version=version)
+        total, weight = self.evaluate(readable(evaluate), averaged=False, version=version)
         for state in self._ranks:
             state.decisions.events.evaluated_everywhere(Evaluated(version, total, weight))
 
@@ -336,26 +335,20 @@ class Engine:
         check_written(self._combine, self._grid, self._ranks)
         for stage in (stage for state in self._ranks for stage in state.stages.values()):
             stage.weights.begin_span(self.batches)
-        if self._grid.group is None:
-            return source.begins()
-        first = self.schedule.stage_at[0, 0].rank
-        flag, failure = None, None
-        if self._grid.local[0].rank == first:
+        asked = self._grid.group is None or self._grid.local[0].rank == self.schedule.stage_at[0, 0].rank
+        begins = source.begins() if asked and source.failure is None else source.failure is None
+        told: list[Any] = [[begins, _text(source.failure)]]
+        if self._grid.group is not None:  # the others must hear of a failure before it is raised here
             try:
-                flag = int(source.begins())
-            except Exception as error:  # the others must hear of it before it is raised here
-                flag, failure = _FAILED, error
-        try:
-            flags = gather_json(flag, "agreeing to start", self._grid.control)
-        except TransportError as error:
-            self._broken = error
-            raise
-        if failure is not None:
-            raise failure
-        if _FAILED in flags:
-            rank = flags.index(_FAILED)
-            raise TransportError(f"rank {rank}, which holds the first stage, could not read the first batch")
-        return all(flag != 0 for flag in flags)
+                told = gather_json(told[0], "agreeing to start", self._grid.control)
+            except TransportError as error:
+                self._broken = error
+                raise
+        failed = _failed_elsewhere([text for _, text in told], "the first batch")
+        for failure in (source.failure, failed):
+            if failure is not None:
+                raise failure
+        return all(flag for flag, _ in told)
 
     def _executors(self, proof: Proof, channel: Channel = Channel.TRAINING) -> list[Executor]:
         specs = stage_specs(proof.schedule, older=0)
@@ -387,9 +380,9 @@ def _text(failure: Exception | None) -> str | None:
     return None if failure is None else f"{type(failure).__name__}: {failure}"
 
 
-def _failed_elsewhere(texts: Sequence[str | None]) -> DataError | None:
-    """What a rank raises where another one, of all by rank, could not read the data of an evaluation."""
+def _failed_elsewhere(texts: Sequence[str | None], what: str = "the data of the evaluation") -> DataError | None:
+    """What a rank raises where another one, of all by rank, could not read something."""
     for rank, text in enumerate(texts):
         if text is not None:
-            return DataError(f"rank {rank} could not read the data of the evaluation ({text:.200})")
+            return DataError(f"rank {rank} could not read {what} ({text:.200})")
     return None

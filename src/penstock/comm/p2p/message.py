@@ -47,7 +47,8 @@ class Header(NamedTuple):
         checksum: of the samples that the data was computed from.
         weight: the loss weight of the whole batch; NaN until the last stage knows it.
         piece: the slice of the sequence.
-        stop: the sender, or a rank before it, asks for the end of the run; on gradients only.
+        stop: of a gradient: the sender, or a rank before it, asks for the end of the run. Of an activation: an
+            evaluation has no data, and the tree is the reason.
     """
 
     batch: int

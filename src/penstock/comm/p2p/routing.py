@@ -149,6 +149,9 @@ class StageRoutes:
         ]
         if len(messages) == 1:
             return messages[0].header, messages[0].tree, wants[0]
+        without = next((message for message in messages if message.header.stop), None)
+        if without is not None:
+            return without.header, without.tree, ()
         self._compare([message.header for message in messages])
         if self._counts:
             self._sizes[key] = [len(here) for here in wants]
