@@ -325,7 +325,7 @@ def test_an_evaluation_that_fails_on_one_rank_only(pool: Pool, method: str, who:
         assert len(errors) == 2
         assert all(reason in error for error in errors), errors
         weights |= state
-    assert all(f"rank {who} could not read" in error for error in found[1 - who][0]), found[1 - who][0]
+    assert all(f"rank {who} could not" in error for error in found[1 - who][0]), found[1 - who][0]
     wanted = make_pipeline(method)
     list(wanted.run(list(make_loader(8 * trained, 8))))
     list(wanted.run(make_loader(16, 8)))

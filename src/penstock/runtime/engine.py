@@ -33,6 +33,7 @@ from penstock.runtime.rank.scheduled_batches import while_scheduled
 from penstock.runtime.rank.snapshot import Saving, Snapshot, take_snapshot
 from penstock.runtime.setup.initial_weights import check_written, follow_first, follow_settings
 from penstock.runtime.setup.rank_state import RankState
+from penstock.runtime.setup.settings_by_hand import check_settings, settings_by_hand
 from penstock.runtime.update.events import Evaluated
 from penstock.schedule.ir.rules import RULES
 from penstock.schedule.machine.batch_border import border_fault
@@ -82,6 +83,7 @@ class Engine:
         self._broken: BaseException | None = None
         self._running = self._abandoned = False
         self._stop = ranks[0].stop
+        self._settings: list[Any] = []  # by hand, on all ranks, as they have last been compared
         self._last = self.schedule.stage_at[self.schedule.num_stages - 1, 0].rank
         entrances = {n.rank for n in self.schedule.stages if not self.schedule.predecessors[n.index]}
         self._stop.alone = grid.group is None or grid.width * len(entrances) == 1
@@ -325,30 +327,43 @@ class Engine:
 
     def _begin(self, source: BatchSource) -> bool:
         """Prepare a span; return whether there is a first batch, on which all ranks agree."""
-        follow_settings(self._ranks)
-        if not self._combine.apart:
-            follow_first(self._ranks)
-        for state in self._ranks:
-            state.recorder.begin_span()
-            for stage in state.stages.values():
-                stage.refresh()
+        failure = self._take_over() or source.failure
         check_written(self._combine, self._grid, self._ranks)
         for stage in (stage for state in self._ranks for stage in state.stages.values()):
             stage.weights.begin_span(self.batches)
         asked = self._grid.group is None or self._grid.local[0].rank == self.schedule.stage_at[0, 0].rank
-        begins = source.begins() if asked and source.failure is None else source.failure is None
-        told: list[Any] = [[begins, _text(source.failure)]]
+        begins = failure is None and (not asked or source.begins())
+        failure = failure or source.failure
+        told: list[Any] = [[begins, _text(failure), settings_by_hand(self._ranks)]]
         if self._grid.group is not None:  # the others must hear of a failure before it is raised here
             try:
                 told = gather_json(told[0], "agreeing to start", self._grid.control)
             except TransportError as error:
                 self._broken = error
                 raise
-        failed = _failed_elsewhere([text for _, text in told], "the first batch")
-        for failure in (source.failure, failed):
-            if failure is not None:
-                raise failure
-        return all(flag for flag, _ in told)
+        failed = _failed_elsewhere([text for _, text, _ in told], "begin")
+        for reason in (failure, failed):
+            if reason is not None:
+                raise reason
+        settings = [settings for *_, settings in told]
+        if self._grid.group is not None and settings != self._settings:
+            check_settings(settings)
+            self._settings = settings
+        return all(flag for flag, *_ in told)
+
+    def _take_over(self) -> ConfigError | None:
+        """Adopt what users have changed between two runs; return what is wrong with it."""
+        try:
+            follow_settings(self._ranks)
+            if not self._combine.apart:
+                follow_first(self._ranks)
+            for state in self._ranks:
+                state.recorder.begin_span()
+                for stage in state.stages.values():
+                    stage.refresh()
+        except ConfigError as error:
+            return error
+        return None
 
     def _executors(self, proof: Proof, channel: Channel = Channel.TRAINING) -> list[Executor]:
         specs = stage_specs(proof.schedule, older=0)
@@ -380,9 +395,9 @@ def _text(failure: Exception | None) -> str | None:
     return None if failure is None else f"{type(failure).__name__}: {failure}"
 
 
-def _failed_elsewhere(texts: Sequence[str | None], what: str = "the data of the evaluation") -> DataError | None:
-    """What a rank raises where another one, of all by rank, could not read something."""
+def _failed_elsewhere(texts: Sequence[str | None], what: str = "read the data of the evaluation") -> DataError | None:
+    """What a rank raises where another one, of all by rank, could not do something."""
     for rank, text in enumerate(texts):
         if text is not None:
-            return DataError(f"rank {rank} could not read {what} ({text:.200})")
+            return DataError(f"rank {rank} could not {what} ({text:.200})")
     return None

@@ -110,6 +110,11 @@ class Updater:
         """Take over what was set by hand for another copy of the stage."""
         self._settings.put(first._settings.by_hand)
 
+    @property
+    def by_hand(self) -> list[dict[str, Any]]:
+        """Per parameter group, what was set by hand between runs and differs from what the factory has set."""
+        return self._settings.by_hand
+
     def settings_by_hand(self) -> dict[tuple[str, str], Any]:
         """Return what was set by hand between runs, by setting and parameter, as plain values.
 
