@@ -1,10 +1,14 @@
 """What all stages decide together equals the reference, bit for bit: clipping, skipped updates, loss scales."""
 
 import math
+import re
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from penstock.errors import ConfigError
 from penstock.schedule.build import make_schedule
@@ -119,11 +123,25 @@ def test_a_norm_that_makes_no_sense_is_refused(clip: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"initial": 0.0}, {"growth": 0.5}, {"backoff": 2.0}, {"backoff": 0.0}, {"interval": 0}]
-)
-def test_a_scale_that_makes_no_sense_is_refused(changes: dict[str, float]) -> None:
-    with pytest.raises(ConfigError, match="loss scale"):
-        LossScale(**changes)  # type: ignore[arg-type]
+    "changes",
+    [
+        {"initial": 0.0}, {"initial": -1.0}, {"initial": math.nan}, {"initial": math.inf}, {"initial": "8"},
+        {"initial": True}, {"initial": None}, {"initial": torch.tensor(8.0)}, {"growth": 0.5}, {"growth": math.inf},
+        {"growth": True}, {"growth": "2"}, {"backoff": 2.0}, {"backoff": 0.0}, {"backoff": math.nan}, {"backoff": True},
+        {"interval": 0}, {"interval": -3}, {"interval": True}, {"interval": 2.0}, {"interval": "3"},
+    ],
+)  # fmt: skip
+def test_a_scale_that_makes_no_sense_is_refused(changes: dict[str, Any]) -> None:
+    ((name, value),) = changes.items()
+    with pytest.raises(ConfigError, match=f"loss scale.*{name}.*{re.escape(repr(value))}"):
+        LossScale(**changes)
+
+
+def test_a_scale_of_numpy_becomes_a_plain_number() -> None:
+    """Snapshots hold it as JSON, which has no numbers of numpy."""
+    found = LossScale(np.float32(8.0), np.int64(2), np.float64(0.5))  # type: ignore[arg-type]
+    assert found == LossScale(8.0, 2.0, 0.5)
+    assert [type(value) for value in (found.initial, found.growth, found.backoff)] == [float] * 3
 
 
 def test_decisions_outlive_an_evaluation_and_a_loop_that_is_left() -> None:

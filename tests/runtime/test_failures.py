@@ -138,8 +138,18 @@ def test_data_that_end_too_early_on_the_last_stage(pool: Pool) -> None:
 def test_data_that_fail_at_once_on_the_first_stage(pool: Pool) -> None:
     case = Case("1f1b", 2, 2)
     said = pool.submit(with_own_data, case, {0: [[]]}, 1.0, ranks=2, fresh=True)
-    assert said[0][0] == "DataError"
-    assert said[1][0] == "TransportError"
+    reason = "batch 0 has 0 microbatches, but the schedule takes 2 per batch"
+    assert said[0] == ("DataError", reason)
+    assert said[1] == ("DataError", f"rank 0 could not begin (DataError: {reason})")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_data_that_are_none_on_one_rank(pool: Pool, rank: int) -> None:
+    """Nothing has begun, so all ranks hear of it, and the pipelines are as good as before."""
+    said = pool.submit(with_own_data, Case("1f1b", 2, 2), {rank: 5}, 1.0, ranks=2)
+    reason = "batches must be an iterable of batches, such as a DataLoader or a list; got int"
+    assert said[rank] == ("DataError", reason)
+    assert said[1 - rank] == ("DataError", f"rank {rank} could not begin (DataError: {reason})")
 
 
 def test_a_batch_that_is_no_sequence() -> None:

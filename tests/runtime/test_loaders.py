@@ -279,6 +279,59 @@ def test_an_evaluation_that_fails_on_ranks(pool: Pool, method: str, after: int) 
     assert_equal(one[2] | other[2], weights_of(wanted))
 
 
+def fail_on_one(group: dist.ProcessGroup, method: str, after: int, who: int, how: str) -> Any:
+    """As `fail_in_evaluation`, but only one rank's data is at fault."""
+    pipeline, errors = make_pipeline(method, group), []
+
+    def held_out() -> Any:
+        if dist.get_rank(group) != who:
+            return make_loader(40, 8)
+        if how == "called":
+            raise DiskError("the disk of the user")
+        return failing(after) if how == "read" else list(make_loader(8 * after, 8))
+
+    before = weights_of(pipeline)
+    try:
+        pipeline.evaluate(held_out() if how != "called" or dist.get_rank(group) != who else failing(0))
+    except (DiskError, DataError) as error:
+        errors.append(str(error))
+    assert_equal(weights_of(pipeline), before)
+    try:
+        for report in pipeline.run(make_loader(64, 8), evaluate=Evaluating(2, held_out)):
+            assert not report.evaluated
+    except (DiskError, DataError) as error:
+        errors.append(str(error))
+    trained = pipeline.batches
+    list(pipeline.run(make_loader(16, 8)))
+    return errors, trained, weights_of(pipeline)
+
+
+@pytest.mark.parametrize(
+    ("method", "who", "after", "how"),
+    [
+        ("1f1b", 0, 0, "read"), ("1f1b", 1, 0, "read"), ("1f1b", 1, 2, "read"), ("1f1b", 0, 2, "called"),
+        ("2bw", 1, 2, "read"), ("2bw", 0, 0, "read"), ("2bw", 1, 0, "called"), ("2bw", 1, 2, "ends"),
+        ("stash", 1, 2, "read"), ("stash", 0, 0, "called"), ("stash", 1, 2, "ends"), ("stash", 1, 0, "called"),
+    ],
+)  # fmt: skip
+def test_an_evaluation_that_fails_on_one_rank_only(pool: Pool, method: str, who: int, after: int, how: str) -> None:
+    """All ranks end after the same batch and say why, long before any time-out; the pipeline goes on."""
+    found = pool.submit(fail_on_one, method, after, who, how, ranks=2, timeout=15.0)
+    trained, weights = found[0][1], {}
+    assert 2 <= trained <= 5
+    reason = "the data ends after 2 batches" if how == "ends" else "the disk of the user"
+    for errors, here, state in found:
+        assert here == trained
+        assert len(errors) == 2
+        assert all(reason in error for error in errors), errors
+        weights |= state
+    assert all(f"rank {who} could not" in error for error in found[1 - who][0]), found[1 - who][0]
+    wanted = make_pipeline(method)
+    list(wanted.run(list(make_loader(8 * trained, 8))))
+    list(wanted.run(make_loader(16, 8)))
+    assert_equal(weights, weights_of(wanted))
+
+
 def test_all_ranks_of_a_process_evaluate_the_same_samples() -> None:
     """A loader that shuffles yields other samples each time it is iterated over."""
     torch.manual_seed(5)

@@ -348,6 +348,18 @@ def evaluated_by_hand(case: Case, weights: dict[str, Tensor]) -> tuple[float, fl
     return total, weight
 
 
+def test_evaluations_at_a_switch_are_checked() -> None:
+    pipeline = make_pipeline(Case("1f1b", 2, 2, spans=(2,), skips=()))
+    for evaluate, said in (
+        (Evaluating(0, list), "evaluate: every must be a whole number of at least 1, got 0"),
+        (Evaluating(1, iter([])), "evaluate: data is a list_iterator, which the first evaluation would use up"),
+        ([], "evaluate must be penstock.Evaluating"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            pipeline.switch("gpipe", evaluate=evaluate)  # type: ignore[arg-type]
+    assert pipeline.schedule.name == "1f1b"
+
+
 def train_and_evaluate(group: dist.ProcessGroup | None, case: Case, phases: Phases) -> list[tuple[int, float, float]]:
     pipeline, batches = make_pipeline(case, group), make_batches(case)
     plan = Evaluating(1, lambda: batches[:2])

@@ -195,6 +195,38 @@ def test_losses_that_are_refused_before_anything_starts(loss: Any, said: str) ->
         Pipeline(make_blocks(), method="1f1b", stages=2, microbatches=2, loss=loss, optimizer=torch.optim.SGD)
 
 
+class OwnSum(nn.Module):
+    """Named as torch names it, but no class of torch's losses."""
+
+    def __init__(self, reduction: str, weight: float | None = None) -> None:
+        super().__init__()
+        self.reduction, self.weight = reduction, weight
+
+    def forward(self, output: Tensor, target: Tensor) -> Any:
+        total = (output - target).square().sum()
+        return total if self.weight is None else (total, self.weight)
+
+
+def own_sum(output: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
+    return F.mse_loss(output, target, reduction=reduction)
+
+
+@pytest.mark.parametrize("loss", [OwnSum("sum"), partial(own_sum, reduction="sum")], ids=["module", "partial"])
+def test_a_loss_of_the_users_that_sums_must_say_of_what(loss: Any) -> None:
+    """Else it would count as a mean, and the update would be too large by the number of samples."""
+    output, target = torch.ones(2, 3), torch.zeros(2, 3)
+    check_loss(loss)  # until it is called, it might return (sum, weight)
+    with pytest.raises(ConfigError, match=r"(?s)stage 1: loss has reduction='sum'.*target.numel\(\)"):
+        sum_and_weight(loss(output, target), loss, output, target, "stage 1")
+
+
+def test_a_loss_of_the_users_that_says_its_weight_may_sum() -> None:
+    output, target = torch.ones(2, 3), torch.zeros(2, 3)
+    for loss, wanted in ((OwnSum("sum", 6.0), (6.0, 6.0)), (OwnSum("mean"), (12.0, 2.0)), (OwnSum("own"), (12.0, 2.0))):
+        total, weight = sum_and_weight(loss(output, target), loss, output, target, "stage 1")
+        assert (float(total), weight) == wanted
+
+
 def test_a_frozen_loss_is_no_trouble() -> None:
     check_loss(Weighted().requires_grad_(False))
     check_loss(OwnMean())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable
 from itertools import pairwise
@@ -16,7 +17,7 @@ from torch.optim import SGD, AdamW, Optimizer, lr_scheduler as schedulers
 
 import penstock
 from penstock import Pipeline, make_schedule
-from penstock.errors import CapabilityError, CheckpointError, ConfigError
+from penstock.errors import CapabilityError, CheckpointError, ConfigError, PenstockError
 from penstock.weights.optim.lr_schedulers import ScheduledSettings
 from support.cases import assert_equal_tensors
 from support.pool import Pool
@@ -220,6 +221,88 @@ def test_settings_by_hand_reach_parallel_pipelines(pool: Pool) -> None:
     alone = train_by_epochs(None, "2bw", 1, 2)
     for found in pool.submit(train_by_epochs, "2bw", 1, 2, ranks=2):
         assert_equal_tensors(found, alone, "weights")
+
+
+def set_on_some(group: dist.ProcessGroup, stages: int, width: int, who: list[int]) -> tuple[list[str], list[Any]]:
+    """What runs say, and the rates that they use: set on some ranks only, then on all, then nothing again."""
+    pipeline = Pipeline(
+        make_blocks()[: 2 * stages],
+        make_schedule("1f1b", stages, M),
+        loss=loss,
+        optimizer=OPTIMIZERS["sgd"],
+        data_parallel=width,
+        group=group,
+        timeout=20.0,
+    )
+    batches = [a + b for a, b in pairwise(make_batches())] if width == 2 else make_batches()
+    said, rates = [], []
+    log = logging.getLogger("penstock")
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    log.addHandler(handler)
+    try:
+        for ranks in (who, who, [0, 1], []):
+            if dist.get_rank(group) in ranks:
+                for optimizer in pipeline.optimizers().values():
+                    optimizer.param_groups[0]["lr"] = 0.0025
+            try:
+                list(pipeline.run(batches[:1]))
+            except ConfigError as error:
+                said.append(str(error))
+            rates.append([o.param_groups[0]["lr"] for o in pipeline.optimizers().values()])
+    finally:
+        log.removeHandler(handler)
+    return said, rates
+
+
+@pytest.mark.processes
+def test_other_settings_of_the_same_weights_are_refused(pool: Pool) -> None:
+    """On all ranks, before anything is trained; and the pipelines go on once they are equal."""
+    for said, rates in pool.submit(set_on_some, 1, 2, [1], ranks=2):
+        reason = (
+            "stage 0 is stepped with other settings on ranks 0 and 1, which hold the same weights: nothing and "
+            "lr=0.0025 were set by hand; set the same on all ranks"
+        )
+        assert [text[: len(reason)] for text in said] == [reason] * 2
+        assert rates[2:] == [[0.0025]] * 2
+
+
+@pytest.mark.processes
+def test_a_rate_that_is_set_on_some_stages_only_is_warned_of(pool: Pool) -> None:
+    """Once; it may be meant."""
+    for said, rates in pool.submit(set_on_some, 2, 1, [1], ranks=2):
+        assert said == [
+            "learning rates were set by hand on ranks 1, not on ranks 0; if that is not meant, set them on all ranks"
+        ]
+        assert rates[2:] == [[0.0025]] * 2
+
+
+def overwritten_on_one(group: dist.ProcessGroup) -> list[str]:
+    pipeline = Pipeline(
+        make_blocks(),
+        make_schedule("1f1b", STAGES, M),
+        loss=loss,
+        optimizer=OPTIMIZERS["sgd"],
+        lr_scheduler=lambda optimizer: schedulers.ExponentialLR(optimizer, 0.9),
+        group=group,
+        timeout=20.0,
+    )
+    if dist.get_rank(group) == 1:
+        for optimizer in pipeline.optimizers().values():
+            optimizer.param_groups[0]["lr"] = 0.5
+    said = []
+    for _ in range(2):
+        with pytest.raises(PenstockError) as caught:
+            list(pipeline.run(make_batches()[:2]))
+        said.append(f"{caught.type.__name__}: {caught.value}")
+    return said
+
+
+@pytest.mark.processes
+def test_a_rate_that_a_scheduler_would_overwrite_on_one_rank_is_refused_on_all(pool: Pool) -> None:
+    one, two, *_ = pool.submit(overwritten_on_one, ranks=STAGES, timeout=20.0)
+    assert all("ConfigError: the learning rate of SGD was set to 0.5 by hand, but lr_scheduler sets" in s for s in two)
+    assert all(s.startswith("DataError: rank 1 could not begin (ConfigError: the learning rate of SGD") for s in one)
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])

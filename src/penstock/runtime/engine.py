@@ -12,6 +12,7 @@ from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import islice
+from typing import Any
 
 import torch
 
@@ -23,7 +24,7 @@ from penstock.comm.p2p.routing import reads_of
 from penstock.comm.p2p.transport import Channel
 from penstock.comm.transports import Transports
 from penstock.errors import ConfigError, DataError, PenstockError, TransportError
-from penstock.runtime.execute.evaluation import Evaluating, EvaluationData, Evaluator
+from penstock.runtime.execute.evaluation import Evaluating, EvaluationData, Evaluator, no_data, readable
 from penstock.runtime.execute.executor import Executor
 from penstock.runtime.execute.run_loop import Run, drive_all, drive_one
 from penstock.runtime.rank.batch_source import Batches, BatchSource
@@ -31,6 +32,7 @@ from penstock.runtime.rank.reports import Report
 from penstock.runtime.rank.scheduled_batches import while_scheduled
 from penstock.runtime.rank.snapshot import Saving, Snapshot, take_snapshot
 from penstock.runtime.setup.rank_state import RankState
+from penstock.runtime.setup.settings_by_hand import check_settings, settings_by_hand
 from penstock.runtime.setup.stage_copies import check_written, follow_first, follow_settings
 from penstock.runtime.update.events import Evaluated
 from penstock.schedule.ir.rules import RULES
@@ -41,8 +43,6 @@ from penstock.schedule.proof.stage_spec import stage_specs
 from penstock.stage.stage_weights import TrainedWeights
 from penstock.weights.corrections.base import Correction
 from penstock.weights.decision import add_shares
-
-_FAILED = -1
 
 
 class Engine:
@@ -83,8 +83,10 @@ class Engine:
         self._broken: BaseException | None = None
         self._running = self._abandoned = False
         self._stop = ranks[0].stop
+        self._settings: list[Any] = []  # by hand, on all ranks, as they have last been compared
         self._last = self.schedule.stage_at[self.schedule.num_stages - 1, 0].rank
-        self._entrances = {n.rank for n in self.schedule.stages if not self.schedule.predecessors[n.index]}
+        entrances = {n.rank for n in self.schedule.stages if not self.schedule.predecessors[n.index]}
+        self._stop.alone = grid.group is None or grid.width * len(entrances) == 1
         self.reporter = ranks[self._last if grid.group is None else 0]
 
     # --- training ---------------------------------------------------------------------------------------------------
@@ -97,14 +99,14 @@ class Engine:
         self._stop.reset()
         stays_full = border_fault(self._proof.lowered) is None and not self._combine.spec.drains
         if (save is None and evaluate is None) or stays_full:
-            yield from self._train_once(batches, save, evaluate)
+            yield from self._train_once(batches, save, evaluate, meets=evaluate is not None)
             return
         rest = iter(batches)
         while True:
             size = min(plan.every - self.batches % plan.every for plan in (save, evaluate) if plan is not None)
             before = self.batches
-            yield from self._train_once(islice(rest, size), None, None)
-            if self.batches - before < size:
+            left = yield from self._train_once(islice(rest, size), None, None, meets=True)
+            if left or self.batches - before < size:
                 return
             if evaluate is not None and evaluate.wants(self.batches):
                 self._evaluate_now(evaluate, self.batches)
@@ -112,13 +114,16 @@ class Engine:
                 for snapshot in self.snapshots():
                     save.sink(snapshot)
 
-    def _train_once(self, batches: Batches, save: Saving | None, evaluate: Evaluating | None) -> Iterator[Report]:
+    def _train_once(
+        self, batches: Batches, save: Saving | None, evaluate: Evaluating | None, *, meets: bool
+    ) -> Generator[Report, None, bool]:
+        """Train in one span; `meets` says that ranks hear afterwards who has left. Returns whether one has."""
         self.check_idle()
         stages = [stage for state in self._ranks for stage in state.stages.values()]
         scheduled = while_scheduled(batches, stages, self.batches if self._combine.apart else None)
         source = self._open(scheduled, evaluates=False)
         if not self._begin(source):
-            return
+            return False
         executors = self._executors(self._proof)
         evaluators = [] if evaluate is None else self._evaluators(evaluate)
         older = -1 if self.keeps_older and self._bases == 2 else 0
@@ -126,10 +131,29 @@ class Engine:
             e.run(source, self.batches, older, at_border=evaluators[i].at_border if evaluators else None, saving=save)
             for i, e in enumerate(executors)
         ]
-        yield from self._span(self._drive(runs, 1), [*executors, *evaluators], training=True)
-        for failure in (*(evaluator.failure for evaluator in evaluators), source.failure):
+        left, failed = True, None
+        try:
+            yield from self._span(self._drive(runs, 1), [*executors, *evaluators], training=True)
+            left = False
+        finally:
+            found = next((evaluator.failure for evaluator in evaluators if evaluator.failure is not None), None)
+            if meets and self._broken is None:
+                left, failed = self._end_together(left, found)
+        for failure in (found, source.failure, failed):
             if failure is not None:  # all batches before have been trained on, and reported
                 raise failure
+        return left
+
+    def _end_together(self, left: bool, failure: Exception | None) -> tuple[bool, Exception | None]:
+        """Tell all ranks after a span whether the caller has left here, and what an evaluation has failed of.
+
+        Returns:
+            Whether the caller has left on any rank, and the first failure of another one.
+        """
+        if self._grid.group is None:
+            return left, None
+        told = gather_json([left, _text(failure)], "ending a run", self._grid.control)
+        return any(gone for gone, _ in told), _failed_elsewhere([text for _, text in told])
 
     def _evaluators(self, evaluate: Evaluating) -> list[Evaluator]:
         executors, delay = self._executors(self._forward_only, Channel.EVALUATION), self._bases - 1
@@ -182,10 +206,7 @@ class Engine:
 
     def ask_to_stop(self) -> None:
         """Request that the current run ends."""
-        self._stop.asked = True
-        alone = self._grid.width == 1 and len(self._entrances) == 1  # who asks the data is the only one to do so
-        if self._grid.group is None or alone:
-            self._stop.agreed = True
+        self._stop.ask()
 
     def break_off(self, error: BaseException) -> None:
         """Mark the pipeline as broken: nothing can go on any more."""
@@ -225,7 +246,7 @@ class Engine:
 
     def _evaluate_now(self, evaluate: Evaluating, version: int) -> None:
         """Evaluate one of the versions that exist, with the pipeline drained."""
-        total, weight = self.evaluate(evaluate.batches, averaged=False, version=version)
+        total, weight = self.evaluate(readable(evaluate), averaged=False, version=version)
         for state in self._ranks:
             state.decisions.events.evaluated_everywhere(Evaluated(version, total, weight))
 
@@ -235,8 +256,11 @@ class Engine:
         if averaged and any(isinstance(weights, TrainedWeights) and weights.average is None for weights in kinds):
             raise ConfigError("there are no averaged weights; give the pipeline a decay, such as ema_decay=0.999")
         self.check_idle()
-        source, found = self._open(batches, evaluates=True), []
-        if self._begin(source):
+        source, found, failed = self._open(batches, evaluates=True), [], None
+        if not self._begin(source):
+            if version is not None:  # within a run
+                raise no_data()
+        else:
             executors = self._executors(self._forward_only)
             reports = self._drive([e.run(source, self.batches, 0) for e in executors], self._grid.width)
             with ExitStack() as stack:
@@ -246,14 +270,13 @@ class Engine:
                     if r.loss is not None and r.weight:
                         found.append([r.loss * r.weight, r.weight])
             if self._grid.group is not None:
-                failed = source.failure and f"{type(source.failure).__name__}: {source.failure}"
-                gathered = gather_json([found, failed], "gathering the losses of an evaluation", self._grid.control)
+                what = "gathering the losses of an evaluation"
+                gathered = gather_json([found, _text(source.failure)], what, self._grid.control)
                 found = [pair for part, _ in gathered for pair in part]
-                for rank, (_, failed) in enumerate(gathered):
-                    if failed and source.failure is None:
-                        raise DataError(f"rank {rank} could not read the data of the evaluation ({failed:.200})")
-            if source.failure is not None:
-                raise source.failure
+                failed = _failed_elsewhere([text for _, text in gathered])
+            for failure in (source.failure, failed):
+                if failure is not None:
+                    raise failure
         return math.fsum(total for total, _ in found), math.fsum(weight for _, weight in found)
 
     def snapshots(self) -> list[Snapshot]:
@@ -304,36 +327,43 @@ class Engine:
 
     def _begin(self, source: BatchSource) -> bool:
         """Prepare a span; return whether there is a first batch, on which all ranks agree."""
-        follow_settings(self._ranks)
-        if not self._combine.apart:
-            follow_first(self._ranks)
-        for state in self._ranks:
-            state.recorder.begin_span()
-            for stage in state.stages.values():
-                stage.refresh()
+        failure = self._take_over() or source.failure
         check_written(self._combine, self._grid, self._ranks)
         for stage in (stage for state in self._ranks for stage in state.stages.values()):
             stage.weights.begin_span(self.batches)
-        if self._grid.group is None:
-            return source.begins()
-        first = self.schedule.stage_at[0, 0].rank
-        flag, failure = None, None
-        if self._grid.local[0].rank == first:
+        asked = self._grid.group is None or self._grid.local[0].rank == self.schedule.stage_at[0, 0].rank
+        begins = failure is None and (not asked or source.begins())
+        failure = failure or source.failure
+        told: list[Any] = [[begins, _text(failure), settings_by_hand(self._ranks)]]
+        if self._grid.group is not None:  # the others must hear of a failure before it is raised here
             try:
-                flag = int(source.begins())
-            except Exception as error:  # the others must hear of it before it is raised here
-                flag, failure = _FAILED, error
+                told = gather_json(told[0], "agreeing to start", self._grid.control)
+            except TransportError as error:
+                self._broken = error
+                raise
+        failed = _failed_elsewhere([text for _, text, _ in told], "begin")
+        for reason in (failure, failed):
+            if reason is not None:
+                raise reason
+        settings = [settings for *_, settings in told]
+        if self._grid.group is not None and settings != self._settings:
+            check_settings(settings)
+            self._settings = settings
+        return all(flag for flag, *_ in told)
+
+    def _take_over(self) -> ConfigError | None:
+        """Adopt what users have changed between two runs; return what is wrong with it."""
         try:
-            flags = gather_json(flag, "agreeing to start", self._grid.control)
-        except TransportError as error:
-            self._broken = error
-            raise
-        if failure is not None:
-            raise failure
-        if _FAILED in flags:
-            rank = flags.index(_FAILED)
-            raise TransportError(f"rank {rank}, which holds the first stage, could not read the first batch")
-        return all(flag != 0 for flag in flags)
+            follow_settings(self._ranks)
+            if not self._combine.apart:
+                follow_first(self._ranks)
+            for state in self._ranks:
+                state.recorder.begin_span()
+                for stage in state.stages.values():
+                    stage.refresh()
+        except ConfigError as error:
+            return error
+        return None
 
     def _executors(self, proof: Proof, channel: Channel = Channel.TRAINING) -> list[Executor]:
         specs = stage_specs(proof.schedule, older=0)
@@ -359,3 +389,15 @@ class Engine:
         if self._grid.group is not None:
             return drive_one(runs[0], self._timeout)
         return drive_all(runs, [pipeline * self._grid.depth + self._last for pipeline in range(pipelines)])
+
+
+def _text(failure: Exception | None) -> str | None:
+    return None if failure is None else f"{type(failure).__name__}: {failure}"
+
+
+def _failed_elsewhere(texts: Sequence[str | None], what: str = "read the data of the evaluation") -> DataError | None:
+    """What a rank raises where another one, of all by rank, could not do something."""
+    for rank, text in enumerate(texts):
+        if text is not None:
+            return DataError(f"rank {rank} could not {what} ({text:.200})")
+    return None

@@ -85,8 +85,9 @@ class Pipeline:
         loss: a function, (output, target) -> the mean over a microbatch, as torch's losses return it; or (sum, weight),
             such as the sum over tokens and their number. Updates are those of the mean over the whole batch: a mean
             counts by its samples (the length of the first dimension of the target, or of the output if the target has
-            none), less the share of targets that torch's losses ignore. A function that takes a mean over anything else
-            (a lambda with an ignore_index of its own, a mean under a mask) must return (sum, weight). A dict, by stage,
+            none), less the share of targets that torch's losses ignore. A function that sums, or takes a mean over
+            anything else (a lambda with an ignore_index of its own, a mean under a mask), must return (sum, weight); a
+            scalar of a module with reduction="sum" is refused, be it torch's or your own. A dict, by stage,
             gives stages without a successor losses of their own; their sums are added, and divided by the weight of the
             last stage, whose loss is reported.
         optimizer: a function, named parameters -> optimizer, such as ``lambda named: torch.optim.AdamW(named,
@@ -252,10 +253,8 @@ class Pipeline:
 
         Losses become known while later microbatches are under way, so updates are not in step with the loop. The run
         ends when the data ends or `stop` was called. Leaving the loop, an exception of the data's iterator and Ctrl-C
-        end it, too; all batches that have entered the pipeline are always finished. Where all stages decide together
-        (with `max_grad_norm`, a loss scale or parallel pipelines), any rank may leave or stop, and the others end after
-        the same batch. Otherwise the rank of the first stage decides between processes: let all ranks leave after the
-        same batch, or they train on until that one does.
+        end it, too; all batches that have entered the pipeline are always finished. Any rank may leave or stop, and the
+        others end after the same batch, a few batches later, as if their data ended there.
 
         Snapshots and evaluations fit between two batches without draining the pipeline where all stages have one newest
         version there: under methods that flush and under 2bw. Under the others it is drained for them, which with stash
@@ -304,10 +303,10 @@ class Pipeline:
         return (total / weight, weight) if weight else None
 
     def stop(self) -> None:
-        """End the run after the batches that are under way.
+        """End the run after the batches that are under way; between processes any rank may ask for it.
 
-        Where all stages decide together, any rank may ask for it. Otherwise the rank of the first stage decides between
-        processes, and on others this does nothing.
+        The request travels with gradients, or with what all stages decide together. So in a pipeline whose first stages
+        have no backward (`frozen` in its schedule) only their ranks can ask.
         """
         self._engine.ask_to_stop()
 
@@ -389,6 +388,8 @@ class Pipeline:
             CapabilityError: the runtime does not offer it, or the optimizer cannot step under it.
         """
         self._engine.check_idle()
+        if evaluate is not None:
+            check_evaluating(evaluate)
         depth, microbatches = self.schedule.ranks, self.schedule.microbatches
         request, correction = request_for(schedule, method, correction, depth, microbatches)
         self._continue(self._plan.followed_by(request, correction).prove(), evaluate)

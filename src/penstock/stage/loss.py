@@ -59,13 +59,17 @@ def _check_one(loss: Any) -> None:
         _check_own_forward(loss)
     reduction = _reduction(loss)
     if reduction not in _MEANS:
-        raise ConfigError(
-            f"loss has reduction={reduction!r}, but an update takes the mean over its batch; use reduction='mean', or "
-            "return the sum with the number that it is divided by:\n"
-            "    summed = torch.nn.MSELoss(reduction='sum')\n"
-            "    pipeline = penstock.Pipeline(..., loss=lambda output, target: (summed(output, target), "
-            "target.numel()))"
-        )
+        raise ConfigError(_reduces(reduction))
+
+
+def _reduces(reduction: str) -> str:
+    return (
+        f"loss has reduction={reduction!r}, but an update takes the mean over its batch; use reduction='mean', or "
+        "return the sum with the number that it is divided by:\n"
+        "    summed = torch.nn.MSELoss(reduction='sum')\n"
+        "    pipeline = penstock.Pipeline(..., loss=lambda output, target: (summed(output, target), "
+        "target.numel()))"
+    )
 
 
 def _check_own_forward(loss: nn.Module) -> None:
@@ -95,6 +99,13 @@ def _reduction(loss: Any) -> str:
     return loss.reduction if isinstance(loss, _Loss) else "mean"
 
 
+def _own_reduction(loss: Any) -> Any:
+    """The reduction that a loss of the user's names as torch does; it may return (sum, weight) all the same."""
+    if isinstance(loss, functools.partial):
+        return loss.keywords.get("reduction")
+    return getattr(loss, "reduction", None)
+
+
 def _over_classes(loss: Any) -> tuple[int, Any]:
     """Return the class that a loss of torch ignores, and its weights of classes or None."""
     if isinstance(loss, functools.partial) and loss.func in (F.cross_entropy, F.nll_loss):
@@ -113,7 +124,7 @@ def sum_and_weight(result: Any, loss: LossFunction, output: Any, target: Any, wh
         where: the stage, for messages.
 
     Raises:
-        ConfigError: the result is neither a scalar nor (sum, weight).
+        ConfigError: the result is neither a scalar nor (sum, weight), or a scalar of a loss with reduction="sum".
     """
     told = isinstance(result, tuple) and len(result) == 2
     total = result[0] if told else result
@@ -122,6 +133,9 @@ def sum_and_weight(result: Any, loss: LossFunction, output: Any, target: Any, wh
             f"{where}: the loss must be a mean as a scalar tensor, or (sum, weight); got {_named(result)}"
         )
     if not told:
+        reduction = _own_reduction(loss)
+        if reduction == "sum":
+            raise ConfigError(f"{where}: {_reduces(reduction)}")
         weight = count_targets(loss, output, target)
         return (total * weight if weight else _zero(output, total)), weight
     given = result[1]

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from penstock.checks import check_whole, is_number
 from penstock.errors import ConfigError
 from penstock.short_repr import ShortRepr
 
@@ -62,10 +63,17 @@ class LossScale(ShortRepr):
     interval: int | None = 2000
 
     def __post_init__(self) -> None:
-        if not (0 < self.initial < math.inf and self.growth >= 1 and 0 < self.backoff <= 1):
-            raise ConfigError(f"a loss scale must be positive, its growth >= 1 and its backoff in (0, 1]; got {self}")
-        if self.interval is not None and self.interval < 1:
-            raise ConfigError(f"the interval of a loss scale must be at least 1 batch, got {self.interval}")
+        for name, lowest, highest, such in (
+            ("initial", 0.0, math.inf, "a positive number"),
+            ("growth", 1.0, math.inf, "a number of at least 1"),
+            ("backoff", 0.0, 1.0, "a number above 0 and at most 1"),
+        ):
+            value = getattr(self, name)
+            if not is_number(value) or not lowest <= value <= highest or value in (0, math.inf):
+                raise ConfigError(f"loss scale: {name} must be {such}, got {value!r:.80}")
+            object.__setattr__(self, name, float(value))  # numpy's numbers are no JSON, of which snapshots are made
+        if self.interval is not None:
+            check_whole("loss scale: interval", self.interval)
 
 
 @dataclass(frozen=True)

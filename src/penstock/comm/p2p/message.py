@@ -3,8 +3,8 @@
 Layout: a header of 64 bytes; then, if the structure differs from that of the lane's previous message, its description
 as JSON; then the tensors, each aligned to 64 bytes, so that a received tensor is a view of the block. The header names
 batch and microbatch, so that a receiver notices a wrong message, and carries what accompanies the data: whether another
-batch follows, a checksum of the samples, the loss weight of the batch, and how many RECVs the sender has posted on each
-of its lanes from the receiver (credits, modulo `CREDIT_RANGE`).
+batch follows, whether the run is to end, a checksum of the samples, the loss weight of the batch, and how many RECVs
+the sender has posted on each of its lanes from the receiver (credits, modulo `CREDIT_RANGE`).
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ class Header(NamedTuple):
         checksum: of the samples that the data was computed from.
         weight: the loss weight of the whole batch; NaN until the last stage knows it.
         piece: the slice of the sequence.
+        stop: of a gradient: the sender, or a rank before it, asks for the end of the run. Of an activation: an
+            evaluation has no data, and the tree is the reason.
     """
 
     batch: int
@@ -55,6 +57,7 @@ class Header(NamedTuple):
     checksum: int = 0
     weight: float = math.nan
     piece: int = 0
+    stop: bool = False
 
 
 @dataclass
@@ -104,7 +107,7 @@ class Codec:
         block = torch.empty(size, dtype=torch.uint8)
         raw = bytes_of(block)  # writing to it costs a fraction of operations on tensors
         h = message.header
-        flags = int(h.more) | h.piece << 1
+        flags = int(h.more) | int(h.stop) << 1 | h.piece << 2
         _HEADER.pack_into(
             raw, 0, size, h.batch, h.first, h.checksum, h.weight, len(changed), flags, False, True, *credit
         )
@@ -145,7 +148,7 @@ class Codec:
             _laid(kind[2:], partial(fetch, getattr(torch, kind[1]))) if kind[0] == "tensor" else kind[1]
             for kind in kinds
         ]
-        header = Header(batch, first, bool(flags & 1), checksum, weight, flags >> 1)
+        header = Header(batch, first, bool(flags & 1), checksum, weight, flags >> 2, bool(flags & 2))
         return TensorMessage(header, pytree.tree_unflatten(leaves, spec), wants)
 
 

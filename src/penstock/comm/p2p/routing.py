@@ -149,6 +149,9 @@ class StageRoutes:
         ]
         if len(messages) == 1:
             return messages[0].header, messages[0].tree, wants[0]
+        without = next((message for message in messages if message.header.stop), None)
+        if without is not None:
+            return without.header, without.tree, ()
         self._compare([message.header for message in messages])
         if self._counts:
             self._sizes[key] = [len(here) for here in wants]
@@ -204,21 +207,22 @@ class StageRoutes:
         if self._again_to is not None:
             self._again_to.put(TensorMessage(header, *detached(output)))
 
-    def gradients(self, key: Piece) -> tuple[float, Gradients | None]:
+    def gradients(self, key: Piece) -> tuple[float, bool, Gradients | None]:
         """Take the loss weight of the batch, as far as it came along, and the gradients of a forward's output.
 
-        None where the loss is.
+        Between them, whether a rank behind this one asks for the end of the run. There are none where the loss is.
         """
         if not self._gradients:
-            return math.nan, None
+            return math.nan, False, None
         if len(self._gradients) == 1:
             message = self._gradients[0].take(key)
-            return message.header.weight, message.tree
+            return message.header.weight, message.header.stop, message.tree
         messages = [buffer.take(key) for buffer in self._gradients]
         total: Gradients = messages[0].tree
         for message in messages[1:]:
             total = [_sum(mine, other) for mine, other in zip(total, message.tree, strict=True)]
-        return next((p.header.weight for p in messages if not math.isnan(p.header.weight)), math.nan), total
+        weight = next((p.header.weight for p in messages if not math.isnan(p.header.weight)), math.nan)
+        return weight, any(p.header.stop for p in messages), total
 
     def put_input_gradients(self, header: Header, gradients: Gradients) -> None:
         """Lay the gradients of a forward's input ready for the stages that it came from."""

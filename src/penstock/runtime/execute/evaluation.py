@@ -65,6 +65,29 @@ def check_evaluating(evaluate: Any) -> None:
         )
 
 
+def no_data() -> DataError:
+    """What an evaluation within a run raises that has no batch."""
+    return DataError("the data of an evaluation is empty; give at least one batch, or do not evaluate")
+
+
+class _Unreadable:
+    """Data whose first look raises an error."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def __iter__(self) -> Iterator[Any]:
+        raise self._error
+
+
+def readable(evaluating: Evaluating) -> Batches:
+    """The batches of the next evaluation; where asking for them raises an error, looking at them does."""
+    try:
+        return evaluating.batches
+    except Exception as error:
+        return _Unreadable(error)
+
+
 class EvaluationData:
     """Opens the data of each evaluation in a span, once for all ranks of this process.
 
@@ -76,37 +99,27 @@ class EvaluationData:
 
     def __init__(self, evaluating: Evaluating, opened: Callable[[Batches], BatchSource], ranks: int) -> None:
         self._evaluating, self._opened, self._ranks = evaluating, opened, ranks
-        self._sources: dict[int, tuple[BatchSource | Exception, int]] = {}  # and the ranks that have not asked for it
+        self._sources: dict[int, tuple[BatchSource, int]] = {}  # and the ranks that have not asked for it
 
     def open(self, batch: int) -> BatchSource:
-        """Return the source of the evaluation before `batch`, which has a first batch.
-
-        Raises:
-            DataError: there is no data, or its first batch cannot be split.
-            Exception: what opening the data, or reading its first batch, raises.
-        """
+        """Return the source of the evaluation before `batch`; its `failure` says why it has no first batch."""
         found, left = self._sources.pop(batch) if batch in self._sources else (self._open(), self._ranks)
         if left > 1:
             self._sources[batch] = found, left - 1
-        if isinstance(found, Exception):
-            raise found
         return found
 
-    def _open(self) -> BatchSource | Exception:
-        try:
-            source = self._opened(self._evaluating.batches)
-            if not source.has(0):
-                return DataError("the data of an evaluation is empty; give at least one batch, or do not evaluate")
-        except Exception as error:
-            return error
+    def _open(self) -> BatchSource:
+        source = self._opened(readable(self._evaluating))
+        if source.failure is None and not source.begins():
+            source.failure = source.failure or no_data()
         return source
 
 
 class Evaluator:
     """Runs the evaluations of one rank during one span of training.
 
-    What reading the data raises ends the run, as if somebody had asked for its end. This takes no messages: where each
-    process reads data of its own, all of them find the same.
+    What reading the data raises ends the run, as if somebody had asked for its end. Ranks behind the one that cannot
+    read hear why in place of its output; those before it, by the request to stop and at the end of the run.
 
     Args:
         state: the rank.
@@ -140,11 +153,7 @@ class Evaluator:
         version = batch - self._delay
         if not self._evaluating.wants(version) or batch == self._lacks:
             return
-        try:
-            source = self._data.open(batch)
-        except Exception as error:  # of the loader: what is in flight does not suffer from it
-            self._fail(error)
-            return
+        source = self._data.open(batch)  # what its loader raises is no trouble to what is in flight
         total, weight, count, recorder = 0.0, 0.0, 0, self._state.recorder
         training = recorder.span
         recorder.begin_span()
@@ -157,12 +166,13 @@ class Evaluator:
                 if event.loss is not None and event.weight:
                     total, weight = total + event.loss * event.weight, weight + event.weight
         recorder.span = training
-        if self._state.has_loss and source.follows(count) and source.failure is None:
+        follows = self._state.has_loss and source.follows(count)  # it may not be readable on any rank
+        if source.failure is not None:
+            self._fail(source.failure)
+        elif follows:
             self._fail(
                 DataError(f"the data of an evaluation ends after {count} batches on the first stage, not on the last")
             )
-        elif source.failure is not None:
-            self._fail(source.failure)
         elif self._state.has_loss:
             self._state.decisions.note(batch, Evaluated(version, total, weight))
 

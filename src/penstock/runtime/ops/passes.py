@@ -45,21 +45,26 @@ class Forward(Consumer):
     def work(self, turn: Turn) -> float | None:
         """Run the blocks and lay their output ready."""
         span, stage, routes, k, start = self._span, self.stage, self._routes, turn.first, None
-        sample, more = _NO_SAMPLE, False
+        sample: Sample | None = _NO_SAMPLE
+        more = False
         if self._reads:
             sample, more = self._read(k)
             start = self._recorder.now()
         if routes.enters:
-            value = self._runtime.module.take(routes.own_input(sample.input))
-            wants, header = _NO_GRADIENTS, Header(turn.batch, k, more, sample.checksum, piece=self._number)
+            checksum = 0 if sample is None else sample.checksum
+            wants, header = _NO_GRADIENTS, Header(turn.batch, k, more, checksum, piece=self._number)
+            value = sample and self._runtime.module.take(routes.own_input(sample.input))
         else:
             header, value, wants = routes.inputs((k, self._number))
-            if self._runtime.has_loss and header.checksum != sample.checksum:
-                raise DataError(
-                    f"microbatch {k} (batch {turn.batch}) is not the same on the first and the last stage; every rank "
-                    "must see the same samples in the same order (no DistributedSampler, and a generator with the same "
-                    "seed where a DataLoader shuffles)"
-                )
+        if sample is None or header.stop:
+            self._pass_by(turn, header, value)
+            return start
+        if self._runtime.has_loss and header.checksum != sample.checksum:
+            raise DataError(
+                f"microbatch {k} (batch {turn.batch}) is not the same on the first and the last stage; every rank must "
+                "see the same samples in the same order (no DistributedSampler, and a generator with the same seed "
+                "where a DataLoader shuffles)"
+            )
         span.more = header.more  # no older batch comes later: all forwards of a period are of its own (`check_offered`)
         if stage.books.provisional:
             self._runtime.graphs.begin_draft()
@@ -72,6 +77,10 @@ class Forward(Consumer):
         span.reports.forward_done(turn.batch, evaluation=self._evaluates)
         return start
 
+    def _pass_by(self, turn: Turn, header: Header, value: Any) -> None:
+        """Do without data; only evaluations can."""
+        raise NotImplementedError
+
     def compute(self, turn: Turn, value: Any, wants: tuple[bool, ...], target: Any) -> tuple[Any, UnreadLoss | None]:
         """Run the blocks; returns their output, and the loss where there is one."""
         raise NotImplementedError
@@ -80,7 +89,7 @@ class Forward(Consumer):
         """What the random numbers of the microbatch depend on."""
         return RngKey(turn.batch, self._span.pipeline * self._m + turn.first % self._m, self._number)
 
-    def _read(self, k: int) -> tuple[Sample, bool]:
+    def _read(self, k: int) -> tuple[Sample | None, bool]:
         """Read a microbatch, and whether another batch follows; for the trace that is no work of the stage."""
         recorder, source, enters = self._recorder, self._span.source, self._routes.enters
         start = recorder.now()
@@ -113,7 +122,31 @@ class UntrainedForward(Forward):
 
 
 class EvaluationForward(Forward):
-    """A forward of an evaluation."""
+    """A forward of an evaluation; where data cannot be read, all stages behind hear of it and run nothing."""
+
+    def _read(self, k: int) -> tuple[Sample | None, bool]:
+        """Read a microbatch, and whether another batch follows; None where it cannot be read."""
+        source, enters = self._span.source, self._routes.enters
+        if source.failure is not None and not enters:
+            return None, False
+        try:
+            return super()._read(k)
+        except Exception as error:
+            source.failure = source.failure or error
+            return None, enters and source.follows(k // self._m + 1)
+
+    def _pass_by(self, turn: Turn, header: Header, value: Any) -> None:
+        """Hand on why there are no data."""
+        span, source = self._span, self._span.source
+        if header.stop:
+            source.failure = source.failure or DataError(value)
+        else:
+            error, rank = source.failure, self._recorder.rank
+            value = f"rank {rank} could not read the data of an evaluation ({type(error).__name__}: {error!s:.200})"
+        span.more = header.more
+        if self._runtime.module.hands_on:
+            self._routes.put_output(header._replace(stop=True), value)
+        span.reports.forward_done(turn.batch, evaluation=True)
 
     def compute(self, turn: Turn, value: Any, wants: tuple[bool, ...], target: Any) -> tuple[Any, UnreadLoss | None]:  # noqa: ARG002
         """Run the blocks in evaluation mode and keep nothing."""
@@ -141,13 +174,14 @@ class Backward(Consumer):
         for k, piece in self._keys:
             k += turn.t * self._m
             batch = span.start + k // self._m
-            weight, gradients = routes.gradients((k, piece))
+            weight, stop, gradients = routes.gradients((k, piece))
             span.losses.learn(batch, weight)
+            if stop:
+                span.stop.ask()
             found = self._run((k, piece), batch, version, gradients, copy)
             # The weight of a batch is known to the last stage before its last backward, so it rides on gradients.
-            routes.put_input_gradients(
-                Header(batch, k, span.more, weight=span.losses.weight(batch), piece=piece), found
-            )
+            known, asked = span.losses.weight(batch), span.stop.asked
+            routes.put_input_gradients(Header(batch, k, span.more, weight=known, piece=piece, stop=asked), found)
 
 
 class WeightBackward(Consumer):

@@ -55,10 +55,8 @@ class BatchSource:
         first: number of the first batch, for messages.
 
     Attributes:
-        failure: what reading ahead has raised: the span ends before the batch that could not be read; else None.
-
-    Raises:
-        DataError: `batches` is no iterable.
+        failure: what reading ahead has raised: the span ends before the batch that could not be read; or what the first
+            look at the data has raised, or a `DataError` if they are no iterable: then there is no batch; else None.
     """
 
     def __init__(
@@ -76,10 +74,10 @@ class BatchSource:
     ) -> None:
         self._fills, self._shared, self._first = fills, shared, first
         self.failure: Exception | None = None
-        if not hasattr(batches, "__iter__") and not hasattr(batches, "__getitem__"):
-            what = "a function; call it" if callable(batches) else type(batches).__name__
-            raise DataError(f"batches must be an iterable of batches, such as a DataLoader or a list; got {what}")
-        self._batches: Iterator[Any] = iter(batches)
+        try:
+            self._batches = _iterator(batches)
+        except Exception as error:  # all ranks are told of it before it is raised
+            self._batches, self.failure = iter(()), error
         self._m, self._width = microbatches, width
         self._readers = [1] * microbatches if reads is None else reads
         self._reads = pipelines * sum(self._readers)  # of a batch
@@ -93,8 +91,8 @@ class BatchSource:
         self._asked, self._end = 0, math.inf
 
     def begins(self) -> bool:
-        """Return True if there is a first batch and no stop was requested before it."""
-        return not self._stop.agreed and self.has(0)
+        """Return True if there is a first batch and no stop was requested before it; else `failure` may say why."""
+        return not self._stop.agreed and self._comes(0)
 
     def has(self, batch: int) -> bool:
         """Return True if batch number `batch` of the span exists, fetching batches up to it.
@@ -174,6 +172,13 @@ class BatchSource:
         pair = self._held[batch][place]
         _check_pair(pair, self._first + batch, place)
         return Sample(pair[0], pair[1], 0 if self._shared else checksum(pair), place < self._count[batch])
+
+
+def _iterator(batches: Any) -> Iterator[Any]:
+    if not hasattr(batches, "__iter__") and not hasattr(batches, "__getitem__"):
+        what = "a function; call it" if callable(batches) else type(batches).__name__
+        raise DataError(f"batches must be an iterable of batches, such as a DataLoader or a list; got {what}")
+    return iter(batches)
 
 
 def _check_pair(pair: Any, batch: int, microbatch: int) -> None:

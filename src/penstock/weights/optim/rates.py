@@ -86,6 +86,11 @@ class Rates:
         """Take over what was set by hand for another copy of the stage."""
         self._settings.put(first._settings.by_hand)
 
+    @property
+    def groups_by_hand(self) -> list[dict[str, Any]]:
+        """Per parameter group, what was set by hand between runs and differs from what the factory has set."""
+        return self._settings.by_hand
+
     def by_hand(self) -> dict[tuple[str, str], Any]:
         """Return what was set by hand between runs, by setting and parameter, as plain values.
 

@@ -1,0 +1,109 @@
+"""A run over data without an end stops on all ranks after the same batch, whichever of them asks for it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from penstock import Evaluating, Pipeline, make_schedule
+from support.pool import Pool
+
+M, AT = 3, 2
+MANY = 60  # batches that a run would train on if nobody heard of the request
+
+
+class UserError(Exception):
+    """What the body of a loop raises."""
+
+
+def make_pipeline(method: str, depth: int, group: dist.ProcessGroup | None, **options: Any) -> Pipeline:
+    torch.manual_seed(1)
+    schedule = make_schedule(method, depth, 4 if method == "chimera" else M)
+    widths = [3, *[5] * (2 * depth - 1), 2]
+    return Pipeline(
+        [nn.Linear(a, b) for a, b in itertools.pairwise(widths)],
+        schedule,
+        loss=F.mse_loss,
+        optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.05, momentum=0.9),
+        group=group,
+        timeout=20.0,
+        **options,
+    )
+
+
+def endless(start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+    for number in range(start, MANY):
+        generator = torch.Generator().manual_seed(number)
+        yield torch.randn(8, 3, generator=generator), torch.randn(8, 2, generator=generator)
+
+
+def stopped_by(group: dist.ProcessGroup, method: str, who: int, how: str, evaluates: int, **options: Any) -> Any:
+    """What is reported until one rank ends the run, what is raised, what trained; and the weights after two more."""
+    depth = dist.get_world_size(group) // options.get("data_parallel", 1)
+    pipeline, reports, raised = make_pipeline(method, depth, group, **options), [], ""
+    evaluate = Evaluating(evaluates, lambda: list(endless(MANY - 2))) if evaluates else None
+    try:
+        for report in pipeline.run(endless(), evaluate=evaluate):
+            reports.append(report.batch)
+            if dist.get_rank(group) == who and report.batch == AT:
+                if how == "raise":
+                    raise UserError("of the loop")
+                if how == "leave":
+                    break
+                pipeline.stop()
+    except UserError as error:
+        raised = str(error)
+    trained = pipeline.batches
+    more = [report.batch for report in pipeline.run(itertools.islice(endless(trained), 2))]
+    assert more == [trained, trained + 1]
+    return reports, raised, trained, {name: tensor.clone() for name, tensor in pipeline.state_dict().items()}
+
+
+def check_stopped(found: list[Any], who: int, how: str, wanted: Pipeline, every: int, *, drained: bool) -> None:
+    """All have ended a few batches later, with the weights of a run in one process over as many batches."""
+    trained, weights = found[0][2], {}
+    assert AT + 1 <= trained <= AT + 6
+    for rank, (reports, raised, here, state) in enumerate(found):
+        assert here == trained
+        assert reports == list(range(AT + 1 if (rank, how) in ((who, "raise"), (who, "leave")) else trained))
+        assert raised == ("of the loop" if (rank, how) == (who, "raise") else "")
+        weights |= state
+    evaluate = Evaluating(every, lambda: list(endless(MANY - 2))) if drained else None
+    list(wanted.run(itertools.islice(endless(), trained), evaluate=evaluate))
+    list(wanted.run(itertools.islice(endless(trained), 2)))
+    for name, tensor in wanted.state_dict().items():
+        assert torch.equal(weights[name], tensor), name
+
+
+@pytest.mark.parametrize(
+    ("method", "who", "how"),
+    [
+        ("1f1b", 1, "raise"),
+        ("2bw", 2, "raise"),
+        ("stash", 2, "leave"),
+        ("zb-h1", 1, "stop"),
+        ("gpipe", 2, "leave"),
+        ("interleaved", 1, "raise"),
+    ],
+)
+def test_any_rank_ends_a_run_where_nothing_is_decided_together(pool: Pool, method: str, who: int, how: str) -> None:
+    """The request travels with the gradients to the rank that reads the data."""
+    found = pool.submit(stopped_by, method, who, how, 0, ranks=3)
+    wanted = make_pipeline(method, 3, None)
+    assert not any(spec.op.value == "DECIDE" for program in wanted.schedule.programs for spec in program.period)
+    check_stopped(found, who, how, wanted, 0, drained=False)
+
+
+@pytest.mark.parametrize(("how", "every"), [("leave", 1), ("raise", 2), ("stop", 3)])
+@pytest.mark.parametrize("method", ["stash", "1f1b"])
+def test_a_rank_ends_a_run_with_evaluations(pool: Pool, method: str, how: str, every: int) -> None:
+    """Under stash the pipeline is drained for them, so a request may be made in the last batch before they begin."""
+    found = pool.submit(stopped_by, method, 1, how, every, ranks=2)
+    check_stopped(found, 1, how, make_pipeline(method, 2, None), every, drained=method == "stash")
