@@ -74,6 +74,13 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
     return "" if near is None else f" Did you mean {near!r}?"
 
 
+def no_option(owner: str, option: str, known: Iterable[str]) -> str:
+    """Return the message for an option that something does not have, such as "method 2bw"."""
+    names = list(known)
+    offers = f"it has {', '.join(names)}" if names else "it has none"
+    return f"{owner} has no option {option!r}; {offers}.{did_you_mean(option, names)}"
+
+
 def nearest_keys(path: str, known: Iterable[str], cutoff: float = 0.5) -> list[str]:
     """Return the full paths of the keys that `path` may stand for, at most three.
 

@@ -312,7 +312,7 @@ def test_a_method_is_named_as_in_show(command, monkeypatch, tmp_path):
         (["mine.py"], "unknown method 'mine.py'. An order of your own goes after --file"),
         (["1f1b", "--stages", "0"], "invalid value for '--stages'"),
         (["1f1b", "--file", "mine.py"], "give either a METHOD (penstock methods lists them) or --file"),
-        (["interleaved:chunk=4"], "has no option 'chunk'; its options are chunks, group. Did you mean 'chunks'?"),
+        (["interleaved:chunk=4"], "has no option 'chunk'; it has chunks, group. Did you mean 'chunks'?"),
         (["interleaved:chunks"], "a name may be followed by options with numbers"),
     ],
 )

@@ -204,7 +204,7 @@ def test_options_are_checked() -> None:
         ({"decay": 0.1}, "set the number of updates over which rates rise"),
         ({"reschedule": -1}, "reschedule takes a whole number of at least 0, or null; got -1"),
         ({"reschedule": 1, "decay": 1.5}, "must lie between 0 and 1"),
-        ({"speed": 1}, "has no option 'speed'; it has: reschedule, decay"),
+        ({"speed": 1}, "has no option 'speed'; it has reschedule, decay"),
     ):
         with pytest.raises(ConfigError, match=message):
             correction_of("pipemare", **options)

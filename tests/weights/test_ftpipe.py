@@ -315,5 +315,5 @@ def test_what_it_does_not_go_with() -> None:
             **arguments,
             **optimizer,
         )
-    with pytest.raises(ConfigError, match="has no option 'horizon'; it has: ahead, weight_decay"):
+    with pytest.raises(ConfigError, match="has no option 'horizon'; it has ahead, weight_decay"):
         correction_of("ftpipe", horizon=2.0)

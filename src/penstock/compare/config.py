@@ -10,7 +10,7 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field
 
-from penstock.checks import did_you_mean, is_whole
+from penstock.checks import is_whole, no_option
 from penstock.errors import ConfigError
 from penstock.schedule.ir.order import options_of as order_options
 from penstock.schedule.methods.corrections import CORRECTIONS, options_of
@@ -201,7 +201,7 @@ class Contender:
         known = order_options(ORDERS[self.method.order])
         for name in others:
             if name not in known:
-                raise ConfigError(self._unknown(name, known))
+                raise ConfigError(no_option(f"method {self.method.name}", name, [*known, *self._corrections]))
         whole = {name: int(value) for name, value in others.items() if value is not None and value == int(value)}
         if whole.keys() != others.keys():
             wrong = min(others.keys() - whole.keys())
@@ -213,20 +213,6 @@ class Contender:
         """Return all options of the correction, with defaults where none are given."""
         given = {name: value for name, value in self.options if name in self._corrections}
         return options_of(self.method.correction, given)
-
-    def _unknown(self, option: str, known: Collection[str]) -> str:
-        """Make the error message for an option that neither the order nor the correction has."""
-        order, correction = f"order {self.method.order!r}", f"correction {self.method.correction!r}"
-        said = f"{order} has no option {option!r}; it has: {', '.join(known) or 'none'}"
-        if self.method.correction != "none":
-            said = (
-                f"neither {order} nor {correction} has an option {option!r}; the order has: "
-                f"{', '.join(known) or 'none'}; the correction has: {', '.join(self._corrections) or 'none'}"
-            )
-        if hint := did_you_mean(option, [*known, *self._corrections]):
-            return f"{said}.{hint}"
-        owners = [name for name, function in ORDERS.items() if option in order_options(function)]
-        return f"{said}. Leave it out, or use an order that has it: {', '.join(owners)}" if owners else said
 
     @property
     def _corrections(self) -> Collection[str]:

@@ -207,7 +207,15 @@ class StageModule:
         for name in names:
             if name in drawing:
                 self.rng.seed_block(name, key)
-            value = blocks[name](value)
+            try:
+                value = blocks[name](value)
+            except TypeError as error:
+                if not isinstance(value, Tensor):
+                    error.add_note(
+                        f"raised in block {name!r}, which got a {type(value).__name__}: a block takes what the one "
+                        "before returned; put a function between them, such as lambda pair: pair[0]"
+                    )
+                raise
         return value
 
     def run_slice(self, names: Sequence[str], value: Any, carry: Mapping[str, Any], key: RngKey) -> tuple[Any, Any]:

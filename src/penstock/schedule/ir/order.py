@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from penstock.checks import no_option
 from penstock.errors import ConfigError
 from penstock.schedule.ir.schedule import Action, Edge, Kind, Op, Program, Stage, Unit, chain, straight
 
@@ -72,10 +73,9 @@ def check_options(
     known, name = options_of(function), asked or f"order {name_of(function, others)}"
     for option in options:
         if option not in known:
-            offers = f"it has {', '.join(known)}" if known else "it has none"
             owners = ", ".join(name for name, other in others.items() if option in options_of(other))
-            hint = f". Remove it, or choose an order that has it: {owners}" if owners else ""
-            raise ConfigError(f"{name} has no option {option!r}; {offers}{hint}")
+            hint = f" Remove it, or choose an order that has it: {owners}" if owners else ""
+            raise ConfigError(no_option(name, option, known) + hint)
 
 
 def name_of(function: OrderFunction, known: Mapping[str, OrderFunction]) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.checks import did_you_mean
+from penstock.checks import no_option
 from penstock.errors import ConfigError
 from penstock.schedule.ir.order import options_of
 from penstock.schedule.methods.corrections import CORRECTIONS
@@ -56,10 +56,7 @@ def method(name: str, **options: Any) -> MethodChoice:
     of_order, of_correction = options_of(ORDERS[row.order]), CORRECTIONS[row.correction].options
     unknown = [option for option in options if option not in {*of_order, *of_correction}]
     if unknown:
-        known = sorted({*of_order, *of_correction})
-        hint = did_you_mean(unknown[0], known)
-        has = f"its options are {', '.join(known)}" if known else "it has none"
-        raise ConfigError(f"method {row.name!r} has no option {unknown[0]!r}; {has}.{hint}")
+        raise ConfigError(no_option(f"method {row.name}", unknown[0], [*of_order, *of_correction]))
     correction = {k: v for k, v in options.items() if k in of_correction}
     correction_options(row, correction)  # refuses values that do not fit
     return MethodChoice(row.name, {k: v for k, v in options.items() if k in of_order}, correction)

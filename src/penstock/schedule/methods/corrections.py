@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal
 
+from penstock.checks import no_option
 from penstock.errors import ConfigError
 
 
@@ -204,8 +205,7 @@ def options_of(correction: str, given: Mapping[str, float | None]) -> dict[str, 
     known = CORRECTIONS[correction].options
     for name, value in given.items():
         if name not in known:
-            names = ", ".join(known) or "none"
-            raise ConfigError(f"correction {correction!r} has no option {name!r}; it has: {names}")
+            raise ConfigError(no_option(f"correction {correction}", name, known))
         if not known[name].fits(value):
             got = "null" if value is None else value
             raise ConfigError(f"correction {correction!r}: {name} takes {known[name].takes}; got {got}")
