@@ -11,7 +11,7 @@ versions.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -427,33 +427,14 @@ class Updater:
             return
         factor = 1.0 if self._rate is None else self._rate(self.updates)
         constant = [{"lr": rate} for rate in self._settings.rates]
-        rows = constant if self._scheduled is None else self._scheduled_rows(self.updates)
+        rows = constant if self._scheduled is None else self._scheduled.check(self.updates)
         for group, row in zip(self._groups, rows, strict=True):
             group.update(row, lr=row["lr"] * factor)
 
     @property
-    def is_scheduled(self) -> bool:
-        """Whether a scheduler of torch sets rates."""
-        return self._scheduled is not None
-
-    def check_rate(self, update: int) -> None:
-        """Make sure that a scheduler, if there is one, has rates for an update, counted from 0.
-
-        Raises:
-            ConfigError: it ends before.
-        """
-        if self._scheduled is not None:
-            self._scheduled_rows(update)
-
-    def _scheduled_rows(self, update: int) -> Sequence[Mapping[str, Any]]:
-        assert self._scheduled is not None
-        try:
-            return self._scheduled.at(update)
-        except ValueError as error:
-            raise ConfigError(
-                f"lr_scheduler has no rate for update {update + 1}: {error}. Give it as many steps as there are "
-                "updates in all runs together, such as total_steps=epochs * len(loader)"
-            ) from error
+    def scheduled(self) -> ScheduledSettings | None:
+        """What a scheduler of torch sets, by update; None where there is none."""
+        return self._scheduled
 
     def _optimizer_step(self) -> None:
         if self.optimizer is not None:
