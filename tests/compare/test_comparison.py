@@ -470,8 +470,7 @@ def test_own_files_are_no_data(tmp_path: Path) -> None:
         (["methods=interleaved:chunks=2.5"], "interleaved:chunks=2.5: chunks is an option of the order"),
         (
             ["methods=pipemare:chunks=2"],
-            "pipemare:chunks=2: neither order 'endless-1f1b' nor correction 'pipemare' has an option 'chunks'; "
-            "method pipemare has no option 'chunks'; it has reschedule, decay",
+            "pipemare:chunks=2: method pipemare has no option 'chunks'; it has reschedule, decay",
         ),
         (
             ["methods=pipemare:rescedule=4"],

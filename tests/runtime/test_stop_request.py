@@ -44,10 +44,10 @@ def endless(start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
         yield torch.randn(8, 3, generator=generator), torch.randn(8, 2, generator=generator)
 
 
-def stopped_by(group: dist.ProcessGroup, method: str, who: int, how: str, evaluates: int, **options: Any) -> Any:
+def stopped_by(group: dist.ProcessGroup, method: str, who: int, how: str, evaluates: int, width: int = 1) -> Any:
     """What is reported until one rank ends the run, what is raised, what trained; and the weights after two more."""
-    depth = dist.get_world_size(group) // options.get("data_parallel", 1)
-    pipeline, reports, raised = make_pipeline(method, depth, group, **options), [], ""
+    depth = dist.get_world_size(group) // width
+    pipeline, reports, raised = make_pipeline(method, depth, group, data_parallel=width), [], ""
     evaluate = Evaluating(evaluates, lambda: list(endless(MANY - 2))) if evaluates else None
     try:
         for report in pipeline.run(endless(), evaluate=evaluate):
@@ -99,6 +99,18 @@ def test_any_rank_ends_a_run_where_nothing_is_decided_together(pool: Pool, metho
     wanted = make_pipeline(method, 3, None)
     assert not any(spec.op.value == "DECIDE" for program in wanted.schedule.programs for spec in program.period)
     check_stopped(found, who, how, wanted, 0, drained=False)
+
+
+@pytest.mark.parametrize(
+    ("method", "width", "who", "how"), [("2bw", 2, 3, "raise"), ("1f1b", 2, 1, "leave"), ("chimera", 1, 1, "raise")]
+)
+def test_any_rank_ends_a_run_where_several_ranks_read_data(
+    pool: Pool, method: str, width: int, who: int, how: str
+) -> None:
+    """All stages decide together there, as each reads its own copy."""
+    parallel = {"data_parallel": width} if width > 1 else {}
+    found = pool.submit(stopped_by, method, who, how, 0, width, ranks=2 * width)
+    check_stopped(found, who, how, make_pipeline(method, 2, None, **parallel), 0, drained=False)
 
 
 @pytest.mark.parametrize(("how", "every"), [("leave", 1), ("raise", 2), ("stop", 3)])

@@ -372,10 +372,12 @@ def test_a_rate_set_by_hand_that_a_scheduler_would_overwrite_is_refused() -> Non
         list(pipeline.run(make_batches()[2:4]))
 
 
-def ending(group: dist.ProcessGroup | None, method: str, width: int = 1) -> Pipeline:
+def ending(
+    group: dist.ProcessGroup | None, method: str, width: int = 1, blocks: list[nn.Module] | None = None
+) -> Pipeline:
     """With a scheduler for five updates: OneCycleLR has a rate for after its last step, too."""
     return Pipeline(
-        make_blocks(),
+        blocks or make_blocks(),
         make_schedule(method, STAGES, M),
         loss=loss,
         optimizer=OPTIMIZERS["sgd"],
@@ -403,6 +405,32 @@ def test_a_scheduler_that_ends_ends_the_run_on_all_ranks(method: str, pool: Pool
     """The rank that reads the batches says why."""
     said = ["lr_scheduler has no rate for update 6", "", ""]
     assert pool.submit(run_to_the_end, method, ranks=STAGES) == [([0, 1, 2, 3, 4], one, 5) for one in said]
+
+
+def end_with_a_frozen_front(group: dist.ProcessGroup, method: str, frozen: int) -> tuple[list[int], str, int, str]:
+    """What is reported in two runs, and what the second one says, which needs more rates than there are; one more."""
+    blocks = make_blocks()
+    for block in blocks[:frozen]:
+        block.requires_grad_(False)
+    pipeline, reports, said = ending(group, method, blocks=blocks), [], []
+    for batches in (make_batches()[:2], make_batches()[2:7], make_batches()[:1]):
+        try:
+            for report in pipeline.run(batches):
+                reports.append(report.batch)
+        except PenstockError as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return reports, said[0][:65] if len(said) > 1 else "", pipeline.batches, said[-1]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("method", "frozen"), [("1f1b", 2), ("2bw", 1)])
+def test_a_scheduler_that_ends_is_noticed_by_a_first_stage_that_is_frozen(pool: Pool, method: str, frozen: int) -> None:
+    """It has no optimizer, so it asks a rank that has one how the scheduler goes."""
+    first, *others = pool.submit(end_with_a_frozen_front, method, frozen, ranks=STAGES, timeout=20.0)
+    assert first[:3] == ([0, 1, 2, 3, 4], "ConfigError: lr_scheduler has no rate for update 6: Tried to step"[:65], 5)
+    for reports, said, batches, last in others:
+        assert (reports, said, batches) == ([0, 1, 2, 3, 4], "", 5)
+        assert last.startswith("DataError: rank 0 could not begin (ConfigError: lr_scheduler has no rate for update 6")
 
 
 @pytest.mark.parametrize("method", ["1f1b", "2bw", "stash"])

@@ -29,7 +29,7 @@ from penstock.runtime.execute.executor import Executor
 from penstock.runtime.execute.run_loop import Run, drive_all, drive_one
 from penstock.runtime.rank.batch_source import Batches, BatchSource
 from penstock.runtime.rank.reports import Report
-from penstock.runtime.rank.scheduled_batches import while_scheduled
+from penstock.runtime.rank.scheduled_batches import Schedules
 from penstock.runtime.rank.snapshot import Saving, Snapshot, take_snapshot
 from penstock.runtime.setup.rank_state import RankState
 from penstock.runtime.setup.settings_by_hand import check_settings, settings_by_hand
@@ -83,6 +83,8 @@ class Engine:
         self._broken: BaseException | None = None
         self._running = self._abandoned = False
         self._stop = ranks[0].stop
+        stages = [stage for state in ranks for stage in state.stages.values()]
+        self._schedules = Schedules(ranks[0].lr_scheduler, stages, grid)
         self._settings: list[Any] = []  # by hand, on all ranks, as they have last been compared
         self._last = self.schedule.stage_at[self.schedule.num_stages - 1, 0].rank
         entrances = {n.rank for n in self.schedule.stages if not self.schedule.predecessors[n.index]}
@@ -119,8 +121,7 @@ class Engine:
     ) -> Generator[Report, None, bool]:
         """Train in one span; `meets` says that ranks hear afterwards who has left. Returns whether one has."""
         self.check_idle()
-        stages = [stage for state in self._ranks for stage in state.stages.values()]
-        scheduled = while_scheduled(batches, stages, self.batches if self._combine.apart else None)
+        scheduled = self._schedules.limit(batches, self.batches if self._combine.apart else None)
         source = self._open(scheduled, evaluates=False)
         if not self._begin(source):
             return False

@@ -269,7 +269,7 @@ class Pipeline:
         Raises:
             DataError: a batch cannot be split. As with whatever else the data's iterator raises, all batches before it
                 have been trained on and reported by then, and the pipeline is as good as after any run. The same holds
-                of the data of an evaluation, after the batches under way.
+                of the data of an evaluation, after the batches under way, on all ranks if one cannot read it.
             ConfigError: `lr_scheduler` has no rate for the update of a batch; as with a batch that cannot be split.
             PenstockError: a message did not arrive, the data differ between ranks, or weights were rewritten under a
                 reader; then, and after whatever the model itself raises, the pipeline is broken.
@@ -509,7 +509,8 @@ class Pipeline:
 
         Rates and other settings of their parameter groups may be set between two runs, by hand or by a scheduler that
         is stepped there; checkpoints hold them. In one process other copies of the same stage take them over; between
-        processes set the same on all ranks.
+        processes set the same on all ranks: a run refuses copies of a stage that differ, and says in the log where a
+        rate was set on some ranks only.
         """
         return {
             stage: runtime.weights.updater.optimizer

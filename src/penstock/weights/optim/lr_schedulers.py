@@ -67,6 +67,29 @@ class ScheduledSettings:
         self._groups = [_settings_of(group) for group in optimizer.param_groups]
         self._begin()
 
+    @classmethod
+    def like(cls, factory: SchedulerFactory, told: Mapping[str, Any]) -> ScheduledSettings:
+        """Make the table of an optimizer in another process, of which `plain` has told."""
+        return cls(factory, _StandIn(told["groups"], told["defaults"]))
+
+    def plain(self) -> dict[str, Any]:
+        """Return what the scheduler is made of, as JSON has it; settings that it has not are left out."""
+        return {"groups": [_plain(group) for group in self._groups], "defaults": _plain(self._defaults)}
+
+    def check(self, update: int) -> Sequence[Mapping[str, Any]]:
+        """Return what `at` does.
+
+        Raises:
+            ConfigError: the scheduler ends before that update.
+        """
+        try:
+            return self.at(update)
+        except ValueError as error:
+            raise ConfigError(
+                f"lr_scheduler has no rate for update {update + 1}: {error}. Give it as many steps as there are "
+                "updates in all runs together, such as total_steps=epochs * len(loader)"
+            ) from error
+
     def at(self, update: int) -> Sequence[Mapping[str, Any]]:
         """Return, for every group, what the scheduler changes for an update, counted from 0.
 
@@ -139,6 +162,11 @@ class _StandIn(torch.optim.Optimizer):
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Count as a step, which schedulers look for."""
+
+
+def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
+    found = {key: v.tolist() if isinstance(v, torch.Tensor) else v for key, v in settings.items()}
+    return {key: value for key, value in found.items() if isinstance(value, int | float | str | tuple | list | None)}
 
 
 def _settings_of(group: Mapping[str, Any]) -> dict[str, Any]:

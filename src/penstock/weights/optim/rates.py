@@ -50,9 +50,9 @@ class Rates:
         return self._settings.groups
 
     @property
-    def is_scheduled(self) -> bool:
-        """Whether a scheduler of torch sets rates."""
-        return self._scheduled is not None
+    def scheduled(self) -> ScheduledSettings | None:
+        """What a scheduler of torch sets, by update; None where there is none."""
+        return self._scheduled
 
     # --- what they come from ----------------------------------------------------------------------------------------
 
@@ -137,15 +137,6 @@ class Rates:
         rate = self._settings.rates[place] if self._scheduled is None else self._scheduled.near(update)[place]["lr"]
         return float(rate) * (1.0 if self._factor is None else self._factor(update))
 
-    def check(self, update: int) -> None:
-        """Make sure that a scheduler, if there is one, has rates for an update.
-
-        Raises:
-            ConfigError: it ends before.
-        """
-        if self._scheduled is not None:
-            self._rows(update)
-
     def put(self, update: int) -> None:
         """Set those of an update, which is made next.
 
@@ -173,10 +164,4 @@ class Rates:
         """The settings of an update per group, before the factor."""
         if self._scheduled is None:
             return [{"lr": rate} for rate in self._settings.rates]
-        try:
-            return self._scheduled.at(update)
-        except ValueError as error:
-            raise ConfigError(
-                f"lr_scheduler has no rate for update {update + 1}: {error}. Give it as many steps as there are "
-                "updates in all runs together, such as total_steps=epochs * len(loader)"
-            ) from error
+        return self._scheduled.check(update)
