@@ -18,19 +18,27 @@ def is_whole(value: object, least: int = 0) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
-def check_whole(what: str, value: object, least: int = 1) -> None:
-    """Raise an error if a setting is not a whole number of at least `least`.
+def check_whole(what: str, value: object, least: int = 1, most: int | None = None) -> None:
+    """Raise an error if a setting is not a whole number of at least `least`, and at most `most` if that is given.
 
     Args:
         what: where the value was set, for the message, such as "combine: every".
         value: the value.
         least: the smallest allowed number.
+        most: the largest one; None for any.
 
     Raises:
         ConfigError: it is not.
     """
     if not is_whole(value, least):
-        raise ConfigError(f"{what} must be a whole number of at least {least}, got {value!r}")
+        raise ConfigError(f"{what} must be a whole number of at least {least}, got {value!r:.80}")
+    if most is not None and value > most:
+        raise ConfigError(f"{what} must be at most {most:,}, got {in_short(value)}")
+
+
+def in_short(number: int) -> str:
+    """Return a whole number in digits, or how many bits it has if these are too many to read."""
+    return str(number) if number.bit_length() <= 100 else f"a number of {number.bit_length()} bits"
 
 
 def check_number(what: str, value: object, such_as: str) -> None:

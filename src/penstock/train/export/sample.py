@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,16 +23,33 @@ def load_model(folder: Path) -> tuple[nn.Sequential, GPTConfig]:
     Raises:
         CheckpointError: the weights are missing, damaged, or not those of a GPT.
     """
-    described = load_index(folder)["model"]
-    try:
-        config = GPTConfig(**described)
-    except TypeError:
-        raise CheckpointError(f"{str(folder)!r} does not hold a GPT; its index describes {described}") from None
+    config = _shape(load_index(folder)["model"], folder)
     state = load_weights(folder)
+    held = sum(tensor.numel() for tensor in state.values())
+    if held != config.parameters:  # before anything as large as the shape says is made
+        raise CheckpointError(
+            f"the saved weights do not fit their index: the files in {str(folder)!r} hold {held:,} numbers, but the "
+            f"model that it describes has {config.parameters:,}"
+        )
     blocks = {name: block.make() for name, block in gpt_blocks(config, seed=0).items()}
     for name, module in blocks.items():
         fill_module(module, name, state)
     return nn.Sequential(*blocks.values()).eval(), config
+
+
+def _shape(described: Mapping[str, Any], folder: Path) -> GPTConfig:
+    """Return the shape that an index describes.
+
+    Raises:
+        CheckpointError: it is not that of a GPT.
+    """
+    try:
+        return GPTConfig(**described)
+    except TypeError:
+        reason = f"its index describes {described!r:.200}"
+    except ConfigError as error:
+        reason = str(error)
+    raise CheckpointError(f"{str(folder)!r} does not hold a GPT: {reason}")
 
 
 @torch.no_grad()
