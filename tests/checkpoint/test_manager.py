@@ -243,7 +243,7 @@ def test_what_came_after_a_checkpoint_is_forgotten_when_it_is_loaded(tmp_path: P
 
 
 WRONG_FACTS: list[tuple[str, Any]] = [
-    ("updates", "six"), ("updates", None), ("decisions", 3), 
+    ("updates", "six"), ("updates", None), ("decisions", 3),
     ("values", {"setting/lr": 1}), ("pipelines", "2"),
 ]  # fmt: skip
 

@@ -68,7 +68,7 @@ def compare(
     """
     from penstock.compare.config import ComparisonConfig, comparison_config
     from penstock.train.config.key_reference import described_keys
-    from penstock.train.config.load import read_yaml
+    from penstock.train.config.yaml_file import read_yaml
     from penstock.view.tables import keys_table
 
     if keys:

@@ -18,6 +18,7 @@ from penstock.schedule.methods.written import written_method
 from penstock.train.config.key_reference import correction_keys, known_keys, order_keys, suggested_keys
 from penstock.train.config.own_schedule import is_file, read_own_schedule, schedule_in, size_fault
 from penstock.train.config.schema import TrainConfig
+from penstock.train.config.yaml_file import read_yaml, yaml_value
 
 Section = TypeVar("Section", bound=BaseModel)
 
@@ -76,23 +77,6 @@ def _with_own_schedule(config: TrainConfig, values: Mapping[str, Any]) -> TrainC
     found = schedule_in(text)
     sizes = {"stages": found.ranks, "microbatches": found.microbatches}
     return config.model_copy(update={"method": None, "schedule": text, "options": {}, **sizes})
-
-
-def read_yaml(path: Path) -> dict[str, Any]:
-    """Read keys and values from a YAML file.
-
-    Raises:
-        ConfigError: the file cannot be read, or holds something else.
-    """
-    try:
-        loaded = yaml.safe_load(path.read_text())
-    except OSError as error:
-        raise ConfigError(f"cannot read the configuration {str(path)!r}: {error.strerror or error}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{str(path)!r} is not YAML: {error}") from None
-    if not isinstance(loaded, dict | None):
-        raise ConfigError(f"{str(path)!r} must hold keys and values, not a {type(loaded).__name__}")
-    return loaded or {}
 
 
 def with_method_options(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -175,11 +159,11 @@ def apply_change(schema: type[BaseModel], values: dict[str, Any], change: str) -
     if not separator or not key:
         raise ConfigError(f"--set takes key=value, such as method=1f1b or optimizer.lr=0.001; got {change!r}")
     try:
-        value = (
-            text if _is_text(_type_of(schema, key.split("."))) and text not in ("null", "~") else yaml.safe_load(text)
-        )
+        value = text if _is_text(_type_of(schema, key.split("."))) and text not in ("null", "~") else yaml_value(text)
     except yaml.YAMLError:
         value = text
+    except ConfigError as error:
+        raise ConfigError(f"--set {change:.80}: {error}") from None
     *path, last = key.split(".")
     place = values
     for part in path:
