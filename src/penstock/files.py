@@ -83,6 +83,20 @@ def read_text(path: Path, most: int) -> str:
     return data.decode()
 
 
+def read_given(path: Path, most: int = 1 << 28) -> str:
+    """Read a file that a user has named, of any kind, such as the output of another command.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is larger than `most` bytes, not text in UTF-8, or its name cannot be.
+    """
+    with path.open("rb") as file:
+        data = file.read(most + 1)
+    if len(data) > most:
+        raise ValueError(f"it is larger than {most >> 20} MiB")
+    return data.decode()
+
+
 def read_json(path: Path, most: int) -> Any:
     """Read a JSON file of at most so many bytes.
 

@@ -1,6 +1,7 @@
 """Trained weights on disk, and text from them."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -69,8 +70,24 @@ def test_prompts_that_cannot_be(run_folder):
         list(generate(model, config, [], 1))
     with pytest.raises(ConfigError, match="holds token 300, but the vocabulary ends at 255"):
         list(generate(model, config, [300], 1))
-    with pytest.raises(ConfigError, match="temperature"):
-        list(generate(model, config, [3], 1, temperature=-1))
+    for temperature in (-1, math.nan, math.inf):
+        with pytest.raises(ConfigError, match="temperature"):
+            list(generate(model, config, [3], 1, temperature=temperature))
+    for seed in (-1, 10**26):
+        with pytest.raises(ConfigError, match="seed must be from 0"):
+            list(generate(model, config, [3], 1, seed=seed))
+    with pytest.raises(ConfigError, match="the prompt is not UTF-8"):
+        sample_text(run_folder[0], "a\udcff", 1)
+    for cold in (1e-320, 1e-30, 1e-7):
+        assert list(generate(model, config, [3], 9, cold)) == list(generate(model, config, [3], 9, 0))
+    model[0].weight.data.fill_(math.nan)
+    with pytest.raises(CheckpointError, match="output of the model is not finite"):
+        list(generate(model, config, [3], 1))
+
+
+def test_escape_sequences_of_a_prompt_are_shown_and_not_obeyed(run_folder):
+    said = sample_text(run_folder[0], "a\x1b[2J\x07é\n", 1)
+    assert said.startswith("a\\x1b[2J\\x07é\n")
 
 
 def test_no_weights(tmp_path):

@@ -24,6 +24,7 @@ from penstock.cli.options import (
 from penstock.cli.output import print_words
 from penstock.errors import ConfigError, InterruptedRunError, WorkerError
 from penstock.launch.torchrun import is_first_to_say, is_worker
+from penstock.schedule.ir.limits import MOST_BATCHES
 
 if TYPE_CHECKING:
     from penstock.train.config.schema import TrainConfig
@@ -63,7 +64,9 @@ def train(
     method: OptionalMethod = None,
     stages: Stages2 = None,
     microbatches: Microbatches4 = None,
-    batches: Annotated[int | None, typer.Option(metavar="T", help="Updates to make; 1000 if not given.", min=1)] = None,
+    batches: Annotated[
+        int | None, typer.Option(metavar="T", help="Updates to make; 1000 if not given.", min=1, max=MOST_BATCHES)
+    ] = None,
     file: OrderFile = None,
     data: DataPath = None,
     changes: Changes = None,
@@ -194,11 +197,11 @@ def config() -> None:
 def sample(
     run: Annotated[Path, typer.Argument(metavar="FOLDER", help="A run folder of [bold]penstock train[/bold].")],
     prompt: Annotated[str, typer.Option(metavar="TEXT", help="The beginning of the text.")] = "def ",
-    length: Annotated[int, typer.Option(metavar="N", help="Bytes to sample.", min=1)] = 400,
+    length: Annotated[int, typer.Option(metavar="N", help="Bytes to sample.", min=1, max=10**9)] = 400,
     temperature: Annotated[
         float, typer.Option(metavar="X", help="Below 1 for likelier text, 0 for the likeliest.", min=0)
     ] = 0.8,
-    seed: Annotated[int, typer.Option(metavar="N", help="Seed of the sampling.", min=0)] = 0,
+    seed: Annotated[int, typer.Option(metavar="N", help="Seed of the sampling.", min=0, max=2**63 - 1)] = 0,
 ) -> None:
     """Sample text with the weights of a finished run."""
     from penstock.train.export.sample import sample_text
