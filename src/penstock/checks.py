@@ -18,19 +18,33 @@ def is_whole(value: object, least: int = 0) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
-def check_whole(what: str, value: object, least: int = 1) -> None:
-    """Raise an error if a setting is not a whole number of at least `least`.
+def check_whole(what: str, value: object, least: int = 1, most: int | None = None) -> None:
+    """Raise an error if a setting is not a whole number of at least `least`, and at most `most` if that is given.
 
     Args:
         what: where the value was set, for the message, such as "combine: every".
         value: the value.
         least: the smallest allowed number.
+        most: the largest one; None for any.
 
     Raises:
         ConfigError: it is not.
     """
     if not is_whole(value, least):
-        raise ConfigError(f"{what} must be a whole number of at least {least}, got {value!r}")
+        raise ConfigError(f"{what} must be a whole number of at least {least}, got {in_short(value)}")
+    if most is not None and value > most:
+        raise ConfigError(f"{what} must be at most {most:,}, got {in_short(value)}")
+
+
+def in_short(value: object, most: int = 200) -> str:
+    """Return a value as Python writes it, cut after `most` characters; of a long number, how many bits it has."""
+    if isinstance(value, int) and value.bit_length() > 100:
+        return f"a number of {value.bit_length()} bits"
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # a number within it is too long
+        return f"a {type(value).__name__}"
+    return text if len(text) <= most else f"{text[:most]}..."
 
 
 def check_number(what: str, value: object, such_as: str) -> None:
@@ -46,6 +60,20 @@ def check_number(what: str, value: object, such_as: str) -> None:
     """
     if value is not None and not is_number(value):
         raise ConfigError(f"{what} must be a number, such as {such_as}, or None; got {value!r:.80}")
+
+
+def check_text(what: str, text: str) -> None:
+    """Raise an error if a text was given in bytes that are not UTF-8, or holds the character 0.
+
+    Raises:
+        ConfigError: it was.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ConfigError(f"{what} is not UTF-8: {text!a:.80}") from None
+    if "\0" in text:
+        raise ConfigError(f"{what} holds the character 0: {text!a:.80}")
 
 
 def is_number(value: object) -> TypeGuard[float]:

@@ -69,6 +69,10 @@ class WorkerError(PenstockError):
         self.trace = trace
 
 
+class UnsavedRunError(PenstockError):
+    """A run has ended and its weights are saved, but none of its checkpoints could be written."""
+
+
 class EndedError(PenstockError):
     """This worker was told to stop because another worker failed."""
 

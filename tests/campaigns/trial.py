@@ -151,7 +151,8 @@ def run(out: Path, settings: dict[str, Any], faults: tuple[Fault, ...] = (), res
     """
     out.mkdir(parents=True)
     (out / "config.yaml").write_text(yaml.safe_dump({**settings, "out": str(out / "runs")}))
-    what = ["--resume", str(resume)] if resume is not None else ["--config", str(out / "config.yaml")]
+    again = ["--restart"] if resume is not None and not checkpoints(resume) else []
+    what = ["--resume", str(resume), *again] if resume is not None else ["--config", str(out / "config.yaml")]
     mark, temporary = uuid.uuid4().hex, Path(tempfile.mkdtemp(prefix="trial-"))
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("TORCHELASTIC", "RANK"))}
     environment |= {_MARK: mark, "TMPDIR": str(temporary)}

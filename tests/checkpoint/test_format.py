@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.checkpoint import format as disk, writer as writer_module
+from penstock.checkpoint import format as disk, index as indexes, writer as writer_module
 from penstock.checkpoint.format import Checkpoint, checkpoints, clear_parts, open_newest, place_of
 from penstock.checkpoint.writer import LocalPosts, Part, Posts, Writer
 from penstock.errors import CheckpointError
@@ -118,6 +119,101 @@ def test_the_one_before_a_damaged_one_is_taken(tmp_path: Path, name: str, damage
     damage(place_of(tmp_path, 4) / name)
     with pytest.raises(CheckpointError, match="none of the 2 checkpoints"):
         open_newest(tmp_path)
+
+
+def rewritten(place: Path, **changes: Any) -> None:
+    """Give the index of a checkpoint other entries, with a digest that fits them."""
+    index = json.loads((place / "index.json").read_text())
+    content = {key: value for key, value in index.items() if key not in ("schema", "sha256")}
+    indexes.write_index(place, 1, content | changes)
+
+
+FILE = {"bytes": 1, "sha256": "0" * 64}
+OTHER_TYPES: list[tuple[dict[str, Any], str]] = [
+    ({"facts": []}, "facts is a list, not a dict"),
+    ({"facts": {}}, "does not say of how many batches it is"),
+    ({"facts": {"batch": "8"}}, "does not say of how many batches it is"),
+    ({"facts": {"batch": 10**30}}, "does not say of how many batches it is"),
+    ({"facts": {"batch": True}}, "does not say of how many batches it is"),
+    ({"facts": {"batch": 8, "values": [1]}}, "does not say of how many batches it is"),
+    ({"extra": None}, "extra is a NoneType, not a dict"),
+    ({"files": "stage-0.safetensors"}, "files is a str"),
+    ({"files": {"stage-0.safetensors": 3}}, "does not say how large 'stage-0.safetensors' is"),
+    ({"files": {"stage-0.safetensors": FILE | {"bytes": -1}}}, "does not say how large"),
+    ({"files": {"stage-0.safetensors": FILE | {"sha256": 7}}}, "does not say how large"),
+    ({"files": {"index.json": FILE}}, "names 'index.json', which is not a file of its folder"),
+    ({"files": {"..": FILE}}, r"names '\.\.', which is not a file of its folder"),
+    ({"tensors": {"weights/0.w": {}}}, "names no file of tensor 'weights/0.w'"),
+    ({"tensors": []}, "tensors is a list"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), OTHER_TYPES)
+def test_entries_of_another_type_behind_a_valid_digest(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    write(tmp_path, 8)
+    rewritten(place_of(tmp_path, 8), **changes)
+    with pytest.raises(CheckpointError, match=message):
+        Checkpoint(place_of(tmp_path, 8))
+
+
+def test_the_number_inside_counts_not_that_of_the_folder(tmp_path: Path) -> None:
+    """A copy of batch 40 named 99 is older than batch 60: it is neither taken nor thrown away for being newer."""
+    for batch in (40, 60):
+        write(tmp_path, batch)
+    shutil.copytree(place_of(tmp_path, 40), place_of(tmp_path, 99))
+    newest, faults = open_newest(tmp_path)
+    assert newest is not None
+    assert (newest.batch, faults) == (60, [])
+    assert [path.name[-2:] for path in checkpoints(tmp_path)] == ["40", "99", "60"]
+    assert [path.name[-2:] for path in checkpoints(tmp_path, 50)] == ["40", "99"]
+    disk.set_aside(tmp_path, newest.folder)
+    assert len(checkpoints(tmp_path)) == 3
+    disk.discard_after(tmp_path, 50)
+    assert [path.name[-2:] for path in checkpoints(tmp_path)] == ["40", "99"]
+    newest, faults = open_newest(tmp_path)
+    assert newest is not None
+    assert newest.batch == 40
+    (place_of(tmp_path, 99) / "index.json").write_text("{")
+    newest, faults = open_newest(tmp_path)
+    assert newest is not None
+    assert (newest.folder, len(faults)) == (place_of(tmp_path, 40), 1)
+
+
+@pytest.mark.parametrize("what", ["link", "pipe", "device", "folder"])
+@pytest.mark.parametrize("name", ["stage-0.safetensors", "index.json"])
+def test_what_is_no_regular_file_is_neither_read_nor_waited_for(tmp_path: Path, name: str, what: str) -> None:
+    write(tmp_path, 4)
+    path = place_of(tmp_path, 4) / name
+    path.rename(tmp_path / "elsewhere")
+    if what == "link":
+        path.symlink_to(tmp_path / "elsewhere")
+    elif what == "pipe":
+        os.mkfifo(path)
+    elif what == "device":
+        path.symlink_to("/dev/zero")
+    else:
+        path.mkdir()
+    with pytest.raises(CheckpointError, match=rf"batch-00000004.*(symbolic link|{what})"):
+        Checkpoint(place_of(tmp_path, 4))
+
+
+def test_checkpoints_are_not_written_through_links(tmp_path: Path) -> None:
+    """Neither through that of all of them nor through what a dead run may have left."""
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    for linked in (tmp_path / "one" / "checkpoints", disk.part_of(place_of(tmp_path / "two", 4))):
+        linked.parent.mkdir(parents=True)
+        linked.symlink_to(outside)
+        told = Told()
+        one = Writer(linked.parents[len(linked.parts) - len(tmp_path.parts) - 2], [(0, 0)], [(0, 0)], 2, lambda _: {},
+                     LocalPosts(), 5.0, 1.0, told)  # fmt: skip
+        one.sink(snapshot(4, w=torch.ones(2)))
+        failure = one.finish(4)
+        assert failure is not None
+        assert "symbolic link" in failure
+        assert list(outside.iterdir()) == []
+        with pytest.raises(CheckpointError, match="symbolic link"):
+            disk.check_folder(tmp_path / linked.relative_to(tmp_path).parts[0])
 
 
 def test_no_checkpoint_is_no_error(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Callable
@@ -13,6 +12,8 @@ import pytest
 
 from penstock.checkpoint import format as disk
 from penstock.checkpoint.format import Checkpoint, checkpoints, clear_parts, open_newest, part_of, place_of
+from penstock.checkpoint.index import INDEX
+from penstock.files import fingerprint
 
 
 class Killed(BaseException):
@@ -26,7 +27,7 @@ def write(run: Path, batch: int, data: str) -> None:
     part.mkdir(parents=True, exist_ok=True)
     (part / "stage-0.safetensors").write_text(data)
     (part / "stage-1.safetensors").write_text(data)
-    files = {path.name: disk.fingerprint(path) for path in part.iterdir() if path.name != disk.INDEX}
+    files = {path.name: fingerprint(path) for path in part.iterdir() if path.name != INDEX}
     content = {"facts": {"batch": batch, "values": {}}, "extra": {}, "files": files, "tensors": {}}
     disk.write_index(place, content)
     disk.rotate(run, place, keep=1)
@@ -58,7 +59,7 @@ def dying(monkeypatch: pytest.MonkeyPatch, after: int) -> Callable[[], int]:
 
     monkeypatch.setattr(disk.os, "rename", stepping(os.rename))
     monkeypatch.setattr(disk.os, "fsync", stepping(os.fsync))
-    monkeypatch.setattr(disk.json, "dump", stepping(json.dump))
+    monkeypatch.setattr(disk.os, "replace", stepping(os.replace))
     monkeypatch.setattr(disk.shutil, "rmtree", remove)
     return lambda: steps
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 import penstock
 from penstock.checkpoint import writer
 from penstock.checkpoint.format import checkpoints, place_of
+from penstock.checkpoint.index import write_index
 from penstock.errors import CheckpointError, ConfigError, PenstockError
 from penstock.runtime.pipeline import Pipeline
 from support.pool import Pool
@@ -240,6 +242,25 @@ def test_what_came_after_a_checkpoint_is_forgotten_when_it_is_loaded(tmp_path: P
     penstock.Checkpoints(other, tmp_path).load()
     mine, wanted = other.state_dict(), pipeline.state_dict()
     assert all(torch.equal(mine[name], wanted[name]) for name in wanted)
+
+
+WRONG_FACTS: list[tuple[str, Any]] = [
+    ("updates", "six"), ("updates", None), ("decisions", 3),
+    ("values", {"setting/lr": 1}), ("pipelines", "2"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fact", "value"), WRONG_FACTS)
+def test_facts_of_another_form_behind_a_valid_digest_are_named(tmp_path: Path, fact: str, value: Any) -> None:
+    pipeline = make(None)
+    list(pipeline.run(batches()[:2]))
+    penstock.Checkpoints(pipeline, tmp_path).save()
+    place = place_of(tmp_path, 2)
+    index = json.loads((place / "index.json").read_text())
+    del index["schema"], index["sha256"]
+    write_index(place, 1, index | {"facts": index["facts"] | {fact: value}})
+    with pytest.raises(CheckpointError, match="batch-00000002' is whole, but not of the form|has the weights of"):
+        load(None, str(tmp_path))
 
 
 def test_what_json_cannot_say_costs_the_checkpoint_alone(tmp_path: Path) -> None:

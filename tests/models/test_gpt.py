@@ -90,7 +90,7 @@ def test_costs_favour_layers_over_embeddings():
 def test_impossible_shapes_are_refused():
     with pytest.raises(ConfigError, match=r"model.width 30 must be a multiple of twice model.heads \(8\)"):
         GPTConfig(layers=1, width=30, heads=4)
-    with pytest.raises(ConfigError, match="model.layers must be at least 1, got 0"):
+    with pytest.raises(ConfigError, match="model.layers must be a whole number of at least 1, got 0"):
         GPTConfig(layers=0, width=32, heads=4)
     with pytest.raises(ConfigError, match="unknown model preset 'huge'; known: tiny"):
         preset("huge")

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import re
+import shutil
 import signal
 import sys
 from pathlib import Path
 
 import pytest
 
-from penstock.checkpoint.format import part_of as being_written, place_of, write_index
+from penstock.checkpoint.format import checkpoints, part_of as being_written, place_of, write_index
 from penstock.cli import main
 from penstock.errors import ConfigError, InterruptedRunError, WorkerError
 from penstock.train.config.load import load_config
+from penstock.train.metrics_file import Metrics
 from penstock.train.setup.prepare import check_resume
+from penstock.train.setup.run_folder import note_changes, set_aside_run, write_config
+from support.command_line import run as run_command
 
 
 def leave(run: Path, batch: int) -> None:
@@ -117,3 +121,123 @@ def test_a_run_that_ends_before_its_time_says_how_to_go_on(monkeypatch, capsys, 
         printed = capsys.readouterr()
         assert printed.out.startswith("\n")
         assert re.search(said, " ".join(printed.err.split()))
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> Path:
+    """The folder of a run of two batches, with metrics but without checkpoints."""
+    (tmp_path / "text.txt").write_text("the quick brown fox " * 500)
+    run = tmp_path / "run"
+    run.mkdir()
+    write_config(load_config(None, [f"data={tmp_path / 'text.txt'}", "model.layers=2", "batches=7"]), run)
+    for batch in (0, 1):
+        Metrics(run).add(batch=batch, loss=1.0)
+    return run
+
+
+def resume(monkeypatch, capsys, *arguments: object) -> tuple[int, str, str]:
+    """Resume up to the start of workers: the exit code, what was printed, and what the worker is to do."""
+    given: list[tuple[object, ...]] = []
+    monkeypatch.setattr("penstock.launch.launch.launch_local", lambda *values, **_: given.append(values[2:]))
+    code, _, err = run_command(monkeypatch, capsys, "train", "--resume", *arguments)
+    return code, " ".join(err.split()), str(given)
+
+
+def test_a_run_that_has_lost_its_checkpoints_is_not_begun_again_without_a_word(monkeypatch, capsys, trained) -> None:
+    code, err, started = resume(monkeypatch, capsys, trained)
+    assert (code, started) == (2, "[]")
+    assert "has trained 2 batches, but there is no checkpoint in" in err
+    assert "(it has never had a checkpoint)" in err
+    Metrics(trained).add(checkpoint=2)
+    assert "its last checkpoint was of 2 batches" in resume(monkeypatch, capsys, trained)[1]
+    assert "begin again with --restart" in err
+    code, _, started = resume(monkeypatch, capsys, trained, "--restart", "--set", "checkpoint.every=null")
+    assert code == 0
+    assert started.endswith("True)]")
+    leave(trained, 2)
+    assert resume(monkeypatch, capsys, trained)[0] == 0
+
+
+def test_to_begin_again_needs_a_run(monkeypatch, capsys) -> None:
+    code, _, err = run_command(monkeypatch, capsys, "train", "--restart")
+    assert code == 2
+    assert "give the folder with --resume" in err
+
+
+def test_records_of_before_are_set_aside(trained) -> None:
+    leave(trained, 2)
+    for number in (1, 2):
+        set_aside_run(trained)
+        assert (trained / f"restarted-{number}" / "metrics.jsonl").exists()
+        assert not (trained / "metrics.jsonl").exists()
+        Metrics(trained).add(batch=0)
+    assert checkpoints(trained) == []
+    assert [path.name for path in checkpoints(trained / "restarted-1")] == ["batch-00000002"]
+
+
+def test_half_a_configuration_is_not_filled_with_defaults(monkeypatch, capsys, trained) -> None:
+    leave(trained, 2)
+    path = trained / "config.yaml"
+    whole = path.read_text()
+    for part in (whole[: len(whole) // 2], whole[: whole.index("optimizer:")], "", whole.replace("  beta1: 0.9\n", "")):
+        path.write_text(part)
+        code, err, started = resume(monkeypatch, capsys, trained)
+        assert (code, started) == (2, "[]")
+        assert "config.yaml' is not whole" in err or "is not YAML" in err or "must hold keys" in err
+    code, err, started = resume(monkeypatch, capsys, trained, "--config", trained / ".config.yaml")
+    assert code == 0, err
+    assert "'layers': 2" in started
+
+
+def test_what_a_person_has_changed_is_named(monkeypatch, capsys, trained) -> None:
+    leave(trained, 2)
+    path = trained / "config.yaml"
+    assert "by hand" not in resume(monkeypatch, capsys, trained)[1]
+    path.write_text(path.read_text().replace("lr: 0.003", "lr: 0.3").replace("batches: 7", "batches: 9"))
+    code, err, started = resume(monkeypatch, capsys, trained)
+    assert code == 0
+    assert "config.yaml was changed by hand: batches=9 (before: 7), optimizer.lr=0.3 (before: 0.003)" in err
+    assert "'lr': 0.3" in started
+    config = load_config(path, [])
+    assert note_changes(config, trained, 2)["batches"] == {"before": 7, "now": 9}
+    assert "by hand" not in resume(monkeypatch, capsys, trained)[1]
+    assert path.read_text().startswith("# From batch 2 on: batches=9 (before: 7), optimizer.lr=0.3 (before: 0.003)")
+
+
+def test_what_a_configuration_is_compared_with_may_be_damaged(monkeypatch, capsys, trained) -> None:
+    leave(trained, 2)
+    path = trained / ".config.yaml"
+    path.write_text(path.read_text().replace("batches: 7", "batches: 8"))
+    code, err, _ = resume(monkeypatch, capsys, trained)
+    assert code == 2
+    assert ".config.yaml' is damaged" in err
+    path.unlink()
+    assert resume(monkeypatch, capsys, trained)[0] == 0
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "config.yaml", "checkpoints", "weights", "trace.json"])
+def test_a_folder_with_links_is_not_resumed(monkeypatch, capsys, trained, name) -> None:
+    leave(trained, 2)
+    if (trained / name).exists():
+        (trained / name).rename(trained.parent / "elsewhere")
+    (trained / name).symlink_to(trained.parent / "elsewhere")
+    code, err, started = resume(monkeypatch, capsys, trained)
+    assert (code, started) == (2, "[]")
+    assert f"{name}: it is a symbolic link" in err
+
+
+def test_a_run_without_any_checkpoint_ends_with_a_code_of_its_own(monkeypatch, capsys, trained) -> None:
+    def train(*_, **__) -> None:
+        Metrics(trained).add(checkpoint=7, failure="No space left on device")
+
+    leave(trained, 2)
+    for kept in ("it can be continued from 2 batches only", "it cannot be continued"):
+        monkeypatch.setattr("penstock.launch.launch.launch_local", train)
+        code, _, err = run_command(monkeypatch, capsys, "train", "--resume", trained, "--restart")
+        assert code == 3
+        said = " ".join(err.split())
+        assert f"none of its checkpoints could be written (No space left on device): {kept}" in said
+        shutil.rmtree(trained / "checkpoints", ignore_errors=True)
+    (trained / "metrics.jsonl").unlink()
+    monkeypatch.setattr("penstock.launch.launch.launch_local", lambda *_, **__: leave(trained, 7))
+    assert run_command(monkeypatch, capsys, "train", "--resume", trained, "--restart")[0] == 0

@@ -11,25 +11,27 @@ newer one is complete, and are hidden first. Every file is checked against the i
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
+import re
 import shutil
 import uuid
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from penstock.checkpoint import index as indexes
+from penstock.checks import is_whole
 from penstock.errors import CheckpointError
+from penstock.files import check_own_folder, sync_folder
 
 SCHEMA = 1
 FOLDER = "checkpoints"
-INDEX = "index.json"
+_KINDS: Mapping[str, type] = MappingProxyType({"facts": dict, "extra": dict})
 _PART = ".part"
-_BLOCK = 1 << 20  # bytes per read when hashing
+_MOST_BATCHES = 10**15
 
 
 class Checkpoint:
@@ -50,14 +52,14 @@ class Checkpoint:
 
     def __init__(self, folder: Path, share: tuple[int, int] | None = (0, 1)) -> None:
         self.folder = folder
-        index = _read_index(folder / INDEX)
+        index = _read_index(folder)
         self._homes: dict[str, str] = index["tensors"]
         self.names: Collection[str] = self._homes.keys()
         self.facts: Mapping[str, Any] = index["facts"]
         self.extra: Mapping[str, Any] = index["extra"]
         if share is not None:
             for name in sorted(index["files"])[share[0] :: share[1]]:
-                _check_file(folder, name, index["files"][name])
+                indexes.check_file(folder, name, index["files"][name])
 
     def tensor(self, name: str) -> Tensor:
         """Read a tensor.
@@ -65,13 +67,7 @@ class Checkpoint:
         Raises:
             CheckpointError: its file does not hold it, or cannot be read any more.
         """
-        path = self.folder / self._homes[name]
-        try:
-            with safe_open(path, framework="pt") as opened:
-                tensor: Tensor = opened.get_tensor(name)
-                return tensor
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"cannot read {name} from {str(path)!r}: {error}") from None
+        return indexes.read_tensor(self.folder / self._homes[name], name)
 
     @property
     def batch(self) -> int:
@@ -90,9 +86,26 @@ def part_of(place: Path) -> Path:
 
 
 def checkpoints(run: Path, limit: int | None = None) -> list[Path]:
-    """List the completed checkpoints of a run, of at most `limit` batches, from the oldest on."""
-    found = sorted((run / FOLDER).glob("batch-*"))
-    return found if limit is None else [path for path in found if path.name <= place_of(run, limit).name]
+    """List the completed checkpoints of a run, of at most `limit` batches, from the oldest on.
+
+    Of how many batches one is, its index says; its folder says so only where the index cannot be read.
+    """
+    found = sorted((_batch_of(path), path.name, path) for path in _places(run))
+    return [path for batch, _, path in found if limit is None or batch <= limit]
+
+
+def _places(run: Path) -> list[Path]:
+    """List the folders of the completed checkpoints of a run, by name."""
+    return sorted((run / FOLDER).glob("batch-*"))
+
+
+def _batch_of(place: Path) -> int:
+    """Return of how many batches a checkpoint is."""
+    try:
+        return int(_read_index(place)["facts"]["batch"])
+    except CheckpointError:
+        number = re.fullmatch(r"batch-([0-9]{1,18})", place.name)
+        return int(number[1]) if number else -1
 
 
 def open_newest(
@@ -130,10 +143,7 @@ def clear_parts(run: Path) -> None:
 def write_index(place: Path, content: Mapping[str, Any]) -> None:
     """Complete a checkpoint: write the index and rename the folder."""
     part = part_of(place)
-    with (part / INDEX).open("w") as file:
-        json.dump({"schema": SCHEMA, "sha256": _digest(content), **content}, file)
-        file.flush()
-        os.fsync(file.fileno())
+    indexes.write_index(part, SCHEMA, content)
     sync_folder(part)
     if place.exists():  # from before a restart from an older checkpoint
         _discard(place)
@@ -143,7 +153,7 @@ def write_index(place: Path, content: Mapping[str, Any]) -> None:
 
 def rotate(run: Path, newest: Path, keep: int) -> None:
     """Remove all but the last `keep` checkpoints up to the newest, which has just been written."""
-    for path in [path for path in checkpoints(run) if path.name <= newest.name][:-keep]:
+    for path in [path for path in _places(run) if path.name <= newest.name][:-keep]:
         _discard(path)
 
 
@@ -153,12 +163,12 @@ def set_aside(run: Path, chosen: Path) -> None:
     Raises:
         CheckpointError: the folder is not writable.
     """
-    for path in checkpoints(run):
-        if path.name > chosen.name:
-            try:
-                os.rename(path, path.with_name(f".damaged-{uuid.uuid4().hex[:8]}-{path.name}"))
-            except OSError as error:
-                raise CheckpointError(f"cannot set the damaged {str(path)!r} aside: {error.strerror}") from None
+    found = checkpoints(run)
+    for path in found[found.index(chosen) + 1 :]:
+        try:
+            os.rename(path, path.with_name(f".damaged-{uuid.uuid4().hex[:8]}-{path.name}"))
+        except OSError as error:
+            raise CheckpointError(f"cannot set the damaged {str(path)!r} aside: {error.strerror}") from None
 
 
 def discard_after(run: Path, limit: int) -> None:
@@ -167,8 +177,9 @@ def discard_after(run: Path, limit: int) -> None:
     Raises:
         CheckpointError: the folder is not writable.
     """
+    kept = checkpoints(run, limit)
     for path in checkpoints(run):
-        if path.name > place_of(run, limit).name:
+        if path not in kept:
             try:
                 _discard(path)
             except OSError as error:
@@ -182,70 +193,31 @@ def _discard(place: Path) -> None:
     shutil.rmtree(hidden, ignore_errors=True)
 
 
-def fingerprint(path: Path) -> dict[str, Any]:
-    """Return the size and SHA-256 of a file."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        for block in _blocks(file):
-            digest.update(block)
-    return {"bytes": path.stat().st_size, "sha256": digest.hexdigest()}
+def check_folder(run: Path) -> None:
+    """Make sure that the checkpoints of a run are in its own folder, and not behind a link.
+
+    Raises:
+        CheckpointError: what is a link, or no folder.
+    """
+    for path in (run / FOLDER, *(run / FOLDER).glob("*batch-*")):
+        try:
+            check_own_folder(path)
+        except OSError as error:
+            raise CheckpointError(f"cannot use {str(path)!r}: {error.strerror}") from None
 
 
-def sync_file(path: Path) -> None:
-    """Flush a file to the disk."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
+def _read_index(folder: Path) -> dict[str, Any]:
+    """Read the index of a checkpoint.
 
-
-def sync_folder(path: Path) -> None:
-    """Flush a folder's entries to the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _digest(content: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of an index's content."""
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def _blocks(file: Any) -> Iterator[bytes]:
-    while block := file.read(_BLOCK):
-        yield block
-
-
-def _read_index(path: Path) -> dict[str, Any]:
-    try:
-        index = json.loads(path.read_text())
-    except OSError as error:
-        raise CheckpointError(f"{str(path.parent)!r} is no checkpoint: {path.name}: {error.strerror}") from None
-    except ValueError as error:
-        raise CheckpointError(f"{str(path)!r} is damaged: {error}") from None
-    if not isinstance(index, dict) or index.get("schema") != SCHEMA:
-        found = index.get("schema") if isinstance(index, dict) else None
-        raise CheckpointError(f"{str(path)!r} has schema {found}, this version of penstock reads {SCHEMA}")
-    content = {key: value for key, value in index.items() if key not in ("schema", "sha256")}
-    if index.get("sha256") != _digest(content):
-        raise CheckpointError(f"{str(path)!r} is damaged: its content does not match its checksum")
-    missing = {"facts", "extra", "files", "tensors"} - index.keys()
-    if missing or not set(index["tensors"].values()) <= index["files"].keys():
-        raise CheckpointError(f"{str(path)!r} is damaged: it lacks {', '.join(sorted(missing)) or 'files of tensors'}")
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+    """
+    index = indexes.read_index(folder, SCHEMA, _KINDS)
+    facts = index["facts"]
+    if (
+        not is_whole(facts.get("batch"))
+        or facts["batch"] > _MOST_BATCHES
+        or not isinstance(facts.get("values", {}), dict)
+    ):
+        raise CheckpointError(f"{str(folder / indexes.INDEX)!r} is damaged: it does not say of how many batches it is")
     return index
-
-
-def _check_file(folder: Path, name: str, written: Mapping[str, Any]) -> None:
-    """Check that a file is the one that was written."""
-    path = folder / name
-    if Path(name).name != name:
-        raise CheckpointError(f"the index in {str(folder)!r} names {name!r}, which is not a file of its folder")
-    try:
-        found = fingerprint(path)
-    except OSError as error:
-        raise CheckpointError(f"cannot read {str(path)!r}: {error.strerror or error}") from None
-    if found != written:
-        what = (
-            f"{found['bytes']} of {written['bytes']} bytes" if found["bytes"] != written["bytes"] else "other content"
-        )
-        raise CheckpointError(f"{str(path)!r} is damaged: it has {what}")

@@ -12,10 +12,18 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import _get_default_store
 
-from penstock.checkpoint.format import Checkpoint, checkpoints, clear_parts, discard_after, open_newest, set_aside
+from penstock.checkpoint.format import (
+    Checkpoint,
+    check_folder,
+    checkpoints,
+    clear_parts,
+    discard_after,
+    open_newest,
+    set_aside,
+)
 from penstock.checkpoint.writer import LocalPosts, Posts, StorePosts, Writer
 from penstock.comm.collective.gather import gather_json
-from penstock.errors import CheckpointError, ConfigError
+from penstock.errors import CheckpointError, ConfigError, PenstockError
 from penstock.runtime.pipeline import Pipeline, check_idle
 from penstock.runtime.rank.snapshot import Saving, Snapshot
 from penstock.schedule.ir.schedule import Stage
@@ -142,10 +150,13 @@ class Checkpoints:
         failure: str | None = None
         if self._rank == 0:
             try:
+                check_folder(self._folder)
                 clear_parts(self._folder)
                 found = list(map(str, checkpoints(self._folder, limit)))
             except OSError as error:
                 failure = f"cannot resume in {str(self._folder)!r}: {error}"
+            except CheckpointError as error:
+                failure = str(error)
         found, failure = self._gather([found, failure], "looking for checkpoints")[0]
         if failure is not None:
             raise CheckpointError(failure)
@@ -162,8 +173,16 @@ class Checkpoints:
         failure = self._gather(failure, "setting damaged checkpoints aside")[0]
         if failure is not None:
             raise CheckpointError(failure)
-        ready(newest.batch, newest.extra)
-        self._pipeline.load(newest)
+        try:
+            ready(newest.batch, newest.extra)
+            self._pipeline.load(newest)
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+            if isinstance(error, PenstockError):
+                raise
+            raise CheckpointError(
+                f"the index in {str(newest.folder)!r} is whole, but not of the form that this version of penstock "
+                f"writes: {error!r}"
+            ) from error
         self._written = newest.batch
         return Loaded(newest.batch, newest.extra)
 

@@ -22,9 +22,11 @@ from safetensors.torch import save_file
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from penstock.checkpoint import format as disk
+from penstock.checkpoint.index import INDEX
 from penstock.comm.core.background import Background
 from penstock.comm.core.ticket import Ticket
 from penstock.errors import CheckpointError
+from penstock.files import check_own_folder, fingerprint, sync_file
 from penstock.runtime.rank.snapshot import Snapshot
 
 Part = tuple[int, int]
@@ -174,11 +176,14 @@ class Writer:
         try:
             path = disk.part_of(place) / name
             path.parent.mkdir(parents=True, exist_ok=True)
+            for folder in (place.parent, path.parent):
+                check_own_folder(folder)
             if snapshot.tensors:
+                path.unlink(missing_ok=True)
                 tensors = snapshot.on_cpu()
                 save_file(tensors, path, metadata={"schema": str(disk.SCHEMA)})
-                disk.sync_file(path)
-                part |= {"tensors": list(tensors), "files": {name: disk.fingerprint(path)}}
+                sync_file(path)
+                part |= {"tensors": list(tensors), "files": {name: fingerprint(path)}}
                 del tensors
         except Exception as error:  # any error costs only this checkpoint
             part["failure"] = f"{name}: {error}"
@@ -205,7 +210,7 @@ class Writer:
                     if not any(map(_is_doubtful, parts)):
                         disk.rotate(self._run, place, self._keep)
         except Exception as error:
-            failure = f"{disk.INDEX}: {error}"
+            failure = f"{INDEX}: {error}"
         if failure is not None:
             shutil.rmtree(disk.part_of(place), ignore_errors=True)
         self._posts.post(f"{batch}/complete", json.dumps(failure))

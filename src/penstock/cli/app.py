@@ -14,7 +14,7 @@ from penstock.cli.options import FLAG
 from penstock.cli.schedules import methods, show, simulate
 from penstock.cli.train import config, sample, train
 from penstock.cli.verify import verify
-from penstock.errors import InterruptedRunError, PenstockError, WorkerError
+from penstock.errors import InterruptedRunError, PenstockError, UnsavedRunError, WorkerError
 
 
 def _in_paragraphs(text: str) -> str:
@@ -54,7 +54,8 @@ def _options(
 def main() -> None:
     """Run the command line: user errors exit with a message and code 2, worker failures with code 1.
 
-    A command that is ended by a signal exits with 128 + its number, as in shells.
+    A run of which no checkpoint could be written exits with 3; a command that is ended by a signal with 128 + its
+    number, as in shells.
     """
     try:
         code: Any = app(args=sys.argv[1:] or ["--help"], prog_name="penstock", standalone_mode=False)
@@ -64,6 +65,8 @@ def main() -> None:
         fail(str(error), error.hint, 1)
     except InterruptedRunError as error:
         fail(str(error), error.hint, 128 + error.signal)
+    except UnsavedRunError as error:
+        fail(str(error), error.hint, 3)
     except PenstockError as error:
         fail(str(error), error.hint, 2)
     except (KeyboardInterrupt, typer.Abort):

@@ -24,6 +24,7 @@ from penstock.cli.options import (
 )
 from penstock.cli.output import print_json
 from penstock.errors import ConfigError
+from penstock.schedule.ir.limits import MOST_BATCHES
 
 if TYPE_CHECKING:
     from penstock.compare.config import ComparisonConfig
@@ -33,14 +34,18 @@ def compare(
     methods: MethodNames = None,
     stages: Stages8 = None,
     microbatches: MaybeMicrobatches = None,
-    batches: Annotated[int | None, typer.Option(metavar="T", help="Updates to make; 300 if not given.", min=1)] = None,
+    batches: Annotated[
+        int | None, typer.Option(metavar="T", help="Updates to make; 300 if not given.", min=1, max=MOST_BATCHES)
+    ] = None,
     files: OrderFiles = None,
     data: DataPath = None,
     task: Annotated[
         str | None,
         typer.Option(metavar="NAME", help="text (a byte-level GPT, if not given) or digits (a residual CNN)."),
     ] = None,
-    seeds: Annotated[int | None, typer.Option(metavar="N", help="Runs of each method; 3 if not given.", min=1)] = None,
+    seeds: Annotated[
+        int | None, typer.Option(metavar="N", help="Runs of each method; 3 if not given.", min=1, max=10**6)
+    ] = None,
     lr: Annotated[
         str | None, typer.Option(metavar="RATES", help="Learning rates to try with each method, as in 1e-3,3e-3.")
     ] = None,
@@ -68,7 +73,7 @@ def compare(
     """
     from penstock.compare.config import ComparisonConfig, comparison_config
     from penstock.train.config.key_reference import described_keys
-    from penstock.train.config.load import read_yaml
+    from penstock.train.config.yaml_file import read_yaml
     from penstock.view.tables import keys_table
 
     if keys:

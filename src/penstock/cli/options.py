@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from penstock.schedule.ir.limits import MOST_MICROBATCHES, MOST_STAGES
+
 FLAG = " "  # the place of a value, which a flag has none of
 
 _METHOD = "A row of [bold]penstock methods[/bold], also with options, as in interleaved:chunks=4"
@@ -25,15 +27,23 @@ MethodNames = Annotated[
     ),
 ]
 
-MaybeStages = Annotated[int | None, typer.Option("--stages", metavar="N", min=1, help=f"{_STAGES}; 4 if not given.")]
+MaybeStages = Annotated[
+    int | None, typer.Option("--stages", metavar="N", min=1, max=MOST_STAGES, help=f"{_STAGES}; 4 if not given.")
+]
 MaybeMicrobatches = Annotated[
-    int | None, typer.Option("--microbatches", metavar="M", min=1, help=f"{_MICROBATCHES}; 8 if not given.")
+    int | None,
+    typer.Option("--microbatches", metavar="M", min=1, max=MOST_MICROBATCHES, help=f"{_MICROBATCHES}; 8 if not given."),
 ]
-Stages2 = Annotated[int | None, typer.Option("--stages", metavar="N", min=1, help=f"{_STAGES}; 2 if not given.")]
+Stages2 = Annotated[
+    int | None, typer.Option("--stages", metavar="N", min=1, max=MOST_STAGES, help=f"{_STAGES}; 2 if not given.")
+]
 Microbatches4 = Annotated[
-    int | None, typer.Option("--microbatches", metavar="M", min=1, help=f"{_MICROBATCHES}; 4 if not given.")
+    int | None,
+    typer.Option("--microbatches", metavar="M", min=1, max=MOST_MICROBATCHES, help=f"{_MICROBATCHES}; 4 if not given."),
 ]
-Stages8 = Annotated[int | None, typer.Option("--stages", metavar="N", min=1, help=f"{_STAGES}; 8 if not given.")]
+Stages8 = Annotated[
+    int | None, typer.Option("--stages", metavar="N", min=1, max=MOST_STAGES, help=f"{_STAGES}; 8 if not given.")
+]
 
 OrderFile = Annotated[Path | None, typer.Option("--file", metavar="FILE", help=f"{_OWN}.")]
 OrderFiles = Annotated[list[str] | None, typer.Option("--file", metavar="FILE", help=f"{_OWN}. Also several times.")]

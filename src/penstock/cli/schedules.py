@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from penstock.schedule.proof.check import Proof
     from penstock.simulate.costs import Costs
 
+_MOST_SHOWN = 1_000  # batches
+
 OrderOptions = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=N", help="An option of the order, as in [bold]--set options.chunks=4[/bold]."),
@@ -72,8 +74,8 @@ def _prove(
         proof = prove(chosen.name, stages or 4, microbatches or 8, order=order, options=options)
     if segments is None:
         return proof
-    if segments != "auto" and not (segments.isascii() and segments.isdigit()):
-        raise ConfigError(f"--segments takes a number of stages, or auto; got {segments!r}")
+    if segments != "auto" and not (segments.isascii() and segments.isdigit() and len(segments) < 10):
+        raise ConfigError(f"--segments takes a number of stages, or auto; got {segments!r:.80}")
     return extend(proof, recomputes=True, segments="auto" if segments == "auto" else int(segments))
 
 
@@ -94,12 +96,12 @@ def _order_options(changes: list[str] | None) -> dict[str, int]:
             known = [option for option, _, _ in order_keys()]
             near = next(iter(nearest_keys(key, known)), "options.chunks")
             raise ConfigError(
-                f"--set of show and simulate takes options of the order, such as {near}=4; got {change!r}"
+                f"--set of show and simulate takes options of the order, such as {near}=4; got {change!r:.80}"
             )
         try:
             options[name] = int(value)
         except ValueError:
-            raise ConfigError(f"{key} takes a whole number, such as {key}=4; got {value!r}") from None
+            raise ConfigError(f"{key} takes a whole number, such as {key}=4; got {value!r:.80}") from None
     return options
 
 
@@ -113,8 +115,8 @@ def _window(text: str | None) -> int | Literal["unlimited"] | None:
         return None
     if text == "unlimited":
         return "unlimited"
-    if not (text.isascii() and text.isdigit()) or int(text) < 1:
-        raise ConfigError(f"--window takes a number of messages, at least 1, or unlimited; got {text!r}")
+    if not (text.isascii() and text.isdigit() and len(text) < 10) or int(text) < 1:
+        raise ConfigError(f"--window takes a number of messages, from 1 to 999999999, or unlimited; got {text!r:.80}")
     return int(text)
 
 
@@ -137,7 +139,9 @@ def show(
     method: MethodName = None,
     stages: MaybeStages = None,
     microbatches: MaybeMicrobatches = None,
-    batches: Annotated[int | None, typer.Option(help="Batches to draw; 1 if flushed, else 3.", min=1)] = None,
+    batches: Annotated[
+        int | None, typer.Option(help="Batches to draw; 1 if flushed, else 3.", min=1, max=_MOST_SHOWN)
+    ] = None,
     forward: Annotated[float, typer.Option(help="Time of a forward.", min=0)] = 1.0,
     backward: Annotated[float, typer.Option(help="Time of a full backward.", min=0)] = 2.0,
     order: OrderName = None,
@@ -148,7 +152,8 @@ def show(
     as_json: AsJson = False,
     svg: Annotated[Path | None, typer.Option(help="Also write the drawing to this SVG file.")] = None,
     width: Annotated[
-        int | None, typer.Option(help="Columns of the drawing.", min=40, show_default="those of the terminal")
+        int | None,
+        typer.Option(help="Columns of the drawing.", min=40, max=10**6, show_default="those of the terminal"),
     ] = None,
     whole: Annotated[bool, typer.Option("--whole", help="Leave nothing out of the middle of a long drawing.")] = False,
 ) -> None:
@@ -205,7 +210,7 @@ def simulate(
     forward: Annotated[float, _at_least_0("TIME", "F, time of a forward of a rank's whole share.")] = 1.0,
     backward_input: Annotated[float, _at_least_0("TIME", "Time of the backward for the inputs.")] = 1.0,
     backward_weight: Annotated[float, _at_least_0("TIME", "Time of the backward for the weights.")] = 1.0,
-    batches: Annotated[int, typer.Option(metavar="T", help="Batches between two drains.", min=1)] = 1,
+    batches: Annotated[int, typer.Option(metavar="T", help="Batches between two drains.", min=1, max=_MOST_SHOWN)] = 1,
     step: Annotated[float, _at_least_0("TIME", "Time of an update.")] = 0.0,
     latency: Annotated[float, _at_least_0("TIME", "Time of a hop; it occupies no rank.")] = 0.0,
     fused: Annotated[float, _at_least_0("PART", "Time of a fused pair, as a part of that of both.")] = 1.0,

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from penstock.cli.options import (
+    FLAG,
     Changes,
     ConfigFile,
     DataPath,
@@ -19,8 +21,10 @@ from penstock.cli.options import (
     OrderFile,
     Stages2,
 )
+from penstock.cli.output import print_words
 from penstock.errors import ConfigError, InterruptedRunError, WorkerError
-from penstock.launch.torchrun import is_worker
+from penstock.launch.torchrun import is_first_to_say, is_worker
+from penstock.schedule.ir.limits import MOST_BATCHES
 
 if TYPE_CHECKING:
     from penstock.train.config.schema import TrainConfig
@@ -60,7 +64,9 @@ def train(
     method: OptionalMethod = None,
     stages: Stages2 = None,
     microbatches: Microbatches4 = None,
-    batches: Annotated[int | None, typer.Option(metavar="T", help="Updates to make; 1000 if not given.", min=1)] = None,
+    batches: Annotated[
+        int | None, typer.Option(metavar="T", help="Updates to make; 1000 if not given.", min=1, max=MOST_BATCHES)
+    ] = None,
     file: OrderFile = None,
     data: DataPath = None,
     changes: Changes = None,
@@ -69,6 +75,12 @@ def train(
         Path | None,
         typer.Option(metavar="FOLDER", help="Resume the run in this folder from its newest checkpoint."),
     ] = None,
+    restart: Annotated[
+        bool,
+        typer.Option(
+            "--restart", metavar=FLAG, help="With --resume: begin again; metrics and checkpoints are set aside."
+        ),
+    ] = False,
     keys: ListKeys = False,
 ) -> None:
     """Train a GPT on text through a pipeline of local worker processes.
@@ -76,6 +88,7 @@ def train(
     For example: penstock train 1f1b --stages 4 --microbatches 8 --data my.txt --set optimizer.lr=0.001
 
     Ctrl-C ends the run after the batches in flight, with a checkpoint; a second Ctrl-C ends it at once.
+    Exit code 3: the run has finished, but none of its checkpoints could be written.
 
     Started by torchrun (torchrun --nproc-per-node 2 -m penstock train ...), this process joins that job as one of its
     workers instead.
@@ -84,21 +97,26 @@ def train(
         print_train_keys()
         return
     named = changes_of(method, file, changes, stages=stages, microbatches=microbatches, batches=batches, data=data)
+    if restart and resume is None:
+        raise ConfigError("--restart begins the run of a folder again; give the folder with --resume")
     if is_worker():
-        settings = _checked(config, named, resume)
-        _work(settings.model_dump(), None if resume is None else str(resume), None)
+        settings = _checked(config, named, resume, restart)
+        _work(settings.model_dump(), None if resume is None else str(resume), restart, None)
         return
     with Console(stderr=True).status("checking the schedule, the model and the data"):
-        settings = _checked(config, named, resume, local=True)
-    _launch(settings, resume)
+        settings = _checked(config, named, resume, restart, local=True)
+    _launch(settings, resume, restart)
 
 
-def _checked(config: Path | None, changes: list[str], resume: Path | None, local: bool = False) -> TrainConfig:
+def _checked(
+    config: Path | None, changes: list[str], resume: Path | None, restart: bool, local: bool = False
+) -> TrainConfig:
     """Return the configuration, after checking what can be checked before processes start.
 
     Args:
         config, changes: as of `load_config`.
         resume: the folder of a run that goes on.
+        restart: it begins again.
         local: all processes will run on this machine, and this one starts them.
 
     Raises:
@@ -106,31 +124,46 @@ def _checked(config: Path | None, changes: list[str], resume: Path | None, local
     """
     from penstock.train.config.load import load_config
     from penstock.train.setup.prepare import check_resume, prepare
-    from penstock.train.setup.run_folder import CONFIG, check_is_run
+    from penstock.train.setup.run_folder import CONFIG, changed_by_hand, check_is_run, check_own_files, in_short
 
     if resume is not None:
         check_is_run(resume)
+        check_own_files(resume)
+        if config is None and (by_hand := changed_by_hand(resume)):
+            said = f"{resume / CONFIG} was changed by hand: {in_short(by_hand)}"
+            if is_first_to_say(said):
+                print_words(Console(stderr=True), Text(said))
         config = config or resume / CONFIG
     settings = load_config(config, changes)
-    if resume is not None:
+    if resume is not None and not restart:
         check_resume(settings, resume)
     if local:
         prepare(settings, local=True)
     return settings
 
 
-def _launch(settings: TrainConfig, resume: Path | None) -> None:
-    """Train in worker processes, in the folder of the run that goes on or in a new one."""
+def _launch(settings: TrainConfig, resume: Path | None, restart: bool) -> None:
+    """Train in worker processes, in the folder of the run that goes on or in a new one.
+
+    Raises:
+        WorkerError, InterruptedRunError: see `launch_local`.
+        UnsavedRunError: the run has ended, but no checkpoint of it could be written.
+    """
     from penstock.launch.launch import launch_local
     from penstock.train.setup.prepare import make_run_folder
-    from penstock.train.setup.run_folder import how_to_go_on
+    from penstock.train.setup.recorded import recorded
+    from penstock.train.setup.run_folder import check_is_saved, how_to_go_on
 
     folder = resume or make_run_folder(settings)
+    start = 0 if restart else recorded(folder).size
     workers, console = settings.stages * settings.width, Console()
     try:
         launch_local(
-            workers, _work, settings.model_dump(), str(folder), restarts=settings.restarts, timeout=settings.timeout
-        )
+            workers, _work, settings.model_dump(), str(folder), restart,
+            restarts=settings.restarts, timeout=settings.timeout,
+        )  # fmt: skip
+        if settings.checkpoint.every is not None:
+            check_is_saved(folder, start)
     except (WorkerError, InterruptedRunError) as error:
         if console.is_terminal:
             console.line()  # a worker that was killed has left the cursor behind its live display
@@ -140,7 +173,7 @@ def _launch(settings: TrainConfig, resume: Path | None) -> None:
         console.show_cursor()  # a killed worker could not
 
 
-def _work(values: dict[str, Any], folder: str | None, drain: str | None) -> None:
+def _work(values: dict[str, Any], folder: str | None, restart: bool, drain: str | None) -> None:
     """Train as one worker of a job."""
     from penstock.train.config.load import validate_config
     from penstock.train.loop import train as run
@@ -149,7 +182,7 @@ def _work(values: dict[str, Any], folder: str | None, drain: str | None) -> None
     observer = TerminalObserver()
     try:
         place, request = (Path(path) if path else None for path in (folder, drain))
-        run(validate_config(values), place, observer, request)
+        run(validate_config(values), place, observer, request, restart=restart)
     finally:
         observer.close()
 
@@ -164,11 +197,11 @@ def config() -> None:
 def sample(
     run: Annotated[Path, typer.Argument(metavar="FOLDER", help="A run folder of [bold]penstock train[/bold].")],
     prompt: Annotated[str, typer.Option(metavar="TEXT", help="The beginning of the text.")] = "def ",
-    length: Annotated[int, typer.Option(metavar="N", help="Bytes to sample.", min=1)] = 400,
+    length: Annotated[int, typer.Option(metavar="N", help="Bytes to sample.", min=1, max=10**9)] = 400,
     temperature: Annotated[
         float, typer.Option(metavar="X", help="Below 1 for likelier text, 0 for the likeliest.", min=0)
     ] = 0.8,
-    seed: Annotated[int, typer.Option(metavar="N", help="Seed of the sampling.", min=0)] = 0,
+    seed: Annotated[int, typer.Option(metavar="N", help="Seed of the sampling.", min=0, max=2**63 - 1)] = 0,
 ) -> None:
     """Sample text with the weights of a finished run."""
     from penstock.train.export.sample import sample_text

@@ -30,7 +30,7 @@ def verify(
     stages: Stages2 = None,
     microbatches: Microbatches4 = None,
     batches: Annotated[
-        int, typer.Option(metavar="T", help="Batches to train; delays show from the third one on.", min=1)
+        int, typer.Option(metavar="T", help="Batches to train; delays show from the third one on.", min=1, max=10**6)
     ] = 4,
     file: OrderFile = None,
     data: DataPath = None,

@@ -10,8 +10,10 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field
 
-from penstock.checks import is_whole, no_option
+from penstock.checks import in_short, is_whole, no_option
 from penstock.errors import ConfigError
+from penstock.models.limits import LARGEST
+from penstock.schedule.ir.limits import MOST_BATCHES, MOST_MICROBATCHES, MOST_STAGES
 from penstock.schedule.ir.order import options_of as order_options
 from penstock.schedule.methods.corrections import CORRECTIONS, options_of
 from penstock.schedule.methods.table import Method, find_method
@@ -19,8 +21,9 @@ from penstock.schedule.methods.written import split_options
 from penstock.schedule.orders import ORDERS
 from penstock.train.config.load import apply_change, validate
 from penstock.train.config.own_schedule import is_file, own_row, read_own_schedule, size_fault
-from penstock.train.config.schema import Number, OptimizerSection, RateSection, Strict
+from penstock.train.config.schema import MOST_DELAY, MOST_THREADS, Number, OptimizerSection, RateSection, Strict
 
+_MANY = 10**6  # seeds, and samples of a microbatch
 SYNC, DELAYS = "sync", "delays"
 """Options of every method in a comparison: batches that 1f1b trains first, and updates that weights are late by."""
 NO_SCHEDULES: Mapping[str, str] = MappingProxyType({})
@@ -30,18 +33,29 @@ class NetSection(Strict):
     """The model of the task."""
 
     layers: int | None = Field(
-        default=None, ge=1, description="transformer layers or residual blocks; as many as stages if not set"
+        default=None,
+        ge=1,
+        le=LARGEST["layers"],
+        description="transformer layers or residual blocks; as many as stages if not set",
     )
-    width: int | None = Field(default=None, ge=1, description="model width (64), or channels of the first half (16)")
-    heads: int | None = Field(default=None, ge=1, description="attention heads of task text (4)")
-    context: int | None = Field(default=None, ge=2, description="tokens per sample of task text (64)")
+    width: int | None = Field(
+        default=None, ge=1, le=LARGEST["width"], description="model width (64), or channels of the first half (16)"
+    )
+    heads: int | None = Field(default=None, ge=1, le=LARGEST["heads"], description="attention heads of task text (4)")
+    context: int | None = Field(
+        default=None, ge=2, le=LARGEST["context"], description="tokens per sample of task text (64)"
+    )
 
 
 class ScoringSection(Strict):
     """Settings of the evaluations on held-out samples."""
 
-    every: int = Field(default=25, ge=1, description="updates between two evaluations; there is one at the end, too")
-    samples: int = Field(default=256, ge=1, description="held-out samples; all there are, if these are fewer")
+    every: int = Field(
+        default=25, ge=1, le=MOST_BATCHES, description="updates between two evaluations; there is one at the end, too"
+    )
+    samples: int = Field(
+        default=256, ge=1, le=MOST_BATCHES, description="held-out samples; all there are, if these are fewer"
+    )
 
 
 class ComparisonConfig(Strict):
@@ -55,27 +69,33 @@ class ComparisonConfig(Strict):
     schedules: dict[str, str] = Field(
         default={}, description="orders of your own by the names of their files (--file), as text once they are read"
     )
-    seeds: int = Field(default=3, ge=1, description="runs of each method: seeds 0, 1, ...")
+    seeds: int = Field(default=3, ge=1, le=_MANY, description="runs of each method: seeds 0, 1, ...")
     lr: list[Annotated[Number, Field(gt=0)]] | None = Field(
         default=None, min_length=1, description="learning rates to try with each method; optimizer.lr if not set"
     )
     tune: int | None = Field(
         default=None,
         ge=1,
+        le=_MANY,
         description="seeds that all rates are tried with; the others get what was best for a method. All if not set",
     )
     task: str = Field(default="text", description="text (a byte-level GPT) or digits (a residual CNN)")
-    stages: int = Field(default=8, ge=1, description="d, ranks of the pipeline")
-    microbatches: int = Field(default=8, ge=1, description="m, microbatches per batch (per update)")
-    microbatch_size: int = Field(default=4, ge=1, description="samples per microbatch")
-    batches: int = Field(default=300, ge=1, description="updates to make")
+    stages: int = Field(default=8, ge=1, le=MOST_STAGES, description="d, ranks of the pipeline")
+    microbatches: int = Field(
+        default=8, ge=1, le=MOST_MICROBATCHES, description="m, microbatches per batch (per update)"
+    )
+    microbatch_size: int = Field(default=4, ge=1, le=_MANY, description="samples per microbatch")
+    batches: int = Field(default=300, ge=1, le=MOST_BATCHES, description="updates to make")
     max_grad_norm: Number | None = Field(
         default=None,
         gt=0,
         description="largest global norm of a gradient; null for none, so that no update waits for it",
     )
     spike: Number = Field(
-        default=1.5, gt=1, description="a run has diverged when its loss is so many times that of the initial weights"
+        default=1.5,
+        gt=1,
+        le=1e100,
+        description="a run has diverged when its loss is so many times that of the initial weights",
     )
     data: str | None = Field(
         default=None, description="text file, folder or token array of task text; the standard library if not set"
@@ -84,7 +104,9 @@ class ComparisonConfig(Strict):
         default=None, gt=0, le=0.5, description="fraction of the data held out (0.05 of text, 0.2 of digits)"
     )
     device: str = Field(default="auto", description="where runs train: auto (a GPU if there is one), cpu, cuda, cuda:1")
-    threads: int = Field(default=1, ge=1, description="threads to compute with; the number changes the last bits")
+    threads: int = Field(
+        default=1, ge=1, le=MOST_THREADS, description="threads to compute with; the number changes the last bits"
+    )
     model: NetSection = Field(default=NetSection(), description="the model of the task")
     optimizer: OptimizerSection = Field(default=OptimizerSection(), description="the optimizer")
     lr_schedule: RateSection = Field(default=RateSection(), description="the learning rate over time")
@@ -238,10 +260,15 @@ def parse_contender(text: str, schedules: Mapping[str, str] = NO_SCHEDULES) -> C
     """
     name, options = split_options(text)
     ours = {}
-    for option, means in ((SYNC, "batches that 1f1b trains first"), (DELAYS, "updates that weights are late by")):
+    for option, means, limit in (
+        (SYNC, "batches that 1f1b trains first", MOST_BATCHES),
+        (DELAYS, "updates that weights are late by", MOST_DELAY),
+    ):
         number = options.pop(option, 0)
-        if not is_whole(number):
-            raise ConfigError(f"methods: {text!r}: {option} is the number of {means}; got {number!r}")
+        if not is_whole(number) or number > limit:
+            raise ConfigError(
+                f"methods: {text!r}: {option} is the number of {means}, at most {limit}; got {in_short(number)}"
+            )
         ours[option] = number
     if all(ours.values()):
         raise ConfigError(f"methods: {text!r}: delays and sync cannot be combined; leave one of them out")

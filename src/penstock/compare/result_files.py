@@ -13,18 +13,17 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from penstock.checkpoint.format import sync_file
 from penstock.checks import finite_or_none
 from penstock.compare.config import ComparisonConfig, Key, contenders
 from penstock.compare.held_out import Score
 from penstock.compare.tasks import Task
 from penstock.compare.trial import TrialResult
 from penstock.errors import ConfigError, DataError
+from penstock.files import write_whole
 from penstock.train.config.own_schedule import schedule_in
 
 SCHEMA = 1
@@ -166,18 +165,6 @@ class Records:
             write_whole(path, json.dumps(values, indent=1))
         except OSError as error:
             raise ConfigError(f"cannot write {str(path)!r}: {error.strerror or error}") from None
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file atomically: it has its name only once it is complete.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
-    temporary.write_text(text)
-    sync_file(temporary)
-    os.replace(temporary, path)
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -15,7 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from penstock.checks import check_whole
 from penstock.errors import ConfigError
+from penstock.models.limits import LARGEST
 from penstock.partition.blocks import LazyBlock
 
 
@@ -39,8 +41,7 @@ class GPTConfig:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if value < 1:
-                raise ConfigError(f"model.{name} must be at least 1, got {value}")
+            check_whole(f"model.{name}", value, 1, LARGEST[name])
         if self.width % (2 * self.heads):
             raise ConfigError(
                 f"model.width {self.width} must be a multiple of twice model.heads ({2 * self.heads}), as rotary "

@@ -10,6 +10,7 @@ from typing import Any
 
 from penstock.checks import check_whole
 from penstock.errors import ConfigError, ScheduleError
+from penstock.schedule.ir.limits import check_sizes
 from penstock.schedule.ir.ops import PASSES
 from penstock.schedule.ir.order import (
     NO_OPTIONS,
@@ -388,6 +389,7 @@ def call_order(
     for what, value in (("stages", stages), ("microbatches", microbatches), *options.items()):
         least = 0 if what in options and (not ours or defaults[what] == 0) else 1
         check_whole(f"{name}: {what}", value, least)
+    check_sizes(name, stages, microbatches, {**defaults, **options})
     result: Any = function(stages, microbatches, **options)
     if isinstance(result, Order):
         return result

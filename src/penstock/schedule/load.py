@@ -11,6 +11,7 @@ from typing import Any
 
 from penstock.checks import in_words
 from penstock.errors import ConfigError, PenstockError
+from penstock.files import read_given
 from penstock.schedule.build import extend, prove
 from penstock.schedule.ir.order import NO_OPTIONS, Options, OrderFunction
 from penstock.schedule.proof.check import Proof
@@ -94,11 +95,13 @@ def _text_of(path: Path) -> str:
         ConfigError: it cannot be read, or is no text.
     """
     try:
-        text = path.read_text()
+        text = read_given(path)
     except OSError as error:
         raise ConfigError(f"cannot read a schedule from {str(path)!r}: {error.strerror or error}") from None
     except UnicodeDecodeError:
         text = "\0"
+    except ValueError as error:
+        raise ConfigError(f"cannot read a schedule from {str(path)!r}: {error}") from None
     if "\0" in text:
         raise ConfigError(f"cannot read a schedule from {str(path)!r}: it is not text")
     return text

@@ -29,6 +29,7 @@ from __future__ import annotations
 import re
 
 from penstock.errors import ScheduleError
+from penstock.schedule.ir.limits import MOST_MICROBATCHES
 from penstock.schedule.ir.ops import PASSES
 from penstock.schedule.ir.order import Order
 from penstock.schedule.ir.rules import RULES
@@ -49,13 +50,14 @@ from penstock.schedule.ir.schedule import (
 )
 from penstock.schedule.transforms.apply_rule import apply_rule
 
+_N, _FEW = "[0-9]{1,6}", "[0-9]{1,3}"  # numbers of any kind; of batches before or after
 _ACTION = re.compile(
     r"(?P<op>[A-Z]+)"
-    r"(?P<unit>\[t(?:[+-]\d+)?\](?:%\d+)?|e?-?\d+(?:\.\.-?\d+)?(?::\d+/\d+)?)"
-    r"(?:@(?P<stage>\d+(?:\.\d+)?)(?:[<>](?P<peer>\d+(?:\.\d+)?)/(?P<payload>[a-z]+))?)?"
-    r"(?:\^(?P<versions>t(?:[+-]\d+)?(?:,t(?:[+-]\d+)?)*)(?:~(?P<label>[a-z]+)(?P<copy>-?\d+))?)?"
+    rf"(?P<unit>\[t(?:[+-]{_FEW})?\](?:%{_FEW})?|e?-?{_N}(?:\.\.-?{_N})?(?::{_N}/{_N})?)"
+    rf"(?:@(?P<stage>{_N}(?:\.{_N})?)(?:[<>](?P<peer>{_N}(?:\.{_N})?)/(?P<payload>[a-z]+))?)?"
+    rf"(?:\^(?P<versions>t(?:[+-]{_FEW})?(?:,t(?:[+-]{_FEW})?)*)(?:~(?P<label>[a-z]+)(?P<copy>-?{_N}))?)?"
 )
-_UNIT = re.compile(r"(e?)(-?\d+)(?:\.\.(-?\d+))?(?::(\d+)/(\d+))?")
+_UNIT = re.compile(rf"(e?)(-?{_N})(?:\.\.(-?{_N}))?(?::({_N})/({_N}))?")
 _WORDS = ("schedule", "rule", "microbatches", "nodes", "edges", "frozen", "segments", "window")
 _SPLIT_PARTS = re.compile(r"\+(?=[A-Z])")
 
@@ -76,7 +78,7 @@ def parse_schedule(text: str, where: str = "schedule") -> Schedule:
         line = raw.split("#", 1)[0].strip()
         if not line:
             continue
-        if match := re.fullmatch(r"(rank|drain)\s+(\d+)\s*:(.*)", line):
+        if match := re.fullmatch(rf"(rank|drain)\s+({_N})\s*:(.*)", line):
             key = (match[1], int(match[2]))
             if key in lines:
                 raise ScheduleError(f"{where}:{number}: '{match[1]} {match[2]}' appears twice")
@@ -99,6 +101,13 @@ def _assemble(header: dict[str, str], lines: dict[tuple[str, int], tuple[int, st
         if not header.get(word):
             raise ScheduleError(f"{where}: the line '{word} ...' is missing")
     stages = tuple(_stage(token, where) for token in header["nodes"].split())
+    most, given = max(n.index for n in stages), {n.index for n in stages}
+    if most >= len(given):
+        raise ScheduleError(
+            f"{where}: stages must be numbered from 0 without gaps; there are {len(given)} and a {most}"
+        )
+    if max(n.rank for n in stages) > len(lines):  # a rank may be without a stage, but not without a line
+        raise ScheduleError(f"{where}: the stages need ranks up to {max(n.rank for n in stages)}; they have no lines")
     ranks = 1 + max(n.rank for n in stages)
     rule = header.get("rule", "flush")
     if rule not in RULES:
@@ -120,6 +129,9 @@ def _assemble(header: dict[str, str], lines: dict[tuple[str, int], tuple[int, st
     name, m = header.get("schedule", "unnamed"), _integer(header["microbatches"], where)
     if m < 1:
         raise ScheduleError(f"{where}: a batch needs at least 1 microbatch, got {m}")
+    units = sum(p.unit.count for program in programs for part in program for p in split_fused(part))
+    if m > max(units, 1):
+        raise ScheduleError(f"{where}: a batch of {m} microbatches needs more passes than the {units} in this file")
     frozen = frozenset(_integer(c, where) for c in header.get("frozen", "").split())
     segments = tuple(tuple(_integer(c, where) for c in s.split(",")) for s in header.get("segments", "").split())
     window = _integer(header["window"], where) if "window" in header else None
@@ -153,7 +165,7 @@ def parse_action(token: str, stages: tuple[Stage, ...], rank: int) -> Action:
         upper = token.upper()
         hint = f"; did you mean {upper!r}?" if upper != token and _ACTION.fullmatch(upper) else hint
         raise ScheduleError(
-            f"cannot read {token!r}; an action is OPERATION UNIT [@STAGE] [^READS], as in F3 or F3@1^t-1{hint}"
+            f"cannot read {token!r:.80}; an action is OPERATION UNIT [@STAGE] [^READS], as in F3 or F3@1^t-1{hint}"
         )
     op = Op(match["op"])
     reads = None
@@ -177,8 +189,11 @@ def _unit(text: str) -> Unit:
     assert match is not None, text
     evaluation, first, last, piece, pieces = match.groups()
     count = int(last) - int(first) + 1 if last else 1
-    if count < 1 or (pieces and int(piece) >= int(pieces)):
-        raise ScheduleError(f"{text}: a range must be ascending, and slice j of k must have j < k")
+    if not 1 <= count <= MOST_MICROBATCHES or (pieces and not int(piece) < int(pieces) <= MOST_MICROBATCHES):
+        raise ScheduleError(
+            f"{text}: a range must be ascending, and slice j of k must have j < k; neither has more than "
+            f"{MOST_MICROBATCHES} parts"
+        )
     part = (int(piece), int(pieces)) if pieces else None
     return Unit(int(first), count, part, Kind.EVAL if evaluation else Kind.TRAIN)
 
@@ -199,23 +214,26 @@ def _find(name: str | None, stages: tuple[Stage, ...], rank: int | None, token: 
 
 
 def _stage(token: str, where: str) -> Stage:
-    match = re.fullmatch(r"(\d+)(?:\.(\d+))?@(\d+)", token)
+    match = re.fullmatch(rf"({_N})(?:\.({_N}))?@({_N})", token)
     if match is None:
-        raise ScheduleError(f"{where}: cannot read stage {token!r}; write STAGE@RANK or STAGE.DIRECTION@RANK")
+        raise ScheduleError(f"{where}: cannot read stage {token!r:.80}; write STAGE@RANK or STAGE.DIRECTION@RANK")
     return Stage(int(match[1]), int(match[2] or 0), int(match[3]))
 
 
 def _edges(text: str, where: str) -> tuple[Edge, ...]:
     edges = []
     for token in text.split():
-        match = re.fullmatch(r"(\d+)([>|])(\d+)", token)
+        match = re.fullmatch(rf"({_N})([>|])({_N})", token)
         if match is None:
-            raise ScheduleError(f"{where}: cannot read edge {token!r}; write 0>1, or 0|1 for one without a backward")
+            raise ScheduleError(
+                f"{where}: cannot read edge {token!r:.80}; write 0>1, or 0|1 for one without a backward"
+            )
         edges.append(Edge(int(match[1]), int(match[3]), match[2] == ">"))
     return tuple(edges)
 
 
 def _integer(text: str, where: str) -> int:
-    if not re.fullmatch(r"\d+", text):
-        raise ScheduleError(f"{where}: expected a number, got {text!r}")
+    if not re.fullmatch(_N, text):
+        few = " of at most 6 digits" if text.isdecimal() else ""
+        raise ScheduleError(f"{where}: expected a number{few}, got {text!r:.80}")
     return int(text)

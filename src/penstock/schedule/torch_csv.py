@@ -21,7 +21,7 @@ from penstock.schedule.ir.rules import RULES
 from penstock.schedule.ir.schedule import Action, Kind, Op, Program, Schedule, Stage, Unit, chain, passes
 from penstock.schedule.transforms.apply_rule import apply_rule
 
-_CELL = re.compile(r"(\d+)([A-Z_]+?)(\d*)")
+_CELL = re.compile(r"([0-9]{1,6})([A-Z_]+?)([0-9]{0,6})")
 _MESSAGES = ("SEND_F", "RECV_F", "SEND_B", "RECV_B")
 _SHARDING = ("UNSHARD", "RESHARD", "REDUCE_GRAD")
 _FUSED = re.compile(r"\((.*)\)OVERLAP_F_B")
@@ -80,7 +80,11 @@ def from_torch_csv(text: str, name: str = "torch-csv") -> Schedule:
         ScheduleError: with the line and cell that cannot be read or has no meaning here, or with the message that is
             missing, in the wrong place or needed by nobody.
     """
-    rows = [[cell.strip() for cell in row if cell.strip()] for row in csv.reader(io.StringIO(text.strip("\r\n")))]
+    try:
+        lines = list(csv.reader(io.StringIO(text.strip("\r\n"))))
+    except csv.Error as error:
+        raise ScheduleError(f"{name}: this is no CSV: {error}") from None
+    rows = [[cell.strip() for cell in row if cell.strip()] for row in lines]
     if not any(rows):
         raise ScheduleError(f"{name}: the CSV is empty")
     where: dict[int, int] = {}
@@ -110,6 +114,12 @@ def from_torch_csv(text: str, name: str = "torch-csv") -> Schedule:
     if messages:
         _check_messages(messages, programs, where, name)
     microbatches = 1 + max(p.unit.first for program in programs for a in program.period for p in passes(a))
+    held = sum(len(passes(a)) for program in programs for a in program.period)
+    if microbatches > held:
+        raise ScheduleError(
+            f"{name}: microbatch {microbatches - 1} means {microbatches} of them in a batch, but there are only {held} "
+            "passes"
+        )
     placed = tuple(Stage(index, 0, where[index]) for index in stages)
     return apply_rule(Order(tuple(programs), placed, chain(len(stages))), RULES["flush"], microbatches, name)
 
@@ -139,7 +149,7 @@ def _message(cell: str, where: str, rank: int, place: int) -> _Message | None:
     if match is None or match[2] not in _MESSAGES:
         return None
     if not match[3]:
-        raise ScheduleError(f"{where}: {cell!r} does not say of which microbatch")
+        raise ScheduleError(f"{where}: {cell!r:.80} does not say of which microbatch")
     return _Message(rank, int(match[1]), match[2], int(match[3]), place)
 
 
@@ -204,15 +214,15 @@ def _action(cell: str, rank: int, where: str) -> Action:
     if fused:
         parts = tuple(_action(part.strip(), rank, where) for part in fused[1].split(";"))
         if sorted(p.op for p in parts) != [Op.B, Op.F]:
-            raise ScheduleError(f"{where}: {cell!r}: an OVERLAP_F_B holds one F and one B")
+            raise ScheduleError(f"{where}: {cell!r:.80}: an OVERLAP_F_B holds one F and one B")
         return Action(Op.FUSED, parts[0].stage, parts[0].unit, parts=parts)
     match = _CELL.fullmatch(cell)
     if match is None:
-        raise ScheduleError(f"{where}: cannot read {cell!r}; cells look like 0F3, 1I2 or (0F1;1B0)OVERLAP_F_B")
+        raise ScheduleError(f"{where}: cannot read {cell!r:.80}; cells look like 0F3, 1I2 or (0F1;1B0)OVERLAP_F_B")
     stage, letters, microbatch = match.groups()
     if letters not in _LETTERS or not microbatch:
         raise ScheduleError(
-            f"{where}: {letters} in {cell!r} is neither a pass on a microbatch (F, B, I, W) nor communication "
+            f"{where}: {letters} in {cell!r:.80} is neither a pass on a microbatch (F, B, I, W) nor communication "
             f"({', '.join([*_MESSAGES, *_SHARDING])})"
         )
     return Action(_LETTERS[letters], Stage(int(stage), 0, rank), Unit(int(microbatch)))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import math
 from dataclasses import dataclass
 from pathlib import Path
 
+from penstock.checks import in_short
 from penstock.errors import ConfigError
+from penstock.files import parse_json, read_given
 from penstock.schedule.ir.schedule import Action, Op, Schedule
 from penstock.short_repr import ShortRepr
 
@@ -116,12 +116,15 @@ class Costs:
                 return 0.0
 
 
+_LONGEST = 1e100  # so that sums of times are numbers, too
+
+
 def _check_times(costs: StageCost | Costs) -> None:
     for name, value in vars(costs).items():
         if name == "stages":
             continue
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-            raise ConfigError(f"{name} must be a finite number, not negative; got {value!r}")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= _LONGEST:
+            raise ConfigError(f"{name} must be a finite number, not negative; got {in_short(value)}")
 
 
 def read_stage_costs(path: Path, num_stages: int | None, latency: float = 0.0) -> Costs:
@@ -136,7 +139,7 @@ def read_stage_costs(path: Path, num_stages: int | None, latency: float = 0.0) -
         ConfigError: the file is missing, not of this form, or has another number of stages.
     """
     try:
-        rows = json.loads(path.read_text())
+        rows = parse_json(read_given(path))
     except OSError as error:
         raise ConfigError(f"cannot read the per-stage costs in {path}: {error.strerror}") from None
     except ValueError as error:
@@ -152,6 +155,6 @@ def read_stage_costs(path: Path, num_stages: int | None, latency: float = 0.0) -
         except (TypeError, ConfigError):
             raise ConfigError(
                 f"{path}, stage {number}: expected forward, backward_input, backward_weight and optionally step, none "
-                f"negative; got {json.dumps(row)}"
+                f"negative; got {in_short(row)}"
             ) from None
     return Costs(tuple(stages), latency)

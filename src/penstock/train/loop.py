@@ -36,19 +36,27 @@ from penstock.train.live_stats import Board, BubbleMeter
 from penstock.train.metrics_file import Metrics
 from penstock.train.observer import Observer, Progress, RunSummary
 from penstock.train.phase_switcher import Phases
-from penstock.train.process_group import local_ranks, process_group, shared_folder
+from penstock.train.process_group import first_of_the_job, local_ranks, process_group, shared_folder
 from penstock.train.setup.build_pipeline import make_pipeline
 from penstock.train.setup.early_stopping import Patience
 from penstock.train.setup.lr_schedule import rate_schedule
 from penstock.train.setup.prepare import Prepared, prepare
-from penstock.train.setup.run_folder import note_changes
+from penstock.train.setup.run_folder import note_changes, set_aside_run
+from penstock.train.troubles import Troubles
 
 _SAMPLED_PARAMETERS = 200_000_000  # largest model to sample from at the end, as one rank must load all of it
 _SAMPLING = 20.0  # seconds for that sample
 _POST_EVERY = 0.5  # seconds between two posts of a rank's figures
 
 
-def train(config: TrainConfig, folder: Path | None, observer: Observer, drain: Path | None = None) -> None:
+def train(
+    config: TrainConfig,
+    folder: Path | None,
+    observer: Observer,
+    drain: Path | None = None,
+    *,
+    restart: bool = False,
+) -> None:
     """Train as one rank of a launched job; the rank with the last stage reports.
 
     Args:
@@ -57,6 +65,7 @@ def train(config: TrainConfig, folder: Path | None, observer: Observer, drain: P
             from the newest.
         observer: called on the reporting rank only.
         drain: a file whose existence requests the run to end early; None to handle signals instead.
+        restart: begin again: what the folder has of the run is set aside.
 
     Raises:
         ConfigError: the number of processes of the job is not that of the pipelines' ranks.
@@ -68,7 +77,10 @@ def train(config: TrainConfig, folder: Path | None, observer: Observer, drain: P
         keep_freed_memory()
         torch.set_num_threads(config.threads or max((os.cpu_count() or 1) // local_ranks(), 1))
         with process_group(config) as store:
-            _Loop(prepared, folder or shared_folder(config, store), store, observer, request).run()
+            place = folder or shared_folder(config, store)
+            if restart and dist.get_rank() == 0 and first_of_the_job(store, "restart"):
+                set_aside_run(place)
+            _Loop(prepared, place, store, observer, request).run()
 
 
 class _Loop:
@@ -88,7 +100,7 @@ class _Loop:
         self.rate = rate_schedule(config.lr_schedule, config.batches)
         self.pipeline = make_pipeline(prepared, dist.group.WORLD)
         request.doing = lambda: self.pipeline.doing
-        self.metrics = Metrics(folder)
+        self.metrics, self.troubles = Metrics(folder), Troubles(store)
         self._fingerprint = prepared.windows.corpus.fingerprint
         self.checkpoints = Checkpoints(
             self.pipeline,
@@ -123,6 +135,7 @@ class _Loop:
                 )
         for fault in self.checkpoints.damaged if self.rank == 0 else ():
             self.metrics.add(damaged_checkpoint=fault)
+            self.troubles.passed_over(fault)
         config = self.config
         self._patience = Patience(config.evaluate.patience, config.stages, config.microbatches)
         for evaluation in self.pipeline.evaluations:
@@ -158,9 +171,11 @@ class _Loop:
         timeline = self.pipeline.timeline()
         validation = self._validate()
         save_weights(self.pipeline, self.prepared, self.folder)
+        self._warn()
+        troubles = self._all_troubles()
         peaks = {r: b for part in self._gather(list(self.pipeline.peak_bytes().items())) for r, b in part}
         if self.reports:
-            self._finish(validation, seconds, timeline, peaks)
+            self._finish(validation, seconds, timeline, peaks, troubles)
 
     def _keep_lags(self) -> None:
         """Write the recorded lags of waves into the run folder, if `combine.lag=record`."""
@@ -225,6 +240,7 @@ class _Loop:
 
     def _tell_checkpoint(self, batch: int, failure: str | None) -> None:
         self.metrics.add(checkpoint=batch, **({} if failure is None else {"failure": failure}))
+        self.troubles.checkpoint(batch, failure)
 
     def _evaluating(self) -> Evaluating | None:
         section = self.config.evaluate
@@ -263,15 +279,16 @@ class _Loop:
                 f"the run was requested to end after batch {self.pipeline.batches - 1}, but its checkpoint could not "
                 f"be written ({failure}); earlier checkpoints are intact"
             )
-        timeline = self.pipeline.timeline()
+        timeline, troubles = self.pipeline.timeline(), self._all_troubles()
         if self.reports:
             self.metrics.add(interrupted=self.pipeline.batches)
-            self.observer.interrupted(self.folder, self.pipeline.batches, timeline)
+            self.observer.interrupted(self.folder, self.pipeline.batches, timeline, troubles)
 
     def _post(self) -> None:
         now = time.perf_counter()
         if now - self._posted >= _POST_EVERY:
             self._posted = now
+            self._warn()
             self.board.post(
                 {
                     "busy": sum(self.pipeline.busy_seconds().values()),
@@ -279,6 +296,14 @@ class _Loop:
                     "bytes": self.pipeline.live_bytes()[self.rank],
                 }
             )
+
+    def _all_troubles(self) -> list[str]:
+        return [line for part in self._gather(self.troubles.summary()) for line in part]
+
+    def _warn(self) -> None:
+        """Show what has gone wrong since the last time, on the reporting rank."""
+        for trouble in self.troubles.news() if self.reports else ():
+            self.observer.warned(trouble)
 
     def _progress(self, report: Report, seconds: float) -> None:
         figures = self.board.read()
@@ -325,6 +350,7 @@ class _Loop:
         seconds: float,
         timeline: Timeline,
         peaks: dict[int, dict[str, int]],
+        troubles: list[str],
     ) -> None:
         summary = RunSummary(
             folder=self.folder,
@@ -338,6 +364,7 @@ class _Loop:
             peak_bytes=peaks,
             time=split_time(timeline),
             again=self.metrics.again if self._takes_back() else None,
+            troubles=troubles,
         )
         self.metrics.add(
             **validation,

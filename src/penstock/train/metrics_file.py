@@ -1,4 +1,4 @@
-"""The metrics file of a run: one JSON object per line."""
+"""The metrics file of a run: one JSON object per line; a line that was cut when a process died is no JSON."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from penstock.checks import finite_or_none
+from penstock.files import append_line
 from penstock.runtime.update.events import Evaluated
+from penstock.train.setup.recorded import METRICS
 from penstock.weights.decision import Decision
-
-METRICS = "metrics.jsonl"
 
 
 class Metrics:
@@ -32,8 +32,8 @@ class Metrics:
 
     def add(self, **values: Any) -> None:
         """Add a line."""
-        with suppress(OSError), self._path.open("a") as file:
-            file.write(json.dumps({key: finite_or_none(value) for key, value in values.items()}) + "\n")
+        with suppress(OSError):
+            append_line(self._path, json.dumps({key: finite_or_none(value) for key, value in values.items()}))
 
     def add_updates(self, decided: Iterable[Decision]) -> None:
         """Add a line per update; these are separate, as updates are made later than losses are known."""

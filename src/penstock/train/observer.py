@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -60,6 +61,7 @@ class RunSummary:
         time: how the time of training was spent.
         averaged_loss: the validation loss with averaged weights, if there are any.
         again: the number of updates undone and redone; None if the method never does that.
+        troubles: what has gone wrong, to be told in the last lines.
     """
 
     folder: Path
@@ -74,6 +76,7 @@ class RunSummary:
     time: TimeSplit
     averaged_loss: float | None = None
     again: int | None = None
+    troubles: Sequence[str] = ()
 
 
 class Observer(Protocol):
@@ -95,12 +98,16 @@ class Observer(Protocol):
         """Another method takes over."""
         ...
 
+    def warned(self, trouble: str) -> None:
+        """Something has gone wrong that does not end the run, such as a checkpoint that was not written."""
+        ...
+
     def ending(self) -> None:
         """The run was requested to end, and will end after the batches in flight."""
         ...
 
-    def interrupted(self, folder: Path, batches: int, timeline: Timeline) -> None:
-        """The run has ended early, after saving a checkpoint of so many batches."""
+    def interrupted(self, folder: Path, batches: int, timeline: Timeline, troubles: Sequence[str]) -> None:
+        """The run has ended early, after saving a checkpoint of so many batches; all troubles are told again."""
         ...
 
     def sampling(self) -> None:

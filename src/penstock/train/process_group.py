@@ -53,6 +53,11 @@ def shared_folder(config: TrainConfig, store: PrefixStore) -> Path:
     return folder
 
 
+def first_of_the_job(store: PrefixStore, what: str) -> bool:
+    """Return whether this is the first call about `what` since the job was started, restarts of workers included."""
+    return int(store.underlying_store.add(f"penstock/first/{what}", 1)) == 1
+
+
 def _meet(config: TrainConfig, job: Store, rank: int, size: int) -> PrefixStore:
     """Wait for every rank, and check that all were started with the same configuration.
 

@@ -9,10 +9,10 @@ from html import escape
 from pathlib import Path
 
 from penstock.compare.contenders import Entrant
-from penstock.compare.result_files import write_whole
 from penstock.compare.results import EvaluationRow, Findings, MethodSummary, as_csv
 from penstock.compare.trial import TrialResult
 from penstock.errors import ConfigError
+from penstock.files import write_whole
 from penstock.view.comparing import caption, delay_by_rank, plus_minus
 from penstock.view.plot import Curve, plot_svg
 from penstock.view.svg import timeline_svg

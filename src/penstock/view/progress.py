@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -12,6 +13,7 @@ from rich.live import Live
 from rich.progress import BarColumn, Progress as Bar, TextColumn
 from rich.spinner import Spinner
 from rich.table import Table
+from rich.text import Text
 
 from penstock.idle_time import split_time
 from penstock.runtime.update.events import Evaluated
@@ -113,6 +115,10 @@ class TerminalObserver:
             soft_wrap=True,
         )
 
+    def warned(self, trouble: str) -> None:
+        """Print what has gone wrong, in a permanent line."""
+        self.console.print(Text.assemble(("warning: ", "yellow"), trouble), soft_wrap=True)
+
     def ending(self) -> None:
         """Show that a stop was requested."""
         self._ending = "stopping after the batches in flight, with a checkpoint; repeat to stop at once"
@@ -120,13 +126,15 @@ class TerminalObserver:
         if self._live is None:
             self.console.print(self._ending, highlight=False)
 
-    def interrupted(self, folder: Path, batches: int, timeline: Timeline) -> None:
-        """Print where the time went, and how to resume the run."""
+    def interrupted(self, folder: Path, batches: int, timeline: Timeline, troubles: Sequence[str]) -> None:
+        """Print where the time went, what went wrong, and how to resume the run."""
         self.close()
         print_ = partial(self.console.print, soft_wrap=True, highlight=False, markup=False)
         if timeline.makespan:
             self._trace(timeline, folder)
             self.console.print(time_table(split_time(timeline)))
+        for trouble in troubles:
+            self.warned(trouble)
         print_(f"\nstopped early; a checkpoint holds all {batches} batches done. To resume:")
         print_(f"  penstock train --resume {folder}")
 
@@ -163,6 +171,8 @@ class TerminalObserver:
                 f"[bold]validation loss {summary.validation_loss:.4f}[/bold] nats per token on held-out text; "
                 f"unigram entropy {summary.entropy:.4f}"
             )
+        for trouble in summary.troubles:
+            self.warned(trouble)
         print_(f"run folder: {summary.folder}", markup=False)
 
     def _trace(self, timeline: Timeline, folder: Path) -> None:

@@ -7,6 +7,7 @@ import re
 from penstock.errors import ConfigError
 from penstock.schedule.methods.choice import MethodChoice, method
 
+_LARGEST = 1e12
 _WHOLE = re.compile(r"[+-]?[0-9]+")
 
 
@@ -22,10 +23,12 @@ def split_options(text: str) -> tuple[str, dict[str, float | None]]:
         option, _, value = (word.strip() for word in part.partition("="))
         try:
             options[option] = None if value == "null" else int(value) if _WHOLE.fullmatch(value) else float(value)
+            if options[option] is not None and not abs(options[option] or 0) <= _LARGEST:
+                raise ValueError(value)
         except ValueError:
             raise ConfigError(
-                f"{text!r}: a name may be followed by options with numbers (or null), such as interleaved:chunks=4 or "
-                f"pipemare:reschedule=100:decay=null; got {part!r}"
+                f"{text!r:.80}: a name may be followed by options with numbers (or null), such as interleaved:chunks=4 "
+                f"or pipemare:reschedule=100:decay=null; got {part!r:.80}"
             ) from None
     return name.strip(), options
 

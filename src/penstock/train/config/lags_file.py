@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import ConfigError
+from penstock.files import parse_json, read_given
 from penstock.schedule.methods.wave_lags import RECORD, Record
 
 NAME = "lags.json"
@@ -32,7 +33,7 @@ def read_lags(path: Path) -> Record:
         ConfigError: the file cannot be read or has other content.
     """
     try:
-        found = json.loads(path.read_text())
+        found = parse_json(read_given(path))
         return {
             str(place): {int(batch): [int(lag) for lag in lags] for batch, lags in waves.items()}
             for place, waves in found.items()

@@ -11,13 +11,14 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from penstock.checks import in_words
+from penstock.checks import check_text, in_short, in_words
 from penstock.errors import ConfigError
 from penstock.schedule.methods.table import find_method
 from penstock.schedule.methods.written import written_method
 from penstock.train.config.key_reference import correction_keys, known_keys, order_keys, suggested_keys
 from penstock.train.config.own_schedule import is_file, read_own_schedule, schedule_in, size_fault
 from penstock.train.config.schema import TrainConfig
+from penstock.train.config.yaml_file import read_yaml, yaml_value
 
 Section = TypeVar("Section", bound=BaseModel)
 
@@ -78,23 +79,6 @@ def _with_own_schedule(config: TrainConfig, values: Mapping[str, Any]) -> TrainC
     return config.model_copy(update={"method": None, "schedule": text, "options": {}, **sizes})
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
-    """Read keys and values from a YAML file.
-
-    Raises:
-        ConfigError: the file cannot be read, or holds something else.
-    """
-    try:
-        loaded = yaml.safe_load(path.read_text())
-    except OSError as error:
-        raise ConfigError(f"cannot read the configuration {str(path)!r}: {error.strerror or error}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{str(path)!r} is not YAML: {error}") from None
-    if not isinstance(loaded, dict | None):
-        raise ConfigError(f"{str(path)!r} must hold keys and values, not a {type(loaded).__name__}")
-    return loaded or {}
-
-
 def with_method_options(values: Mapping[str, Any]) -> dict[str, Any]:
     """Divide a method with options, such as `interleaved:chunks=4`, into `method`, `options` and `correction`.
 
@@ -149,6 +133,7 @@ def validate(schema: type[Section], values: dict[str, Any]) -> Section:
     Raises:
         ConfigError: lists all problems.
     """
+    _check_texts(values, "the configuration")
     try:
         return schema.model_validate(values)
     except ValidationError as error:
@@ -158,6 +143,19 @@ def validate(schema: type[Section], values: dict[str, Any]) -> Section:
             for said in _explain(schema, tuple(map(str, e["loc"])), e["type"], e["msg"], e.get("input"))
         ]
         raise ConfigError("\n".join(problems)) from None
+
+
+def _check_texts(value: Any, what: str) -> None:
+    """Refuse texts in nested values that no file could have as its name, nor hold."""
+    if isinstance(value, str):
+        check_text(what, value)
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            _check_texts(key, what)
+            _check_texts(inner, str(key))
+    elif isinstance(value, list):
+        for inner in value:
+            _check_texts(inner, what)
 
 
 def apply_change(schema: type[BaseModel], values: dict[str, Any], change: str) -> None:
@@ -172,14 +170,15 @@ def apply_change(schema: type[BaseModel], values: dict[str, Any], change: str) -
         ConfigError: `change` does not have that form.
     """
     key, separator, text = change.partition("=")
+    check_text("--set", change)
     if not separator or not key:
         raise ConfigError(f"--set takes key=value, such as method=1f1b or optimizer.lr=0.001; got {change!r}")
     try:
-        value = (
-            text if _is_text(_type_of(schema, key.split("."))) and text not in ("null", "~") else yaml.safe_load(text)
-        )
+        value = text if _is_text(_type_of(schema, key.split("."))) and text not in ("null", "~") else yaml_value(text)
     except yaml.YAMLError:
         value = text
+    except ConfigError as error:
+        raise ConfigError(f"--set {change:.80}: {error}") from None
     *path, last = key.split(".")
     place = values
     for part in path:
@@ -198,14 +197,14 @@ def _explain(schema: type[BaseModel], path: tuple[str, ...], kind: str, message:
             near = suggested_keys(unknown, schema)
             yield f"unknown configuration key {unknown!r}" + (f"; did you mean {in_words(near)}?" if near else "")
     elif kind in ("model_type", "dict_type"):
-        yield f"{key}: expected a section with keys, such as {key}.{_section_keys(schema, key)}, got {value!r}"
+        yield f"{key}: expected a section with keys, such as {key}.{_section_keys(schema, key)}, got {in_short(value)}"
     elif kind == "apart":  # a contradiction between values that are each valid
         yield f"{key}: {message}".removeprefix(": ")
     elif value is None and ":" in path[-1]:  # YAML reads {a:1} as a key without a value
         yield f"{key}: write a space after the colon, as in {path[-1].replace(':', ': ')}"
     else:
         otherwise = " or null" if _takes_null(schema, path) else ""
-        yield f"{key}: {message[0].lower()}{message[1:]}{otherwise}, got {value!r}"
+        yield f"{key}: {message[0].lower()}{message[1:]}{otherwise}, got {in_short(value)}"
 
 
 def _takes_null(schema: type[BaseModel], path: Sequence[str]) -> bool:

@@ -9,6 +9,9 @@ from typing import Annotated, Any, Literal
 from pydantic import AllowInfNan, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, model_validator
 from pydantic_core import PydanticCustomError
 
+from penstock.checks import is_whole
+from penstock.models.limits import LARGEST
+from penstock.schedule.ir.limits import MOST_BATCHES, MOST_MICROBATCHES, MOST_STAGES
 from penstock.schedule.methods.combine import Combine
 from penstock.schedule.methods.table import Method, find_method
 from penstock.train.config.lags_file import lag_of
@@ -29,13 +32,17 @@ def _as_delays(value: Any) -> Any:
     """Names of blocks may look like numbers; what the names and numbers mean is the runtime's business."""
     whole = {str(key): number for key, number in value.items()} if isinstance(value, dict) else value
     numbers = whole.values() if isinstance(whole, dict) else whole if isinstance(whole, list) else [whole or 0]
-    if not isinstance(whole, str) and not all(isinstance(n, int) and not isinstance(n, bool) for n in numbers):
+    if not isinstance(whole, str) and not all(is_whole(n) and n <= MOST_DELAY for n in numbers):
         raise PydanticCustomError(
             "delays", "Input should be a number, a list of numbers, {block: number, ...} or a profile such as 1f1b:8"
         )
     return whole
 
 
+_MANY, _MOST = 10**6, 1e12  # largest counts and numbers, far above what is of use
+_LONGEST = 1e7  # seconds, about four months
+MOST_THREADS = 4096
+MOST_DELAY = 10_000  # updates; so many versions of the weights are kept
 Number = Annotated[float, BeforeValidator(_as_number), AllowInfNan(False)]
 BlockDelays = Annotated[int | str | list[int] | dict[str, int] | None, PlainValidator(_as_delays)]
 OptimizerName = Literal["adamw", "adam", "nadam", "sgd", "muon", "adan", "soap", "basis-rotation"]
@@ -51,13 +58,21 @@ class ModelSection(Strict):
     """The GPT."""
 
     preset: str = Field(default="tiny", description="a shape by name: tiny, small, 124m, 355m, 1.3b, 2.2b, 3.8b")
-    layers: int | None = Field(default=None, ge=1, description="transformer layers, instead of the preset's")
-    width: int | None = Field(default=None, ge=1, description="model width, instead of the preset's")
-    heads: int | None = Field(default=None, ge=1, description="attention heads, instead of the preset's")
-    context: int | None = Field(default=None, ge=2, description="tokens per sample, instead of the preset's")
+    layers: int | None = Field(
+        default=None, ge=1, le=LARGEST["layers"], description="transformer layers, instead of the preset's"
+    )
+    width: int | None = Field(
+        default=None, ge=1, le=LARGEST["width"], description="model width, instead of the preset's"
+    )
+    heads: int | None = Field(
+        default=None, ge=1, le=LARGEST["heads"], description="attention heads, instead of the preset's"
+    )
+    context: int | None = Field(
+        default=None, ge=2, le=LARGEST["context"], description="tokens per sample, instead of the preset's"
+    )
     tied: bool = Field(default=False, description="input and output embedding are one parameter")
     vocabulary: int | None = Field(
-        default=None, ge=2, description="size of the vocabulary; that of the data if not set"
+        default=None, ge=2, le=LARGEST["vocabulary"], description="size of the vocabulary; that of the data if not set"
     )
 
 
@@ -80,14 +95,16 @@ class OptimizerSection(Strict):
     name: OptimizerName = Field(
         default="adamw", description="adamw, adam, nadam, sgd, muon, adan, soap or basis-rotation (docs/optimizers.md)"
     )
-    lr: Number = Field(default=3e-3, gt=0, description="peak learning rate")
-    weight_decay: Number = Field(default=0.1, ge=0, description="decay of matrices; vectors are not decayed")
+    lr: Number = Field(default=3e-3, gt=0, le=_MOST, description="peak learning rate")
+    weight_decay: Number = Field(default=0.1, ge=0, le=_MOST, description="decay of matrices; vectors are not decayed")
     beta1: Number = Field(default=0.9, ge=0, lt=1, description="first moment; the momentum of sgd")
     beta2: Number = Field(default=0.95, ge=0, lt=1, description="second moment")
     nesterov: bool = Field(default=True, description="sgd and muon look ahead, as Nesterov's momentum does")
     momentum: Number = Field(default=0.95, ge=0, lt=1, description="of muon, for the matrices that it steps")
     difference: Number = Field(default=0.92, ge=0, lt=1, description="of adan, the mean of differences of gradients")
-    refresh: int = Field(default=10, ge=1, description="of soap and basis-rotation, updates between new bases")
+    refresh: int = Field(
+        default=10, ge=1, le=MOST_BATCHES, description="of soap and basis-rotation, updates between new bases"
+    )
     sides: Literal["both", "smaller"] = Field(default="both", description="of a matrix, which basis-rotation rotates")
 
     @model_validator(mode="after")
@@ -108,7 +125,9 @@ class OptimizerSection(Strict):
 class RateSection(Strict):
     """How the learning rate changes with the number of updates."""
 
-    warm_up: int = Field(default=50, ge=0, description="updates over which the rate rises linearly from zero")
+    warm_up: int = Field(
+        default=50, ge=0, le=MOST_BATCHES, description="updates over which the rate rises linearly from zero"
+    )
     decay: Literal["cosine", "linear", "none"] = Field(
         default="cosine", description="shape of the fall after the warm-up"
     )
@@ -118,17 +137,26 @@ class RateSection(Strict):
 class CheckpointSection(Strict):
     """From which a run that has ended goes on."""
 
-    every: int | None = Field(default=250, ge=1, description="batches between two checkpoints; null for none")
-    keep: int = Field(default=2, ge=1, description="checkpoints that stay; older ones are removed")
+    every: int | None = Field(
+        default=250, ge=1, le=MOST_BATCHES, description="batches between two checkpoints; null for none"
+    )
+    keep: int = Field(default=2, ge=1, le=_MANY, description="checkpoints that stay; older ones are removed")
 
 
 class EvaluateSection(Strict):
     """Evaluations in the midst of training, on held-out samples."""
 
-    every: int | None = Field(default=None, ge=1, description="batches between two evaluations; null for none")
-    samples: int = Field(default=64, ge=1, description="held-out samples, rounded down to whole batches, at least one")
+    every: int | None = Field(
+        default=None, ge=1, le=MOST_BATCHES, description="batches between two evaluations; null for none"
+    )
+    samples: int = Field(
+        default=64, ge=1, le=MOST_BATCHES, description="held-out samples, rounded down to whole batches, at least one"
+    )
     patience: int | None = Field(
-        default=None, ge=1, description="evaluations without a better loss after which the run ends; null for no end"
+        default=None,
+        ge=1,
+        le=MOST_BATCHES,
+        description="evaluations without a better loss after which the run ends; null for no end",
     )
 
 
@@ -136,20 +164,26 @@ class SyncSection(Strict):
     """A synchronous method for the first batches, before `method` goes on (PipeMare's T3)."""
 
     method: str = Field(default="1f1b", description="a synchronous row of `penstock methods`")
-    batches: int = Field(default=0, ge=0, description="batches that it trains; 0 for none")
+    batches: int = Field(default=0, ge=0, le=MOST_BATCHES, description="batches that it trains; 0 for none")
 
 
 class FallbackSection(Strict):
     """A synchronous method that takes the place of `method`, from a batch on or where that diverges."""
 
     method: str = Field(default="1f1b", description="a synchronous row of `penstock methods`")
-    at: int | None = Field(default=None, ge=0, description="batch from which it goes on; null for none")
+    at: int | None = Field(
+        default=None, ge=0, le=MOST_BATCHES, description="batch from which it goes on; null for none"
+    )
     when: list[Literal["spike", "nonfinite"]] = Field(
         default=[], description="what is a divergence: spike (of the loss), nonfinite (a loss or gradient); [] for none"
     )
-    spike: Number = Field(default=2.0, gt=1, description="times the median loss of the batches before: a spike")
-    window: int = Field(default=20, ge=1, description="batches of that median; none is judged before as many")
-    batches: int | None = Field(default=None, ge=1, description="batches until `method` goes on again; null for never")
+    spike: Number = Field(
+        default=2.0, gt=1, le=1e100, description="times the median loss of the batches before: a spike"
+    )
+    window: int = Field(default=20, ge=1, le=_MANY, description="batches of that median; none is judged before as many")
+    batches: int | None = Field(
+        default=None, ge=1, le=MOST_BATCHES, description="batches until `method` goes on again; null for never"
+    )
     restore: Literal["needed", "always"] = Field(
         default="needed",
         description="after a divergence, go back to a checkpoint from before: where weights are not finite, or always",
@@ -163,21 +197,23 @@ class CombineSection(Strict):
         default="reduce",
         description="reduce adds gradients in every batch; with average, bmuf, elastic and wsp pipelines meet at times",
     )
-    every: int = Field(default=1, ge=1, description="batches from one meeting to the next; of a wave of wsp")
+    every: int = Field(default=1, ge=1, le=_MANY, description="batches from one meeting to the next; of a wave of wsp")
     optimizer_state: Literal["keep", "average", "reset"] = Field(
         default="keep", description="what becomes of the optimizers' state when pipelines meet"
     )
     momentum: Number | None = Field(default=None, ge=0, lt=1, description="of bmuf, eta; 1 - 1/width if not set")
-    step: Number = Field(default=1.0, gt=0, description="of bmuf, zeta")
+    step: Number = Field(default=1.0, gt=0, le=_MOST, description="of bmuf, zeta")
     nesterov: bool = Field(default=False, description="bmuf looks ahead")
     pull: Number | None = Field(default=None, gt=0, le=1, description="of elastic, alpha; 0.9/width if not set")
-    distance: int = Field(default=0, ge=0, description="of wsp, waves that pipelines may be apart")
+    distance: int = Field(default=0, ge=0, le=_MANY, description="of wsp, waves that pipelines may be apart")
     lag: int | list[int] | str | None = Field(
         default=None,
         description="of wsp, waves until updates of a pipeline are added to others, as 1 or [0, 2]; record, or the "
         "lags.json of a run with that; distance if not set",
     )
-    share: Number = Field(default=1.0, gt=0, description="of wsp, what the updates of others are multiplied by")
+    share: Number = Field(
+        default=1.0, gt=0, le=_MOST, description="of wsp, what the updates of others are multiplied by"
+    )
 
     @property
     def chosen(self) -> Combine:
@@ -200,22 +236,25 @@ class TrainConfig(Strict):
         description="an order of your own (--file): a Python file with a function (stages, microbatches) -> order, a "
         "schedule as text, or torch's CSV",
     )
-    stages: int = Field(default=2, ge=1, description="d, ranks of the pipeline")
+    stages: int = Field(default=2, ge=1, le=MOST_STAGES, description="d, ranks of the pipeline")
     options: dict[str, int] = Field(default={}, description="of the method's order, such as {chunks: 4}")
     correction: dict[str, Number | None] = Field(
         default={}, description="of the method's correction, such as {reschedule: 500, decay: 0.135}"
     )
-    width: int = Field(default=1, ge=1, description="w, parallel pipelines")
+    width: int = Field(default=1, ge=1, le=MOST_STAGES, description="w, parallel pipelines")
     reduce: Literal["ordered", "fast"] = Field(
         default="ordered",
         description="how parallel pipelines add gradients: in their order, or by all_reduce, off by roundings if w > 2",
     )
-    microbatches: int = Field(default=4, ge=1, description="m, microbatches per batch (per update) and pipeline")
-    microbatch_size: int = Field(default=2, ge=1, description="samples per microbatch")
-    batches: int = Field(default=1000, ge=1, description="updates to make")
+    microbatches: int = Field(
+        default=4, ge=1, le=MOST_MICROBATCHES, description="m, microbatches per batch (per update) and pipeline"
+    )
+    microbatch_size: int = Field(default=2, ge=1, le=_MANY, description="samples per microbatch")
+    batches: int = Field(default=1000, ge=1, le=MOST_BATCHES, description="updates to make")
     max_grad_norm: Number | None = Field(
         default=1.0,
         gt=0,
+        le=_MOST,
         description="largest global norm of a gradient; null for none, and no vote on overflow (in fp32, if w = 1)",
     )
     precision: Literal["fp32", "bf16", "fp16"] = Field(
@@ -241,6 +280,7 @@ class TrainConfig(Strict):
     window: int | None = Field(
         default=None,
         ge=1,
+        le=_MANY,
         description="messages that may be outstanding on a lane between two ranks, each of which is memory; as few as "
         "cost no time if not set, where messages take none (what they cost: `penstock simulate --latency`)",
     )
@@ -250,15 +290,19 @@ class TrainConfig(Strict):
         default=None, description="text file, folder or token array; the standard library if not set"
     )
     held_out: Number = Field(default=0.05, gt=0, le=0.5, description="fraction of the text held out for validation")
-    validation_samples: int = Field(default=512, ge=1, description="held-out samples for the loss at the end")
+    validation_samples: int = Field(
+        default=512, ge=1, le=MOST_BATCHES, description="held-out samples for the loss at the end"
+    )
     prompt: str = Field(default="def ", description="the sample at the end begins like this (text corpora only)")
-    sample_length: int = Field(default=200, ge=0, description="tokens of the sample at the end; 0 for none")
+    sample_length: int = Field(default=200, ge=0, le=_MANY, description="tokens of the sample at the end; 0 for none")
     out: str = Field(default="runs", description="folder in which a folder for this run is made")
     ema_decay: Number | None = Field(
         default=None, gt=0, lt=1, description="decay of an average of the weights, such as 0.999; null for none"
     )
-    restarts: int = Field(default=0, ge=0, description="times that failed workers are started again")
-    timeout: Number = Field(default=300.0, gt=0, description="seconds after which a missing message ends the run")
+    restarts: int = Field(default=0, ge=0, le=_MANY, description="times that failed workers are started again")
+    timeout: Number = Field(
+        default=300.0, ge=1e-3, le=_LONGEST, description="seconds after which a missing message ends the run"
+    )
     device: str = Field(
         default="auto",
         description="auto (a GPU if there is one), cpu, cuda (the ranks of a machine take its GPUs in turns), or one "
@@ -267,7 +311,9 @@ class TrainConfig(Strict):
     backend: str = Field(
         default="auto", description="of messages: gloo, nccl, or auto: nccl where every rank has a GPU of its own"
     )
-    threads: int | None = Field(default=None, ge=1, description="threads per rank; cores divided by ranks if not set")
+    threads: int | None = Field(
+        default=None, ge=1, le=MOST_THREADS, description="threads per rank; cores divided by ranks if not set"
+    )
     model: ModelSection = Field(default=ModelSection(), description="the model")
     optimizer: OptimizerSection = Field(default=OptimizerSection(), description="the optimizer")
     lr_schedule: RateSection = Field(default=RateSection(), description="the learning rate over time")

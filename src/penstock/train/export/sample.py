@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
+from penstock.checks import check_text, in_short
 from penstock.errors import CheckpointError, ConfigError
 from penstock.models.gpt import GPTConfig, gpt_blocks
 from penstock.train.export.weights_format import fill_module, load_index, load_weights
@@ -22,16 +24,36 @@ def load_model(folder: Path) -> tuple[nn.Sequential, GPTConfig]:
     Raises:
         CheckpointError: the weights are missing, damaged, or not those of a GPT.
     """
-    described = load_index(folder)["model"]
-    try:
-        config = GPTConfig(**described)
-    except TypeError:
-        raise CheckpointError(f"{str(folder)!r} does not hold a GPT; its index describes {described}") from None
+    config = _shape(load_index(folder)["model"], folder)
     state = load_weights(folder)
+    held = sum(tensor.numel() for tensor in state.values())
+    if held != config.parameters:  # before anything as large as the shape says is made
+        raise CheckpointError(
+            f"the saved weights do not fit their index: the files in {str(folder)!r} hold {held:,} numbers, but the "
+            f"model that it describes has {config.parameters:,}"
+        )
     blocks = {name: block.make() for name, block in gpt_blocks(config, seed=0).items()}
     for name, module in blocks.items():
         fill_module(module, name, state)
     return nn.Sequential(*blocks.values()).eval(), config
+
+
+def _shape(described: Mapping[str, Any], folder: Path) -> GPTConfig:
+    """Return the shape that an index describes.
+
+    Raises:
+        CheckpointError: it is not that of a GPT.
+    """
+    try:
+        return GPTConfig(**described)
+    except TypeError:
+        reason = f"its index describes {described!r:.200}"
+    except ConfigError as error:
+        reason = str(error)
+    raise CheckpointError(f"{str(folder)!r} does not hold a GPT: {reason}")
+
+
+_COLDEST = 1e-6  # a lower temperature is 0: logits are not known more exactly
 
 
 @torch.no_grad()
@@ -56,19 +78,24 @@ def generate(
         alphabet: sample only tokens below this, if the vocabulary is padded; all if None.
 
     Raises:
-        ConfigError: the prompt is empty or holds unknown tokens.
+        ConfigError: the prompt is empty or holds unknown tokens, or temperature or seed cannot be.
+        CheckpointError: the model's output is not finite.
     """
     if not prompt:
         raise ConfigError("the prompt is empty; give at least one character")
     if max(prompt) >= config.vocabulary:
         raise ConfigError(f"the prompt holds token {max(prompt)}, but the vocabulary ends at {config.vocabulary - 1}")
-    if temperature < 0:
-        raise ConfigError(f"temperature must not be negative, got {temperature}")
+    if not 0 <= temperature < math.inf:
+        raise ConfigError(f"temperature must be a finite number, not negative; got {temperature}")
+    if not 0 <= seed < 1 << 63:
+        raise ConfigError(f"seed must be from 0 to 2^63 - 1, got {in_short(seed)}")
     random = torch.Generator().manual_seed(seed)
     tokens = list(prompt)
     for _ in range(length):
         logits_V = model(torch.tensor([tokens[-config.context :]]))[0, -1, :alphabet]
-        if temperature == 0:
+        if not logits_V.isfinite().all():
+            raise CheckpointError("the output of the model is not finite: its weights are not, or are far too large")
+        if temperature < _COLDEST:
             token = int(logits_V.argmax())
         else:
             token = int(torch.multinomial(torch.softmax(logits_V / temperature, 0), 1, generator=random))
@@ -79,7 +106,7 @@ def generate(
 def sample_text(
     folder: Path, prompt: str, length: int, temperature: float = 0.8, seed: int = 0, seconds: float = math.inf
 ) -> str:
-    """Return the prompt and its continuation; invalid text is replaced, control characters are escaped.
+    """Return the prompt and its continuation; invalid text is replaced, control characters of both are escaped.
 
     Args:
         folder: of the run.
@@ -89,9 +116,10 @@ def sample_text(
         seconds: after which sampling stops.
 
     Raises:
-        ConfigError: the model was trained on tokens that are not bytes of text.
+        ConfigError: the model was trained on tokens that are not bytes of text, or the prompt is not UTF-8.
         CheckpointError: the weights are missing or damaged.
     """
+    check_text("the prompt", prompt)
     if not load_index(folder)["text"]:
         raise ConfigError(
             f"the model in {str(folder)!r} was trained on an array of tokens; only its tokenizer could turn them into "
@@ -101,7 +129,7 @@ def sample_text(
     end = time.monotonic() + seconds
     tokens = generate(model, config, list(prompt.encode()), length, temperature, seed, alphabet=256)
     made = itertools.takewhile(lambda _: time.monotonic() < end, tokens)
-    return prompt + _shown(bytes(made).decode(errors="replace"))
+    return _shown(prompt) + _shown(bytes(made).decode(errors="replace"))
 
 
 def _shown(text: str) -> str:

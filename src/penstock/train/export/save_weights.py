@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 from safetensors import SafetensorError
@@ -29,7 +30,7 @@ def save_weights(pipeline: Pipeline, prepared: Prepared, folder: Path) -> None:
 
 def _save(pipeline: Pipeline, prepared: Prepared, run: Path, folder: Path, averaged: bool) -> None:
     rank, stages = dist.get_rank(), prepared.config.stages
-    files: dict[str, str] = {}
+    written: dict[str, Any] = {"files": {}, "tensors": {}}
     failure = None
     try:
         if rank < stages:  # the first pipeline writes; the others hold the same weights, or it represents them
@@ -38,15 +39,15 @@ def _save(pipeline: Pipeline, prepared: Prepared, run: Path, folder: Path, avera
                 f"{block}." for stage in pipeline.stages if not stage.direction for block in pipeline.parts[stage.index]
             ]
             own = {name: tensor for name, tensor in state.items() if name.startswith(tuple(blocks))}  # one direction
-            files = save_stage(folder, pipeline.batches, rank, stages, own)
+            written = save_stage(folder, pipeline.batches, rank, stages, own)
     except (OSError, SafetensorError) as error:
         failure = str(error)
-    parts = gather_json([files, failure], "saving the weights", None)
+    parts = gather_json([written, failure], "saving the weights", None)
     failures = [failure for _, failure in parts if failure is not None]
     try:
         if rank == 0 and not failures:
-            everything = {name: file for part, _ in parts for name, file in part.items()}
-            save_index(folder, everything, describe_model(prepared.model), text=prepared.windows.corpus.text)
+            stages_written = [part for part, _ in parts]
+            save_index(folder, stages_written, describe_model(prepared.model), text=prepared.windows.corpus.text)
     except OSError as error:
         failures = [str(error)]
     failures = gather_json(failures, "saving the weights", None)[0]

@@ -1,34 +1,35 @@
 """Format of trained weights on disk: one safetensors file per stage and an index, no pickle.
 
-    weights/index.json                        schema, model, file of each tensor
+    weights/index.json                           as `penstock.checkpoint.index` says, with the model's shape
     weights/batch-1000-stage-0-of-2.safetensors
 
 Tensors have canonical names (block and parameter), so a model with other stages can read them. Files get their names
-only when they are complete, and the index is written last, so it never mixes files of two moments.
+only when they are complete, and the index is written last, so it never mixes files of two moments. Every file is
+compared with the index before anything of it is used.
 """
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from penstock.checkpoint.format import sync_file
+from penstock.checkpoint.index import INDEX, check_file, read_index, read_tensor, write_index
 from penstock.errors import CheckpointError
+from penstock.files import check_own_folder, fingerprint, sync_file
 
-SCHEMA = 2
+SCHEMA = 3
 FOLDER = "weights"
-INDEX = "index.json"
+_KINDS: Mapping[str, type] = MappingProxyType({"text": bool, "model": dict})
 
 
-def save_stage(folder: Path, batch: int, stage: int, stages: int, state: Mapping[str, Tensor]) -> dict[str, str]:
+def save_stage(folder: Path, batch: int, stage: int, stages: int, state: Mapping[str, Tensor]) -> dict[str, Any]:
     """Write the tensors of one stage.
 
     Args:
@@ -38,38 +39,45 @@ def save_stage(folder: Path, batch: int, stage: int, stages: int, state: Mapping
         state: the tensors.
 
     Returns:
-        The file of each tensor, for the index.
+        The part of the index about them: size and digest of the file, and the file of each tensor.
 
     Raises:
         OSError: they cannot be written.
     """
     place = folder / FOLDER
     place.mkdir(parents=True, exist_ok=True)
+    for own in (folder, place):
+        check_own_folder(own)
     name = f"batch-{batch}-stage-{stage}-of-{stages}.safetensors"
     tensors = {key: tensor.detach().cpu().contiguous().clone() for key, tensor in state.items()}
     temporary = place / f".{name}.part"
+    temporary.unlink(missing_ok=True)
     save_file(tensors, temporary, metadata={"schema": str(SCHEMA), "stage": str(stage)})
     sync_file(temporary)
+    written = fingerprint(temporary)
     os.replace(temporary, place / name)
-    return dict.fromkeys(tensors, name)
+    return {"files": {name: written}, "tensors": dict.fromkeys(tensors, name)}
 
 
-def save_index(folder: Path, files: Mapping[str, str], model: Mapping[str, Any], *, text: bool) -> None:
-    """Write the index: the file of each tensor, the model's configuration, and whether tokens are bytes of text.
+def save_index(folder: Path, parts: Iterable[Mapping[str, Any]], model: Mapping[str, Any], *, text: bool) -> None:
+    """Write the index; files that it does not name are removed.
 
-    Files named by the previous index are removed.
+    Args:
+        folder: of the run.
+        parts: what `save_stage` has returned for each stage.
+        model: its shape.
+        text: whether tokens are bytes of text.
 
     Raises:
         OSError: it cannot be written.
     """
-    temporary = folder / FOLDER / f".{INDEX}.part"
-    temporary.write_text(
-        json.dumps({"schema": SCHEMA, "text": text, "model": dict(model), "files": dict(files)}, indent=1)
-    )
-    sync_file(temporary)
-    os.replace(temporary, folder / FOLDER / INDEX)
+    whole: dict[str, Any] = {"text": text, "model": dict(model), "files": {}, "tensors": {}}
+    for part in parts:
+        for what in ("files", "tensors"):
+            whole[what] |= part[what]
+    write_index(folder / FOLDER, SCHEMA, whole)
     for path in (folder / FOLDER).glob("*.safetensors"):
-        if path.name not in files.values():
+        if path.name not in whole["files"]:
             path.unlink()
 
 
@@ -77,47 +85,25 @@ def load_index(folder: Path) -> dict[str, Any]:
     """Read the index of a run's weights.
 
     Raises:
-        CheckpointError: there is none, or its schema is another one.
+        CheckpointError: there is none, or it is damaged, or its schema is another one.
     """
-    path = folder / FOLDER / INDEX
-    try:
-        index = json.loads(path.read_text())
-    except OSError as error:
+    if not (folder / FOLDER / INDEX).exists():
         raise CheckpointError(
-            f"no saved weights in {str(folder)!r}: cannot read {path.name}: {error.strerror}"
-        ) from None
-    except ValueError as error:
-        raise CheckpointError(f"{str(path)!r} is damaged: {error}") from None
-    if not isinstance(index, dict) or index.get("schema") != SCHEMA:
-        found = index.get("schema") if isinstance(index, dict) else None
-        raise CheckpointError(f"{str(path)!r} has schema {found}, this version of penstock reads {SCHEMA}")
-    missing = {"text", "model", "files"} - index.keys()
-    if missing:
-        raise CheckpointError(f"{str(path)!r} is damaged: it lacks {', '.join(sorted(missing))}")
-    return index
+            f"no saved weights in {str(folder)!r}: there is no {FOLDER}/{INDEX}; a run writes it when it has finished"
+        )
+    return read_index(folder / FOLDER, SCHEMA, _KINDS)
 
 
 def load_weights(folder: Path) -> dict[str, Tensor]:
-    """Return all tensors of a run by canonical name.
+    """Return all tensors of a run by canonical name, after comparing every file with the index.
 
     Raises:
-        CheckpointError: a file is missing or damaged, or lacks a tensor of the index.
+        CheckpointError: a file is missing or has changed, or lacks a tensor of the index; the message names it.
     """
-    files: dict[str, str] = load_index(folder)["files"]
-    state: dict[str, Tensor] = {}
-    for name in sorted(set(files.values())):
-        if Path(name).name != name:
-            raise CheckpointError(f"the index in {str(folder)!r} names {name!r}, which is not a file of its folder")
-        path = folder / FOLDER / name
-        try:
-            with safe_open(path, framework="pt") as opened:
-                state.update((key, opened.get_tensor(key)) for key in opened.keys())  # noqa: SIM118 - not a dict
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"cannot read {str(path)!r}: {error}") from None
-    missing = sorted(files.keys() - state.keys())
-    if missing:
-        raise CheckpointError(f"{len(missing)} tensors of the index are in no file, the first of them {missing[0]}")
-    return state
+    index, place = load_index(folder), folder / FOLDER
+    for name, written in index["files"].items():
+        check_file(place, name, written)
+    return {name: read_tensor(place / file, name) for name, file in index["tensors"].items()}
 
 
 def fill_module(module: torch.nn.Module, name: str, state: Mapping[str, Tensor]) -> None:

@@ -29,7 +29,7 @@ from penstock.train.setup.machine_memory import check_memory, check_workers
 from penstock.train.setup.optimizers import optimizer_factory
 from penstock.train.setup.phase_plan import FALLBACK, SYNC
 from penstock.train.setup.pipeline_options import pipeline_options, tokens_per_batch
-from penstock.train.setup.run_folder import as_yaml, saved_batches
+from penstock.train.setup.run_folder import check_whole_run, saved_batches, write_config
 from penstock.weights.corrections.base import StagePlace
 from penstock.weights.memory.buffers import Layout
 from penstock.weights.optim.adapters import check_averages
@@ -255,18 +255,21 @@ def make_run_folder(config: TrainConfig) -> Path:
             except FileExistsError:
                 number += 1
                 folder = base.with_name(f"{base.name}-{number}")
-        (folder / "config.yaml").write_text(as_yaml(config))
+        write_config(config, folder)
     except OSError as error:
         raise ConfigError(f"cannot make a run folder in {config.out!r}: {error.strerror or error}") from None
     return folder
 
 
 def check_resume(config: TrainConfig, run: Path) -> None:
-    """Refuse to go on with a run that is further than the configuration wants it; its own end can be made again.
+    """Refuse to go on with a run that is further than the configuration wants it, or that has lost its checkpoints.
+
+    Its own end can be made again.
 
     Raises:
         ConfigError: how far it is.
     """
+    check_whole_run(run)
     batch = saved_batches(run)
     if batch is not None and batch > config.batches:
         raise ConfigError(
