@@ -101,7 +101,9 @@ class _Loop:
         )
         self.phases = Phases(prepared, self.pipeline, self.checkpoints, self._gather)
         self._begin_from(self.checkpoints.load(ready=self.phases.ready))
-        self._posted, self._begun = -math.inf, 0.0
+        self._posted = self._read_at = -math.inf
+        self._figures: dict[int, dict[str, Any]] = {}  # of all ranks, as last read
+        self._begun = 0.0
         self._trained = 0  # batches since this process started
         self._ending = False
         self._loss: float | None = None  # of the last batch
@@ -279,9 +281,16 @@ class _Loop:
                 }
             )
 
+    def _figures_of_all(self) -> dict[int, dict[str, Any]]:
+        """Return the figures of all ranks, read anew no more often than they are posted."""
+        now = time.perf_counter()
+        if now - self._read_at >= _POST_EVERY or len(self._figures) < self.ranks:
+            self._read_at, self._figures = now, self.board.read()
+            self._meter.update(self._figures)
+        return self._figures
+
     def _progress(self, report: Report, seconds: float) -> None:
-        figures = self.board.read()
-        self._meter.update(figures)
+        figures = self._figures_of_all()
         done = report.batch + 1
         progress = Progress(
             batch=done,
