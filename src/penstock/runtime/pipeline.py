@@ -7,6 +7,7 @@ numbers, bit for bit.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.comm.collective.gather import gather_json
+from penstock.comm.collective.polling import Waits, choose_polling
 from penstock.comm.communicators import holders_of
 from penstock.comm.core.rank_grid import RankGrid, check_group, warn_if_alone
 from penstock.comm.core.recorder import merge_recordings
@@ -49,6 +51,7 @@ from penstock.runtime.rank.snapshot import (
     check_saving,
     restore,
 )
+from penstock.runtime.rank.timeline_files import write_recording
 from penstock.runtime.setup.assemble import make_ranks
 from penstock.runtime.training_run import TrainingRun
 from penstock.runtime.update.divergence import Divergence, Trouble
@@ -121,6 +124,8 @@ class Pipeline:
             called, and blocks and batches are on that device.
         timeout: seconds after which a missing message is an error during a run. Between runs, where all ranks meet, the
             group's own time-out counts.
+        waits: how a process waits for messages: "latency" by looking for them, "shared" asleep, which leaves its core
+            to others; "auto" sleeps where the processes of a machine outnumber its cores.
 
     Raises:
         ConfigError: model, schedule, options and group do not fit.
@@ -157,6 +162,7 @@ class Pipeline:
         seed: int = 0,
         group: dist.ProcessGroup | None = None,
         timeout: float = 300.0,
+        waits: Waits = "auto",
     ) -> None:
         named = named_blocks(blocks)
         options = PipelineOptions(
@@ -166,7 +172,7 @@ class Pipeline:
             staleness if isinstance(staleness, Staleness) else Staleness(staleness),
             partition if isinstance(partition, Partition) else Partition(partition),
             UpdateOptions(max_grad_norm, lr_scheduler, ema_decay, divergence),
-            RunOptions(seed, timeout),
+            RunOptions(seed, timeout, waits),
         )
         mesh = options.data_parallel.mesh
         correction, width = options.staleness.correction, options.data_parallel.width
@@ -211,8 +217,9 @@ class Pipeline:
         evaluation, self._transports = prove_evaluation(self.schedule), self._choose_transports()
         self._transports.prepare(Channel.TRAINING, self.proof.lowered.lanes)
         self._transports.prepare(Channel.EVALUATION, evaluation.lowered.lanes)
+        polling = choose_polling(plan.options.run.waits, self.grid.control)
         self._engine = Engine(
-            self.grid, self._ranks, self.proof, evaluation, self._transports, alike, timeout, parallel.combine
+            self.grid, self._ranks, self.proof, evaluation, self._transports, alike, timeout, parallel.combine, polling
         )
 
     def _choose_transports(self) -> Transports:
@@ -546,12 +553,29 @@ class Pipeline:
         return {state.recorder.rank: state.recorder.busy for state in self._ranks}
 
     def timeline(self) -> Timeline:
-        """Return the timeline of all ranks; between processes a collective call, which all ranks make together."""
+        """Return the timeline of all ranks; between processes a collective call, which all ranks make together.
+
+        Every process receives all of it: with many ranks, write it instead.
+        """
         parts = [state.recorder.recording() for state in self._ranks]
         if self.grid.group is not None:
             gathered = gather_json(parts, "gathering the timeline", self.grid.control)
             parts = [part for others in gathered for part in others]
         return merge_recordings(parts, self.grid.width * self.grid.depth)
+
+    def write_timeline(self, folder: Path | str) -> None:
+        """Write the timeline of each rank of this process into a folder, from where `read_timeline` merges all.
+
+        No collective call: read only when all ranks have written.
+
+        Args:
+            folder: that all ranks can access, such as that of the run.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        for state in self._ranks:
+            write_recording(Path(folder), state.recorder, self.grid.width * self.grid.depth)
 
 
 def pipeline_of(

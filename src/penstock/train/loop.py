@@ -6,6 +6,7 @@ import math
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from penstock.runtime.execute.evaluation import Evaluating
 from penstock.runtime.malloc import keep_freed_memory
 from penstock.runtime.rank.batch_source import Batches
 from penstock.runtime.rank.reports import Report
+from penstock.runtime.rank.timeline_files import read_timeline
 from penstock.runtime.update.events import Evaluated
 from penstock.schedule.ir.rules import RULES
 from penstock.schedule.methods.wave_lags import RECORD
@@ -156,12 +158,12 @@ class _Loop:
         seconds = time.perf_counter() - self._begun
         if self.config.checkpoint.every is not None:  # so that the run can be continued with more batches or patience
             self._save()  # the observer has been notified of a failure
-        timeline = self.pipeline.timeline()
+        self._write_timeline()
         validation = self._validate()
         save_weights(self.pipeline, self.prepared, self.folder)
         peaks = {r: b for part in self._gather(list(self.pipeline.peak_bytes().items())) for r, b in part}
         if self.reports:
-            self._finish(validation, seconds, timeline, peaks)
+            self._finish(validation, seconds, self._timeline(), peaks)
 
     def _keep_lags(self) -> None:
         """Write the recorded lags of waves into the run folder, if `combine.lag=record`."""
@@ -264,10 +266,23 @@ class _Loop:
                 f"the run was requested to end after batch {self.pipeline.batches - 1}, but its checkpoint could not "
                 f"be written ({failure}); earlier checkpoints are intact"
             )
-        timeline = self.pipeline.timeline()
+        self._write_timeline()
+        self._gather(None)  # all have written theirs
         if self.reports:
             self.metrics.add(interrupted=self.pipeline.batches)
-            self.observer.interrupted(self.folder, self.pipeline.batches, timeline)
+            self.observer.interrupted(self.folder, self.pipeline.batches, self._timeline())
+
+    def _write_timeline(self) -> None:
+        """Write what this rank has recorded; a full disk costs only that."""
+        with suppress(OSError):
+            self.pipeline.write_timeline(self.folder)
+
+    def _timeline(self) -> Timeline:
+        """Return what all ranks have written; an empty one if that cannot be read."""
+        try:
+            return read_timeline(self.folder)
+        except DataError:
+            return Timeline(self.ranks)
 
     def _post(self) -> None:
         now = time.perf_counter()

@@ -259,6 +259,9 @@ class TrainConfig(Strict):
     )
     restarts: int = Field(default=0, ge=0, description="times that failed workers are started again")
     timeout: Number = Field(default=300.0, gt=0, description="seconds after which a missing message ends the run")
+    waits: Literal["auto", "latency", "shared"] = Field(
+        default="auto", description="waits for messages: latency (look), shared (sleep); auto sleeps if cores are few"
+    )
     threads: int | None = Field(default=None, ge=1, description="threads per rank; cores divided by ranks if not set")
     model: ModelSection = Field(default=ModelSection(), description="the model")
     optimizer: OptimizerSection = Field(default=OptimizerSection(), description="the optimizer")
