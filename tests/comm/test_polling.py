@@ -60,6 +60,6 @@ def test_a_shared_core_is_not_polled() -> None:
     assert few <= 3 < len(looks) - few
 
 
-def test_other_names_are_refused() -> None:
+def test_other_ways_to_wait_are_refused() -> None:
     with pytest.raises(ConfigError, match="waits must be one of auto, latency, shared; got 'spin'"):
         RunOptions(waits="spin")  # type: ignore[arg-type]
