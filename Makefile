@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ARGS ?=
 
-.PHONY: train check test faults planted lint bench bench-short bench-overhead quality clean
+.PHONY: train check test faults planted soak lint bench bench-short bench-overhead quality clean
 
 train: $(STAMP)
 	$(BIN)/penstock train $(ARGS)
@@ -21,6 +21,9 @@ faults: $(STAMP)
 
 planted: $(STAMP)
 	PYTHONPATH=tests $(BIN)/python -m campaigns.planted_defects $(ARGS)
+
+soak: $(STAMP)
+	$(BIN)/python -m tools.soak $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -34,6 +34,7 @@ from .runtime.plan.options import (
 from .runtime.rank.reports import Report as Report
 from .runtime.rank.restore import SavedState as SavedState
 from .runtime.rank.snapshot import Saving as Saving, Snapshot as Snapshot
+from .runtime.rank.timeline_files import read_timeline as read_timeline
 from .runtime.training_run import TrainingRun as TrainingRun
 from .runtime.update.divergence import Divergence as Divergence, Trouble as Trouble
 from .runtime.update.events import Evaluated as Evaluated

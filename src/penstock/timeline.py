@@ -71,6 +71,13 @@ class Interval(NamedTuple):
         return self.lane == _COMPUTE and self.what not in _WAITING
 
 
+class Total(NamedTuple):
+    """How often a rank did something, and for how many seconds altogether."""
+
+    times: int
+    seconds: float
+
+
 @dataclass
 class Timeline:
     """What each rank did when, and how much memory it held: of a measured run, or of a simulated one.
@@ -82,6 +89,8 @@ class Timeline:
             rank's whole share when simulated, bytes of each kind when measured.
         unit: of times.
         since: intervals that began before this time were dropped, as a long measured run keeps only its end.
+        totals: per rank and operation or `Waiting` of the compute lane, over the whole of a measured run, dropped
+            intervals included.
     """
 
     ranks: int
@@ -89,6 +98,7 @@ class Timeline:
     memory: dict[tuple[int, str], list[tuple[float, float]]] = field(default_factory=dict)
     unit: str = "s"
     since: float = 0.0
+    totals: dict[tuple[int, str], Total] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         """Return its size."""

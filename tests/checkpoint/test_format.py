@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed import FileStore, HashStore
 
 from penstock.checkpoint import format as disk, index as indexes, writer as writer_module
 from penstock.checkpoint.format import Checkpoint, checkpoints, clear_parts, open_newest, place_of
-from penstock.checkpoint.writer import LocalPosts, Part, Posts, Writer
+from penstock.checkpoint.writer import LocalPosts, Part, Posts, StorePosts, Writer
 from penstock.errors import CheckpointError
 from penstock.runtime.rank.snapshot import Snapshot
 from penstock.train.metrics_file import Metrics
@@ -446,3 +447,19 @@ def test_patience_leaves_time_for_what_is_under_way() -> None:
     patience = Patience(1, depth=8, microbatches=1)
     patience.record(2, None)
     assert patience.end == 2 + 6 + 7
+
+
+@pytest.mark.parametrize("kind", ["local", "hash", "file"])
+def test_announcements_are_removed_once_they_are_read(kind: str, tmp_path: Path) -> None:
+    """Of every checkpoint but the last one's verdict: the store does not grow with their number."""
+    store = {"hash": HashStore, "file": lambda: FileStore(str(tmp_path / "store"), 1)}.get(kind, lambda: None)()
+    posts, told = LocalPosts() if store is None else StorePosts(store, "one"), Told()
+    parts = [(0, 0), (1, 0), (0, 1), (1, 1)]
+    one, left = writer(tmp_path, parts, posts, told), []
+    for batch in range(1, 7):
+        for index, pipeline in parts:
+            one.sink(snapshot(batch, index, pipeline, w=torch.zeros(1)))
+        assert one.finish(batch) is None
+        left.append(len(posts._texts) if store is None else store.num_keys())
+    assert len(set(left)) == 1
+    assert len(one._rooms) <= 2

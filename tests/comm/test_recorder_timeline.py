@@ -95,14 +95,60 @@ def test_waits_name_the_peer_and_are_as_long_as_it_lets_wait(pool: Pool) -> None
 def test_a_long_run_keeps_the_same_window_on_every_rank() -> None:
     case = Case("1f1b", 2, 2, spans=(30,), skips=())
     pipeline = make_pipeline(case)
-    pipeline._ranks[0].recorder.intervals = deque(maxlen=20)
+    pipeline._ranks[0].recorder._entries = deque(maxlen=40)
     list(pipeline.run(make_batches(case)))
     timeline = pipeline.timeline()
     begins = [min(i.start for i in timeline.intervals if i.rank == rank) for rank in (0, 1)]
     assert abs(begins[0] - begins[1]) < timeline.makespan / 2
-    assert 0 < timeline.since == min(begins)
+    assert 0 < timeline.since <= min(begins)
     assert {i.what for i in timeline.intervals} >= {"F", "B", "STEP"}
     assert len(timeline.work(1)) < 30
+
+
+def test_totals_cover_the_intervals_that_were_dropped() -> None:
+    case = Case("1f1b", 2, 2, spans=(30,), skips=())
+    whole, short = make_pipeline(case), make_pipeline(case)
+    short._ranks[0].recorder._entries = deque(maxlen=40)
+    for pipeline in (whole, short):
+        list(pipeline.run(make_batches(case)))
+        counts = {what: total.times for (rank, what), total in pipeline.timeline().totals.items() if rank == 0}
+        assert counts == {"F": 60, "B": 60, "STEP": 30} | {what: counts[what] for what in counts.keys() - set("FB")}
+        assert counts["STEP"] == 30
+        work = sum(pipeline.timeline().totals[0, what].seconds for what in ("F", "B", "STEP"))
+        assert work == pytest.approx(pipeline.busy_seconds()[0])
+    timeline = whole.timeline()
+    for (rank, what), total in timeline.totals.items():
+        kept = [i.end - i.start for i in timeline.intervals if (i.rank, i.what, i.lane) == (rank, what, "compute")]
+        assert (len(kept), pytest.approx(sum(kept))) == (total.times, total.seconds)
+
+
+def test_memory_is_exact_where_its_beginning_was_dropped() -> None:
+    """Amounts follow from the last ones; a kind that has not changed since is shown from the window's beginning."""
+    short, whole = Recorder(0, 0.0, keep=8), Recorder(0, 0.0)
+    for recorder in (short, whole):
+        recorder.hold("constant", 7)
+        for k in range(20):
+            recorder.hold("a", k % 5)
+            recorder.change("b", 3 if k % 2 else -3)
+    kept, every = short.recording(), whole.recording()
+    assert every["memory"]["constant"] == [(every["memory"]["constant"][0][0], 7)]
+    assert [amount for _, amount in kept["memory"]["a"]] == [1, 2, 3, 4]  # from nothing
+    assert [amount for _, amount in kept["memory"]["b"]] == [-3, 0, -3, 0]
+    assert kept["memory"]["constant"] == [(kept["since"], 7)]
+    assert [amount for _, amount in every["memory"]["a"]] == [k % 5 for k in range(20)]
+
+
+@pytest.mark.smoke
+def test_a_recorder_of_a_long_run_reaches_its_bound_soon() -> None:
+    """However rarely a kind of memory changes, it takes no entries beside those of the intervals."""
+    recorder = Recorder(0, 0.0, keep=100)
+    for k in range(60):
+        recorder.add("compute", k, k + 1, "wait", "wait")
+        for kind in ("a", "b", "c"):
+            recorder.change(kind, 1)
+    found = recorder.recording()
+    assert len(found["intervals"]) + sum(map(len, found["memory"].values())) <= 100 + 3  # and where each kind begins
+    assert found["totals"]["wait"] == [60, 60.0]
 
 
 def test_evaluation_is_not_taken_for_training() -> None:

@@ -5,8 +5,7 @@ import time
 
 import pytest
 
-from penstock.comm.core import ticket as ticket_module
-from penstock.comm.core.ticket import Ticket, brief
+from penstock.comm.core.ticket import Polling, Ticket, brief
 from penstock.errors import TransportError
 from penstock.schedule.ir.schedule import Payload
 from penstock.schedule.machine.instructions import LaneKey
@@ -15,33 +14,33 @@ LANE = LaneKey(0, 1, Payload.ACTIVATION)
 
 
 @pytest.mark.parametrize("polled", [0.0, 0.1, 20.0])
-def test_it_returns_once_the_message_is_there(polled: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ticket_module, "_POLLED", polled)
+def test_it_returns_once_the_message_is_there(polled: float) -> None:
+    polling = Polling(polled / 2, polled)
     ticket = Ticket(LANE)
     timer = threading.Timer(0.3, ticket.complete)
     start = time.perf_counter()
     timer.start()
-    ticket.wait(30.0, "rank 1")
+    ticket.wait(30.0, "rank 1", polling)
     assert ticket.done
     assert 0.2 < time.perf_counter() - start < 10.0
 
 
 @pytest.mark.parametrize("polled", [0.0, 0.1, 20.0])
-def test_it_gives_up_in_time(polled: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ticket_module, "_POLLED", polled)
+def test_it_gives_up_in_time(polled: float) -> None:
+    polling = Polling(polled / 2, polled)
     start = time.perf_counter()
     with pytest.raises(TransportError, match="F3: nothing moved on .* within 0.3 seconds"):
-        Ticket(LANE).wait(0.3, "F3")
+        Ticket(LANE).wait(0.3, "F3", polling)
     assert 0.2 < time.perf_counter() - start < 10.0
 
 
 @pytest.mark.parametrize("polled", [0.0, 20.0])
-def test_a_failure_reaches_the_one_who_waits(polled: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ticket_module, "_POLLED", polled)
+def test_a_failure_reaches_the_one_who_waits(polled: float) -> None:
+    polling = Polling(polled / 2, polled)
     ticket = Ticket(LANE)
     threading.Timer(0.1, lambda: ticket.complete(error=RuntimeError("connection closed"))).start()
     with pytest.raises(TransportError, match="F3: the activation lane from rank 0 to rank 1 broke: connection closed"):
-        ticket.wait(30.0, "F3")
+        ticket.wait(30.0, "F3", polling)
 
 
 def test_what_gloo_says_is_cut_down_to_what_happened() -> None:
@@ -55,11 +54,11 @@ def test_what_gloo_says_is_cut_down_to_what_happened() -> None:
 
 @pytest.mark.parametrize("polled", [0.0, 20.0])
 def test_all_who_wait_go_on_and_a_second_completion_changes_nothing_for_them(
-    polled: float, monkeypatch: pytest.MonkeyPatch
+    polled: float,
 ) -> None:
-    monkeypatch.setattr(ticket_module, "_POLLED", polled)
+    polling = Polling(polled / 2, polled)
     ticket, settled = Ticket(LANE), []
-    waiting = [threading.Thread(target=lambda: settled.append(ticket.settles(30.0))) for _ in range(3)]
+    waiting = [threading.Thread(target=lambda: settled.append(ticket.settles(30.0, polling))) for _ in range(3)]
     for thread in waiting:
         thread.start()
     time.sleep(0.1)

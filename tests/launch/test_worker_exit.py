@@ -263,7 +263,7 @@ def test_ranks_that_do_not_start_are_named(monkeypatch: pytest.MonkeyPatch) -> N
     config = TrainConfig(stages=3, timeout=0.1)
     monkeypatch.setattr(process_group, "_STARTING", 0.2)
     environment(monkeypatch, store, 1, 3, 0)
-    message = "rank 1, joining the job: rank 0 did not come within 0.2 seconds; it is stalled or dead"
+    message = "rank 1, joining the job: rank 0, 2 did not come within 0.2 seconds; it is stalled or dead"
     with pytest.raises(TransportError, match=message), process_group.process_group(config):
         pass
 
@@ -282,17 +282,15 @@ def test_machines_that_count_starts_differently_meet() -> None:
     Rank 1 comes long before rank 0 and finds the name and the configurations of the start before.
     """
     store, config = dist.HashStore(), TrainConfig(stages=2, timeout=20.0)
-    starts: list[str] = []
     for _ in range(2):
         with ThreadPoolExecutor(2) as pool:
             later = pool.submit(process_group._meet, config, store, 1, 2)
             time.sleep(0.3)
             assert not later.done()
             first = pool.submit(process_group._meet, config, store, 0, 2).result()
+            assert not first.check(["of this start"])
             first.set("of this start", "yes")
             assert later.result().get("of this start") == b"yes"
-        starts.append(json.loads(store.get("penstock/start"))[0])
-    assert starts[0] != starts[1]
 
 
 def test_ranks_with_other_configurations_are_told() -> None:

@@ -256,9 +256,8 @@ def test_nothing_leaks(method: str) -> None:
     batch = make_data(1, m)[0]
     with LiveStorage() as tracker:
         pipeline = make_pipeline(method, depth, m, make_layers())
-        for rank in pipeline._ranks:  # the recorder keeps a bounded number of intervals: a small one
-            recorder = rank.recorder
-            recorder.intervals, recorder.samples, recorder._keep = deque(maxlen=10), {}, 10
+        for rank in pipeline._ranks:  # the recorder keeps a bounded number of entries: a small one
+            rank.recorder._entries = deque(maxlen=10)
         tensors, objects = [], []
         gc.freeze()  # what is there already is neither looked through nor counted
         try:

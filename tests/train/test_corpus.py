@@ -12,6 +12,7 @@ import pytest
 from penstock.errors import DataError
 from penstock.train.data import corpus as corpus_module
 from penstock.train.data.corpus import SKIPPED_FOLDERS, load_corpus, unigram_entropy
+from penstock.train.data.windows import Windows
 from penstock.train.setup.prepare import is_of_a_run
 
 
@@ -148,7 +149,7 @@ def test_a_folder_that_cannot_be_listed_is_not_empty(tmp_path, monkeypatch):
 def test_what_is_no_text_is_refused(tmp_path):
     (tmp_path / "program").write_bytes(b"\x7fELF\0\1")
     with pytest.raises(
-        DataError, match=r"program' is not a text file: byte 4 is 0. Give text, or tokens in a .npy or .bin"
+        DataError, match=r"program' is not a text file: byte 4 is 0. Give text, or tokens in a .npy, .bin or .u32"
     ):
         load_corpus(str(tmp_path / "program"))
     os.mkfifo(tmp_path / "pipe")
@@ -198,3 +199,43 @@ def test_fingerprints_tell_texts_apart(tmp_path, monkeypatch):
         (tmp_path / "x.txt").write_text(text)
         found.add(load_corpus(str(tmp_path / "x.txt")).fingerprint)
     assert len(found) == len(texts)
+
+
+def test_tokens_of_32_bits(tmp_path):
+    np.array([5, 0, 70_000, 3], dtype="<u4").tofile(tmp_path / "t.u32")
+    corpus = load_corpus(str(tmp_path / "t.u32"))
+    assert (corpus.tokens.tolist(), corpus.vocabulary, corpus.text) == ([5, 0, 70_000, 3], 70_001, False)
+    assert isinstance(corpus.tokens, np.memmap)
+    (tmp_path / "cut.u32").write_bytes(bytes(7))
+    with pytest.raises(DataError, match="7 bytes are no whole number of tokens of 4 bytes"):
+        load_corpus(str(tmp_path / "cut.u32"))
+
+
+@pytest.mark.parametrize("dtype", ["<u4", "<i8"])
+def test_with_a_vocabulary_an_array_is_not_read_as_a_whole(tmp_path, monkeypatch, dtype):
+    """Samples are checked instead: the first window is fine, the next has a token that is not."""
+    tokens = np.arange(41, dtype=dtype) % 10
+    tokens[15] = 10 if dtype == "<u4" else -1
+    np.save(tmp_path / "t.npy", tokens)
+    loaded = np.load
+    reads = []
+
+    class Watched(np.memmap):
+        def min(self, *arguments, **named):
+            reads.append(self.size)
+            return super().min(*arguments, **named)
+
+        def max(self, *arguments, **named):
+            reads.append(self.size)
+            return super().max(*arguments, **named)
+
+    monkeypatch.setattr(np, "load", lambda *a, **k: loaded(*a, **k).view(Watched))
+    corpus = load_corpus(str(tmp_path / "t.npy"), vocabulary=10)
+    assert (reads, corpus.vocabulary) == ([], 10)
+    windows = Windows(corpus, 10, 0.25, 0)
+    assert windows._read(np.array([0]))[0].tolist() == [[*range(10)]]
+    bad = tokens[15]
+    with pytest.raises(DataError, match=f"holds the token {bad}, but model.vocabulary is 10"):
+        windows._read(np.array([0, 1]))
+    with pytest.raises(DataError, match=f"holds the token {bad}, but"):
+        windows.count_tokens(10)

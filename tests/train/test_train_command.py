@@ -51,6 +51,7 @@ def check_run(folder, batches, ranks):
     assert lines[-1]["unigram_entropy"] > 0
     events = json.loads((folder / "trace.json").read_text())["traceEvents"]
     assert {e["pid"] for e in events} == set(range(ranks))
+    assert len(list((folder / "timeline").iterdir())) == ranks
     names = {e["name"] for e in events if e["ph"] == "X"}
     for stage in range(ranks):
         assert names >= {f"F0 stage {stage} v0", f"B0 stage {stage} v0", f"STEP0 stage {stage} v1"}

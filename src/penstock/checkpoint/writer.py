@@ -40,8 +40,12 @@ class Posts(Protocol):
         """Store a text."""
         ...
 
-    def read(self, key: str) -> str | None:
-        """Return the text of a key; None if there is none yet."""
+    def read(self, keys: Sequence[str]) -> list[str] | None:
+        """Return the texts of keys; None if there are not all of them yet."""
+        ...
+
+    def remove(self, keys: Sequence[str]) -> None:
+        """Forget keys, of which some may not be there."""
         ...
 
 
@@ -55,9 +59,14 @@ class LocalPosts:
         """Store a text."""
         self._texts[key] = text
 
-    def read(self, key: str) -> str | None:
-        """Return the text of a key; None if there is none yet."""
-        return self._texts.get(key)
+    def read(self, keys: Sequence[str]) -> list[str] | None:
+        """Return the texts of keys; None if there are not all of them yet."""
+        return [self._texts[key] for key in keys] if all(key in self._texts for key in keys) else None
+
+    def remove(self, keys: Sequence[str]) -> None:
+        """Forget keys, of which some may not be there."""
+        for key in keys:
+            self._texts.pop(key, None)
 
 
 class StorePosts:
@@ -75,9 +84,18 @@ class StorePosts:
         """Store a text."""
         self._store.set(key, text)
 
-    def read(self, key: str) -> str | None:
-        """Return the text of a key; None if there is none yet."""
-        return self._store.get(key).decode() if self._store.check([key]) else None
+    def read(self, keys: Sequence[str]) -> list[str] | None:
+        """Return the texts of keys; None if there are not all of them yet. However many keys, a look is one request."""
+        if not self._store.check(list(keys)):
+            return None
+        if self._store.has_extended_api():  # type: ignore[attr-defined]
+            return [text.decode() for text in self._store.multi_get(list(keys))]
+        return [self._store.get(key).decode() for key in keys]
+
+    def remove(self, keys: Sequence[str]) -> None:
+        """Forget keys, of which some may not be there."""
+        for key in keys:
+            self._store.delete_key(key)
 
 
 class Writer:
@@ -118,7 +136,8 @@ class Writer:
         self._written: Counter[int] = Counter()  # files written, by batch
         self._thread = Background("checkpoint")
         self._pending: list[Ticket] = []
-        self._rooms: dict[int, bool] = {}  # by batch, as stages of one process may be a batch apart
+        self._rooms: dict[int, bool] = {}  # of the last two batches, as stages of one process may be one apart
+        self._completed: int | None = None  # the last batch whose checkpoint this process has completed
         self.batch = -1
 
     def make_room(self, batch: int) -> bool:
@@ -129,6 +148,7 @@ class Writer:
         """
         if batch not in self._rooms:
             self.batch, self._rooms[batch] = batch, self._settles(self._patience)
+            self._rooms = dict(sorted(self._rooms.items())[-2:])
             if not self._rooms[batch]:
                 self._leave_out(batch)
         return self._rooms[batch]
@@ -141,7 +161,7 @@ class Writer:
     def finish(self, batch: int) -> str | None:
         """Wait until the checkpoint of `batch` is complete on every rank; return None or why it was not written."""
         limit = 3 * self._timeout
-        found = self._await([f"{batch}/complete"], limit) if self._settles(limit) else None
+        found = self._await([_verdict(batch)], limit) if self._settles(limit) else None
         if found is None:
             return f"it was not completed within {limit:g} seconds"
         failure: str | None = json.loads(found[0])  # the first rank's verdict
@@ -197,7 +217,8 @@ class Writer:
     def _complete(self, batch: int) -> None:
         """Write the index once all stages have been written."""
         place = disk.place_of(self._run, batch)
-        found = self._await([_key(batch, index, place) for index, place in self._parts], self._timeout)
+        keys = [_key(batch, index, place) for index, place in self._parts]
+        found = self._await(keys, self._timeout)
         if found is None:
             failure: str | None = f"a stage was not written within {self._timeout:g} seconds"
         else:
@@ -213,16 +234,19 @@ class Writer:
             failure = f"{INDEX}: {error}"
         if failure is not None:
             shutil.rmtree(disk.part_of(place), ignore_errors=True)
-        self._posts.post(f"{batch}/complete", json.dumps(failure))
+        # Nobody waits for the verdict before: all ranks have contributed to this checkpoint since, or have given up.
+        before = [] if self._completed is None else [_verdict(self._completed)]
+        self._posts.remove([*keys, *before])
+        self._completed = batch
+        self._posts.post(_verdict(batch), json.dumps(failure))
         self._tell(batch, failure)
 
     def _await(self, keys: Sequence[str], patience: float) -> list[str] | None:
         """Return the texts of some keys once all are there; None if they are not within `patience` seconds."""
         deadline = time.monotonic() + patience
         while True:
-            found = [self._posts.read(key) for key in keys]
-            texts = [text for text in found if text is not None]
-            if len(texts) == len(keys):
+            texts = self._posts.read(keys)
+            if texts is not None:
                 return texts
             if time.monotonic() > deadline:
                 return None
@@ -236,6 +260,10 @@ def _is_doubtful(part: Mapping[str, Any]) -> bool:
 
 def _key(batch: int, index: int, place: int) -> str:
     return f"{batch}/{index}.{place}"
+
+
+def _verdict(batch: int) -> str:
+    return f"{batch}/complete"
 
 
 def _file_name(snapshot: Snapshot) -> str:

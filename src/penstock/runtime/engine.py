@@ -19,6 +19,7 @@ import torch
 from penstock.comm.collective.gather import gather_json
 from penstock.comm.communicators import connect, holders_of
 from penstock.comm.core.rank_grid import RankGrid
+from penstock.comm.core.ticket import LATENCY, Polling
 from penstock.comm.mesh import Groups
 from penstock.comm.p2p.routing import reads_of
 from penstock.comm.p2p.transport import Channel
@@ -57,6 +58,7 @@ class Engine:
         holder_groups: of those that hold the same weights; empty where gradients are added in order.
         timeout: seconds after which a missing message is an error.
         combine: how parallel pipelines agree.
+        polling: how this process waits, where it has one rank.
 
     Attributes:
         batches: that have been trained on.
@@ -73,7 +75,9 @@ class Engine:
         holder_groups: Groups,
         timeout: float,
         combine: Combine = REDUCE,
+        polling: Polling = LATENCY,
     ) -> None:
+        self._polling = polling
         self._grid, self._ranks, self._timeout, self._combine = grid, ranks, timeout, combine
         self._proof, self._forward_only = proof, forward_only
         self._transports, self._holder_groups = transports, holder_groups
@@ -388,7 +392,7 @@ class Engine:
     def _drive(self, runs: list[Run], pipelines: int) -> Iterator[Report]:
         """Run the ranks; yield the reports of the last stage, where it is in this process, of so many pipelines."""
         if self._grid.group is not None:
-            return drive_one(runs[0], self._timeout)
+            return drive_one(runs[0], self._timeout, self._polling)
         return drive_all(runs, [pipeline * self._grid.depth + self._last for pipeline in range(pipelines)])
 
 

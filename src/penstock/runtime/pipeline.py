@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from inspect import signature
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Never, NoReturn
 
 import torch
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.comm.collective.gather import gather_json
+from penstock.comm.collective.polling import Waits, choose_polling
 from penstock.comm.communicators import holders_of
 from penstock.comm.core.rank_grid import RankGrid, check_group, warn_if_alone
 from penstock.comm.core.recorder import merge_recordings
@@ -44,6 +46,7 @@ from penstock.runtime.plan.requirements import schedule_of
 from penstock.runtime.rank.batch_source import Batches
 from penstock.runtime.rank.restore import SavedState, check_names, check_pipelines, restore
 from penstock.runtime.rank.snapshot import Saving, Snapshot, check_saving
+from penstock.runtime.rank.timeline_files import write_recording
 from penstock.runtime.setup.assemble import make_ranks
 from penstock.runtime.training_run import TrainingRun
 from penstock.runtime.update.divergence import Divergence, Trouble
@@ -120,6 +123,8 @@ class Pipeline:
         device: where the blocks are moved to and compute: "auto" (a GPU if there is one), "cpu", "cuda" (processes of a
             machine take its GPUs in turns, by LOCAL_RANK), or one such as "cuda:1". By default they stay where they
             are. Batches may be anywhere; they are moved there. No GPU has run this yet.
+        waits: how a process waits for messages: "latency" by looking for them, "shared" asleep, which leaves its core
+            to others; "auto" sleeps where the processes of a machine outnumber its cores.
 
     Raises:
         ConfigError: model, schedule, options and group do not fit.
@@ -157,6 +162,7 @@ class Pipeline:
         group: dist.ProcessGroup | None = None,
         timeout: float = 300.0,
         device: str | torch.device | None = None,
+        waits: Waits = "auto",
         **unknown: Never,
     ) -> None:
         if unknown:
@@ -169,7 +175,7 @@ class Pipeline:
             staleness if isinstance(staleness, Staleness) else Staleness(staleness),
             partition if isinstance(partition, Partition) else Partition(partition),
             UpdateOptions(max_grad_norm, lr_scheduler, ema_decay, divergence),
-            RunOptions(seed, timeout, device),
+            RunOptions(seed, timeout, device, waits),
         )
         mesh = options.data_parallel.mesh
         correction, width = options.staleness.correction, options.data_parallel.width
@@ -205,8 +211,9 @@ class Pipeline:
         evaluation, self._transports = prove_evaluation(self.schedule), self._choose_transports()
         self._transports.prepare(Channel.TRAINING, self.proof.lowered.lanes)
         self._transports.prepare(Channel.EVALUATION, evaluation.lowered.lanes)
+        polling = choose_polling(plan.options.run.waits, self.grid.control)
         self._engine = Engine(
-            self.grid, self._ranks, self.proof, evaluation, self._transports, alike, timeout, parallel.combine
+            self.grid, self._ranks, self.proof, evaluation, self._transports, alike, timeout, parallel.combine, polling
         )
 
     def _choose_transports(self) -> Transports:
@@ -537,12 +544,29 @@ class Pipeline:
         return {state.recorder.rank: state.recorder.busy for state in self._ranks}
 
     def timeline(self) -> Timeline:
-        """Return the timeline of all ranks; between processes a collective call, which all ranks make together."""
+        """Return the timeline of all ranks; between processes a collective call, which all ranks make together.
+
+        Every process receives all of it: with many ranks, write it instead.
+        """
         parts = [state.recorder.recording() for state in self._ranks]
         if self.grid.group is not None:
             gathered = gather_json(parts, "gathering the timeline", self.grid.control)
             parts = [part for others in gathered for part in others]
         return merge_recordings(parts, self.grid.width * self.grid.depth)
+
+    def write_timeline(self, folder: Path | str) -> None:
+        """Write the timeline of each rank of this process into a folder, from where `read_timeline` merges all.
+
+        No collective call: read only when all ranks have written.
+
+        Args:
+            folder: that all ranks can access, such as that of the run.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        for state in self._ranks:
+            write_recording(Path(folder), state.recorder, self.grid.width * self.grid.depth)
 
 
 def pipeline_of(

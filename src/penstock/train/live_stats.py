@@ -21,16 +21,23 @@ class Board:
     """
 
     def __init__(self, store: Store, rank: int, ranks: int) -> None:
-        self._store, self._rank, self._ranks = PrefixStore("penstock/board", store), rank, ranks
+        self._store, self._rank = PrefixStore("penstock/board", store), rank
+        self._silent, self._seen = set(range(ranks)), list[int]()
 
     def post(self, figures: dict[str, Any]) -> None:
         """Replace this rank's figures."""
         self._store.set(str(self._rank), json.dumps(figures))
 
     def read(self) -> dict[int, dict[str, Any]]:
-        """Return the figures of every rank that has posted some."""
-        posted = [rank for rank in range(self._ranks) if self._store.check([str(rank)])]
-        return {rank: json.loads(self._store.get(str(rank))) for rank in posted}
+        """Return the figures of every rank that has posted some; once all have, in one request where stores can."""
+        if self._silent:
+            posted = {rank for rank in self._silent if self._store.check([str(rank)])}
+            self._silent -= posted
+            self._seen = sorted({*self._seen, *posted})
+        keys = [str(rank) for rank in self._seen]
+        many = keys and self._store.has_extended_api()  # type: ignore[attr-defined]
+        texts = self._store.multi_get(keys) if many else [self._store.get(key) for key in keys]
+        return {rank: json.loads(text) for rank, text in zip(self._seen, texts, strict=True)}
 
 
 class BubbleMeter:

@@ -6,6 +6,7 @@ import math
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from penstock.runtime.execute.evaluation import Evaluating
 from penstock.runtime.malloc import keep_freed_memory
 from penstock.runtime.rank.batch_source import Batches
 from penstock.runtime.rank.reports import Report
+from penstock.runtime.rank.timeline_files import read_timeline
 from penstock.runtime.update.events import Evaluated
 from penstock.schedule.ir.rules import RULES
 from penstock.schedule.methods.wave_lags import RECORD
@@ -114,7 +116,9 @@ class _Loop:
         self.phases = Phases(prepared, self.pipeline, self.checkpoints, self._gather)
         loaded = self.checkpoints.load(ready=self.phases.ready)
         self._begin_from(None if loaded is None else loaded.extra)
-        self._posted, self._begun = -math.inf, 0.0
+        self._posted = self._read_at = -math.inf
+        self._figures: dict[int, dict[str, Any]] = {}  # of all ranks, as last read
+        self._begun = 0.0
         self._trained = 0  # batches since this process started
         self._ending = False
         self._loss: float | None = None  # of the last batch
@@ -168,14 +172,14 @@ class _Loop:
         seconds = time.perf_counter() - self._begun
         if self.config.checkpoint.every is not None:  # so that the run can be continued with more batches or patience
             self._save()  # the observer has been notified of a failure
-        timeline = self.pipeline.timeline()
+        self._write_timeline()
         validation = self._validate()
         save_weights(self.pipeline, self.prepared, self.folder)
         self._warn()
         troubles = self._all_troubles()
         peaks = {r: b for part in self._gather(list(self.pipeline.peak_bytes().items())) for r, b in part}
         if self.reports:
-            self._finish(validation, seconds, timeline, peaks, troubles)
+            self._finish(validation, seconds, self._timeline(), peaks, troubles)
 
     def _keep_lags(self) -> None:
         """Write the recorded lags of waves into the run folder, if `combine.lag=record`."""
@@ -279,10 +283,23 @@ class _Loop:
                 f"the run was requested to end after batch {self.pipeline.batches - 1}, but its checkpoint could not "
                 f"be written ({failure}); earlier checkpoints are intact"
             )
-        timeline, troubles = self.pipeline.timeline(), self._all_troubles()
+        self._write_timeline()
+        troubles = self._all_troubles()  # all have written theirs by then
         if self.reports:
             self.metrics.add(interrupted=self.pipeline.batches)
-            self.observer.interrupted(self.folder, self.pipeline.batches, timeline, troubles)
+            self.observer.interrupted(self.folder, self.pipeline.batches, self._timeline(), troubles)
+
+    def _write_timeline(self) -> None:
+        """Write what this rank has recorded; a full disk costs only that."""
+        with suppress(OSError):
+            self.pipeline.write_timeline(self.folder)
+
+    def _timeline(self) -> Timeline:
+        """Return what all ranks have written; an empty one if that cannot be read."""
+        try:
+            return read_timeline(self.folder)
+        except DataError:
+            return Timeline(self.ranks)
 
     def _post(self) -> None:
         now = time.perf_counter()
@@ -305,9 +322,16 @@ class _Loop:
         for trouble in self.troubles.news() if self.reports else ():
             self.observer.warned(trouble)
 
+    def _figures_of_all(self) -> dict[int, dict[str, Any]]:
+        """Return the figures of all ranks, read anew no more often than they are posted."""
+        now = time.perf_counter()
+        if now - self._read_at >= _POST_EVERY or len(self._figures) < self.ranks:
+            self._read_at, self._figures = now, self.board.read()
+            self._meter.update(self._figures)
+        return self._figures
+
     def _progress(self, report: Report, seconds: float) -> None:
-        figures = self.board.read()
-        self._meter.update(figures)
+        figures = self._figures_of_all()
         done = report.batch + 1
         progress = Progress(
             batch=done,

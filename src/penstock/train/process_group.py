@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import atexit
-import json
 import os
 import sys
 import time
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -22,11 +20,11 @@ from penstock.comm.core.devices import choose_backend, find_device
 from penstock.comm.core.ticket import brief
 from penstock.errors import ConfigError, TransportError
 from penstock.train.config.schema import TrainConfig
+from penstock.train.meeting import Meeting, differences
 from penstock.train.setup.prepare import make_run_folder
 
 _STARTING = 60.0  # seconds within which all processes must start, in addition to the time-out of messages
 _LOOK = 0.05  # seconds between two looks
-_ASKED, _START = "penstock/asked", "penstock/start"  # in the job's store
 _LINGER = 0.5  # grace period so that elastic notices a peer that died silently before the ranks that depended on it
 
 
@@ -61,12 +59,6 @@ def first_of_the_job(store: PrefixStore, what: str) -> bool:
 def _meet(config: TrainConfig, job: Store, rank: int, size: int) -> PrefixStore:
     """Wait for every rank, and check that all were started with the same configuration.
 
-    Elastic keeps its store, with everything that earlier workers have written, when it restarts workers, and its count
-    of restarts may differ between machines. So rank 0 gives each start a name, and answers every rank's question with
-    the name and that question; a rank that finds an answer to another question knows that it is an old one.
-
-    It polls, because a blocking wait in the store cannot be interrupted by a signal.
-
     Returns:
         A store for this start only.
 
@@ -75,44 +67,18 @@ def _meet(config: TrainConfig, job: Store, rank: int, size: int) -> PrefixStore:
         TransportError: some ranks did not come in time.
     """
     mine, patience = config.model_dump_json(), max(config.timeout, _STARTING)
-    question, name = uuid.uuid4().hex, uuid.uuid4().hex if rank == 0 else ""
-    job.set(f"{_ASKED}/{rank}", question)
-    deadline, missing = time.monotonic() + patience, [0]  # all other ranks, once this start has a name
-    store: PrefixStore | None = None
-    while missing:
-        if rank == 0:
-            _answer(job, name, size)
-        if store is None and (name := name or _answered(job, rank, question)):
-            store, missing = PrefixStore(f"penstock/{name}", job), list(range(size))
-            store.set(f"config/{rank}", mine)
-        if store is not None:
-            missing = [r for r in missing if not store.check([f"config/{r}"])]
-        if missing and time.monotonic() > deadline:
+    meeting, deadline = Meeting(job, rank, size, mine), time.monotonic() + patience
+    while not meeting.look():
+        if time.monotonic() > deadline:
             raise TransportError(
-                f"rank {rank}, joining the job: rank {', '.join(map(str, missing))} did not come within {patience:g} "
-                "seconds; it is stalled or dead"
+                f"rank {rank}, joining the job: rank {', '.join(map(str, meeting.missing()))} did not come within "
+                f"{patience:g} seconds; it is stalled or dead"
             )
-        time.sleep(_LOOK if missing else 0)
-    assert store is not None
-    first = json.loads(store.get("config/0"))
-    other = [key for key, value in json.loads(mine).items() if first.get(key) != value]
+        time.sleep(_LOOK)
+    other = differences(mine, meeting.first)
     if other:
         raise ConfigError(f"rank {rank} was started with other values than rank 0 for: {', '.join(other)}")
-    return store
-
-
-def _answer(job: Store, name: str, size: int) -> None:
-    """On rank 0: send the name of this start to all ranks that have asked by now."""
-    asked = {r: job.get(f"{_ASKED}/{r}").decode() for r in range(size) if job.check([f"{_ASKED}/{r}"])}
-    job.set(_START, json.dumps([name, asked]))
-
-
-def _answered(job: Store, rank: int, question: str) -> str:
-    """Return the name of this start; empty if rank 0 has not answered this rank yet."""
-    if not job.check([_START]):
-        return ""
-    name, asked = json.loads(job.get(_START))
-    return str(name) if asked.get(str(rank)) == question else ""
+    return PrefixStore(f"penstock/{meeting.name}", job)
 
 
 def _choose_backend(config: TrainConfig) -> str:

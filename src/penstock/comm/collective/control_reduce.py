@@ -1,13 +1,14 @@
 """Asynchronous all-reduce of a few scalars per batch (loss, weight, gradient norm, stop request) over all stages.
 
-Contributions go to the rank of the first stage, whose last backward ends a batch, and the sum comes back: two hops
-after the last contribution, on messages of their own, which queue behind nothing. A thread communicates while the rank
-continues to compute. The caller defines what the scalars mean and how they are added.
+Contributions go up a tree to the rank of the first stage, whose last backward ends a batch, and the sum comes back
+down: with up to nine processes two hops after the last contribution, on messages of their own, which queue behind
+nothing. They are added at the top, in the order of the stages, so that the sum does not depend on where stages are. A
+thread communicates while the rank continues to compute. The caller defines what the scalars mean and how they are
+added.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -23,6 +24,8 @@ from penstock.comm.core.tagged_group import Tag, TaggedGroup
 from penstock.comm.core.ticket import Ticket
 
 CONTROL_LANE = "the control lane"
+FAN = 8
+"""The most processes that send to one: few enough for its thread, and trees of thousands are four hops high."""
 
 
 Scalars = tuple[float, ...]
@@ -109,8 +112,17 @@ class GlooControlReduce:
         timeout: timedelta | None = None,
     ) -> None:
         self._messages, self._rank, self._add = TaggedGroup(group, tag, timeout), dist.get_rank(group), add
-        self._counts = Counter(map(process, holders))
-        self._root = process(holders[0]) if holders else 0
+        held: dict[int, list[int]] = {}  # process -> which of the holders it has; a tree in the order of the holders
+        for index, holder in enumerate(holders):
+            held.setdefault(process(holder), []).append(index)
+        places = list(held)
+        mine = places.index(self._rank) if self._rank in held else 0
+        self._parent = places[(mine - 1) // FAN] if mine else None
+        below = [_subtree(child, len(places)) for child in _children(mine, len(places))]
+        self._children = [(places[part[0]], sum(len(held[places[i]]) for i in part)) for part in below]
+        top = _subtree(0, len(places)) if places else []  # evaluations decide nothing
+        rows = [index for i in top for index in held[places[i]]]  # as they come to the top
+        self._order = sorted(range(len(rows)), key=rows.__getitem__)
         self._rounds = _Rounds([holder for holder in holders if process(holder) == self._rank])
         self._background = Background(CONTROL_LANE)
 
@@ -119,29 +131,37 @@ class GlooControlReduce:
         complete = self._rounds.add(holder, batch, scalars, ticket)
         if complete is not None:
             contributions, tickets = complete
-            communicate = self._reduce_and_broadcast if self._rank == self._root else self._send_and_receive
-            self._background.later(tickets, partial(communicate, contributions))
+            self._background.later(tickets, partial(self._reduce_and_broadcast, contributions))
 
     def close(self) -> None:
         """Let the thread end after everything that has been submitted."""
         self._background.close()
 
     def _reduce_and_broadcast(self, own: list[Scalars]) -> Scalars:
-        """On the root: receive all contributions, add them, send the sum to every process."""
-        others = {r: _empty(count, own[0]) for r, count in self._counts.items() if r != self._rank}
-        self._messages.finish([self._messages.receive(block, r) for r, block in others.items()])
-        total = self._add(own + [_like(own[0], row) for block in others.values() for row in block.tolist()])
-        answer = torch.tensor([total], dtype=torch.float64)
-        self._messages.finish([self._messages.send(answer, r) for r in others])
-        return total
-
-    def _send_and_receive(self, own: list[Scalars]) -> Scalars:
-        """On every other process: send the contributions to the root and receive the sum."""
-        answer, contributions = _empty(1, own[0]), torch.tensor(own, dtype=torch.float64)
-        arriving = self._messages.receive(answer, self._root)
-        leaving = self._messages.send(contributions, self._root)
-        self._messages.finish([leaving, arriving])
+        """Send the contributions of this process and those below it up, and the sum down."""
+        messages, answer = self._messages, _empty(1, own[0])
+        blocks = [(rank, _empty(rows, own[0])) for rank, rows in self._children]
+        above = [] if self._parent is None else [messages.receive(answer, self._parent)]
+        messages.finish([messages.receive(block, rank) for rank, block in blocks])
+        rows = torch.cat([torch.tensor(own, dtype=torch.float64), *(block for _, block in blocks)])
+        if self._parent is None:
+            arrived = rows.tolist()
+            total = self._add([_like(own[0], arrived[row]) for row in self._order])
+            answer = torch.tensor([total], dtype=torch.float64)
+        else:
+            messages.finish([messages.send(rows, self._parent), *above])
+        messages.finish([messages.send(answer, rank) for rank, _ in blocks])
         return _like(own[0], answer[0].tolist())
+
+
+def _children(place: int, count: int) -> range:
+    """Return the places below one in a tree of so many, which are numbered level by level."""
+    return range(min(FAN * place + 1, count), min(FAN * place + FAN + 1, count))
+
+
+def _subtree(place: int, count: int) -> list[int]:
+    """Return a place and all below it, in the order in which their rows are sent up."""
+    return [place, *(i for child in _children(place, count) for i in _subtree(child, count))]
 
 
 def _empty(rows: int, like: Scalars) -> Tensor:

@@ -1,7 +1,8 @@
 """Trace recorder: what one rank did and when, and how many bytes of each kind of memory were live.
 
 Times are seconds since the pipeline was made, on a clock common to all ranks (`penstock.comm.collective.clock_sync`).
-Only the last `keep` intervals are kept, so that a long run does not use ever more memory; sums cover the whole run.
+Only the last `keep` entries are kept, intervals and changes of memory together, so that the memory of a long run is
+bounded and reaches its bound soon; totals and peaks cover the whole run.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from penstock.schedule.ir.ops import Lane
-from penstock.timeline import Interval, Timeline
+from penstock.timeline import Interval, Timeline, Total
 
 KEEP = 50_000
 _COMPUTE = Lane.COMPUTE.value
 _START = Interval._fields.index("start")
+_CHANGE = 3  # fields of a change of memory: when, kind, bytes; an interval has more
 
 
 class Recorder:
@@ -25,17 +27,18 @@ class Recorder:
     Args:
         rank: the rank.
         origin: zero of the common clock, on this process's `time.perf_counter`.
-        keep: how many intervals, and samples per kind of memory, to keep.
+        keep: how many entries to keep, intervals and changes of memory together.
 
     Attributes:
+        totals: what -> [how often, seconds] on the compute lane, over the whole run.
         span: the number of the current run or evaluation, from 0.
         doing: what the rank is doing, for error messages.
     """
 
     def __init__(self, rank: int, origin: float, keep: int = KEEP) -> None:
         self.rank, self.origin = rank, origin
-        self.intervals: deque[tuple[Any, ...]] = deque(maxlen=keep)  # tuples are made faster than `Interval`
-        self.samples: dict[str, deque[tuple[float, float]]] = {}
+        self._entries: deque[tuple[Any, ...]] = deque(maxlen=keep)  # tuples are made faster than `Interval`
+        self.totals: dict[str, list[float]] = {}
         self.live: dict[str, int] = {}
         self.peak: dict[str, int] = {}
         self._total = self.peak_total = 0
@@ -43,7 +46,6 @@ class Recorder:
         self.span = self._spans = -1
         self.doing = ""
         self.pause()
-        self._keep = keep
         self.roles: set[str] = set()  # of parameter-sized memory, as last recorded
 
     def begin_span(self) -> None:
@@ -80,7 +82,9 @@ class Recorder:
     ) -> None:
         """Record an interval (`penstock.timeline.Interval`) in which the rank does no work."""
         numbers = stage, direction, batch, version, cause, microbatch, self.span, peer
-        self.intervals.append((self.rank, lane, start, end, what, label, *numbers))
+        self._entries.append((self.rank, lane, start, end, what, label, *numbers))
+        if lane == _COMPUTE:
+            self._count(what, end - start)
 
     def add_work(
         self, start: float, end: float, what: str, label: str, stage: int, direction: int, batch: int, version: int,
@@ -88,8 +92,16 @@ class Recorder:
     ) -> None:  # fmt: skip
         """Record an interval in which the rank works."""
         numbers = stage, direction, batch, version, "", microbatch, self.span, -1
-        self.intervals.append((self.rank, _COMPUTE, start, end, what, label, *numbers))
+        self._entries.append((self.rank, _COMPUTE, start, end, what, label, *numbers))
         self.busy += end - start
+        self._count(what, end - start)
+
+    def _count(self, what: str, seconds: float) -> None:
+        total = self.totals.get(what)
+        if total is None:
+            total = self.totals[what] = [0, 0.0]
+        total[0] += 1
+        total[1] += seconds
 
     def hold(self, kind: str, nbytes: int) -> None:
         """Set the live bytes of one kind."""
@@ -97,13 +109,13 @@ class Recorder:
         if before == nbytes:
             return
         if before is None:
-            before, self.peak[kind], self.samples[kind] = 0, 0, deque(maxlen=self._keep)
+            before, self.peak[kind] = 0, 0
         self.live[kind] = nbytes
         self._total += nbytes - before
         if nbytes > before:
             self.peak[kind] = max(self.peak[kind], nbytes)
             self.peak_total = max(self.peak_total, self._total)
-        self.samples[kind].append((self.now(), nbytes))
+        self._entries.append((self.now(), kind, nbytes - before))
 
     def change(self, kind: str, nbytes: int) -> None:
         """Add to the live bytes of one kind."""
@@ -118,17 +130,37 @@ class Recorder:
         if nbytes > 0:
             self.peak[kind] = max(self.peak[kind], live)
             self.peak_total = max(self.peak_total, self._total)
-        self.samples[kind].append((self.now(), live))
+        self._entries.append((self.now(), kind, nbytes))
 
     def recording(self) -> dict[str, Any]:
         """Return everything that is kept, as plain values that can be serialized."""
-        full = len(self.intervals) == self.intervals.maxlen
+        intervals = [entry for entry in self._entries if len(entry) > _CHANGE]
+        since = 0.0  # everything that began later is kept
+        if len(self._entries) == self._entries.maxlen:
+            oldest = self._entries[0]
+            since = max(oldest[_START] if len(oldest) > _CHANGE else oldest[0], 0.0)
         return {
             "rank": self.rank,
-            "since": max(self.intervals[0][_START], 0.0) if full else 0.0,  # all intervals after this are kept
-            "intervals": list(self.intervals),
-            "memory": {kind: list(samples) for kind, samples in self.samples.items()},
+            "since": since,
+            "intervals": intervals,
+            "memory": self._memory(since),
+            "totals": {what: list(total) for what, total in self.totals.items()},
         }
+
+    def _memory(self, since: float) -> dict[str, list[tuple[float, float]]]:
+        """Return what was live of each kind, from when on: from `since`, and from every change after it."""
+        live, found = dict(self.live), dict[str, list[tuple[float, float]]]()
+        for entry in reversed(self._entries):  # only the last amounts are known
+            if len(entry) == _CHANGE:
+                when, kind, nbytes = entry
+                found.setdefault(kind, []).append((when, live[kind]))
+                live[kind] -= nbytes
+        for kind, nbytes in live.items():
+            samples = found.setdefault(kind, [])
+            if nbytes:  # it had some when the entries before were dropped
+                samples.append((since, nbytes))
+            samples.reverse()
+        return found
 
 
 def merge_recordings(parts: Sequence[dict[str, Any]], ranks: int) -> Timeline:
@@ -139,4 +171,6 @@ def merge_recordings(parts: Sequence[dict[str, Any]], ranks: int) -> Timeline:
         timeline.intervals += [Interval(*interval) for interval in part["intervals"] if interval[_START] >= since]
         for kind, samples in part["memory"].items():
             timeline.memory[part["rank"], kind] = [(when, amount) for when, amount in samples]
+        for what, (times, seconds) in part["totals"].items():
+            timeline.totals[part["rank"], what] = Total(int(times), seconds)
     return timeline

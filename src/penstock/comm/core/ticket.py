@@ -8,14 +8,30 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from penstock.errors import TransportError
 
-_KEEN = 300e-6  # seconds in which a wait looks as often as it can: messages between small stages take no longer
-_NAP = 50e-6  # seconds between two looks after that: too short for a core to fall asleep, but left to others
-_POLLED = 1.0  # seconds of a wait that are spent looking; pipelines at work wait for less
+_NAP = 50e-6  # seconds between two looks: too short for a core to fall asleep, but left to others
 _give_way: Callable[[], None] = getattr(os, "sched_yield", partial(time.sleep, 0))  # not every system has it
+
+
+class Polling(NamedTuple):
+    """For how long a wait looks before it sleeps.
+
+    Attributes:
+        keen: seconds in which it looks as often as it can.
+        polled: seconds after which it sleeps until it is woken; until then it looks every 50 microseconds.
+    """
+
+    keen: float
+    polled: float
+
+
+LATENCY = Polling(keen=300e-6, polled=1.0)
+"""For a core of one's own: messages between small stages take no longer than the first, pipelines at work than both."""
+SHARED = Polling(keen=0.0, polled=0.0)
+"""For cores that others want: a wait takes none of their time, and ends later."""
 
 
 class Ticket:
@@ -66,17 +82,17 @@ class Ticket:
                 return
         follow()
 
-    def settles(self, timeout: float) -> bool:
+    def settles(self, timeout: float, polling: Polling = LATENCY) -> bool:
         """Block until done, or for `timeout` seconds; return whether it is done.
 
-        At first it polls: a core that has fallen asleep comes back slower, on virtual machines by up to a tenth of the
-        work that follows (docs/benchmarks.md). A core that others want is theirs at every look.
+        At first it may poll: a core that has fallen asleep comes back slower, on virtual machines by up to a tenth of
+        the work that follows (docs/benchmarks.md). A core that others want is theirs at every look.
         """
         start = now = time.perf_counter()
-        while not self.done and now - start < _KEEN:
+        keen, polled = min(timeout, polling.keen), min(timeout, polling.polled)
+        while not self.done and now - start < keen:
             _give_way()
             now = time.perf_counter()
-        polled = min(timeout, _POLLED)
         while not self.done and now - start < polled:
             time.sleep(_NAP)
             now = time.perf_counter()
@@ -93,17 +109,18 @@ class Ticket:
     def _stop_polling(self) -> None:
         """Have it completed by a thread, if that takes somebody who looks."""
 
-    def wait(self, timeout: float, what: str) -> None:
+    def wait(self, timeout: float, what: str, polling: Polling = LATENCY) -> None:
         """Block until done.
 
         Args:
             timeout: seconds.
             what: what the caller was about to do, for messages.
+            polling: for how long it looks before it sleeps.
 
         Raises:
             TransportError: the peer is gone, or nothing came in time.
         """
-        if not self.settles(timeout):
+        if not self.settles(timeout, polling):
             raise TransportError(
                 f"{what}: nothing moved on {self.where} within {timeout:g} seconds; the peer is stalled or dead"
             )

@@ -25,7 +25,7 @@ from torch import Tensor
 from penstock.comm.core.background import Background, settle
 from penstock.comm.core.devices import on_device
 from penstock.comm.core.tagged_group import Tag, TaggedGroup, Work
-from penstock.comm.core.ticket import Ticket
+from penstock.comm.core.ticket import LATENCY, Polling, Ticket
 from penstock.comm.p2p.message import (
     CREDIT_RANGE,
     CREDITED,
@@ -93,10 +93,10 @@ class _Sent(Ticket):
         self._lane = lane
         self.work: Work | None = None
 
-    def settles(self, timeout: float) -> bool:
+    def settles(self, timeout: float, polling: Polling = LATENCY) -> bool:
         """Have the thread wait for it, and wait for the thread: what comes back is not looked at meanwhile."""
         self._lane.hand_over()
-        return super().settles(timeout)
+        return super().settles(timeout, polling)
 
 
 class SendLane(LaneEnd):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 
+from penstock.comm.core.ticket import LATENCY, Polling
 from penstock.comm.core.wait import Wait
 from penstock.errors import TransportError
 from penstock.runtime.rank.reports import Report
@@ -15,19 +16,20 @@ from penstock.runtime.rank.reports import Report
 Run = Iterator[Wait | Report]
 
 
-def drive_one(run: Run, timeout: float) -> Iterator[Report]:
+def drive_one(run: Run, timeout: float, polling: Polling = LATENCY) -> Iterator[Report]:
     """Run the only rank of this process.
 
     Args:
         run: its executor at work.
         timeout: seconds after which a missing message is an error.
+        polling: for how long it looks before it sleeps.
 
     Raises:
         TransportError: a message did not come.
     """
     for event in run:
         if isinstance(event, Wait):
-            event.ticket.wait(timeout, event.what)
+            event.ticket.wait(timeout, event.what, polling)
         else:
             yield event
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.checks import check_number, check_whole, is_number
 from penstock.comm.collective.all_reduce import Reduce, is_fast
+from penstock.comm.collective.polling import Waits
 from penstock.errors import ConfigError
 from penstock.partition.block_delays import Delays
 from penstock.partition.sequence_slices import EQUAL_SLICES, Slicing
@@ -280,14 +281,16 @@ class RunOptions:
             time-out counts.
         device: where ranks compute: "auto", "cpu", "cuda" (ranks of a machine take its GPUs in turns), one such as
             "cuda:1", or where the blocks are if None.
+        waits: how a process waits for messages: "latency", "shared" or "auto" (`penstock.comm.collective.polling`).
 
     Raises:
-        ConfigError: a value is no such number.
+        ConfigError: a value is no such number, or no such name.
     """
 
     seed: int = 0
     timeout: float = 300.0
     device: str | torch.device | None = None
+    waits: Waits = "auto"
 
     def __post_init__(self) -> None:
         """Check each by itself."""
@@ -295,6 +298,8 @@ class RunOptions:
             raise ConfigError(f"seed must be a whole number; got {self.seed!r:.80}")
         if not is_number(self.timeout) or not self.timeout > 0:
             raise ConfigError(f"timeout must be a number of seconds above 0; got {self.timeout!r:.80}")
+        if self.waits not in get_args(Waits):
+            raise ConfigError(f"waits must be one of {', '.join(get_args(Waits))}; got {self.waits!r:.80}")
 
 
 @dataclass(frozen=True)

@@ -311,6 +311,9 @@ class TrainConfig(Strict):
     backend: str = Field(
         default="auto", description="of messages: gloo, nccl, or auto: nccl where every rank has a GPU of its own"
     )
+    waits: Literal["auto", "latency", "shared"] = Field(
+        default="auto", description="waits for messages: latency (look), shared (sleep); auto sleeps if cores are few"
+    )
     threads: int | None = Field(
         default=None, ge=1, le=MOST_THREADS, description="threads per rank; cores divided by ranks if not set"
     )

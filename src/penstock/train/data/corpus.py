@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +20,7 @@ from penstock.errors import DataError
 
 _CHECKED_PARTS, _CHECKED_PART = 64, 1 << 20  # parts of a large corpus in its checksum; tokens in each
 _LARGEST_VOCABULARY = 1 << 24
+_RAW = MappingProxyType({".bin": "<u2", ".u32": "<u4"})  # files of tokens alone
 SKIPPED_FOLDERS = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib2to3"})
 """Parts that not every interpreter ships; they are left out, so that the corpus is the same everywhere."""
 
@@ -30,7 +32,7 @@ class Corpus:
     Attributes:
         name: for display.
         tokens: one dimension, any integer type; may be mapped from disk.
-        vocabulary: the largest token plus one.
+        vocabulary: the largest token plus one, or a number above it.
         text: whether tokens are bytes of text.
     """
 
@@ -48,13 +50,17 @@ class Corpus:
         return f"{len(self.tokens)} tokens, {total:08x}"
 
 
-def load_corpus(path: str | None = None, skip: Callable[[Path], bool] = lambda _: False) -> Corpus:
+def load_corpus(
+    path: str | None = None, skip: Callable[[Path], bool] = lambda _: False, vocabulary: int | None = None
+) -> Corpus:
     """Load the training text.
 
     Args:
         path: a text file, a folder (all text files that are not hidden, sorted by name), a token array (`.npy`, or
-            `.bin` with 16-bit little-endian tokens); None for the standard library.
+            little-endian tokens of 16 bits in a `.bin`, of 32 in a `.u32`); None for the standard library.
         skip: returns True for files of a folder to leave out.
+        vocabulary: above all tokens of an array, which is then not read as a whole; samples are checked instead, when
+            they are read. None to find the largest token.
 
     Raises:
         DataError: the path does not exist, cannot be read, or holds no text.
@@ -68,7 +74,7 @@ def load_corpus(path: str | None = None, skip: Callable[[Path], bool] = lambda _
     try:
         if not path or not place.exists():
             raise DataError(
-                f"there is no file or folder {path!r}; give a text file, a folder, or a .npy or .bin of tokens"
+                f"there is no file or folder {path!r}; give a text file, a folder, or a .npy, .bin or .u32 of tokens"
             )
         if place.is_dir():
             _check_readable(place)
@@ -78,12 +84,12 @@ def load_corpus(path: str | None = None, skip: Callable[[Path], bool] = lambda _
             raise DataError(
                 f"{path!r} is neither a file nor a folder; give a text file, a folder, or an array of tokens"
             )
-        if place.suffix in (".npy", ".bin"):
-            return _tokens_corpus(place)
+        if place.suffix == ".npy" or place.suffix in _RAW:
+            return _tokens_corpus(place, vocabulary)
         data = place.read_bytes()
         if not _is_text(data):
             raise DataError(
-                f"{path!r} is not a text file: byte {data.index(0)} is 0. Give text, or tokens in a .npy or .bin file"
+                f"{path!r} is not a text file: byte {data.index(0)} is 0. Give text, or tokens in a .npy, .bin or .u32"
             )
         return _bytes_corpus(data, str(place))
     except OSError as error:
@@ -138,12 +144,12 @@ def _bytes_corpus(data: bytes, name: str) -> Corpus:
     return Corpus(name, np.frombuffer(data, dtype=np.uint8), 256, text=True)
 
 
-def _tokens_corpus(path: Path) -> Corpus:
-    """Map an array of tokens from disk."""
+def _tokens_corpus(path: Path, vocabulary: int | None) -> Corpus:
+    """Map an array of tokens from disk; without a vocabulary it is read once, to find the largest."""
     if path.suffix == ".npy" and not _begins_as_array(path):
         raise DataError(f"cannot read tokens from {str(path)!r}: it is not an array as numpy.save writes it")
     try:
-        tokens = np.load(path, mmap_mode="r") if path.suffix == ".npy" else np.memmap(path, dtype="<u2", mode="r")
+        tokens = np.load(path, mmap_mode="r") if path.suffix == ".npy" else _raw_tokens(path)
     except (ValueError, EOFError) as error:
         raise DataError(f"cannot read tokens from {str(path)!r}: {error}") from None
     if not isinstance(tokens, np.ndarray):
@@ -152,7 +158,9 @@ def _tokens_corpus(path: Path) -> Corpus:
         raise DataError(
             f"{str(path)!r} must hold whole numbers in one dimension; it holds {tokens.dtype} of shape {tokens.shape}"
         )
-    if int(tokens.min()) < 0:
+    if vocabulary is not None:
+        return Corpus(str(path), tokens, vocabulary, text=False)
+    if np.issubdtype(tokens.dtype, np.signedinteger) and int(tokens.min()) < 0:
         raise DataError(f"{str(path)!r} holds negative tokens")
     vocabulary = int(tokens.max()) + 1
     if vocabulary > _LARGEST_VOCABULARY:
@@ -161,6 +169,13 @@ def _tokens_corpus(path: Path) -> Corpus:
             "an array of tokens?"
         )
     return Corpus(str(path), tokens, vocabulary, text=False)
+
+
+def _raw_tokens(path: Path) -> NDArray[np.integer]:
+    kind = np.dtype(_RAW[path.suffix])
+    if path.stat().st_size % kind.itemsize:
+        raise ValueError(f"{path.stat().st_size} bytes are no whole number of tokens of {kind.itemsize} bytes")
+    return np.memmap(path, dtype=kind, mode="r")
 
 
 def _begins_as_array(path: Path) -> bool:

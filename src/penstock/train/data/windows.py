@@ -90,7 +90,20 @@ class Windows:
     def _read(self, windows: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
         rows = [self.corpus.tokens[w * self.context : (w + 1) * self.context + 1] for w in windows]
         tokens_BL = torch.from_numpy(np.stack(rows).astype(np.int64))
+        self._check(int(tokens_BL.min()), int(tokens_BL.max()))
         return tokens_BL[:, :-1].contiguous(), tokens_BL[:, 1:].contiguous()
+
+    def _check(self, least: int, most: int) -> None:
+        """Refuse tokens outside of the vocabulary, which nobody has looked for if it was given.
+
+        Raises:
+            DataError: there are some.
+        """
+        if least < 0 or most >= self.corpus.vocabulary:
+            raise DataError(
+                f"{self.corpus.name} holds the token {least if least < 0 else most}, but model.vocabulary is "
+                f"{self.corpus.vocabulary}; tokens count from 0 and lie below it"
+            )
 
     def count_tokens(self, vocabulary: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Count how often each token occurs in the training text and in the held-out text.
@@ -102,7 +115,9 @@ class Windows:
         for which, windows in enumerate((self.training, self.validation)):
             chosen = windows[:: max(len(windows) * self.context // _COUNTED, 1)]
             for first in range(0, len(chosen), _PART):
-                counts[which] += np.bincount(rows[chosen[first : first + _PART]].ravel(), minlength=vocabulary)
+                part = rows[chosen[first : first + _PART]].ravel()
+                self._check(int(part.min()), int(part.max()))
+                counts[which] += np.bincount(part, minlength=vocabulary)
         return counts[0], counts[1]
 
 

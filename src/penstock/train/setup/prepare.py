@@ -89,7 +89,8 @@ def prepare(config: TrainConfig, *, local: bool = False) -> Prepared:
         check_workers(config)
     request, others = _schedule(config), _other_methods(config)
     _check_meetings(config)
-    corpus = load_corpus(config.data, partial(is_of_a_run, Path(config.out)))
+    known = None if local else config.model.vocabulary  # the launcher looks through all tokens, for all ranks
+    corpus = load_corpus(config.data, partial(is_of_a_run, Path(config.out)), known)
     model = model_shape(config, corpus)
     if local:
         check_memory(config, model)

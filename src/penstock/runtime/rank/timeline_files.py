@@ -1,0 +1,69 @@
+"""Timelines on disk: a file for each rank, which the rank writes by itself, and whoever wants to read them merges."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import zlib
+from pathlib import Path
+from typing import Any
+
+from penstock.comm.core.recorder import Recorder, merge_recordings
+from penstock.errors import DataError
+from penstock.timeline import Timeline
+
+FOLDER = "timeline"
+"""The subfolder of a run."""
+
+
+def write_recording(run: Path, recorder: Recorder, ranks: int) -> None:
+    """Write what a rank has recorded into the folder of a run, in place of what is there.
+
+    Args:
+        run: the run's folder.
+        recorder: of the rank.
+        ranks: that the run has.
+
+    Raises:
+        OSError: it cannot be written; what was there is gone all the same.
+    """
+    path = _file(run, recorder.rank)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)  # another run's would be taken for this one's
+    part = path.with_name(f".{path.name}.part")
+    part.write_bytes(gzip.compress(json.dumps({"ranks": ranks, **recorder.recording()}).encode(), compresslevel=1))
+    os.replace(part, path)
+
+
+def read_timeline(run: Path | str) -> Timeline:
+    """Merge what the ranks of a run have written, from the time since which each of them has kept everything.
+
+    Args:
+        run: the folder of a run of `penstock train`, or that given to `Pipeline.write_timeline`.
+
+    Returns:
+        The timeline; a rank whose file is not there has nothing in it.
+
+    Raises:
+        DataError: there are no timelines, or one is damaged.
+    """
+    found = [_read(path) for path in sorted(Path(run, FOLDER).glob("rank-*.json.gz"))]
+    if not found:
+        raise DataError(f"there are no timelines in {str(Path(run, FOLDER))!r}; runs write them when they end")
+    ranks = next((part["ranks"] for part in found if part["rank"] == 0), found[0]["ranks"])
+    return merge_recordings([part for part in found if part["rank"] < ranks], ranks)
+
+
+def _file(run: Path, rank: int) -> Path:
+    return run / FOLDER / f"rank-{rank}.json.gz"
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads(gzip.decompress(path.read_bytes()))
+        if not {"rank", "ranks", "since", "intervals", "memory", "totals"} <= found.keys():
+            raise ValueError("parts are missing")
+    except (OSError, EOFError, ValueError, AttributeError, zlib.error) as error:
+        raise DataError(f"{str(path)!r} is no timeline of a rank, or is damaged: {error}") from None
+    return found
