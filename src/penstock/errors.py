@@ -70,7 +70,7 @@ class WorkerError(PenstockError):
 
 
 class EndedError(PenstockError):
-    """This worker was told to stop because another worker failed."""
+    """A signal told this worker to stop: because another worker failed, or from outside the job."""
 
 
 class InterruptedRunError(PenstockError):

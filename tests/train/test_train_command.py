@@ -239,7 +239,9 @@ def test_workers_are_forked_where_a_socket_can_lie(tmp_path, monkeypatch):
     """They find there what takes seconds to import."""
     assert _start_method() == "forkserver"
     launch_local(1, list_modules, str(tmp_path / "modules"))
-    assert {"torch._dynamo", "penstock.train.loop"} <= set((tmp_path / "modules").read_text().split())
+    found = json.loads((tmp_path / "modules").read_text())
+    assert {"torch._dynamo", "penstock.train.loop"} <= set(found["modules"])
+    assert set(found["listening"]) == {"127.0.0.1"}
     monkeypatch.setattr(tempfile, "tempdir", f"/tmp/{'x' * 80}")
     assert _start_method() == "spawn"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,7 +21,7 @@ from penstock.cli.options import (
     Stages2,
 )
 from penstock.errors import ConfigError, InterruptedRunError, WorkerError
-from penstock.launch.torchrun import is_worker
+from penstock.job.place import is_worker
 
 if TYPE_CHECKING:
     from penstock.train.config.schema import TrainConfig
@@ -77,14 +78,14 @@ def train(
 
     Ctrl-C ends the run after the batches in flight, with a checkpoint; a second Ctrl-C ends it at once.
 
-    Started by torchrun (torchrun --nproc-per-node 2 -m penstock train ...), this process joins that job as one of its
-    workers instead.
+    Started by a launcher (torchrun --no-python --nproc-per-node 2 penstock train ..., srun, mpirun), this process joins
+    that job as one of its workers instead.
     """
     if keys:
         print_train_keys()
         return
     named = changes_of(method, file, changes, stages=stages, microbatches=microbatches, batches=batches, data=data)
-    if is_worker():
+    if is_worker(os.environ):
         settings = _checked(config, named, resume)
         _work(settings.model_dump(), None if resume is None else str(resume), None)
         return
@@ -124,12 +125,19 @@ def _launch(settings: TrainConfig, resume: Path | None) -> None:
     from penstock.launch.launch import launch_local
     from penstock.train.setup.prepare import make_run_folder
     from penstock.train.setup.run_folder import how_to_go_on
+    from penstock.view.lasting_stream import lasting_console
 
     folder = resume or make_run_folder(settings)
-    workers, console = settings.stages * settings.width, Console()
+    workers, console = settings.stages * settings.width, lasting_console()
     try:
         launch_local(
-            workers, _work, settings.model_dump(), str(folder), restarts=settings.restarts, timeout=settings.timeout
+            workers,
+            _work,
+            settings.model_dump(),
+            str(folder),
+            folder=folder,
+            restarts=settings.restarts,
+            timeout=settings.timeout,
         )
     except (WorkerError, InterruptedRunError) as error:
         if console.is_terminal:
@@ -144,9 +152,10 @@ def _work(values: dict[str, Any], folder: str | None, drain: str | None) -> None
     """Train as one worker of a job."""
     from penstock.train.config.load import validate_config
     from penstock.train.loop import train as run
+    from penstock.view.lasting_stream import lasting_console
     from penstock.view.progress import TerminalObserver
 
-    observer = TerminalObserver()
+    observer = TerminalObserver(lasting_console())
     try:
         place, request = (Path(path) if path else None for path in (folder, drain))
         run(validate_config(values), place, observer, request)

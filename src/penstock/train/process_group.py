@@ -1,4 +1,4 @@
-"""Joins the job that torch elastic has started: makes the process group, and checks that all ranks agree."""
+"""Joins the job that a launcher has started: makes the process group, and checks that all ranks agree."""
 
 from __future__ import annotations
 
@@ -6,19 +6,23 @@ import atexit
 import json
 import os
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
-from torch.distributed.rendezvous import rendezvous
+from torch.distributed.distributed_c10d import _get_default_store
 
 from penstock.comm.core.ticket import brief
 from penstock.errors import ConfigError, TransportError
+from penstock.job.place import LOOPBACK, JobPlace, job_place
+from penstock.job.store import is_loopback, job_store
 from penstock.train.config.schema import TrainConfig
 from penstock.train.setup.prepare import make_run_folder
 
@@ -26,11 +30,6 @@ _STARTING = 60.0  # seconds within which all processes must start, in addition t
 _LOOK = 0.05  # seconds between two looks
 _ASKED, _START = "penstock/asked", "penstock/start"  # in the job's store
 _LINGER = 0.5  # grace period so that elastic notices a peer that died silently before the ranks that depended on it
-
-
-def local_ranks() -> int:
-    """Return the number of the job's processes on this machine."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def shared_folder(config: TrainConfig, store: PrefixStore) -> Path:
@@ -110,27 +109,23 @@ def _answered(job: Store, rank: int, question: str) -> str:
 
 @contextmanager
 def process_group(config: TrainConfig) -> Iterator[PrefixStore]:
-    """Make the job's process group from the variables that torch elastic sets.
+    """Join the process group that exists (as under Ray), or make the job's from what its launcher has set.
 
     Raises:
         ConfigError: the job has another number of processes than the configuration.
         TransportError: not all processes have started.
     """
     timeout = timedelta(seconds=config.timeout)
-    job, rank, size = next(iter(rendezvous("env://", timeout=timeout)))
-    wanted = config.stages * config.width
-    if size != wanted:
-        pipelines = f" and width {config.width}" if config.width > 1 else ""
-        raise ConfigError(
-            f"the job has {size} processes, but stages is {config.stages}{pipelines}; launch one process per stage, "
-            f"for example with torchrun --nproc-per-node {wanted} -m penstock train ..."
-        )
-    store = _meet(config, job, rank, size)
+    if dist.is_initialized():
+        _check_size(config, dist.get_world_size())
+        yield _meet(config, _get_default_store(), dist.get_rank(), dist.get_world_size())
+        return  # whoever made it ends it
+    place = job_place(os.environ) or JobPlace("penstock", 0, 1, LOOPBACK, 0)
+    _check_size(config, place.size)
+    job = job_store(place, timeout, max(config.timeout, _STARTING))
+    store = _meet(config, job, place.rank, place.size)
     try:
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
-    except RuntimeError as error:
-        raise TransportError(f"rank {rank}, joining the job: a peer is dead or stalled ({brief(error)})") from error
-    try:
+        _make_group(store, place, timeout)
         yield store
     except BaseException as error:
         atexit.register(_end_at_once)
@@ -138,6 +133,46 @@ def process_group(config: TrainConfig) -> Iterator[PrefixStore]:
             time.sleep(_LINGER)
         raise
     dist.destroy_process_group()  # not after an error: peers would see broken connections before the error is reported
+
+
+def _check_size(config: TrainConfig, size: int) -> None:
+    """Refuse a job that has another number of processes than the configuration has ranks.
+
+    Raises:
+        ConfigError: how many there are, and how many there must be.
+    """
+    wanted = config.stages * config.width
+    if size != wanted:
+        pipelines = f" and width {config.width}" if config.width > 1 else ""
+        raise ConfigError(
+            f"the job has {size} processes, but stages is {config.stages}{pipelines}; launch one process per stage, "
+            f"for example with torchrun --no-python --nproc-per-node {wanted} penstock train ..."
+        )
+
+
+def _make_group(store: Store, place: JobPlace, timeout: timedelta) -> None:
+    """Make the process group in a thread, because a signal cannot interrupt torch while it waits for peers.
+
+    Raises:
+        TransportError: a peer is dead or stalled.
+    """
+    if sys.platform == "linux" and is_loopback(place.address):  # so all ranks are here, and need no other interface
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    made: Future[None] = Future()
+
+    def make() -> None:
+        try:
+            dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.size, timeout=timeout)
+            made.set_result(None)
+        except Exception as error:
+            made.set_exception(error)
+
+    threading.Thread(target=make, name="penstock process group", daemon=True).start()
+    try:
+        made.result()
+    except RuntimeError as error:
+        reason = f"a peer is dead or stalled ({brief(error)})"
+        raise TransportError(f"rank {place.rank}, joining the job: {reason}") from error
 
 
 def _end_at_once() -> None:
