@@ -223,17 +223,6 @@ def test_models_of_tokens_make_no_text(tmp_path, command):
     assert "was trained on an array of tokens" in " ".join(sampled.stderr.split())
 
 
-def test_the_same_command_under_torchrun_joins_the_job(tmp_path, text, command):
-    """And trains to the same numbers: workers that elastic starts for us or that torchrun starts are the same."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "penstock", "train"]
-    ran = start(*torchrun, *settings(f"out={tmp_path / 'a'}"), "--data", text)
-    assert ran.returncode == 0, ran.stderr
-    ours = command("train", *settings(f"out={tmp_path / 'b'}"), "--data", text)
-    assert ours.returncode == 0, ours.stderr
-    losses = [[line["loss"] for line in check_run(only_folder(tmp_path / name), 3, 2)[:-1]] for name in ("a", "b")]
-    assert losses[0] == losses[1]
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere workers are never forked")
 def test_workers_are_forked_where_a_socket_can_lie(tmp_path, monkeypatch):
     """They find there what takes seconds to import."""

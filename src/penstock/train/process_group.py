@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import _get_default_store
 
+from penstock.comm.collective.gather import gather_json
 from penstock.comm.core.ticket import brief
 from penstock.errors import ConfigError, TransportError
 from penstock.job.place import LOOPBACK, JobPlace, job_place
@@ -118,7 +119,7 @@ def process_group(config: TrainConfig) -> Iterator[PrefixStore]:
     timeout = timedelta(seconds=config.timeout)
     if dist.is_initialized():
         _check_size(config, dist.get_world_size())
-        yield _meet(config, _get_default_store(), dist.get_rank(), dist.get_world_size())
+        yield _meet(config, _store_of_this_call(), dist.get_rank(), dist.get_world_size())
         return  # whoever made it ends it
     place = job_place(os.environ) or JobPlace("penstock", 0, 1, LOOPBACK, 0)
     _check_size(config, place.size)
@@ -133,6 +134,16 @@ def process_group(config: TrainConfig) -> Iterator[PrefixStore]:
             time.sleep(_LINGER)
         raise
     dist.destroy_process_group()  # not after an error: peers would see broken connections before the error is reported
+
+
+def _store_of_this_call() -> Store:
+    """Return a part of the existing group's store that no earlier run in this group has used.
+
+    Raises:
+        TransportError: a peer is dead or stalled.
+    """
+    name, *_ = gather_json(uuid.uuid4().hex, "joining the job", dist.group.WORLD)
+    return PrefixStore(f"penstock/{name}", _get_default_store())
 
 
 def _check_size(config: TrainConfig, size: int) -> None:
