@@ -74,7 +74,7 @@ class UnsavedRunError(PenstockError):
 
 
 class EndedError(PenstockError):
-    """This worker was told to stop because another worker failed."""
+    """A signal told this worker to stop: because another worker failed, or from outside the job."""
 
 
 class InterruptedRunError(PenstockError):

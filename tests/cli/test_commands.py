@@ -12,7 +12,7 @@ from penstock.cli import main
 from penstock.errors import ConfigError
 from penstock.schedule.methods.table import METHODS
 from penstock.view.tables import methods_table
-from support.command_line import run
+from support.command_line import run, start
 
 FORWARDS = (  # a predicted copy for forwards
     "pipeoptim", "lwp", "lwp-weights", "spike-lwp", "spike-lwp-weights", "ftpipe", "ftpipe-aggregated"
@@ -320,3 +320,22 @@ def test_what_is_no_method_and_no_file(arguments, said, monkeypatch, capsys):
     code, _, err = run(monkeypatch, capsys, "train", *arguments)
     assert code == 2
     assert said in " ".join(err.split())
+
+
+def test_commands_without_training_start_without_torch():
+    """Which takes seconds to import; pydantic is typer's."""
+    commands = (["methods", "--json"], ["show", "2bw"], ["simulate", "2bw"], ["show", "zb-v", "--stages", "2"])
+    code = f"""
+import sys
+from penstock.cli import main
+for command in {commands!r}:
+    sys.argv = ["penstock", *command]
+    try:
+        main()
+    except SystemExit as end:
+        assert not end.code, command
+    loaded = [name for name in ("torch", "numpy", "scipy") if name in sys.modules]
+    assert not loaded, (command, loaded)
+"""
+    ran = start("-c", code)
+    assert ran.returncode == 0, ran.stderr

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from penstock.errors import ConfigError, EndedError, TransportError
+from penstock.job.place import JobPlace
 from penstock.launch import worker_exit as module
 from penstock.launch.worker_exit import WorkerExits, work
 from penstock.train import process_group
@@ -61,7 +62,7 @@ def test_a_worker_that_was_killed(tmp_path: Path) -> None:
     assert explained(tmp_path, 1, -9) == [
         "worker 1 failed with exit code -9: Signal 9 (SIGKILL) received by PID 77",
         f"worker 0: {LOST}",
-        f"worker 2: {ENDED}",
+        f"worker 2: {ENDED}, because another worker has failed",
     ]
 
 
@@ -71,7 +72,7 @@ def test_a_worker_that_was_killed_though_elastic_saw_another_one_first(tmp_path:
     leave(tmp_path, 2, ENDED)
     report = explained(tmp_path, 0, 1)
     assert report[0] == "worker 1 is stalled or dead: it reported nothing"
-    assert report[1:] == [f"worker 0: {LOST}", f"worker 2: {ENDED}"]
+    assert report[1:] == [f"worker 0: {LOST}", f"worker 2: {ENDED}, because another worker has failed"]
 
 
 def test_an_error_of_its_own_is_the_cause_whoever_is_seen_first(tmp_path: Path) -> None:
@@ -81,6 +82,40 @@ def test_an_error_of_its_own_is_the_cause_whoever_is_seen_first(tmp_path: Path) 
     report = explained(tmp_path, 0, -6)
     assert report[0] == "worker 1 failed with exit code 1: ValueError: planted"
     assert report[1:] == [f"worker 0: {LOST}", "worker 2: RuntimeError: planted later"]
+
+
+def test_a_signal_from_outside_the_job_is_called_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker that it ended reports first, if in the same second; the others lose their connections to it."""
+    leave(tmp_path, 2, ENDED)
+    time.sleep(0.02)
+    leave(tmp_path, 0, LOST)
+    assert explained(tmp_path, 2, 1)[0] == "worker 1 is stalled or dead: it reported nothing"
+    leave(tmp_path, 1, "EndedError: F7: ended by SIGTERM", seconds=11)
+    assert explained(tmp_path, 0, 1) == [
+        f"worker 2 failed: {ENDED}, which came from outside the job",
+        f"worker 0: {LOST}",
+        "worker 1: EndedError: F7: ended by SIGTERM, because another worker has failed",
+    ]
+    leave(tmp_path, 3, "ValueError: planted", seconds=11)
+    assert explained(tmp_path, 2, 1, workers=4)[0] == "worker 3 failed with exit code 1: ValueError: planted"
+
+
+def test_a_worker_that_dies_without_a_report_ends_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in the midst of the start, where nobody can report."""
+    now, killed = 1000.0, []
+    monkeypatch.setattr(module.time, "monotonic", lambda: now)
+    monkeypatch.setattr(module, "_state", {3: "Z", os.getpid(): "S"}.__getitem__)
+    monkeypatch.setattr(module.os, "kill", lambda process, number: killed.append((process, number)))
+    monkeypatch.setattr(module.os, "getpgid", {3: 30, os.getpid(): 31}.__getitem__)
+    one = WorkerExits(tmp_path, 2, 30.0)
+    (tmp_path / "errors" / "run" / "attempt_0").mkdir(parents=True)
+    begin(tmp_path, 0, os.getpid(), 31)
+    begin(tmp_path, 1, 3, 30)
+    one.look()
+    assert not killed
+    now += 10.1
+    one.look()
+    assert (os.getpid(), signal.SIGKILL) in killed
 
 
 def test_some_have_said_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,7 +244,7 @@ def test_a_worker_that_is_ended_says_what_it_was_doing(tmp_path: Path) -> None:
     request = DrainRequest(tmp_path / "drain")
     before = signal.getsignal(signal.SIGTERM)
     try:
-        with pytest.raises(EndedError, match="starting: ended by SIGTERM, because another"), request.handle_signals():
+        with pytest.raises(EndedError, match="starting: ended by SIGTERM"), request.handle_signals():
             os.kill(os.getpid(), signal.SIGTERM)
         request.doing = lambda: "F7"
         with pytest.raises(EndedError, match="F7: ended by SIGTERM"), request.handle_signals():
@@ -241,7 +276,9 @@ def test_a_worker_that_fails_is_left_to_its_report(tmp_path: Path) -> None:
 
 
 def environment(monkeypatch: pytest.MonkeyPatch, store: dist.Store, rank: int, size: int, start: int) -> None:
-    monkeypatch.setattr(process_group, "rendezvous", lambda *_, **__: iter([(store, rank, size)]))
+    place = JobPlace("torchrun", rank, size, "127.0.0.1", 0, served=True)
+    monkeypatch.setattr(process_group, "job_place", lambda _: place)
+    monkeypatch.setattr(process_group, "job_store", lambda *_: store)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(start))
 
 
@@ -271,7 +308,7 @@ def test_ranks_that_do_not_start_are_named(monkeypatch: pytest.MonkeyPatch) -> N
 def test_another_number_of_processes_than_stages_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """As under a torchrun that starts too few."""
     environment(monkeypatch, dist.HashStore(), 0, 1, 0)
-    message = "the job has 1 processes, but stages is 2; .* torchrun --nproc-per-node 2 -m penstock train"
+    message = "the job has 1 processes, but stages is 2; .* torchrun --no-python --nproc-per-node 2 penstock train"
     with pytest.raises(ConfigError, match=message), process_group.process_group(TrainConfig(stages=2)):
         pass
 

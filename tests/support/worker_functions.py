@@ -1,5 +1,6 @@
 """Functions that tests run in workers; in a module of their own so that spawned processes can import them."""
 
+import json
 import os
 import signal
 import sys
@@ -8,13 +9,18 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from penstock.stage.module import StageModule
 from penstock.train.config.load import validate_config
 from penstock.train.loop import train
 
 
 def list_modules(path: str, _: str) -> None:
-    Path(path).write_text("\n".join(sys.modules))
+    """Write down the modules of a worker, and where processes of its job listen for connections."""
+    processes = [psutil.Process(), *psutil.Process().parents()[:2]]
+    listening = [c.laddr.ip for p in processes for c in p.net_connections() if c.status == psutil.CONN_LISTEN]
+    Path(path).write_text(json.dumps({"modules": list(sys.modules), "listening": listening}))
 
 
 def raise_on_rank_1(_: str) -> None:

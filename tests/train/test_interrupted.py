@@ -2,10 +2,13 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -46,11 +49,25 @@ def kill_the_server(launcher, number):
     os.kill(psutil.Process(workers_of(launcher)[0]).ppid(), number)
 
 
-def interrupt(out, text, *changes, send, number, after=3):
-    """Start a run, send a signal when it has trained for a while; returns what it printed, and its exit code."""
-    command = [sys.executable, "-m", "penstock", "train", "--data", str(text), *settings(f"out={out}", *changes)]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, **pipes, start_new_session=True) as process:
+def hostile_folder(out):
+    """A working folder whose files would run if anything looked there for the modules of these names."""
+    folder = out.with_name(f"{out.name}-cwd")
+    folder.mkdir()
+    for name in ("penstock", "random", "signal", "socket", "torch", "yaml"):
+        (folder / f"{name}.py").write_text("open(__file__ + '-has-run', 'w')\nraise ImportError('planted')\n")
+    return folder
+
+
+def interrupt(out, text, *changes, send, number, after=3, terminal=None):
+    """Start a run, send a signal when it has trained for a while; returns what it printed, and its exit code.
+
+    It is started in a hostile folder, and must leave no temporary files of its own.
+    """
+    command = [Path(sys.executable).with_name("penstock"), "train", "--data", text, *settings(f"out={out}", *changes)]
+    pipes = {"stdout": subprocess.PIPE if terminal is None else terminal, "stderr": subprocess.PIPE, "text": True}
+    folder, temporary = hostile_folder(out), Path(tempfile.mkdtemp())  # short, so that workers are forked
+    where = {"cwd": folder, "env": {**os.environ, "TMPDIR": str(temporary)}}
+    with subprocess.Popen(command, **pipes, **where, start_new_session=True) as process:
         while sum(len(path.read_text().splitlines()) for path in out.glob("*/metrics.jsonl")) < after:
             assert process.poll() is None, process.communicate()
             time.sleep(0.02)
@@ -58,6 +75,11 @@ def interrupt(out, text, *changes, send, number, after=3):
         send(process.pid, number)
         printed, err = process.communicate(timeout=60)
     assert len(workers) == 2
+    assert not list(folder.glob("*-has-run"))
+    if number != signal.SIGKILL:
+        assert {path.name.split("_")[0] for path in temporary.iterdir()} <= {"torchinductor"}  # torch's
+        assert not list(out.glob("*/.workers*"))
+    shutil.rmtree(temporary)
     patience = time.monotonic() + 10
     while any(map(psutil.pid_exists, workers)):
         assert time.monotonic() < patience
@@ -101,6 +123,25 @@ def test_it_goes_on_bit_for_bit(tmp_path, text, send, number, command):
     for key in ("update", "evaluated", "validation_loss"):
         found, wanted = ([(line[key], line.get("loss")) for line in lines_of(f, key)] for f in (folder, other))
         assert found == wanted
+
+
+def test_a_closed_terminal_ends_it_with_a_checkpoint(tmp_path, text):
+    """Nothing can be printed any more, not by workers either; terminals and shells send the signal several times."""
+    master, terminal = os.openpty()
+    out = tmp_path / "runs"
+
+    def hang_up(launcher, number):
+        os.close(master)
+        os.close(terminal)
+        for _ in range(2):
+            os.kill(launcher, number)
+            time.sleep(0.3)
+
+    changes = ["batches=1000000", "sample_length=0", "checkpoint.every=1000000"]
+    _, err, code = interrupt(out, text, *changes, send=hang_up, number=signal.SIGHUP, terminal=terminal)
+    assert code == 0, err
+    (interrupted,) = [line["interrupted"] for line in lines_of(only_folder(out), "interrupted")]
+    assert [path.name for path in checkpoints(only_folder(out))] == [f"batch-{interrupted:08d}"]
 
 
 @pytest.mark.parametrize(("send", "wanted"), [(kill_the_launcher, -9), (kill_the_server, 1)])

@@ -59,7 +59,7 @@ def test_what_has_no_checkpoint_or_no_whole_one_is_told_by_the_run(tmp_path: Pat
 )
 def test_what_is_no_run_is_not_resumed(monkeypatch, capsys, tmp_path, folder, message, of_a_job) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("penstock.cli.train.is_worker", lambda: of_a_job)
+    monkeypatch.setattr("penstock.cli.train.is_worker", lambda _: of_a_job)
     (tmp_path / "text.txt").write_text("text")
     (tmp_path / "empty").mkdir()
     for run in ("2026-01-01-120000-1f1b-2x4", "2026-02-01-120000-2bw-2x4"):
@@ -81,7 +81,7 @@ def test_the_command_refuses_before_it_starts_workers(monkeypatch, capsys, tmp_p
     (tmp_path / "config.yaml").write_text("batches: 112\n")
     started = []
     monkeypatch.setattr("penstock.launch.launch.launch_local", lambda *_, **__: started.append("workers"))
-    monkeypatch.setattr("penstock.cli.train.is_worker", lambda: of_a_job)
+    monkeypatch.setattr("penstock.cli.train.is_worker", lambda _: of_a_job)
     monkeypatch.setattr("penstock.cli.train._work", lambda *_: started.append("work"))
     command = ["penstock", "train", "--resume", str(tmp_path), "--set"]
     monkeypatch.setattr(sys, "argv", [*command, "batches=20"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -23,7 +24,8 @@ from penstock.cli.options import (
 )
 from penstock.cli.output import print_words
 from penstock.errors import ConfigError, InterruptedRunError, WorkerError
-from penstock.launch.torchrun import is_first_to_say, is_worker
+from penstock.job.place import is_worker
+from penstock.launch.torchrun import is_first_to_say
 from penstock.schedule.ir.limits import MOST_BATCHES
 
 if TYPE_CHECKING:
@@ -90,8 +92,8 @@ def train(
     Ctrl-C ends the run after the batches in flight, with a checkpoint; a second Ctrl-C ends it at once.
     Exit code 3: the run has finished, but none of its checkpoints could be written.
 
-    Started by torchrun (torchrun --nproc-per-node 2 -m penstock train ...), this process joins that job as one of its
-    workers instead.
+    Started by a launcher (torchrun --no-python --nproc-per-node 2 penstock train ..., srun, mpirun), this process joins
+    that job as one of its workers instead.
     """
     if keys:
         print_train_keys()
@@ -99,7 +101,7 @@ def train(
     named = changes_of(method, file, changes, stages=stages, microbatches=microbatches, batches=batches, data=data)
     if restart and resume is None:
         raise ConfigError("--restart begins the run of a folder again; give the folder with --resume")
-    if is_worker():
+    if is_worker(os.environ):
         settings = _checked(config, named, resume, restart)
         _work(settings.model_dump(), None if resume is None else str(resume), restart, None)
         return
@@ -153,14 +155,15 @@ def _launch(settings: TrainConfig, resume: Path | None, restart: bool) -> None:
     from penstock.train.setup.prepare import make_run_folder
     from penstock.train.setup.recorded import recorded
     from penstock.train.setup.run_folder import check_is_saved, how_to_go_on
+    from penstock.view.lasting_stream import lasting_console
 
     folder = resume or make_run_folder(settings)
     start = 0 if restart else recorded(folder).size
-    workers, console = settings.stages * settings.width, Console()
+    workers, console = settings.stages * settings.width, lasting_console()
     try:
         launch_local(
             workers, _work, settings.model_dump(), str(folder), restart,
-            restarts=settings.restarts, timeout=settings.timeout,
+            folder=folder, restarts=settings.restarts, timeout=settings.timeout,
         )  # fmt: skip
         if settings.checkpoint.every is not None:
             check_is_saved(folder, start)
@@ -177,9 +180,10 @@ def _work(values: dict[str, Any], folder: str | None, restart: bool, drain: str 
     """Train as one worker of a job."""
     from penstock.train.config.load import validate_config
     from penstock.train.loop import train as run
+    from penstock.view.lasting_stream import lasting_console
     from penstock.view.progress import TerminalObserver
 
-    observer = TerminalObserver()
+    observer = TerminalObserver(lasting_console())
     try:
         place, request = (Path(path) if path else None for path in (folder, drain))
         run(validate_config(values), place, observer, request, restart=restart)

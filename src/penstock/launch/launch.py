@@ -5,13 +5,15 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
 import tempfile
 import threading
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
+from contextlib import contextmanager
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
@@ -21,25 +23,35 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from penstock.errors import InterruptedRunError, WorkerError
+from penstock.launch.local_rendezvous import BACKEND
+from penstock.launch.signals import LauncherSignals
 from penstock.launch.worker_exit import WorkerExits, work
 
 _LOOK = 0.1  # seconds between two checks of the workers
+_REPORTS = ".workers"  # begins the name of a folder of reports in a run folder; the process id of its launcher follows
 _LONGEST_FOLDER = 64  # characters; the path of a socket may have 107, of which multiprocessing adds about 32
 
 
 def launch_local(
-    workers: int, function: Callable[..., None], *arguments: Any, restarts: int = 0, timeout: float = 300.0
+    workers: int,
+    function: Callable[..., None],
+    *arguments: Any,
+    folder: Path | None = None,
+    restarts: int = 0,
+    timeout: float = 300.0,
 ) -> None:
     """Run `function(*arguments, drain)` in local worker processes; return when it has returned in all of them.
 
-    The rendezvous is a file that only this user can read; on Linux gloo is bound to the loopback interface. Elastic
-    runs in a thread, so that this process receives signals first: the first one (Ctrl-C, SIGTERM) creates the file
-    `drain`, at which the workers finish and exit; the second one kills them.
+    Their store listens on the loopback interface, and on Linux gloo does, too. Workers import nothing from the working
+    folder, unless it is on the path of this process. Elastic runs in a thread, so that this process receives signals
+    first: the first one (Ctrl-C, SIGTERM, a terminal that is closed) creates the file `drain`, at which the workers
+    finish and exit; the second one kills them.
 
     Args:
         workers: the number of processes.
         function: a module-level function.
         arguments: plain values.
+        folder: where the workers' reports lie while they run; a temporary one if not given.
         restarts: how often elastic may restart all workers after one has failed.
         timeout: seconds for all workers to return after the first has.
 
@@ -49,40 +61,79 @@ def launch_local(
     """
     for name in ("torch.distributed.elastic", "torch.multiprocessing"):
         logging.getLogger(name).setLevel(logging.CRITICAL)  # failures are reported below, once
-    if sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    with tempfile.TemporaryDirectory(prefix="penstock-") as folder:
-        exits, drain = WorkerExits(Path(folder), workers, timeout), Path(folder) / "drain"
+    with _folder_of_reports(folder) as reports, _environment(), LauncherSignals(reports / "drain") as signals:
+        exits = WorkerExits(reports, workers, timeout)
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
             nproc_per_node=workers,
             run_id=uuid.uuid4().hex,
-            rdzv_backend="c10d",
-            rdzv_endpoint=str(Path(folder) / "rendezvous"),
-            rdzv_configs={"store_type": "file"},
+            rdzv_backend=BACKEND,
             local_addr="127.0.0.1",
             max_restarts=restarts,
             monitor_interval=0.1,
             start_method=_start_method(),
             logs_specs=DefaultLogsSpecs(log_dir=str(exits.errors)),
         )
-        with _Signals(drain) as signals:
-            launched = _in_thread(elastic_launch(config, work), function, folder, *arguments, str(drain))
-            while not wait([launched], timeout=_LOOK).done:
-                exits.look()
-                if signals.second is not None:  # also kills workers that elastic has restarted meanwhile
-                    exits.kill()
-                if exits.is_stuck:
-                    raise exits.explain_stuck()
-            try:
-                launched.result()
-            except ChildFailedError as error:
-                if signals.second is not None:
-                    raise InterruptedRunError(signals.second) from None
-                raise exits.explain(error) from None
-            except (EOFError, OSError) as error:  # the fork server has died
-                raise WorkerError(f"workers could not be started: {error!r}", "") from None
+        launched = _in_thread(elastic_launch(config, work), function, str(reports), *arguments, str(signals.drain))
+        while not wait([launched], timeout=_LOOK).done:
+            exits.look()
+            if signals.second is not None:  # also kills workers that elastic has restarted meanwhile
+                exits.kill()
+            if exits.is_stuck:
+                raise exits.explain_stuck()
+        try:
+            launched.result()
+        except ChildFailedError as error:
+            if signals.second is not None:
+                raise InterruptedRunError(signals.second) from None
+            raise exits.explain(error) from None
+        except (EOFError, OSError) as error:  # the fork server has died
+            raise WorkerError(f"workers could not be started: {error!r}", "") from None
+
+
+@contextmanager
+def _folder_of_reports(parent: Path | None) -> Iterator[Path]:
+    """Make the folder of the workers' marks and reports, and remove it at the end.
+
+    Args:
+        parent: where to make it; what a launcher that was killed has left there is removed.
+    """
+    for left in () if parent is None else parent.glob(f"{_REPORTS}-*"):
+        if not _is_alive(int(left.name.split("-")[1])):
+            shutil.rmtree(left, ignore_errors=True)
+    prefix = "penstock-" if parent is None else f"{_REPORTS}-{os.getpid()}-"
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=parent) as folder:
+        yield Path(folder).resolve()
+
+
+def _is_alive(process: int) -> bool:
+    """Return whether there is a process of this number."""
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # it is another user's
+        pass
+    return True
+
+
+@contextmanager
+def _environment() -> Iterator[None]:
+    """Set variables that workers inherit, while they run."""
+    changes = {"PYTHONSAFEPATH": "1"}  # else the fork server, and spawned workers, import from the working folder first
+    if sys.platform == "linux" and "GLOO_SOCKET_IFNAME" not in os.environ:
+        changes["GLOO_SOCKET_IFNAME"] = "lo"
+    before = {name: os.environ.get(name) for name in changes}
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def _in_thread(function: Callable[..., Any], *arguments: Any) -> Future[Any]:
@@ -113,35 +164,3 @@ def _start_method() -> str:
         if main:
             signal.signal(signal.SIGINT, before)
     return "forkserver"
-
-
-class _Signals:
-    """Handles signals while workers run: the first asks them to drain, the second kills them.
-
-    Args:
-        drain: the file to create at the first signal.
-
-    Attributes:
-        second: the number of the second signal, if it came.
-    """
-
-    def __init__(self, drain: Path) -> None:
-        self._drain = drain
-        self.second: int | None = None
-
-    def __enter__(self) -> _Signals:
-        """Install the signal handlers."""
-        numbers = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
-        self._before = {number: signal.signal(number, self._take) for number in numbers}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Restore the previous handlers."""
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _take(self, number: int, *_: object) -> None:
-        if not self._drain.exists():
-            self._drain.touch()
-            return
-        self.second = number

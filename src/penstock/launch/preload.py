@@ -2,18 +2,17 @@
 
 Only the fork server imports this module. It and the workers are a process group of their own, so that signals sent to
 the launcher's group (Ctrl-C in a terminal, `timeout`, `kill -- -GROUP`) reach only the launcher, which then asks the
-workers to stop; where every process gets the signal, the server ignores it and lives until the launcher has ended.
+workers to stop; where every process gets the signal, the server holds it back and lives until the launcher has ended.
 Nothing here may start threads or touch an accelerator.
 """
 
 # ruff: noqa: E402  (signals first: the imports take seconds)
 import os
-import signal
 
 from penstock.launch.parent_death import end_with_parent
+from penstock.launch.signals import hold_back
 
-for number in (signal.SIGINT, signal.SIGTERM):
-    signal.signal(number, signal.SIG_IGN)
+hold_back()
 os.setpgid(0, 0)
 end_with_parent()
 

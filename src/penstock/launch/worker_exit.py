@@ -2,7 +2,8 @@
 
 A worker that fails reports its error in the file that torch elastic asks for; one that finishes leaves a mark. When a
 worker breaks its connections its peers fail, too, and elastic may see them first. So the root cause is the first error
-that is neither a transport error nor an ordered exit; if there is none, the worker that reported nothing is blamed.
+that is neither a transport error nor an ordered exit; if there is none, the worker that reported nothing is blamed. If
+all have reported, and the first one was ended by a signal, that signal came from outside the job.
 """
 
 from __future__ import annotations
@@ -21,30 +22,37 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from penstock.errors import WorkerError
 from penstock.launch.parent_death import end_with_parent
+from penstock.launch.signals import take_default
 
 _BEGUN, _DONE = "begun", "done"  # kinds of marks
-_SAID_ALL = ("ConfigError", "DataError", "CheckpointError")  # errors whose message needs no traceback
+_SAID_ALL = ("ConfigError", "DataError", "CheckpointError", "EndedError")  # errors whose message needs no traceback
 _CONSEQUENCES = ("TransportError", "EndedError")
-_GRACE = 10.0  # seconds after the last report until workers that have not exited are killed
+_FROM_OUTSIDE, _FOR_OTHERS = ", which came from outside the job", ", because another worker has failed"
+_GRACE = 10.0  # seconds after the last report or death until workers that have not exited are killed
 
 
 class _Report(NamedTuple):
     """A worker's report of its failure."""
 
-    seconds: float
+    seconds: float  # a whole number
+    written: float  # when its file was, which tells reports of one second apart
     rank: int
     message: str
     trace: str
 
+    @property
+    def is_ended(self) -> bool:
+        """Whether a signal has ended the worker."""
+        return self.message.startswith("EndedError")
+
 
 def work(function: Callable[..., None], folder: str, *arguments: Any) -> None:
     """Run a function as a worker: leave a mark before it starts and another one when it has returned."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C may also reach the workers of a terminal; the launcher acts
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    end_with_parent()
     start, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]
     mark = f"{start}-{rank}-{os.getpid()}-{os.getpgrp()}"
     (Path(folder) / f"{_BEGUN}-{mark}").touch()
+    take_default()
+    end_with_parent()
     function(*arguments)
     (Path(folder) / f"{_DONE}-{mark}").touch()
 
@@ -67,18 +75,22 @@ class WorkerExits:
         self._seen, self._since = (-1, 0, 0), 0.0
         self._killed: float | None = None  # when the workers of the last start were first killed
         self._still: list[int] = []  # those of them that were stopped or dead, so could not have ended by themselves
+        self._late: set[int] = set()  # the others of them
 
     def look(self) -> None:
         """Kill workers that hang: elastic waits long after a failure, and for ever after some have finished."""
         start = self._last_start()
-        reports, done = self._reports(start), self._marks(_DONE, start)
-        seen = start, len(reports), len(done)
+        done = self._marks(_DONE, start)
+        failed = self._reports(start).keys() | {
+            rank for rank, (process, _) in self._marks(_BEGUN, start).items() if rank not in done and _is_dead(process)
+        }
+        seen = start, len(failed), len(done)
         if seen != self._seen:
             if start > self._seen[0] >= 0:
                 said = self._lines(start - 1, self._ranks)
                 logging.getLogger(__name__).warning("a worker has failed; all workers are restarted%s", said)
             self._seen, self._since, self._killed = seen, time.monotonic(), None
-        elif any(seen[1:]) and time.monotonic() - self._since > (_GRACE if reports else self._timeout):
+        elif any(seen[1:]) and time.monotonic() - self._since > (_GRACE if failed else self._timeout):
             self.kill(spared=set() if done.keys() == self._ranks else done.keys())
 
     @property
@@ -98,6 +110,7 @@ class WorkerExits:
         if self._killed is None:
             self._killed = time.monotonic()
             self._still = sorted(rank for rank, (process, _) in begun.items() if _is_still(process))
+            self._late = begun.keys() - set(self._still)
         for rank, (process, group) in begun.items():
             with suppress(ProcessLookupError):
                 if rank not in spared and os.getpgid(process) == group:  # else the process id has been reused
@@ -110,8 +123,12 @@ class WorkerExits:
         reports, done = self._reports(start), self._marks(_DONE, start)
         causes = [report for report in reports.values() if not report.message.startswith(_CONSEQUENCES)]
         silent = self._ranks - reports.keys() - done.keys()
-        if causes or (found in reports and not silent):
-            _, rank, message, trace = min(causes) if causes else reports[found]
+        ended = self._ended_from_outside(start)
+        if ended is not None:
+            rank, trace = ended, ""
+            what = f"failed: {reports[ended].message}{_FROM_OUTSIDE}"
+        elif causes or (found in reports and not silent):
+            _, _, rank, message, trace = min(causes) if causes else reports[found]
             what = f"failed with exit code {failure.exitcode if rank == found else 1}: {message}"
             trace = "" if message.startswith(_SAID_ALL) else trace
         else:
@@ -133,11 +150,28 @@ class WorkerExits:
         what = "is stalled or dead: it had finished, but did not exit"
         return WorkerError(f"worker {rank} {what}{self._lines(start, self._ranks - {rank})}", "")
 
+    def _ended_from_outside(self, start: int) -> int | None:
+        """Return the worker that a signal from outside the job has ended; None if the cause is another one.
+
+        Elastic signals workers only after one has failed, so such a worker reports before all others, and none of the
+        others has died without a report. One that came too late to report was killed by this object.
+        """
+        reports = self._reports(start)
+        silent = self._ranks - reports.keys() - self._marks(_DONE, start).keys() - self._late
+        if not reports or silent or any(not r.message.startswith(_CONSEQUENCES) for r in reports.values()):
+            return None
+        first = min(reports.values())
+        return first.rank if first.is_ended else None
+
     def _lines(self, start: int, ranks: set[int], cause: str = "") -> str:
         """Return a line for each of the given workers, or a single one if all reported the cause itself."""
         said = dict.fromkeys(sorted(ranks), "reported nothing: it died, was still starting, or did not respond")
         said |= dict.fromkeys(ranks & self._marks(_DONE, start).keys(), "had finished")
-        said |= {rank: report.message for rank, report in self._reports(start).items() if rank in ranks}
+        ended = self._ended_from_outside(start)
+        for rank, report in self._reports(start).items():
+            if rank in ranks:
+                why = (_FROM_OUTSIDE if rank == ended else _FOR_OTHERS) if report.is_ended else ""
+                said[rank] = report.message + why
         if said and set(said.values()) == {cause}:
             return "\n  all other workers: the same"
         return "".join(f"\n  worker {rank}: {text}" for rank, text in said.items())
@@ -157,17 +191,29 @@ class WorkerExits:
         for path in self.errors.glob(f"*/attempt_{start}/*/error.json"):
             try:
                 message: Any = json.loads(path.read_text())["message"]
+                written = path.stat().st_mtime
             except ValueError:  # still being written
                 continue
             extra, rank = message["extraInfo"], int(path.parent.name)
-            found[rank] = _Report(float(extra["timestamp"]), rank, str(message["message"]), str(extra["py_callstack"]))
+            found[rank] = _Report(
+                float(extra["timestamp"]), written, rank, str(message["message"]), str(extra["py_callstack"])
+            )
         return found
 
 
 def _is_still(process: int) -> bool:
     """Return whether a process is stopped or dead, if the system provides that."""
+    return _state(process) in "TtZX"
+
+
+def _is_dead(process: int) -> bool:
+    """Return whether a process is dead, if the system provides that."""
+    return _state(process) in "ZX"
+
+
+def _state(process: int) -> str:
+    """Return the letter of a process's state as in `ps`; X if it is gone, and R where there is no /proc."""
     try:
-        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
-        return Path("/proc/self/stat").exists()  # it is gone, unless there is no /proc
-    return state in "TtZX"
+        return "X" if Path("/proc/self/stat").exists() else "R"

@@ -1,10 +1,10 @@
 """Ends a run early on request: it finishes the batches in flight, saves a checkpoint, and exits normally.
 
-Under `penstock train` the launcher receives the signal (Ctrl-C, SIGTERM) and passes the request on through a file,
-before torch elastic, which would kill the workers, notices. A worker that receives SIGTERM there is being killed
-because another one has failed, and reports what it was doing; unless the launcher makes the request at the same time,
-because all processes of the job were signalled (by systemd or Slurm, for example). Under torchrun workers receive the
-signal themselves, and elastic gives them 30 seconds.
+Under `penstock train` the launcher receives the signal (Ctrl-C, SIGTERM, SIGHUP) and passes the request on through a
+file, before torch elastic, which would kill the workers, notices. A worker that receives SIGTERM there is being ended,
+mostly because another one has failed (the launcher finds out), and reports what it was doing; unless the launcher makes
+the request at the same time, because all processes of the job were signalled (by systemd or Slurm, for example). Under
+any other launcher workers receive the signal themselves; torchrun gives them 30 seconds.
 
 A worker that is already failing is not interrupted: its report matters more than a prompt exit.
 """
@@ -29,7 +29,7 @@ class DrainRequest:
     """The request to end the run.
 
     Args:
-        file: exists when the launcher has made the request; None under torchrun.
+        file: exists when the launcher has made the request; None under other launchers.
 
     Attributes:
         doing: returns what this worker is doing.
@@ -57,11 +57,13 @@ class DrainRequest:
             signal.SIGINT: signal.SIG_IGN if launched else self._ask,  # Ctrl-C also reaches the workers of a terminal
             signal.SIGTERM: self._end if launched else self._ask,
         }
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as it is under nohup
+            handlers[signal.SIGHUP] = handlers[signal.SIGTERM]
         before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
         try:
             yield
         except BaseException:
-            before[signal.SIGTERM] = signal.SIG_IGN
+            before |= dict.fromkeys(before, signal.SIG_IGN)
             raise
         finally:
             for number, handler in before.items():
@@ -77,7 +79,7 @@ class DrainRequest:
         signal.signal(number, signal.SIG_IGN)  # a second signal must not interrupt the report
         if isinstance(sys.exception(), Exception) and not isinstance(sys.exception(), queue.Empty):
             return  # another error is being raised, and says more
-        raise EndedError(f"{self.doing()}: ended by {signal.Signals(number).name}, because another worker has failed")
+        raise EndedError(f"{self.doing()}: ended by {signal.Signals(number).name}")
 
     def _launcher_asks(self) -> bool:
         """Return whether the launcher makes the request at about this moment."""

@@ -18,6 +18,8 @@ from penstock.checkpoint.manager import Checkpoints
 from penstock.comm.collective.gather import gather_json
 from penstock.errors import CheckpointError, DataError, EndedError, PenstockError
 from penstock.idle_time import split_time
+from penstock.job.agent import end_agent
+from penstock.job.cpus import Cpus, shares
 from penstock.runtime.execute.evaluation import Evaluating
 from penstock.runtime.malloc import keep_freed_memory
 from penstock.runtime.rank.batch_source import Batches
@@ -38,7 +40,7 @@ from penstock.train.live_stats import Board, BubbleMeter
 from penstock.train.metrics_file import Metrics
 from penstock.train.observer import Observer, Progress, RunSummary
 from penstock.train.phase_switcher import Phases
-from penstock.train.process_group import first_of_the_job, local_ranks, process_group, shared_folder
+from penstock.train.process_group import first_of_the_job, process_group, shared_folder
 from penstock.train.setup.build_pipeline import make_pipeline
 from penstock.train.setup.early_stopping import Patience
 from penstock.train.setup.lr_schedule import rate_schedule
@@ -77,7 +79,6 @@ def train(
     with request.handle_signals():
         prepared = prepare(config)
         keep_freed_memory()
-        torch.set_num_threads(config.threads or max((os.cpu_count() or 1) // local_ranks(), 1))
         with process_group(config) as store:
             place = folder or shared_folder(config, store)
             if restart and dist.get_rank() == 0 and first_of_the_job(store, "restart"):
@@ -94,6 +95,7 @@ class _Loop:
         config = self.config = prepared.config
         self.prepared, self.folder, self.observer, self.request = prepared, folder, observer, request
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        torch.set_num_threads(config.threads or self._share_of_cpus())
         schedule = prepared.plan.schedule
         self.reports = self.rank == schedule.stage_at[schedule.num_stages - 1, 0].rank  # in the first pipeline
         self.microbatches = prepared.microbatches
@@ -163,6 +165,7 @@ class _Loop:
             over = self.pipeline.batches >= min(self.config.batches, self._patience.end)
             if any(self._gather(self.request.asked)) and not over:
                 self._interrupted(self._save())
+                self._leave()
                 return
             if over or self.pipeline.batches < self.phases.end:
                 break
@@ -180,6 +183,21 @@ class _Loop:
         peaks = {r: b for part in self._gather(list(self.pipeline.peak_bytes().items())) for r, b in part}
         if self.reports:
             self._finish(validation, seconds, self._timeline(), peaks, troubles)
+        self._leave()
+
+    def _share_of_cpus(self) -> int:
+        """Return how many threads this rank gets."""
+        mine = Cpus.of_this_process().as_json()
+        return shares([Cpus.from_json(cpus) for cpus in self._gather(mine)])[self.rank]
+
+    def _leave(self) -> None:
+        """Wait for all ranks; if the job was asked to end, ask the agents of torchrun, too.
+
+        Elastic tells only the machines that are signalled, and the agents of the others would wait for their agents
+        for minutes.
+        """
+        if any(self._gather(self.request.asked)):
+            end_agent(os.environ)
 
     def _keep_lags(self) -> None:
         """Write the recorded lags of waves into the run folder, if `combine.lag=record`."""

@@ -1,12 +1,15 @@
-"""Joins the job that torch elastic has started: makes the process group, and checks that all ranks agree."""
+"""Joins the job that a launcher has started: makes the process group, and checks that all ranks agree."""
 
 from __future__ import annotations
 
 import atexit
 import os
 import sys
+import threading
 import time
+import uuid
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -14,11 +17,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
-from torch.distributed.rendezvous import rendezvous
+from torch.distributed.distributed_c10d import _get_default_store
 
+from penstock.comm.collective.gather import gather_json
 from penstock.comm.core.devices import choose_backend, find_device
 from penstock.comm.core.ticket import brief
 from penstock.errors import ConfigError, TransportError
+from penstock.job.place import LOOPBACK, JobPlace, job_place
+from penstock.job.store import is_loopback, job_store
 from penstock.train.config.schema import TrainConfig
 from penstock.train.meeting import Meeting, differences
 from penstock.train.setup.prepare import make_run_folder
@@ -26,11 +32,6 @@ from penstock.train.setup.prepare import make_run_folder
 _STARTING = 60.0  # seconds within which all processes must start, in addition to the time-out of messages
 _LOOK = 0.05  # seconds between two looks
 _LINGER = 0.5  # grace period so that elastic notices a peer that died silently before the ranks that depended on it
-
-
-def local_ranks() -> int:
-    """Return the number of the job's processes on this machine."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def shared_folder(config: TrainConfig, store: PrefixStore) -> Path:
@@ -81,39 +82,37 @@ def _meet(config: TrainConfig, job: Store, rank: int, size: int) -> PrefixStore:
     return PrefixStore(f"penstock/{meeting.name}", job)
 
 
-def _choose_backend(config: TrainConfig) -> str:
+def _choose_backend(config: TrainConfig, place: JobPlace) -> str:
     """Return the backend that suits the device of this rank, which becomes the current one if it is a GPU."""
+    if place.local_rank is not None:  # of whatever the launcher calls it
+        os.environ.setdefault("LOCAL_RANK", str(place.local_rank))
     device = find_device(config.device)
     gpus = torch.cuda.device_count() if device.type == "cuda" else 0
     if gpus:
         torch.cuda.set_device(device)
-    return choose_backend(config.backend, device, config.device in ("auto", "cuda") and local_ranks() <= gpus)
+    return choose_backend(config.backend, device, config.device in ("auto", "cuda") and (place.local_size or 1) <= gpus)
 
 
 @contextmanager
 def process_group(config: TrainConfig) -> Iterator[PrefixStore]:
-    """Make the job's process group from the variables that torch elastic sets.
+    """Join the process group that exists (as under Ray), or make the job's from what its launcher has set.
 
     Raises:
         ConfigError: the job has another number of processes than the configuration.
         TransportError: not all processes have started.
     """
     timeout = timedelta(seconds=config.timeout)
-    job, rank, size = next(iter(rendezvous("env://", timeout=timeout)))
-    wanted = config.stages * config.width
-    if size != wanted:
-        pipelines = f" and width {config.width}" if config.width > 1 else ""
-        raise ConfigError(
-            f"the job has {size} processes, but stages is {config.stages}{pipelines}; launch one process per stage, "
-            f"for example with torchrun --nproc-per-node {wanted} -m penstock train ..."
-        )
-    backend = _choose_backend(config)
-    store = _meet(config.model_copy(update={"backend": backend}), job, rank, size)
+    place = job_place(os.environ) or JobPlace("penstock", 0, 1, LOOPBACK, 0)
+    backend = _choose_backend(config, place)
+    if dist.is_initialized():
+        _check_size(config, dist.get_world_size())
+        yield _meet(config, _store_of_this_call(), dist.get_rank(), dist.get_world_size())
+        return  # whoever made it ends it
+    _check_size(config, place.size)
+    job = job_store(place, timeout, max(config.timeout, _STARTING))
+    store = _meet(config.model_copy(update={"backend": backend}), job, place.rank, place.size)
     try:
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
-    except RuntimeError as error:
-        raise TransportError(f"rank {rank}, joining the job: a peer is dead or stalled ({brief(error)})") from error
-    try:
+        _make_group(store, place, timeout, backend)
         yield store
     except BaseException as error:
         atexit.register(_end_at_once)
@@ -121,6 +120,56 @@ def process_group(config: TrainConfig) -> Iterator[PrefixStore]:
             time.sleep(_LINGER)
         raise
     dist.destroy_process_group()  # not after an error: peers would see broken connections before the error is reported
+
+
+def _store_of_this_call() -> Store:
+    """Return a part of the existing group's store that no earlier run in this group has used.
+
+    Raises:
+        TransportError: a peer is dead or stalled.
+    """
+    name, *_ = gather_json(uuid.uuid4().hex, "joining the job", dist.group.WORLD)
+    return PrefixStore(f"penstock/{name}", _get_default_store())
+
+
+def _check_size(config: TrainConfig, size: int) -> None:
+    """Refuse a job that has another number of processes than the configuration has ranks.
+
+    Raises:
+        ConfigError: how many there are, and how many there must be.
+    """
+    wanted = config.stages * config.width
+    if size != wanted:
+        pipelines = f" and width {config.width}" if config.width > 1 else ""
+        raise ConfigError(
+            f"the job has {size} processes, but stages is {config.stages}{pipelines}; launch one process per stage, "
+            f"for example with torchrun --no-python --nproc-per-node {wanted} penstock train ..."
+        )
+
+
+def _make_group(store: Store, place: JobPlace, timeout: timedelta, backend: str) -> None:
+    """Make the process group in a thread, because a signal cannot interrupt torch while it waits for peers.
+
+    Raises:
+        TransportError: a peer is dead or stalled.
+    """
+    if sys.platform == "linux" and is_loopback(place.address):  # so all ranks are here, and need no other interface
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    made: Future[None] = Future()
+
+    def make() -> None:
+        try:
+            dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.size, timeout=timeout)
+            made.set_result(None)
+        except Exception as error:
+            made.set_exception(error)
+
+    threading.Thread(target=make, name="penstock process group", daemon=True).start()
+    try:
+        made.result()
+    except RuntimeError as error:
+        reason = f"a peer is dead or stalled ({brief(error)})"
+        raise TransportError(f"rank {place.rank}, joining the job: {reason}") from error
 
 
 def _end_at_once() -> None:

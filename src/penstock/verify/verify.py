@@ -13,7 +13,6 @@ pipeline, and in addition that of the weights and gradients of every batch (twic
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple
@@ -25,6 +24,7 @@ from torch import Tensor, nn
 
 from penstock.comm.core.devices import find_device, on_device
 from penstock.errors import ConfigError
+from penstock.job.cpus import Cpus
 from penstock.models.gpt import TIED_EMBEDDINGS, gpt_blocks, language_loss
 from penstock.schedule.ir.rules import RULES, Source
 from penstock.schedule.ir.schedule import Op, Schedule, Stage, passes
@@ -343,7 +343,7 @@ def _data(prepared: Prepared, count: int) -> Iterator[Sequence[Any]]:
 def _threads(config: TrainConfig) -> Iterator[None]:
     """Use as many threads as a rank does on this machine, as their number changes the last bits of sums."""
     before = torch.get_num_threads()
-    torch.set_num_threads(config.threads or max((os.cpu_count() or 1) // (config.stages * config.width), 1))
+    torch.set_num_threads(config.threads or Cpus.of_this_process().threads(config.stages * config.width))
     try:
         yield
     finally:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from penstock.comm.core.ticket import Ticket
+from penstock.errors import EndedError
 
 _Job = tuple[Sequence[Ticket], Callable[[], Any]]
 
@@ -44,6 +45,8 @@ def settle(tickets: Sequence[Ticket], work: Callable[[], Any]) -> None:
     """Do work; its result, or the exception that it raises, completes the tickets."""
     try:
         result = work()
+    except EndedError:  # by a signal, in the midst of the work; no ticket is to blame
+        raise
     except Exception as error:  # raised again where the ticket is waited for
         for ticket in tickets:
             ticket.complete(error=error)

@@ -1,0 +1,176 @@
+"""A process's place in a job, from the environment variables of its launcher.
+
+The contract of torch is RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, with LOCAL_RANK and LOCAL_WORLD_SIZE for the
+processes of one machine; torchrun, Ray and the operators of Kubernetes set it. What srun, Open MPI and the launchers of
+the PMI family (MPICH, Intel MPI) set instead is translated. docs/launchers.md has a section for each.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from penstock.errors import ConfigError
+from penstock.job.slurm import first_host, step_of, tasks_on_node
+
+_PORTS = range(20_000, 30_000)  # below those that Linux gives to connections
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class JobPlace:
+    """One process's place in a job.
+
+    Attributes:
+        launcher: what has started it, for messages.
+        rank, size: of the job.
+        address, port: where the store of the job listens.
+        local_rank, local_size: among the processes of this machine; None if the launcher does not say.
+        served: an agent serves the store; otherwise rank 0 does.
+    """
+
+    launcher: str
+    rank: int
+    size: int
+    address: str
+    port: int
+    local_rank: int | None = None
+    local_size: int | None = None
+    served: bool = False
+
+
+def job_place(environment: Mapping[str, str]) -> JobPlace | None:
+    """Return the place of this process in a job that has been started for it; None if there is none.
+
+    A launcher that starts a single process has not started a job, except torchrun, which says what it means.
+
+    Args:
+        environment: the variables of this process.
+
+    Raises:
+        ConfigError: some of the variables are missing, or no numbers.
+    """
+    if "RANK" in environment and "WORLD_SIZE" in environment:
+        found: JobPlace | None = _by_contract(environment)
+    elif "OMPI_COMM_WORLD_SIZE" in environment:
+        found = _by_open_mpi(environment)
+    elif "PMI_SIZE" in environment and "MPI_LOCALNRANKS" in environment:
+        found = _by_pmi(environment)
+    elif "SLURM_PROCID" in environment:
+        found = _by_slurm(environment)
+    else:
+        return None
+    if found is None or (found.size == 1 and not found.served):
+        return None
+    if not 0 <= found.rank < found.size:
+        raise ConfigError(f"{found.launcher} says that this is rank {found.rank} of {found.size}; ranks begin at 0")
+    return found
+
+
+def is_worker(environment: Mapping[str, str]) -> bool:
+    """Return whether a launcher has started this process as one of a job.
+
+    Raises:
+        ConfigError: see `job_place`.
+    """
+    return job_place(environment) is not None
+
+
+def _by_contract(environment: Mapping[str, str]) -> JobPlace:
+    """The place according to the variables of torch's env:// rendezvous."""
+    launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in environment else "the launcher"
+    size = _number(environment, "WORLD_SIZE")
+    alone = launcher == "the launcher" and size == 1
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environment.get(name)]
+    if missing and not alone:
+        raise ConfigError(
+            f"RANK and WORLD_SIZE are set, so this process is one of a job of {size}, but {' and '.join(missing)} "
+            f"{'are' if len(missing) > 1 else 'is'} not. Set MASTER_ADDR to an address of rank 0's machine and "
+            "MASTER_PORT to a free port there, or unset RANK and WORLD_SIZE to start a job on this machine"
+        )
+    return JobPlace(
+        launcher,
+        _number(environment, "RANK"),
+        size,
+        environment.get("MASTER_ADDR", LOOPBACK),
+        0 if missing else _number(environment, "MASTER_PORT"),
+        _maybe(environment, "LOCAL_RANK"),
+        _maybe(environment, "LOCAL_WORLD_SIZE"),
+        served=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+    )
+
+
+def _by_open_mpi(environment: Mapping[str, str]) -> JobPlace:
+    """The place according to mpirun of Open MPI."""
+    size, local = _number(environment, "OMPI_COMM_WORLD_SIZE"), _number(environment, "OMPI_COMM_WORLD_LOCAL_SIZE")
+    job = environment.get("PMIX_NAMESPACE") or environment.get("OMPI_MCA_ess_base_jobid") or ""
+    address, port = _meeting(environment, "mpirun", job, LOOPBACK if local == size else None)
+    rank = _number(environment, "OMPI_COMM_WORLD_RANK")
+    return JobPlace("mpirun", rank, size, address, port, _number(environment, "OMPI_COMM_WORLD_LOCAL_RANK"), local)
+
+
+def _by_pmi(environment: Mapping[str, str]) -> JobPlace:
+    """The place according to mpiexec of MPICH or Intel MPI."""
+    size, local = _number(environment, "PMI_SIZE"), _number(environment, "MPI_LOCALNRANKS")
+    address, port = _meeting(environment, "mpiexec", "", LOOPBACK if local == size else None)
+    rank = _number(environment, "PMI_RANK")
+    return JobPlace("mpiexec", rank, size, address, port, _maybe(environment, "MPI_LOCALRANKID"), local)
+
+
+def _by_slurm(environment: Mapping[str, str]) -> JobPlace | None:
+    """The place according to srun; None in a batch script, which is no task of a step."""
+    size = _maybe(environment, "SLURM_STEP_NUM_TASKS")
+    if size is None:
+        size = _maybe(environment, "SLURM_NTASKS")
+    if size is None or size == 1:
+        return None
+    nodes = _maybe(environment, "SLURM_STEP_NUM_NODES") or _maybe(environment, "SLURM_NNODES")
+    hosts = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_NODELIST") or ""
+    hosts = hosts or environment.get("SLURM_JOB_NODELIST", "")
+    first = LOOPBACK if nodes == 1 or not hosts else first_host(hosts)
+    address, port = _meeting(environment, "srun", step_of(environment), first)
+    local = tasks_on_node(environment)
+    if local is None and nodes == 1:
+        local = size
+    rank = _number(environment, "SLURM_PROCID")
+    return JobPlace("srun", rank, size, address, port, _maybe(environment, "SLURM_LOCALID"), local)
+
+
+def _meeting(environment: Mapping[str, str], launcher: str, job: str, first: str | None) -> tuple[str, int]:
+    """Return address and port of the store, where the launcher says neither.
+
+    Args:
+        job: a text that all processes of the job have, and no other job, if possible.
+        first: the machine of rank 0, if that is known.
+
+    Raises:
+        ConfigError: it is not, and the user has not said it.
+    """
+    address = environment.get("MASTER_ADDR") or first
+    if address is None:
+        raise ConfigError(
+            f"{launcher} has started this job on several machines, but does not say which one has rank 0; set "
+            "MASTER_ADDR to its address and MASTER_PORT to a free port there, for all processes (mpirun -x MASTER_ADDR "
+            "-x MASTER_PORT, mpiexec -genv)"
+        )
+    if environment.get("MASTER_PORT"):
+        return address, _number(environment, "MASTER_PORT")
+    return address, _PORTS[zlib.crc32(job.encode()) % len(_PORTS)]
+
+
+def _number(environment: Mapping[str, str], name: str) -> int:
+    """Return the number in a variable.
+
+    Raises:
+        ConfigError: it is not set, or holds none.
+    """
+    text = environment.get(name, "")
+    if not (text.isascii() and text.isdigit() and len(text) < 10):
+        raise ConfigError(f"the environment variable {name} must be a whole number from 0 on, got {text!r}")
+    return int(text)
+
+
+def _maybe(environment: Mapping[str, str], name: str) -> int | None:
+    """Return the number in a variable; None if it is not set."""
+    return _number(environment, name) if environment.get(name) else None

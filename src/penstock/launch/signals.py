@@ -1,0 +1,67 @@
+"""Signals that end a run: how the launcher, the fork server and the workers take them."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from pathlib import Path
+
+ENDING = (signal.SIGTERM, signal.SIGHUP)
+"""Signals that ask a run to end; Ctrl-C is for the launcher alone."""
+
+
+def hold_back() -> None:
+    """Let neither this process nor those forked from it see a signal that ends a run, until it calls `take_default`.
+
+    The signals are blocked and not ignored, so that a worker that is signalled before it has begun ends when it does.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+
+
+def take_default() -> None:
+    """Let signals that end a run kill this worker, except Ctrl-C, which a terminal sends to workers as well."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in ENDING:
+        if signal.getsignal(number) is not signal.SIG_IGN or number == signal.SIGTERM:
+            signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
+
+
+class LauncherSignals:
+    """Handles signals while workers run: the first asks them to drain, the second kills them.
+
+    SIGHUP never counts as the second one: a closed terminal may send several, and systemd one after its SIGTERM. A
+    process that ignores it (under nohup) keeps ignoring it.
+
+    Args:
+        drain: the file to create at the first signal.
+
+    Attributes:
+        second: the number of the second signal, if it came.
+    """
+
+    def __init__(self, drain: Path) -> None:
+        self.drain = drain
+        self.second: int | None = None
+
+    def __enter__(self) -> LauncherSignals:
+        """Install the signal handlers."""
+        numbers = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            numbers.append(signal.SIGHUP)
+        if threading.current_thread() is not threading.main_thread():
+            numbers = []
+        self._before = {number: signal.signal(number, self._take) for number in numbers}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Restore the previous handlers."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _take(self, number: int, *_: object) -> None:
+        if not self.drain.exists():
+            self.drain.touch()
+        elif number != signal.SIGHUP:
+            self.second = number

@@ -1,0 +1,125 @@
+"""Files for clusters: what is in them, and that the batch script does what it says.
+
+They were checked by hand against the schemas of Kubernetes 1.37 (kubernetes-validate, strict) and of SkyPilot 0.14.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from penstock.errors import ConfigError
+from penstock.job.place import JobPlace, job_place
+from penstock.launch.job_files import LAUNCHERS, JobPlan, job_file
+from penstock.train.config.load import validate_config
+from support.command_line import run
+
+PLAN = JobPlan("penstock-2bw", ["2bw", "--stages", "4", "--data", "my text"], "/shared/runs", 2, 4, {"stages": 4}, 3)
+
+
+def test_the_manifest_gives_every_pod_its_place() -> None:
+    service, job = yaml.safe_load_all(job_file("kubernetes", PLAN))
+    assert service["kind"] == "Service"
+    assert service["spec"]["clusterIP"] == "None"
+    spec = job["spec"]
+    assert (spec["completionMode"], spec["completions"], spec["parallelism"]) == ("Indexed", 4, 4)
+    pod = spec["template"]
+    assert service["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
+    assert pod["spec"]["subdomain"] == service["metadata"]["name"]
+    (container,) = pod["spec"]["containers"]
+    assert container["command"][:3] == ["penstock", "train", "2bw"]
+    environment = {entry["name"]: entry.get("value", "3") for entry in container["env"]}
+    place = job_place(environment)
+    assert place == JobPlace("the launcher", 3, 4, f"{job['metadata']['name']}-0.penstock-2bw", 29500, 0, 1)
+    assert container["resources"]["limits"] == {"cpu": "3"}
+
+
+def test_the_task_starts_torchrun_on_every_machine(tmp_path: Path) -> None:
+    task = yaml.safe_load(job_file("skypilot", PLAN))
+    assert task["num_nodes"] == 2
+    tools(tmp_path, "torchrun")
+    said = bash(
+        tmp_path, task["run"], SKYPILOT_NUM_NODES="2", SKYPILOT_NODE_RANK="1", SKYPILOT_NODE_IPS="10.0.0.1\n10.0.0.2"
+    )
+    assert said == [
+        "torchrun", "--no-python", "--nproc-per-node", "2", "--nnodes", "2", "--node-rank", "1", "--master-addr",
+        "10.0.0.1", "--master-port", "29500", "penstock", "train", "2bw", "--stages", "4", "--data", "my text", "--set",
+        "out=/shared/runs",
+    ]  # fmt: skip
+
+
+def tools(folder: Path, *names: str) -> None:
+    """Commands that write their name and their arguments down, one a line."""
+    for name in names:
+        (folder / name).write_text(f'#!/bin/bash\nprintf "%s\\n" {name} "$@" >> {folder}/said\n')
+        (folder / name).chmod(0o755)
+
+
+def bash(folder: Path, text: str, **variables: str) -> list[str]:
+    """Run a script with the commands in a folder; returns what they wrote down."""
+    (folder / "said").unlink(missing_ok=True)
+    environment = {**os.environ, **variables, "PATH": f"{folder}:{os.environ['PATH']}"}
+    subprocess.run(["bash", "-eu", "-c", text], env=environment, check=True)
+    return (folder / "said").read_text().splitlines()
+
+
+def test_the_batch_script_goes_on_with_its_own_run(tmp_path: Path) -> None:
+    out = tmp_path / "runs"
+    script = job_file("slurm", JobPlan("penstock-2bw", ["2bw", "--data", "my text"], str(out), 2, 4, {}, 3))
+    asked = dict(
+        line.removeprefix("#SBATCH --").split("=") for line in script.splitlines() if "#SBATCH" in line and "=" in line
+    )
+    assert (asked["nodes"], asked["ntasks-per-node"], asked["cpus-per-task"]) == ("2", "2", "3")
+    assert asked["signal"] == "TERM@180"
+    tools(tmp_path, "srun", "scontrol")
+    step = ["srun", "--kill-on-bad-exit=1", "penstock", "train"]
+    (out / "7" / "2026-01-01-2bw").mkdir(parents=True)
+    (out / "8").mkdir()
+    slurm = {"SLURM_CPUS_PER_TASK": "3"}
+    resumed = [*step, "--resume", f"{out}/7/2026-01-01-2bw/"]
+    assert bash(tmp_path, script, SLURM_JOB_ID="7", **slurm) == [*resumed, "scontrol", "requeue", "7"]
+    (out / "7" / "2026-01-01-2bw" / "weights").mkdir()
+    assert bash(tmp_path, script, SLURM_JOB_ID="7", **slurm) == resumed
+    begins = script[: script.index("|| exit")]
+    assert bash(tmp_path, begins, SLURM_JOB_ID="8", **slurm) == [
+        *step,
+        "2bw",
+        "--data",
+        "my text",
+        "--set",
+        f"out={out}/8",
+    ]
+
+
+def test_the_script_for_ray_has_the_whole_configuration() -> None:
+    values = validate_config({"stages": 4}).model_dump()
+    script = job_file("ray", JobPlan("penstock-2bw", [], "/shared", 1, 4, values))
+    (config,) = [node for node in ast.parse(script).body if isinstance(node, ast.Assign)]
+    found: Any = ast.literal_eval(config.value)
+    assert validate_config(found) == validate_config({**values, "out": "/shared"})
+    assert "from penstock.cli.on_ray import train_on_ray" in script
+
+
+def test_what_cannot_be_spread_or_written_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"4 ranks .* evenly over 3 machines; take a number .* that divides 4"):
+        JobPlan("a", [], "/shared", 3, 4, {})
+    with pytest.raises(ConfigError, match="'skypilot' and 'ray', not for 'pbs'"):
+        job_file("pbs", PLAN)
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_the_command_prints_the_file_of_its_options(
+    launcher: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["--stages", "4", "--set", "out=/shared/runs", "--set", "optimizer.lr=0.01", "--machines", "2"]
+    code, out, err = run(monkeypatch, capsys, "launch", "--print", launcher, "1f1b", *given)
+    assert code == 0, err
+    assert "0.01" in out
+    assert "/shared/runs" in out
+    assert out.count("out=/shared/runs") <= 1
