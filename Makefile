@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ARGS ?=
 
-.PHONY: train check test faults planted soak lint bench bench-short bench-overhead quality clean
+.PHONY: train check test faults fuzz planted soak lint bench bench-short bench-overhead quality clean
 
 train: $(STAMP)
 	$(BIN)/penstock train $(ARGS)
@@ -18,6 +18,9 @@ test: lint
 
 faults: $(STAMP)
 	PYTHONPATH=tests $(BIN)/python -m campaigns.faults $(ARGS)
+
+fuzz: $(STAMP)
+	PYTHONPATH=tests $(BIN)/python -m campaigns.fuzz $(ARGS)
 
 planted: $(STAMP)
 	PYTHONPATH=tests $(BIN)/python -m campaigns.planted_defects $(ARGS)

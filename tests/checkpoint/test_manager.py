@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import penstock
 from penstock.checkpoint import writer
 from penstock.checkpoint.format import checkpoints, place_of
 from penstock.checkpoint.index import write_index
+from penstock.checkpoint.owner import Owner
 from penstock.errors import CheckpointError, ConfigError, PenstockError
 from penstock.runtime.pipeline import Pipeline
 from support.pool import Pool
@@ -295,3 +298,51 @@ def test_stages_may_have_different_optimizers(tmp_path: Path) -> None:
     assert other.batches == 4
     with pytest.raises(CheckpointError, match="has the state of SGD, but stage 2 .* is stepped by AdamW"):
         penstock.Checkpoints(make(None), tmp_path).load()
+
+
+def test_two_pipelines_do_not_write_to_one_folder(tmp_path: Path) -> None:
+    """Their checkpoints would mix without a word; the second one is refused until the first is gone."""
+    first, second = make(None), make(None)
+    mine, other = penstock.Checkpoints(first, tmp_path), penstock.Checkpoints(second, tmp_path, tell=lambda *_: None)
+    list(first.run(batches()[:2]))
+    list(second.run(batches()[:3]))
+    mine.save()
+    with pytest.raises(CheckpointError, match="another Checkpoints of this process writes to"):
+        other.save()
+    assert [path.name for path in checkpoints(tmp_path)] == ["batch-00000002"]
+    other.load()  # takes it over
+    assert second.batches == 2
+    list(first.run(batches()[2:4]))
+    with pytest.raises(CheckpointError, match="another Checkpoints has been loaded from"):
+        mine.save()
+    list(second.run(batches()[2:5]))
+    other.save()
+    assert [path.name for path in checkpoints(tmp_path)] == ["batch-00000002", "batch-00000005"]
+    del other, second
+    gc.collect()
+    third = make(None)
+    list(third.run(batches()[:6]))
+    penstock.Checkpoints(third, tmp_path).save()  # what is gone owns nothing
+
+
+def hold(group: dist.ProcessGroup, folder: str, moment: float) -> str:
+    """Rank 0 claims the folder and keeps it for a moment; rank 1 wants it meanwhile."""
+    del group
+    one = Owner(Path(folder))
+    if dist.get_rank() == 0:
+        one.claim()
+        time.sleep(moment)
+        return "held"
+    time.sleep(0.5)
+    try:
+        one.claim(take_over=True)
+    except CheckpointError as error:
+        return str(error)
+    return "claimed"
+
+
+def test_a_folder_is_not_taken_from_another_process(tmp_path: Path, pool: Pool) -> None:
+    said = pool.submit(hold, str(tmp_path), 4.5, ranks=2)[1]
+    assert "another Checkpoints of process" in said
+    assert "a folder of its own" in said
+    assert pool.submit(hold, str(tmp_path), 1.0, ranks=2) == ["held", "claimed"]  # it waits for one that ends

@@ -23,11 +23,16 @@ def test_a_run_goes_on_with_its_own_text_and_ends_where_it_can_write(tmp_path, c
     assert "Traceback" not in refused.stderr
     (folder / "weights").rename(folder / "aside")
     (folder / "weights").write_text("in the way")
+    refused = command("train", "--resume", folder)
+    assert refused.returncode == 2
+    assert "weights: it is a file, not a folder" in " ".join(refused.stderr.split())
+    (folder / "weights").unlink()
+    (folder / "weights" / "index.json").mkdir(parents=True)  # in the way, too
     failed = command("train", "--resume", folder)
     assert failed.returncode == 1
     assert "training has finished, but its weights could not be written" in " ".join(failed.stderr.split())
     assert "Traceback" not in failed.stderr
-    (folder / "weights").unlink()
+    (folder / "weights" / "index.json").rmdir()
     ended = command("train", "--resume", folder)
     assert ended.returncode == 0, ended.stderr
     found = load_weights(folder)

@@ -21,6 +21,7 @@ from penstock.checkpoint.format import (
     open_newest,
     set_aside,
 )
+from penstock.checkpoint.owner import Owner
 from penstock.checkpoint.writer import LocalPosts, Posts, StorePosts, Writer
 from penstock.comm.collective.gather import gather_json
 from penstock.errors import CheckpointError, ConfigError, PenstockError
@@ -62,7 +63,8 @@ class Checkpoints:
 
     A checkpoint holds everything that training depends on: weights (both versions under 2bw), optimizer state, module
     buffers, loss scale, and the number of batches trained on. Between processes, every rank makes this object and calls
-    its methods together with the others.
+    its methods together with the others. A folder belongs to the first object that writes to it, or to the last one of
+    a process that has loaded from it, for as long as that lives; others write nothing there, and say so.
 
     Args:
         pipeline: to save and load.
@@ -100,6 +102,7 @@ class Checkpoints:
         self._rank, self._ranks = (0, 1) if grid.group is None else (dist.get_rank(grid.group), grid.group.size())
         self._store, self._limits = store, (timeout, _PATIENCE * min(timeout, pipeline.timeout))
         self._keep, self._extra, self._tell = keep, extra, tell
+        self._owner = Owner(self._folder)
         self._writer = self._make_writer()
         self._written = -1  # the batch of the last checkpoint that was loaded or waited for
         self._failure: str | None = None  # why that was not written
@@ -121,7 +124,9 @@ class Checkpoints:
             name = self._gather(uuid.uuid4().hex, "preparing for checkpoints")[0]
             posts = StorePosts(self._store or _get_default_store(), name)
         parts = [place for pipeline in range(grid.width) for place in places(pipeline, schedule.stages)]
-        return Writer(self._folder, parts, own, self._keep, self._extra, posts, *self._limits, self._tell)
+        return Writer(
+            self._folder, parts, own, self._keep, self._extra, posts, *self._limits, self._tell, self._owner.claim
+        )
 
     def every(self, batches: int) -> Saving:
         """Return the `save` argument of `Pipeline.run` that writes a checkpoint every so many batches."""
@@ -150,6 +155,8 @@ class Checkpoints:
         failure: str | None = None
         if self._rank == 0:
             try:
+                if self._folder.is_dir():
+                    self._owner.claim(take_over=True)
                 check_folder(self._folder)
                 clear_parts(self._folder)
                 found = list(map(str, checkpoints(self._folder, limit)))

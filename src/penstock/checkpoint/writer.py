@@ -112,6 +112,7 @@ class Writer:
         patience: seconds that a rank in training waits for its own disk, while others wait for the rank.
         tell: called by the thread of the rank of the first stage, with the number of batches and None, or the reason
             why the checkpoint was not written.
+        claim: called by that thread before it completes a checkpoint; raises an error if another one owns the folder.
 
     Attributes:
         batch: of the last snapshot.
@@ -128,7 +129,9 @@ class Writer:
         timeout: float,
         patience: float,
         tell: Callable[[int, str | None], None],
+        claim: Callable[[], None] = lambda: None,
     ) -> None:
+        self._claim = claim
         self._run, self._keep, self._extra = run, keep, extra
         self._posts, self._timeout, self._patience, self._tell = posts, timeout, patience, tell
         self._parts, self._own = list(parts), list(own)
@@ -226,6 +229,7 @@ class Writer:
             failure = next((part["failure"] for part in parts if "failure" in part), None)
         try:
             if failure is None:
+                self._claim()
                 disk.write_index(place, _content(parts, self._extra(batch)))
                 with suppress(OSError):  # older checkpoints may stay
                     if not any(map(_is_doubtful, parts)):

@@ -9,7 +9,6 @@ from typing import Annotated, Any, Literal
 from pydantic import AllowInfNan, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, model_validator
 from pydantic_core import PydanticCustomError
 
-from penstock.checks import is_whole
 from penstock.models.limits import LARGEST
 from penstock.schedule.ir.limits import MOST_BATCHES, MOST_MICROBATCHES, MOST_STAGES
 from penstock.schedule.methods.combine import Combine
@@ -32,7 +31,9 @@ def _as_delays(value: Any) -> Any:
     """Names of blocks may look like numbers; what the names and numbers mean is the runtime's business."""
     whole = {str(key): number for key, number in value.items()} if isinstance(value, dict) else value
     numbers = whole.values() if isinstance(whole, dict) else whole if isinstance(whole, list) else [whole or 0]
-    if not isinstance(whole, str) and not all(is_whole(n) and n <= MOST_DELAY for n in numbers):
+    if not isinstance(whole, str) and not all(
+        isinstance(n, int) and not isinstance(n, bool) and n <= MOST_DELAY for n in numbers
+    ):
         raise PydanticCustomError(
             "delays", "Input should be a number, a list of numbers, {block: number, ...} or a profile such as 1f1b:8"
         )

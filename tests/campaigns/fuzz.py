@@ -1,0 +1,220 @@
+"""Gives random malformed inputs to everything that reads one: `make fuzz`; ARGS="--inputs 2000 --seed 7" for less.
+
+Configurations, schedules as text and as torch's CSV, indexes of checkpoints and weights (behind a valid digest, and
+not), and command lines, in this process. Each input is a valid one in which parts were replaced, removed, repeated or
+nested. Allowed is an error that `penstock.errors` has, or none; everything else is a finding, and so is an input that
+takes longer than ten seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import sys
+import tempfile
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from hypothesis import HealthCheck, Phase, given, seed, settings, strategies as st
+
+from penstock.checkpoint.format import Checkpoint
+from penstock.checkpoint.index import INDEX, write_index
+from penstock.cli import main
+from penstock.errors import PenstockError
+from penstock.schedule.build import extend, make_schedule
+from penstock.schedule.text import parse_schedule
+from penstock.schedule.torch_csv import from_torch_csv
+from penstock.train.config.load import validate_config, with_method_options
+from penstock.train.config.schema import TrainConfig
+from penstock.train.config.yaml_file import parse_yaml
+from penstock.train.export.sample import load_model
+from penstock.train.setup.run_folder import as_yaml
+from support.time_limit import TooLongError, time_limit
+
+LIMIT = 10.0  # seconds an input may take
+ODD = (
+    "0", "-1", "1", "7", "1e300", "1e-320", "nan", "9" * 30, "9" * 5000, "0x" + "f" * 5000, "null", "true", "[]", "{}",
+    "[" * 5000, "{a: " * 3000, "{1: 2}", "&a [*a]", "\x00", "\x1b[2J", "\udcff", "\ud800", "²", "٣", "2020-99-99", "",
+    "!!python/object:os.system x", "999999", "F0", "B0", "STEP[t]", "^t-999", "@0", "%999", ":1/9", "..9", "~p0", ",",
+    "\n", "#", "[F0+B0]", "../x", "/dev/zero", "1:2:3", "é",
+)  # fmt: skip
+VALUES: tuple[Any, ...] = (
+    None, True, 0, -1, 1, 10**30, 1e300, float("nan"), "", "x", "\ud800", [], [1], {}, {"a": 1}, [[]], "0" * 64,
+)  # fmt: skip
+pieces = st.sampled_from(ODD) | st.text(max_size=8)
+places = st.integers(0, 10**9)
+edits = st.lists(st.tuples(st.sampled_from(["replace", "remove", "repeat", "insert", "swap"]), places, places, pieces),
+                 min_size=1, max_size=4)  # fmt: skip
+
+
+def edited(text: str, changes: list[tuple[str, int, int, str]], cut: str) -> str:
+    """A text in which some of its words were changed; `cut` is what is between words."""
+    words = text.split(cut)
+    for how, one, other, piece in changes:
+        at, to = one % len(words), other % len(words)
+        match how:
+            case "replace":
+                words[at] = piece
+            case "remove":
+                del words[at]
+            case "repeat":
+                words[at:at] = words[at : at + 1 + other % 5]
+            case "insert":
+                words.insert(at, piece)
+            case _:
+                words[at], words[to] = words[to], words[at]
+        words = words or [""]
+    return cut.join(words)
+
+
+def changed(value: Any, where: list[int], other: Any) -> Any:
+    """A nested value in which the part at the end of a path was replaced."""
+    if not where or not isinstance(value, dict) or not value:
+        return other
+    key = sorted(value)[where[0] % len(value)]
+    return value | {key: changed(value[key], where[1:], other)}
+
+
+def commands() -> tuple[str, ...]:
+    """Valid command lines that start no process."""
+    return (
+        "show 2bw --stages 2 --microbatches 2 --batches 1", "show interleaved:chunks=2 --stages 2 --segments auto",
+        "simulate zb-h1 --stages 2 --microbatches 4 --latency 0.1 --window 2", "methods --stages 2 --microbatches 2",
+        "sample nowhere --prompt x --seed 1 --temperature 0.5", "compare 1f1b --lr 1e-3 --keys",
+        "train --resume nowhere --set stages=2",
+    )  # fmt: skip
+
+
+class Findings:
+    """What is wrong, counted by where it happens."""
+
+    def __init__(self) -> None:
+        self.tried, self.found = 0, Counter[str]()
+        self.examples: dict[str, str] = {}
+
+    def attempt(self, what: str, call: Callable[[], Any], given: object) -> None:
+        """Give one input to a reader."""
+        self.tried += 1
+        try:
+            with (
+                time_limit(LIMIT),
+                contextlib.redirect_stdout(io.StringIO()),
+                contextlib.redirect_stderr(io.StringIO()),
+            ):
+                call()
+        except PenstockError:
+            return
+        except (Exception, TooLongError) as error:
+            ours = [f for f in traceback.extract_tb(error.__traceback__) if "/src/penstock/" in f.filename]
+            where = f"{ours[-1].filename.rpartition('/penstock/')[2]}:{ours[-1].lineno}" if ours else "?"
+            said = f"{what}: {type(error).__name__} in {where}"
+            self.found[said] += 1
+            self.examples.setdefault(said, f"{given!a:.300} -> {str(error)!a:.200}")
+
+
+def run_command(arguments: list[str]) -> None:
+    """Run a command in this process; its exit code must be a documented one."""
+    before, sys.argv = sys.argv, ["penstock", *arguments]
+    try:
+        main()
+    except SystemExit as ended:
+        if ended.code not in (None, 0, 1, 2):
+            raise AssertionError(f"exit code {ended.code}") from None
+    finally:
+        sys.argv = before
+
+
+def readers(folder: Path, findings: Findings) -> dict[str, tuple[Callable[..., None], dict[str, Any]]]:
+    """Every reader with what it is given, by name; each tries one input."""
+    config = as_yaml(TrainConfig())
+    schedules = [str(make_schedule(name, 2, 4)) for name in ("1f1b", "2bw", "zb-h1", "interleaved")]
+    table = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
+    index = {
+        "facts": {"batch": 4, "values": {}}, "extra": {}, "tensors": {"weights/a.w": "s"}, "text": True,
+        "files": {"s": {"bytes": 0, "sha256": "0" * 64}},
+        "model": {"layers": 2, "width": 16, "heads": 2, "context": 8, "vocabulary": 256},
+    }  # fmt: skip
+    (folder / "weights").mkdir()
+
+    def configuration(changes: Any, cut: str) -> None:
+        text = edited(config, changes, cut)
+        read = lambda: validate_config(with_method_options(parse_yaml(text, "config.yaml")))  # noqa: E731
+        findings.attempt("configuration", read, text)
+
+    def schedule(number: int, changes: Any, cut: str) -> None:
+        text = edited(schedules[number], changes, cut)
+        findings.attempt("schedule", lambda: extend(parse_schedule(text)), text)
+
+    def csv(changes: Any, cut: str) -> None:
+        text = edited(table, changes, cut)
+        findings.attempt("torch CSV", lambda: extend(from_torch_csv(text)), text)
+
+    def indexes(where: list[int], other: Any, schema: int) -> None:
+        content = changed(index, where, other)
+        if isinstance(content, dict):
+            write_index(folder / "weights", schema, content)
+            what, read = ("weights", load_model) if schema == 3 else ("checkpoint", Checkpoint)
+            findings.attempt(what, lambda: read(folder if schema == 3 else folder / "weights"), content)
+
+    def raw(changes: Any, cut: str) -> None:
+        text = edited(json.dumps({"schema": 1, "sha256": "0" * 64, **index}), changes, cut)
+        (folder / "weights" / INDEX).write_text(text, errors="surrogatepass")
+        findings.attempt("raw index", lambda: Checkpoint(folder / "weights"), text)
+
+    def command(line: str, changes: Any) -> None:
+        arguments = edited(line, changes, " ").split(" ")
+        findings.attempt("command", lambda: run_command(arguments), arguments)
+
+    lines = {"changes": edits, "cut": st.sampled_from(["\n", " ", ":"])}
+    return {
+        "configuration": (configuration, lines),
+        "schedule": (schedule, {"number": st.integers(0, 3), **lines}),
+        "torch CSV": (csv, {"changes": edits, "cut": st.sampled_from(["\n", ",", "0"])}),
+        "index": (
+            indexes,
+            {
+                "where": st.lists(places, max_size=3),
+                "other": st.sampled_from(VALUES) | st.recursive(st.sampled_from(VALUES), st.lists, max_leaves=4),
+                "schema": st.sampled_from([1, 3]),
+            },
+        ),
+        "raw index": (raw, {"changes": edits, "cut": st.sampled_from([" ", '"', "0"])}),
+        "command": (command, {"line": st.sampled_from(commands()), "changes": edits}),
+    }
+
+
+def fuzz(inputs: int, start: int) -> Findings:
+    """Try so many inputs, shared out among all readers."""
+    findings = Findings()
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        found = readers(Path(folder), findings)
+        for function, strategies in found.values():
+            options = settings(
+                max_examples=inputs // len(found), database=None, deadline=None, phases=[Phase.generate],
+                suppress_health_check=list(HealthCheck),
+            )  # fmt: skip
+            seed(start)(options(given(**strategies)(function)))()
+    return findings
+
+
+def report(findings: Findings) -> str:
+    """What was found, most frequent first, each with an example."""
+    lines = [f"{findings.tried} inputs, {findings.found.total()} findings at {len(findings.found)} places"]
+    return "\n".join(
+        [*lines, *(f"{n} x {what}\n    {findings.examples[what]}" for what, n in findings.found.most_common())]
+    )
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--inputs", type=int, default=20_000)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    outcome = fuzz(arguments.inputs, arguments.seed)
+    sys.stdout.write(report(outcome) + "\n")
+    sys.exit(bool(outcome.found))
