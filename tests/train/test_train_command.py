@@ -7,6 +7,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -237,8 +238,11 @@ def test_workers_are_forked_where_a_socket_can_lie(tmp_path, monkeypatch):
 
 
 def test_a_worker_that_raises_ends_the_job_with_its_traceback():
+    before = set(Path(tempfile.gettempdir()).iterdir())
     with pytest.raises(WorkerError, match="worker 1 failed") as caught:
         launch_local(2, raise_on_rank_1)
+    left = {path.name for path in set(Path(tempfile.gettempdir()).iterdir()) - before}
+    assert not {name for name in left if name.startswith(("penstock-", "pytorch-errorfile-"))}
     assert "ValueError: planted failure" in caught.value.trace
     assert "raise_on_rank_1" in caught.value.trace
 

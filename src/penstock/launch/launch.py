@@ -75,6 +75,7 @@ def launch_local(
             start_method=_start_method(),
             logs_specs=DefaultLogsSpecs(log_dir=str(exits.errors)),
         )
+        tempfile.tempdir = str(reports)  # of this process: torch leaves a file there for each worker that raises
         launched = _in_thread(elastic_launch(config, work), function, str(reports), *arguments, str(signals.drain))
         while not wait([launched], timeout=_LOOK).done:
             exits.look()
@@ -120,15 +121,17 @@ def _is_alive(process: int) -> bool:
 
 @contextmanager
 def _environment() -> Iterator[None]:
-    """Set variables that workers inherit, while they run."""
+    """Set variables that workers inherit, while they run, and restore the folder for temporary files afterwards."""
     changes = {"PYTHONSAFEPATH": "1"}  # else the fork server, and spawned workers, import from the working folder first
     if sys.platform == "linux" and "GLOO_SOCKET_IFNAME" not in os.environ:
         changes["GLOO_SOCKET_IFNAME"] = "lo"
     before = {name: os.environ.get(name) for name in changes}
     os.environ.update(changes)
+    folder = tempfile.tempdir
     try:
         yield
     finally:
+        tempfile.tempdir = folder
         for name, value in before.items():
             if value is None:
                 os.environ.pop(name, None)

@@ -44,6 +44,7 @@ class LauncherSignals:
     def __init__(self, drain: Path) -> None:
         self.drain = drain
         self.second: int | None = None
+        self._hung_up = False
 
     def __enter__(self) -> LauncherSignals:
         """Install the signal handlers."""
@@ -56,11 +57,12 @@ class LauncherSignals:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Restore the previous handlers."""
+        """Restore the previous handlers; SIGHUP is ignored if it came, as another one may follow."""
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_IGN if self._hung_up and number == signal.SIGHUP else handler)
 
     def _take(self, number: int, *_: object) -> None:
+        self._hung_up |= number == signal.SIGHUP
         if not self.drain.exists():
             self.drain.touch()
         elif number != signal.SIGHUP:

@@ -76,14 +76,13 @@ class WorkerExits:
         self._killed: float | None = None  # when the workers of the last start were first killed
         self._still: list[int] = []  # those of them that were stopped or dead, so could not have ended by themselves
         self._late: set[int] = set()  # the others of them
+        self._dead: set[int] = set()  # those that had died before
 
     def look(self) -> None:
         """Kill workers that hang: elastic waits long after a failure, and for ever after some have finished."""
         start = self._last_start()
         done = self._marks(_DONE, start)
-        failed = self._reports(start).keys() | {
-            rank for rank, (process, _) in self._marks(_BEGUN, start).items() if rank not in done and _is_dead(process)
-        }
+        failed = self._reports(start).keys() | self._died(start)
         seen = start, len(failed), len(done)
         if seen != self._seen:
             if start > self._seen[0] >= 0:
@@ -149,6 +148,14 @@ class WorkerExits:
         rank, *_ = self._still
         what = "is stalled or dead: it had finished, but did not exit"
         return WorkerError(f"worker {rank} {what}{self._lines(start, self._ranks - {rank})}", "")
+
+    def _died(self, start: int) -> set[int]:
+        """Return the workers that are dead and have not finished, except those that this object has killed."""
+        if self._killed is None or start != self._seen[0]:
+            done = self._marks(_DONE, start).keys()
+            begun = self._marks(_BEGUN, start)
+            self._dead = {rank for rank, (process, _) in begun.items() if rank not in done and _is_dead(process)}
+        return self._dead
 
     def _ended_from_outside(self, start: int) -> int | None:
         """Return the worker that a signal from outside the job has ended; None if the cause is another one.

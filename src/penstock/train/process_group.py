@@ -153,7 +153,8 @@ def _make_group(store: Store, place: JobPlace, timeout: timedelta, backend: str)
     Raises:
         TransportError: a peer is dead or stalled.
     """
-    if sys.platform == "linux" and is_loopback(place.address):  # so all ranks are here, and need no other interface
+    here = place.local_size in (None, place.size) and is_loopback(place.address)
+    if here and sys.platform == "linux":  # all ranks are on this machine, and need no other interface
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     made: Future[None] = Future()
 

@@ -1,0 +1,51 @@
+"""What the launcher makes of signals."""
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from penstock.launch.signals import LauncherSignals
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Iterator[None]:
+    """Whatever a test leaves, the handlers are those from before."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def tell(number: signal.Signals) -> None:
+    os.kill(os.getpid(), number)
+
+
+def test_the_first_signal_asks_and_the_second_kills(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with LauncherSignals(tmp_path / "drain") as signals:
+        assert not signals.drain.exists()
+        tell(signal.SIGTERM)
+        assert signals.drain.exists()
+        assert signals.second is None
+        tell(signal.SIGINT)
+        assert signals.second == signal.SIGINT
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_terminal_that_is_closed_asks_however_often_it_says_so(tmp_path: Path) -> None:
+    with LauncherSignals(tmp_path / "drain") as signals:
+        for _ in range(3):
+            tell(signal.SIGHUP)
+        assert signals.drain.exists()
+        assert signals.second is None
+    tell(signal.SIGHUP)  # does not kill what is ending
+
+
+def test_under_nohup_a_terminal_may_be_closed(tmp_path: Path) -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with LauncherSignals(tmp_path / "drain") as signals:
+        tell(signal.SIGHUP)
+        assert not signals.drain.exists()
