@@ -92,7 +92,8 @@ class Pipeline:
             last stage, whose loss is reported.
         optimizer: a function, named parameters -> optimizer, such as ``lambda named: torch.optim.AdamW(named,
             lr=1e-3)``, called once per stage. A parameter that a batch does not use counts as one with a gradient of
-            zero (plain torch would skip it), so momentum and weight decay act on it.
+            zero (plain torch would skip it), so momentum and weight decay act on it. Step hooks run once per update
+            (again where post-validation makes an update again).
         lr_scheduler: a function, optimizer -> scheduler of torch, called once per stage, such as ``lambda optimizer:
             OneCycleLR(optimizer, max_lr=1e-3, total_steps=500)``, or ``lambda optimizer: LambdaLR(optimizer, factor)``
             of a function of the number of the update. It sets the rates, and momentum if it does that, of every update
