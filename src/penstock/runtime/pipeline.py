@@ -252,7 +252,8 @@ class Pipeline:
         along the first dimension into m microbatches for each parallel pipeline, which differ by one sample at most. A
         list of that many pairs (input, target) is taken as microbatches. Of two pairs, a tuple is a whole batch, a list
         of two tuples is two microbatches, and another list is refused. Between processes, every rank passes the same
-        batches.
+        batches. Each batch has tensors of its own, since the next one is read while this one is trained on: a loader
+        that refills the same ones is refused (``((x.clone(), y.clone()) for x, y in loader)`` helps).
 
         Losses become known while later microbatches are under way, so updates are not in step with the loop. The run
         ends when the data ends or `stop` was called. Leaving the loop, an exception of the data's iterator and Ctrl-C
@@ -272,7 +273,8 @@ class Pipeline:
         Raises:
             DataError: a batch cannot be split. As with whatever else the data's iterator raises, all batches before it
                 have been trained on and reported by then, and the pipeline is as good as after any run. The same holds
-                of the data of an evaluation, after the batches under way.
+                of the data of an evaluation, after the batches under way. Or the loader has written into a batch under
+                way; then the pipeline is broken.
             ConfigError: `lr_scheduler` has no rate for the update of a batch; as with a batch that cannot be split. Or,
                 when the run begins, parameters or blocks have come, gone, or begun or ceased to be trained since the
                 pipeline was made. (New values are taken over: by `load_state_dict`, also with assign=True, or
