@@ -178,15 +178,15 @@ def overflows_ignored(patch: Patch) -> None:
 
 def forgetful_optimizer(patch: Patch) -> None:
     """After update 3 the first moments are gone."""
-    real = Updater._optimizer_step
+    real = Updater._updated
 
-    def step(self: Updater) -> None:
-        real(self)
+    def updated(self: Updater) -> None:
         if self.updates == 3 and self.optimizer is not None:
             for state in self.optimizer.state.values():
                 state["exp_avg"].zero_()
+        real(self)
 
-    patch.setattr(Updater, "_optimizer_step", step)
+    patch.setattr(Updater, "_updated", updated)
 
 
 def older_state_dict(patch: Patch) -> None:

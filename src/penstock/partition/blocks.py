@@ -79,6 +79,28 @@ def named_blocks(blocks: Any) -> dict[str, Any]:
     return named
 
 
+def check_same_blocks(blocks: Any, named: Mapping[str, Any]) -> None:
+    """Make sure that a container of modules, such as an nn.Sequential, holds the blocks that a pipeline was made of.
+
+    Args:
+        blocks: as given to the pipeline; lists and dicts may have changed.
+        named: the blocks at that time.
+
+    Raises:
+        ConfigError: one was replaced, added or removed.
+    """
+    if not isinstance(blocks, nn.Module):
+        return
+    for name in blocks._modules.keys() | named.keys():
+        now, before = blocks._modules.get(name), named.get(name)
+        if now is not before:
+            what = "is new" if before is None else "is gone" if now is None else "is another"
+            raise ConfigError(
+                f"block {name!r} {what} since the pipeline was made, so the pipeline would train without that change; "
+                "make a new Pipeline of the changed model (a checkpoint of this one can be loaded into it)"
+            )
+
+
 def _check_block(name: str, block: Any) -> None:
     """Refuse a block that cannot be called with the output of the one before."""
     what = f"block {name!r} is of type {type(block).__name__}"

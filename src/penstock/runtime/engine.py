@@ -359,6 +359,9 @@ class Engine:
     def _take_over(self) -> ConfigError | None:
         """Adopt what users have changed between two runs; return what is wrong with it."""
         try:
+            for state in self._ranks:
+                for stage in state.stages.values():
+                    stage.adopt()
             follow_settings(self._ranks)
             if not self._combine.apart:
                 follow_first(self._ranks)

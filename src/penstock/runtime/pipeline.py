@@ -25,7 +25,7 @@ from penstock.comm.mesh import from_mesh, groups_of_holders
 from penstock.comm.p2p.transport import Channel
 from penstock.comm.transports import Transports, choose_transports
 from penstock.errors import ConfigError
-from penstock.partition.blocks import Blocks, named_blocks
+from penstock.partition.blocks import Blocks, check_same_blocks, named_blocks
 from penstock.runtime.attribute_hints import NO_CALL, NO_PICKLE, missing, no_argument
 from penstock.runtime.engine import Engine
 from penstock.runtime.execute.evaluation import Evaluating, check_evaluating
@@ -95,7 +95,8 @@ class Pipeline:
             last stage, whose loss is reported.
         optimizer: a function, named parameters -> optimizer, such as ``lambda named: torch.optim.AdamW(named,
             lr=1e-3)``, called once per stage. A parameter that a batch does not use counts as one with a gradient of
-            zero (plain torch would skip it), so momentum and weight decay act on it.
+            zero (plain torch would skip it), so momentum and weight decay act on it. Step hooks run once per update
+            (again where post-validation makes an update again).
         lr_scheduler: a function, optimizer -> scheduler of torch, called once per stage, such as ``lambda optimizer:
             OneCycleLR(optimizer, max_lr=1e-3, total_steps=500)``, or ``lambda optimizer: LambdaLR(optimizer, factor)``
             of a function of the number of the update. It sets the rates, and momentum if it does that, of every update
@@ -188,17 +189,19 @@ class Pipeline:
         if group is None:
             warn_if_alone()
         plan = PipelinePlan.make(named, request, options.changed(width=width, correction=correction))
-        self._build(plan, named, loss, optimizer, group)
+        self._build(plan, blocks, named, loss, optimizer, group)
 
     def _build(
         self,
         plan: PipelinePlan,
+        blocks: Blocks,
         named: Mapping[str, Any],
         loss: LossFunction | Mapping[int, LossFunction],
         optimizer: OptimizerFactory,
         group: dist.ProcessGroup | None,
     ) -> None:
         """Build the ranks of this process and their communicators."""
+        self._given = blocks, named
         check_loss(loss)  # on all ranks alike, so that none waits for one that has refused it
         parallel, timeout = plan.options.data_parallel, plan.options.run.timeout
         self._plan, self.proof, self.schedule, self.parts = plan, plan.proof, plan.schedule, plan.parts
@@ -256,7 +259,8 @@ class Pipeline:
         along the first dimension into m microbatches for each parallel pipeline, which differ by one sample at most. A
         list of that many pairs (input, target) is taken as microbatches. Of two pairs, a tuple is a whole batch, a list
         of two tuples is two microbatches, and another list is refused. Between processes, every rank passes the same
-        batches.
+        batches. Each batch has tensors of its own, since the next one is read while this one is trained on: a loader
+        that refills the same ones is refused (``((x.clone(), y.clone()) for x, y in loader)`` helps).
 
         Losses become known while later microbatches are under way, so updates are not in step with the loop. The run
         ends when the data ends or `stop` was called. Leaving the loop, an exception of the data's iterator and Ctrl-C
@@ -276,11 +280,16 @@ class Pipeline:
         Raises:
             DataError: a batch cannot be split. As with whatever else the data's iterator raises, all batches before it
                 have been trained on and reported by then, and the pipeline is as good as after any run. The same holds
-                of the data of an evaluation, after the batches under way, on all ranks if one cannot read it.
-            ConfigError: `lr_scheduler` has no rate for the update of a batch; as with a batch that cannot be split.
+                of the data of an evaluation, after the batches under way, on all ranks if one cannot read it. Or the
+                loader has written into a batch under way; then the pipeline is broken.
+            ConfigError: `lr_scheduler` has no rate for the update of a batch; as with a batch that cannot be split. Or,
+                when the run begins, parameters or blocks have come, gone, or begun or ceased to be trained since the
+                pipeline was made. (New values are taken over: by `load_state_dict`, also with assign=True, or
+                ``p.data = ...``. All passes of the next batch read them.)
             PenstockError: a message did not arrive, the data differ between ranks, or weights were rewritten under a
                 reader; then, and after whatever the model itself raises, the pipeline is broken.
         """
+        check_same_blocks(*self._given)
         if save is not None:
             check_saving(save)
         if evaluate is not None:
@@ -306,6 +315,7 @@ class Pipeline:
             DataError: a batch cannot be split. After this, and after whatever else the data's iterator raises, the
                 pipeline is as it was.
         """
+        check_same_blocks(*self._given)
         total, weight = self._engine.evaluate(batches, averaged)
         return (total / weight, weight) if weight else None
 
@@ -477,8 +487,8 @@ class Pipeline:
     def _state_of(self, stages: Iterable[StageRuntime], averaged: bool) -> dict[str, Tensor]:
         state: dict[str, Tensor] = {}
         for stage in stages:
-            if stage.weights.agreement is not None and self._engine.at_rest:
-                stage.refresh()
+            if self._engine.at_rest:
+                (stage.adopt if stage.weights.agreement is None else stage.refresh)()
             state.update(stage.module.state())
             state.update(stage.weights.newest_tensors())  # in the middle of a run another version may be bound
             state.update(stage.weights.presented(averaged))
@@ -587,7 +597,7 @@ def pipeline_of(
         CapabilityError: the optimizer cannot step a stage.
     """
     pipeline = Pipeline.__new__(Pipeline)
-    pipeline._build(plan, named_blocks(blocks), loss, optimizer, group)
+    pipeline._build(plan, blocks, named_blocks(blocks), loss, optimizer, group)
     return pipeline
 
 

@@ -22,6 +22,7 @@ from penstock.comm.core.devices import current_device, on_device
 from penstock.errors import CapabilityError, ConfigError
 from penstock.stage.autograd.activation_offload import ActivationOffload
 from penstock.stage.autograd.deferred_weight_grads import DeferredWeightGrads
+from penstock.stage.changed_modules import check_changes, find_parameters, take_over_values
 from penstock.stage.loss import LossFunction, sum_and_weight
 from penstock.stage.precision import cast
 from penstock.stage.rng import BlockRng, RngKey
@@ -85,24 +86,11 @@ class StageModule:
         self.last = list(self.blocks)[-1]
         self.loss, self.hands_on = loss, hands_on
         self.where = where
-        self._places: dict[str, list[tuple[nn.Module, str]]] = {}
-        self._originals: dict[str, nn.Parameter] = {}
         self._bound: Mapping[str, Tensor] | None = None
-        self._aliases: set[str] = set()  # further names of shared parameters
-        names: dict[int, str] = {}
-        for prefix, block in self.blocks.items():
-            if not isinstance(block, nn.Module):
-                continue
-            for path, module in block.named_modules(prefix=prefix):
-                for key, parameter in module._parameters.items():
-                    if parameter is None:
-                        continue
-                    name = names.setdefault(id(parameter), f"{path}.{key}")
-                    if name != f"{path}.{key}":
-                        self._aliases.add(f"{path}.{key}")
-                    self._places.setdefault(name, []).append((module, key))
-                    self._originals[name] = parameter
-                    self._check_dtype(name, parameter)
+        self._found = find_parameters(self.blocks)
+        for name, parameter in self._originals.items():
+            self._check_dtype(name, parameter)
+        self._steps = frozenset(name for name, p in self._originals.items() if p.requires_grad)
         self._frozen = {
             name: p.detach().to(precision)
             for name, p in self._originals.items()
@@ -121,9 +109,14 @@ class StageModule:
             )
 
     @property
+    def _originals(self) -> dict[str, nn.Parameter]:
+        """The modules' own parameters, by canonical name."""
+        return self._found.originals
+
+    @property
     def trained(self) -> dict[str, nn.Parameter]:
         """The parameters that require gradients, by canonical name; a shared one appears once."""
-        return {name: p for name, p in self._originals.items() if p.requires_grad}
+        return {name: self._originals[name] for name in self._originals if name in self._steps}
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -136,7 +129,7 @@ class StageModule:
         for prefix, block in self.blocks.items():
             if isinstance(block, nn.Module):
                 state.update(block.state_dict(prefix=f"{prefix}."))
-        return {name: tensor for name, tensor in state.items() if name not in self._aliases}
+        return {name: tensor for name, tensor in state.items() if self._found.paths.get(name, name) == name}
 
     def aliases(self) -> dict[str, str]:
         """Further names of shared parameters, each with the canonical one; between two runs."""
@@ -178,8 +171,25 @@ class StageModule:
 
     def _place(self, tensors: Mapping[str, Tensor]) -> None:
         for name, tensor in tensors.items():
-            for module, key in self._places[name]:
+            for module, key in self._found.places[name]:
                 module._parameters[key] = tensor  # type: ignore[assignment]  # a leaf tensor, not a Parameter
+
+    def adopt(self, trained: Mapping[str, Tensor]) -> None:
+        """Take over parameters that were replaced, or given other memory, between two runs.
+
+        Args:
+            trained: the newest weights, to which their values are copied.
+
+        Raises:
+            ConfigError: parameters have come or gone, or are no longer of the kind that they were.
+        """
+        now = find_parameters(self.blocks)
+        check_changes(self._found, now, trained, self.where)
+        moved = take_over_values(now, trained)
+        replaced = any(now.originals[name] is not self._originals[name] for name in self._originals)
+        self._found = now
+        if moved or replaced:
+            self.restore(trained)
 
     def refresh(self) -> None:
         """Cast frozen parameters again and look at the blocks anew: both may have been changed between two runs."""

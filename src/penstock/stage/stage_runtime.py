@@ -232,8 +232,21 @@ class StageRuntime:
         model = self.weights.common_model(averaged)
         return None if model is None else {k: cast(view, self.module.precision) for k, view in model.views.items()}
 
+    def adopt(self) -> None:
+        """Take over parameters that were replaced on the modules, or given other memory, between two runs.
+
+        Raises:
+            ConfigError: modules have changed so that the optimizer could not follow.
+        """
+        self.module.adopt(self.weights.newest_tensors())
+
     def refresh(self) -> None:
-        """Adopt what was written into the modules' parameters between two runs."""
+        """Adopt what was written into the modules' parameters between two runs.
+
+        Raises:
+            ConfigError: modules have changed so that the optimizer could not follow.
+        """
+        self.adopt()
         self.weights.refresh()
         self.module.refresh()
 

@@ -21,6 +21,7 @@ from penstock.weights.optim.updater import Updater
 from penstock.weights.provisional import Provisional
 from penstock.weights.store import VersionStore
 from penstock.weights.waves import WaveWeights
+from penstock.weights.written_check import WrittenCheck
 
 
 class StageWeights:
@@ -148,6 +149,7 @@ class TrainedWeights(StageWeights):
         apart: where updates are provisional, copies are kept to undo them.
         provisional: the update that is not decided on yet.
         mean: c / N by the last batch that an update was made with and that had a loss weight.
+        watch: detects writes into the newest weights between two runs, where the next one would read older ones, too.
     """
 
     store: VersionStore
@@ -161,6 +163,7 @@ class TrainedWeights(StageWeights):
     apart: bool = False
     provisional: Provisional | None = None
     mean: float = 1.0
+    watch: WrittenCheck | None = None
 
     # --- reading ----------------------------------------------------------------------------------------------------
 
@@ -264,6 +267,8 @@ class TrainedWeights(StageWeights):
         """Adopt what was written into the newest version, and what was set in the optimizer, between two runs."""
         self.updater.rates.take_over(self.updater.updates)
         self.store.refresh()
+        if self.watch is not None and self.watch.written:
+            self.forget_older()
         self.store.forget_copies()
         if self.agreement is not None:
             self.agreement.take_over()
@@ -273,10 +278,21 @@ class TrainedWeights(StageWeights):
         if self.agreement is not None:
             self.agreement.begin_span(batches)
 
+    def forget_older(self) -> None:
+        """Let the next batches read the newest weights, as at the start of training: they were written from outside."""
+        self.watch = None
+        self.store.forget_older()
+        if self.older is not None:
+            self.older.restart(self.store.newest, lambda *_: None)
+
     def end_span(self) -> None:
         """End a span, with the pipeline drained."""
         if self.agreement is not None:
             self.agreement.watch.look()
+        self.watch = None
+        if len(self.store.versions) > 1 or self.older is not None:
+            self.watch = WrittenCheck(self.store)
+            self.watch.look()
 
     # --- memory -----------------------------------------------------------------------------------------------------
 

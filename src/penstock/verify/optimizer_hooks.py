@@ -17,8 +17,7 @@ See = Callable[[str, int, str, Tensor, int], None]
 class WatchedFactory:
     """An optimizer factory whose optimizers report every gradient they receive and every weight they produce.
 
-    It uses hooks, not a subclass, because torch's own classes are stepped with a few parameters at a time where updates
-    rotate through buffers.
+    Not a subclass: other optimizers than torch's own step on copies of gradients at first.
 
     Args:
         factory: makes the optimizers.

@@ -277,6 +277,11 @@ class VersionStore:
     def refresh(self) -> None:
         """Take note that the newest weights may have been written from outside between two runs."""
 
+    def forget_older(self) -> None:
+        """Let passes that would read an older version read the newest weights, which were replaced from outside."""
+        for version in self.versions.keys() - {self.newest}:
+            self.versions[version].load(self.master.views)
+
     def newest_tensors(self) -> dict[str, Tensor]:
         """Return the parameters of the newest version, by name; they share its memory."""
         return dict(self.master.views)

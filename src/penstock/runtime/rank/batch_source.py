@@ -19,11 +19,13 @@ from torch.utils import _pytree as pytree
 
 from penstock.errors import DataError
 from penstock.runtime.rank.microbatches import Microbatches, microbatches_of
+from penstock.runtime.rank.reuse_watch import ReuseWatch
 from penstock.runtime.update.stop_request import StopRequest
 
 Batches = Iterable[Any]
 """What `microbatches_of` takes: whole batches, or lists of microbatches."""
 _CHECKED_BYTES = 1 << 16
+_END = object()
 _NUMPY = frozenset({torch.float32, torch.float64, torch.int64, torch.int32})  # types of samples that numpy has, too
 
 
@@ -74,6 +76,7 @@ class BatchSource:
     ) -> None:
         self._fills, self._shared, self._first = fills, shared, first
         self.failure: Exception | None = None
+        self._spoiled: Exception | None = None  # what is wrong with a batch under way
         try:
             self._batches = _iterator(batches)
         except Exception as error:  # all ranks are told of it before it is raised
@@ -87,6 +90,7 @@ class BatchSource:
         self._samples: dict[tuple[int, int], tuple[Sample, int]] = {}
         self._fetched = 0
         self._exhausted = False
+        self._reuse = ReuseWatch(checksum)
         self._stop = StopRequest() if stop is None else stop
         self._asked, self._end = 0, math.inf
 
@@ -99,18 +103,28 @@ class BatchSource:
 
         Raises:
             DataError: a batch cannot be split, or has another number of microbatches than the schedule, or a list has
-                one that is no pair.
+                one that is no pair; or the loader has written into a batch under way.
         """
         while self._fetched <= batch and not self._exhausted:
-            try:
-                following = next(self._batches)
-            except StopIteration:
+            self._reuse.look()
+            following = next(self._batches, _END)
+            self._check_reuse()
+            if following is _END:
                 self._exhausted = True
                 break
+            self._reuse.add(self._first + self._fetched, following, [self._first + number for number in self._held])
             self._held[self._fetched], self._count[self._fetched] = self._divided(following)
             self._left[self._fetched] = self._reads
             self._fetched += 1
         return batch < self._fetched
+
+    def _check_reuse(self) -> None:
+        """Make sure that batches under way are still what they were; these cannot be finished otherwise."""
+        try:
+            self._reuse.check()
+        except DataError as error:
+            self._spoiled = error
+            raise
 
     def _divided(self, batch: Any) -> tuple[Microbatches, int]:
         """The microbatches of a batch, and how many of them are no repetitions."""
@@ -123,6 +137,8 @@ class BatchSource:
             raise DataError(f"batch {number} has {len(found)} microbatches, but the schedule takes {takes}")
         for k, pair in enumerate(found if isinstance(found, list | tuple) else ()):  # other sequences make them late
             _check_pair(pair, number, k)
+        if found is batch and isinstance(found, list | tuple):  # the loader may clear its lists and fill them again
+            found = tuple(pytree.tree_map(lambda leaf: leaf, pair) for pair in found)
         return found, count
 
     def follows(self, batch: int) -> bool:
@@ -142,6 +158,8 @@ class BatchSource:
             return self.has(batch)
         except Exception as error:
             self._exhausted, self.failure = True, error
+            if error is self._spoiled:
+                raise
             return False
 
     def sample(self, pipeline: int, microbatch: int) -> Sample:

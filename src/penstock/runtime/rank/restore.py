@@ -105,6 +105,7 @@ def _restore_trained(weights: TrainedWeights, reader: _StageReader, saved: Saved
     newest = {name: reader.read(reader.kind("weights", name), name, view) for name, view in views.items()}
     before = {name: reader.read(reader.kind("older", name), name, v) for name, v in views.items()} if older else None
     weights.store.restart(int(saved.facts["batch"]), newest, before)
+    weights.watch = None  # nothing has been written since
     if weights.older is not None:
         weights.older.restart(int(saved.facts["batch"]), reader.find_delayed)
     if agreement is not None:

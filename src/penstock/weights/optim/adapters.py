@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from penstock.errors import CapabilityError
 from penstock.weights.optim.basis_rotation import BasisRotation
@@ -112,6 +113,25 @@ def is_separable(optimizer: Optimizer) -> bool:
     if isinstance(optimizer, Joined):
         return all(map(is_separable, optimizer.parts))
     return isinstance(optimizer, ByParameter | BasisRotation) or type(optimizer).__module__.startswith("torch.optim")
+
+
+def has_step_hooks(optimizer: Optimizer) -> bool:
+    """Return whether something is called with every step: hooks of torch, or a `step` that was replaced.
+
+    It wants to see all parameters together, once per update.
+    """
+    if _global_optimizer_pre_hooks or _global_optimizer_post_hooks:
+        return True
+    parts = (optimizer, *optimizer.parts) if isinstance(optimizer, Joined) else (optimizer,)
+    return any(
+        part._optimizer_step_pre_hooks or part._optimizer_step_post_hooks or _is_replaced(part) for part in parts
+    )
+
+
+def _is_replaced(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer has a `step` of its own; that of torch's schedulers only notes that it was called."""
+    step = vars(optimizer).get("step")
+    return step is not None and not hasattr(step, "_wrapped_by_lr_sched")
 
 
 def check_averages(optimizer: Optimizer, averages: bool) -> None:

@@ -10,7 +10,7 @@ versions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,11 +20,12 @@ from torch import Tensor, nn
 from penstock.errors import CapabilityError
 from penstock.weights.memory.buffers import Buffer, Layout
 from penstock.weights.memory.scratch import Scratch
-from penstock.weights.optim.adapters import is_separable, name_of
+from penstock.weights.optim.adapters import has_step_hooks, is_separable, name_of
 from penstock.weights.optim.directions import direction
 from penstock.weights.optim.lr_schedulers import SchedulerFactory
 from penstock.weights.optim.optimizer_factory import OptimizerFactory, make_optimizer
 from penstock.weights.optim.optimizer_state import copy_state, remembered_values, restore_state, state_tensors
+from penstock.weights.optim.optimizer_step import OptimizerStep
 from penstock.weights.optim.rates import Factor, Rates
 from penstock.weights.optim.step_info import Forecast, Step, Stepped
 from penstock.weights.optim.undo import check_undoable, undo_step
@@ -71,16 +72,32 @@ class Updater:
         self.updates = 0
         self._told: Callable[[torch.optim.Optimizer], None] | None = getattr(factory, "undone", None)
         self._scratch: Scratch | None = None
+        self._layout = layout
+        self._make_step = OptimizerStep(self.optimizer, self.parameters)
         self.rates = Rates(self.optimizer, self.parameters, scheduler)
         self.rates.correct(factor, begin)
         self.prepare(layout, rotates)
 
     def prepare(self, layout: Layout, rotates: bool) -> None:
         """Allocate the scratch for updates over the gradient, or free it if there are none."""
+        self._layout = layout
         if not rotates or self.optimizer is None:
             self._scratch = None
         elif self._scratch is None:
-            self._scratch = Scratch(layout, separable=is_separable(self.optimizer))
+            separable = is_separable(self.optimizer) and not has_step_hooks(self.optimizer)
+            self._scratch = Scratch(layout, separable)
+
+    @property
+    def _groups(self) -> Sequence[Mapping[str, Tensor]]:
+        """The groups of parameters that are stepped together, each with its places in the scratch.
+
+        Step hooks may have come since the scratch was made; they see all parameters together.
+        """
+        if self._scratch is None or self.optimizer is None:
+            return ()
+        if len(self._scratch.groups) > 1 and has_step_hooks(self.optimizer):
+            self._scratch = Scratch(self._layout, separable=False)
+        return self._scratch.groups
 
     def follow(self, weights: Buffer) -> None:
         """Point the parameters at this buffer; after a skipped update the weights may be in another one."""
@@ -155,18 +172,18 @@ class Updater:
         if stepped is not None:
             self._tell_steps(weights, gradient, stepped)
             return
-        self._point(self.parameters, weights, gradient.views)
-        self._step()
+        self.rates.put(self.updates)
+        self._make_step.make(self.parameters, weights.views, gradient.views)
+        self._updated()
 
     def _tell_steps(self, weights: Buffer, gradient: Buffer, stepped: Stepped) -> None:
         """Step a few parameters at a time, so that their previous values need no more memory than the scratch."""
         self.rates.put(self.updates)
         with torch.no_grad():
-            for before in self._scratch.groups if self._scratch else ():
+            for before in self._groups:
                 for name, scratch in before.items():
                     scratch.copy_(weights.views[name])
-                self._point(before, weights, gradient.views)
-                self._optimizer_step()
+                self._make_step.make(before, weights.views, gradient.views)
                 self._tell_of(before, before, weights.views, gradient.views, stepped)
         self._updated()
 
@@ -223,7 +240,7 @@ class Updater:
         """Undo the last step, which was in place, up to rounding errors."""
         assert self.optimizer is not None
         weights.rewrite()
-        self._point(self.parameters, weights, gradient.views)
+        self._make_step.point(self.parameters, weights.views, gradient.views)
         gradients = {p: gradient.views[name] for name, p in self.parameters.items()}
         undo_step(self.optimizer, gradients, first=self.updates == 1)
         self.optimizer.zero_grad(set_to_none=True)
@@ -262,35 +279,18 @@ class Updater:
         new.rewrite()
         self.rates.put(self.updates)
         with torch.no_grad():
-            for gradients in self._scratch.groups if self._scratch else ():
+            for gradients in self._groups:
                 for name, scaled in gradients.items():
                     if factor == 1.0:
                         scaled.copy_(source[name])
                     else:
                         torch.mul(source[name], factor, out=scaled)
                     new.views[name].copy_(old.views[name])
-                self._point(gradients, new, gradients)
-                self._optimizer_step()
+                self._make_step.make(gradients, new.views, gradients)
                 if stepped is not None:
                     self._tell_of(gradients, old.views, new.views, gradients, stepped)
-        self._updated()
-
-    def _point(self, names: Iterable[str], buffer: Buffer, gradients: dict[str, Tensor]) -> None:
-        for name in names:
-            parameter = self.parameters[name]
-            parameter.data = buffer.views[name]
-            parameter.grad = gradients[name]
-
-    def _step(self) -> None:
-        self.rates.put(self.updates)
-        self._optimizer_step()
         self._updated()
 
     def _updated(self) -> None:
         self.updates += 1
         self.rates.note()
-
-    def _optimizer_step(self) -> None:
-        if self.optimizer is not None:
-            self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=True)

@@ -1,0 +1,104 @@
+"""What users change on the modules of a stage between two runs.
+
+A run computes with tensors of its own in the place of the modules' parameters, which its optimizer steps. So values
+that were assigned to parameters, or that came with other `Parameter` objects, have to be taken over; and a change that
+the optimizer could not follow is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import ConfigError
+
+_INSTEAD = "make a new Pipeline of the changed modules (a checkpoint of this one can be loaded into it)"
+ParameterPlaces = dict[str, list[tuple[nn.Module, str]]]
+"""By canonical name, where a parameter stands: modules, and its name there."""
+
+
+class FoundParameters(NamedTuple):
+    """The parameters of some blocks.
+
+    Attributes:
+        originals: by canonical name: that of their first place.
+        places: where they stand.
+        paths: the canonical name of every name that one has.
+    """
+
+    originals: dict[str, nn.Parameter]
+    places: ParameterPlaces
+    paths: dict[str, str]
+
+
+def find_parameters(blocks: Mapping[str, Any]) -> FoundParameters:
+    """Return the parameters of all blocks that are modules."""
+    found = FoundParameters({}, {}, {})
+    names: dict[int, str] = {}
+    for prefix, block in blocks.items():
+        if not isinstance(block, nn.Module):
+            continue
+        for path, module in block.named_modules(prefix=prefix):
+            for key, parameter in module._parameters.items():
+                if parameter is None:
+                    continue
+                name = names.setdefault(id(parameter), f"{path}.{key}")
+                found.paths[f"{path}.{key}"] = name
+                found.places.setdefault(name, []).append((module, key))
+                found.originals[name] = parameter
+    return found
+
+
+def check_changes(before: FoundParameters, now: FoundParameters, trained: Mapping[str, Tensor], where: str) -> None:
+    """Make sure that the parameters are those from before but for their values.
+
+    Args:
+        before, now: the parameters.
+        trained: the present weights of those that the optimizer steps.
+        where: the stage in messages.
+
+    Raises:
+        ConfigError: one is new, gone, or no longer of its kind.
+    """
+    for path in before.paths.keys() ^ now.paths.keys():
+        what = "is new" if path in now.paths else "is gone"
+        raise ConfigError(f"{where}: {path} {what} since the pipeline was made, but its optimizer is not; {_INSTEAD}")
+    for path, name in before.paths.items():
+        if now.paths[path] != name:
+            raise ConfigError(
+                f"{where}: {path} and {name} were one parameter when the pipeline was made and no longer are (as after "
+                f"load_state_dict(assign=True)); make them one again: the same Parameter in both places; or {_INSTEAD}"
+            )
+    for name, parameter in now.originals.items():
+        known = trained.get(name, before.originals[name])
+        if parameter.requires_grad != (name in trained):
+            what = "requires gradients now" if parameter.requires_grad else "no longer requires gradients"
+            raise ConfigError(
+                f"{where}: {name} {what}, but what is trained is settled when the pipeline is made; {_INSTEAD}"
+            )
+        if parameter.shape != known.shape:
+            raise ConfigError(
+                f"{where}: {name} has shape {tuple(parameter.shape)} now, and had {tuple(known.shape)} when the "
+                f"pipeline was made; {_INSTEAD}"
+            )
+        if parameter.dtype != known.dtype:
+            raise ConfigError(
+                f"{where}: {name} is {parameter.dtype} now, and was {known.dtype} when the pipeline was made; to "
+                f"compute in less pass precision='bf16' or 'fp16', or {_INSTEAD}"
+            )
+
+
+@torch.no_grad()
+def take_over_values(now: FoundParameters, trained: Mapping[str, Tensor]) -> list[str]:
+    """Copy what was assigned to trained parameters to where their weights are.
+
+    Returns:
+        The names of those whose memory is another one.
+    """
+    moved = [name for name, weights in trained.items() if now.originals[name].data_ptr() != weights.data_ptr()]
+    for name in moved:
+        trained[name].copy_(now.originals[name])
+    return moved

@@ -1,0 +1,203 @@
+"""What is changed on modules after the pipeline was made: taken over when the next run begins, or refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from penstock import Checkpoints, Staleness
+from penstock.errors import ConfigError
+from support.plain_training import PlainTraining, assert_close_weights, make_data, make_model, pipeline_of_model
+
+Change = Callable[[nn.Sequential], None]
+
+
+def other_state() -> dict[str, Any]:
+    """Weights from elsewhere."""
+    torch.manual_seed(9)
+    return {name: torch.randn_like(tensor) for name, tensor in make_model().state_dict().items()}
+
+
+def load(model: nn.Sequential) -> None:
+    model.load_state_dict(other_state())
+
+
+def load_by_assignment(model: nn.Sequential) -> None:
+    model.load_state_dict(other_state(), assign=True)
+
+
+def assign_data(model: nn.Sequential) -> None:
+    for name, p in model.named_parameters():
+        p.data = other_state()[name]
+
+
+def write_data(model: nn.Sequential) -> None:
+    for name, p in model.named_parameters():
+        p.data.copy_(other_state()[name])
+
+
+def replace_a_parameter(model: nn.Sequential) -> None:
+    load(model)
+    model[0].weight = nn.Parameter(other_state()["0.weight"].clone())
+
+
+WRITES = [load, load_by_assignment, assign_data, write_data, replace_a_parameter]
+
+
+@pytest.mark.parametrize("method", ["1f1b", "2bw"])
+@pytest.mark.parametrize("write", WRITES)
+def test_weights_written_between_runs_are_what_the_next_batch_reads(write: Change, method: str) -> None:
+    """All of its passes: under 2bw they read the version before the newest."""
+    model = make_model()
+    pipeline = pipeline_of_model(model, method=method)
+    list(pipeline.run(make_data()[:2]))
+    write(model)
+    assert_close_weights(pipeline.full_state_dict(), other_state())
+    list(pipeline.run(make_data()[2:]))
+    plain = PlainTraining(make_model(), delay=int(method == "2bw"))
+    plain.run(make_data()[:2])
+    plain.model.load_state_dict(other_state())
+    plain.older = []
+    plain.run(make_data()[2:])
+    assert_close_weights(pipeline.state_dict(), dict(plain.model.state_dict()))
+    assert_close_weights(dict(model.state_dict()), dict(plain.model.state_dict()))
+
+
+@pytest.mark.parametrize("width", [1, 2])
+def test_weights_assigned_reach_evaluations_and_parallel_pipelines(width: int) -> None:
+    model = make_model()
+    pipeline = pipeline_of_model(model, data_parallel=width)
+    load_by_assignment(model)
+    wanted = make_model()
+    wanted.load_state_dict(other_state())
+    (x, y), *_ = make_data()
+    found = pipeline.evaluate([(x, y)])
+    assert found is not None
+    assert found[0] == pytest.approx(nn.functional.mse_loss(wanted(x), y).item())
+
+
+def test_without_writes_a_run_in_parts_goes_on_under_2bw() -> None:
+    """The version before the newest is kept then."""
+    states = []
+    for parts in ([4], [1, 2, 1]):
+        pipeline, data = pipeline_of_model(make_model(), method="2bw"), make_data()
+        for size in parts:
+            list(pipeline.run([data.pop(0) for _ in range(size)]))
+            pipeline.state_dict()
+        states.append(pipeline.state_dict())
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+def test_a_checkpoint_loaded_under_2bw_keeps_both_versions(tmp_path: Any) -> None:
+    """Loading one is no write from outside."""
+    first, second = (pipeline_of_model(make_model(), method="2bw") for _ in range(2))
+    list(first.run(make_data()[:3]))
+    Checkpoints(first, tmp_path).save()
+    list(second.run(make_data()[:1]))
+    Checkpoints(second, tmp_path).load()
+    for pipeline in (first, second):
+        list(pipeline.run(make_data()[3:]))
+    found, wanted = second.state_dict(), first.state_dict()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_weights_written_reach_batches_that_read_with_chosen_delays() -> None:
+    model, states = make_model(), []
+    pipeline = pipeline_of_model(model, staleness=Staleness(delays=2))
+    list(pipeline.run(make_data()[:2]))
+    load(model)
+    fresh = make_model()
+    fresh.load_state_dict(other_state())
+    for one in (pipeline, pipeline_of_model(fresh, staleness=Staleness(delays=2))):
+        for optimizer in one.optimizers().values():
+            optimizer.state.clear()
+        list(one.run(make_data()[2:]))
+        states.append(one.state_dict())
+    assert_close_weights(*states)
+
+
+def test_frozen_parameters_may_be_assigned() -> None:
+    states = []
+    for assign in (False, True):
+        model = make_model()
+        model[2].requires_grad_(False)
+        pipeline = pipeline_of_model(model)
+        list(pipeline.run(make_data()[:2]))
+        model.load_state_dict({**model.state_dict(), "2.weight": other_state()["2.weight"]}, assign=assign)
+        list(pipeline.run(make_data()[2:]))
+        assert torch.equal(model[2].weight, other_state()["2.weight"])
+        states.append(pipeline.state_dict())
+    assert_close_weights(*states)
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+def freeze(model: nn.Sequential) -> None:
+    model[0].weight.requires_grad_(False)
+
+
+def unfreeze(model: nn.Sequential) -> None:
+    model[2].bias.requires_grad_()
+
+
+def add_a_parameter(model: nn.Sequential) -> None:
+    model[0].scale = nn.Parameter(torch.ones(()))
+
+
+def remove_a_parameter(model: nn.Sequential) -> None:
+    model[0].bias = None
+
+
+def add_a_layer_inside(model: nn.Sequential) -> None:
+    model[1].extra = nn.Linear(2, 2)
+
+
+def replace_a_block(model: nn.Sequential) -> None:
+    model[2] = nn.Linear(6, 5).double()
+
+
+def append_a_block(model: nn.Sequential) -> None:
+    model.append(nn.Linear(2, 2).double())
+
+
+def parametrize(model: nn.Sequential) -> None:
+    nn.utils.parametrizations.weight_norm(model[0])
+
+
+def halve(model: nn.Sequential) -> None:
+    model[0].half()
+
+
+def reshape(model: nn.Sequential) -> None:
+    model[0].bias.data = torch.zeros(3, 2, dtype=torch.double)
+
+
+REFUSED: list[tuple[Change, str]] = [
+    (freeze, r"0\.weight no longer requires gradients"),
+    (unfreeze, r"2\.bias requires gradients now"),
+    (add_a_parameter, r"0\.scale is new"),
+    (remove_a_parameter, r"0\.bias is gone"),
+    (add_a_layer_inside, r"1\.extra\.\w+ is new"),
+    (replace_a_block, r"block '2' is another"),
+    (append_a_block, r"block '5' is new"),
+    (parametrize, r"0\.(weight is gone|parametrizations\S+ is new)"),
+    (halve, r"0\.weight is torch\.float16 now"),
+    (reshape, r"0\.bias has shape \(3, 2\) now"),
+]
+
+
+@pytest.mark.parametrize(("change", "said"), REFUSED)
+def test_changes_that_no_optimizer_would_follow_are_refused_when_the_next_run_begins(change: Change, said: str) -> None:
+    model = make_model()
+    model[2].bias.requires_grad_(False)
+    pipeline = pipeline_of_model(model)
+    list(pipeline.run(make_data()[:1]))
+    change(model)
+    with pytest.raises(ConfigError, match=said):
+        list(pipeline.run(make_data()))
+    assert pipeline.batches == 1

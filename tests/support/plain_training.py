@@ -1,0 +1,85 @@
+"""A small model trained by a pipeline and by plain torch in one process, to compare what users do by habit."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from penstock import Pipeline
+
+SAMPLES, MICROBATCHES = 8, 2
+Batch = tuple[Tensor, Tensor]
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+def make_model() -> nn.Sequential:
+    """Three layers in double precision, so that only rounding of another kind shows."""
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2)).double()
+
+
+def make_data(count: int = 4) -> list[Batch]:
+    """Batches of 8 samples."""
+    generator = torch.Generator().manual_seed(2)
+    shapes = (SAMPLES, 3), (SAMPLES, 2)
+    return [tuple(torch.randn(s, generator=generator, dtype=torch.double) for s in shapes) for _ in range(count)]  # type: ignore[misc]
+
+
+def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """SGD with momentum."""
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def pipeline_of_model(
+    model: nn.Sequential | list[Any], optimizer: MakeOptimizer = sgd, method: str = "1f1b", **options: Any
+) -> Pipeline:
+    """A pipeline of two stages; its optimizer gets parameters without their names."""
+    return Pipeline(
+        model,
+        method=method,
+        stages=2,
+        microbatches=MICROBATCHES,
+        loss=F.mse_loss,
+        optimizer=lambda named: optimizer([p for _, p in named]),
+        **options,
+    )
+
+
+class PlainTraining:
+    """Training in plain torch, microbatch by microbatch, on weights that are `delay` updates old.
+
+    The loss of each microbatch is divided by their number, as where gradients accumulate.
+
+    Attributes:
+        model: with the newest weights.
+        optimizer: of its parameters.
+        older: the weights of the updates before, the newest last.
+    """
+
+    def __init__(self, model: nn.Sequential, optimizer: MakeOptimizer = sgd, delay: int = 0) -> None:
+        self.model, self.optimizer, self.delay = model, optimizer(model.parameters()), delay
+        self.older: list[dict[str, Tensor]] = []
+
+    def run(self, batches: Sequence[Batch]) -> None:
+        """Make an update with each batch."""
+        for inputs, targets in batches:
+            newest = copy.deepcopy(self.model.state_dict())
+            self.older.append(newest)
+            self.model.load_state_dict(self.older[max(len(self.older) - 1 - self.delay, 0)])
+            self.optimizer.zero_grad()
+            for x, y in zip(inputs.chunk(MICROBATCHES), targets.chunk(MICROBATCHES), strict=True):
+                (F.mse_loss(self.model(x), y) / MICROBATCHES).backward()  # type: ignore[no-untyped-call]
+            self.model.load_state_dict(newest)
+            self.optimizer.step()
+
+
+def assert_close_weights(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    """Compare two states up to rounding in double precision."""
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-9, atol=1e-11, msg=lambda text, n=name: f"{n}: {text}")
