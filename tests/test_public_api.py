@@ -21,12 +21,13 @@ def signature(value):
 
 
 def members(value):
-    """The public members that a class defines: methods with signatures, properties, fields of a dataclass or tuple."""
+    """The public members of a class, its own and those of our base classes: methods with signatures, properties, fields of a dataclass or tuple."""
     if issubclass(value, BaseException):
         return
     fields = [f.name for f in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else []
     fields += getattr(value, "_fields", ())
-    for name in sorted({*fields, *(n for n in vars(value) if not n.startswith("_"))}):
+    ours = [base for base in value.__mro__ if base.__module__.startswith("penstock.")]
+    for name in sorted({*fields, *(n for base in ours for n in vars(base) if not n.startswith("_"))}):
         member = inspect.getattr_static(value, name, None)
         if isinstance(member, (classmethod, staticmethod)):
             member = member.__func__

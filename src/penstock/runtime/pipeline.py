@@ -6,21 +6,18 @@ numbers, bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from inspect import signature
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Never, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from penstock.comm.collective.gather import gather_json
 from penstock.comm.collective.polling import Waits, choose_polling
 from penstock.comm.communicators import holders_of
 from penstock.comm.core.rank_grid import RankGrid, check_group, warn_if_alone
-from penstock.comm.core.recorder import merge_recordings
 from penstock.comm.mesh import from_mesh, groups_of_holders
 from penstock.comm.p2p.transport import Channel
 from penstock.comm.transports import Transports, choose_transports
@@ -29,7 +26,7 @@ from penstock.partition.blocks import Blocks, check_same_blocks, named_blocks
 from penstock.runtime.attribute_hints import NO_CALL, NO_PICKLE, missing, no_argument
 from penstock.runtime.engine import Engine
 from penstock.runtime.execute.evaluation import Evaluating, check_evaluating
-from penstock.runtime.full_state import gather_state, with_all_names
+from penstock.runtime.inspection import Inspection
 from penstock.runtime.plan.method_choice import default_stages, request_for
 from penstock.runtime.plan.options import (
     DataParallel,
@@ -46,30 +43,23 @@ from penstock.runtime.plan.requirements import schedule_of
 from penstock.runtime.rank.batch_source import Batches
 from penstock.runtime.rank.restore import SavedState, check_names, check_pipelines, restore
 from penstock.runtime.rank.snapshot import Saving, Snapshot, check_saving
-from penstock.runtime.rank.timeline_files import write_recording
 from penstock.runtime.setup.assemble import make_ranks
 from penstock.runtime.training_run import TrainingRun
-from penstock.runtime.update.divergence import Divergence, Trouble
-from penstock.runtime.update.events import Evaluated
+from penstock.runtime.update.divergence import Divergence
 from penstock.schedule.build import prove_evaluation
 from penstock.schedule.ir.rules import RULES
-from penstock.schedule.ir.schedule import Schedule, Stage
+from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.methods.choice import MethodChoice
 from penstock.schedule.proof.check import Proof
 from penstock.stage.autograd.recompute import RecomputeMode
 from penstock.stage.loss import LossFunction, check_loss
 from penstock.stage.precision import PrecisionName
-from penstock.stage.stage_runtime import StageRuntime
-from penstock.stage.stage_weights import TrainedWeights
-from penstock.timeline import Timeline
 from penstock.weights.corrections.base import Correction
-from penstock.weights.decision import Decision
 from penstock.weights.optim.lr_schedulers import SchedulerFactory
 from penstock.weights.optim.optimizer_factory import OptimizerFactory
-from penstock.weights.waves import WaveWeights
 
 
-class Pipeline:
+class Pipeline(Inspection):
     """A model that is divided into stages and trained by a method of pipeline parallelism.
 
         pipeline = Pipeline(model, method="2bw", stages=4, microbatches=8, loss=loss, optimizer=make_optimizer)
@@ -241,12 +231,6 @@ class Pipeline:
         width = f"{self.grid.width} pipelines, " if self.grid.width > 1 else ""
         return f"<Pipeline of {self.schedule!r}: {width}{self.batches} batches trained>"
 
-    @property
-    def stages(self) -> dict[Stage, StageRuntime]:
-        """The stages in this process; of the first pipeline, where it holds several."""
-        first = self._ranks[0].key.pipeline
-        return {n: stage for state in self._ranks if state.key.pipeline == first for n, stage in state.stages.items()}
-
     # --- running ----------------------------------------------------------------------------------------------------
 
     def run(self, batches: Batches, *, save: Saving | None = None, evaluate: Evaluating | None = None) -> TrainingRun:
@@ -368,11 +352,6 @@ class Pipeline:
             raise
         self._engine.batches, self._engine.keeps_older = int(saved.facts["batch"]), older
 
-    @property
-    def batches(self) -> int:
-        """The number of batches trained on."""
-        return self._engine.batches
-
     # --- another method ---------------------------------------------------------------------------------------------
 
     def switch(
@@ -434,149 +413,6 @@ class Pipeline:
         self._engine.check_idle()
         for state in self._ranks:
             state.decisions.detector.watch_from(first)
-
-    @property
-    def trouble(self) -> Trouble | None:
-        """The first batch since `look_out` that has shown a divergence; None if none has.
-
-        All ranks hear of the same one, but not at once. It is part of every snapshot that is taken afterwards.
-        """
-        return self._engine.reporter.decisions.detector.trouble
-
-    def is_finite(self) -> bool:
-        """Return whether the newest weights and the optimizer states in this process are free of infinities and NaN."""
-        return all(stage.weights.is_finite() for state in self._ranks for stage in state.stages.values())
-
-    # --- looking at it ----------------------------------------------------------------------------------------------
-
-    def full_state_dict(self, *, averaged: bool = False) -> dict[str, Tensor]:
-        """Return parameters and buffers of the whole model, which the model that was not divided can load.
-
-        Call it between two runs. Between processes all ranks call it together; rank 0 gets the tensors, on the CPU, and
-        the others an empty dict. Names are those of the blocks and of what is in them: of blocks ``{"transformer.h.0":
-        ..., "lm_head": ...}`` those of a model that has them there. Shared parameters come under each of their names.
-        Of several pipelines it is the first one's state, or that of the model that they have in common.
-
-        Args:
-            averaged: the averaged weights (`ema_decay`).
-
-        Raises:
-            PenstockError: a run is under way.
-            TransportError: a peer is dead, or did not call this in time.
-        """
-        self._engine.check_idle()
-        stages = [stage for key, stage in self.stages.items() if key.direction == 0]  # others hold copies of them
-        return gather_state(with_all_names(self._state_of(stages, averaged), stages), self.grid)
-
-    def state_dict(self, *, averaged: bool = False) -> dict[str, Tensor]:
-        """Return parameters and buffers of the stages in this process, newest or averaged; shared ones under one name.
-
-        The tensors share the pipeline's memory, in which the next updates write other versions and gradients: clone
-        what is to outlive the next batch. What is written into them between two runs is where the next one begins. In
-        one process other copies of the same stage take it over; between processes write the same into all of them.
-
-        Where parallel pipelines have a model in common beside their own weights (`Combine`), parameters are those of
-        that model, which begins anew from what has been written into the weights of all pipelines between two runs. Of
-        two directions of a stage, the buffers are those of the first, where both are here, as evaluations read them.
-
-        Args:
-            averaged: the averaged weights (`ema_decay`).
-        """
-        return self._state_of(sorted(self.stages.values(), key=lambda stage: -stage.place), averaged)
-
-    def _state_of(self, stages: Iterable[StageRuntime], averaged: bool) -> dict[str, Tensor]:
-        state: dict[str, Tensor] = {}
-        for stage in stages:
-            if self._engine.at_rest:
-                (stage.adopt if stage.weights.agreement is None else stage.refresh)()
-            state.update(stage.module.state())
-            state.update(stage.weights.newest_tensors())  # in the middle of a run another version may be bound
-            state.update(stage.weights.presented(averaged))
-        return state
-
-    def lags(self) -> dict[str, dict[int, list[int]]]:
-        """Return after how many waves the stages here have added the updates of others, where `Combine` left that open.
-
-        By "pipeline/stage", the batch after which a wave ended, and pipeline, since the start of training (snapshots
-        have it). What all processes have recorded makes a `lag` for `Combine` that repeats the run.
-        """
-        agreements = [stage.weights.agreement for state in self._ranks for stage in state.stages.values()]
-        return {
-            waves.place: dict(waves.record) for waves in agreements if isinstance(waves, WaveWeights) and waves.record
-        }
-
-    def decided(self) -> tuple[Decision, ...]:
-        """Return the updates made or skipped since the last report; after a run, those of its last batches."""
-        return self._engine.reporter.decisions.events.take_decided()
-
-    def evaluated(self) -> tuple[Evaluated, ...]:
-        """Return what evaluations have found since the last report."""
-        return self._engine.reporter.decisions.events.take_evaluated()
-
-    @property
-    def evaluations(self) -> tuple[Evaluated, ...]:
-        """All that evaluations in runs have found since the start of training, where all stages decide together.
-
-        They are part of a snapshot: those that were known when the update before it was made.
-        """
-        return tuple(self._engine.reporter.decisions.events.evaluations)
-
-    def optimizers(self) -> dict[Stage, torch.optim.Optimizer]:
-        """The optimizers of the stages in this process; of the first pipeline, where it holds several.
-
-        Rates and other settings of their parameter groups may be set between two runs, by hand or by a scheduler that
-        is stepped there; checkpoints hold them. In one process other copies of the same stage take them over; between
-        processes set the same on all ranks: a run refuses copies of a stage that differ, and says in the log where a
-        rate was set on some ranks only.
-        """
-        return {
-            stage: runtime.weights.updater.optimizer
-            for stage, runtime in self.stages.items()
-            if isinstance(runtime.weights, TrainedWeights) and runtime.weights.updater.optimizer is not None
-        }
-
-    @property
-    def doing(self) -> str:
-        """What the rank of this process is doing, or waiting for, such as "F3 of stage 1"."""
-        return self._engine.reporter.recorder.doing
-
-    def live_bytes(self) -> dict[int, dict[str, int]]:
-        """Return live bytes by purpose, per rank of this process. Ranks count through all pipelines."""
-        return {state.recorder.rank: dict(state.recorder.live) for state in self._ranks}
-
-    def peak_bytes(self) -> dict[int, dict[str, int]]:
-        """Return peak bytes by purpose, and of all together ("total"), per rank of this process."""
-        recorders = [state.recorder for state in self._ranks]
-        return {recorder.rank: {**recorder.peak, "total": recorder.peak_total} for recorder in recorders}
-
-    def busy_seconds(self) -> dict[int, float]:
-        """Return the seconds of work so far, per rank of this process."""
-        return {state.recorder.rank: state.recorder.busy for state in self._ranks}
-
-    def timeline(self) -> Timeline:
-        """Return the timeline of all ranks; between processes a collective call, which all ranks make together.
-
-        Every process receives all of it: with many ranks, write it instead.
-        """
-        parts = [state.recorder.recording() for state in self._ranks]
-        if self.grid.group is not None:
-            gathered = gather_json(parts, "gathering the timeline", self.grid.control)
-            parts = [part for others in gathered for part in others]
-        return merge_recordings(parts, self.grid.width * self.grid.depth)
-
-    def write_timeline(self, folder: Path | str) -> None:
-        """Write the timeline of each rank of this process into a folder, from where `read_timeline` merges all.
-
-        No collective call: read only when all ranks have written.
-
-        Args:
-            folder: that all ranks can access, such as that of the run.
-
-        Raises:
-            OSError: it cannot be written.
-        """
-        for state in self._ranks:
-            write_recording(Path(folder), state.recorder, self.grid.width * self.grid.depth)
 
 
 def pipeline_of(
