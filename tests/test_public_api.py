@@ -21,7 +21,7 @@ def signature(value):
 
 
 def members(value):
-    """The public members of a class, its own and those of our base classes: methods with signatures, properties, fields of a dataclass or tuple."""
+    """The public members of a class and of our base classes: methods with signatures, properties, fields."""
     if issubclass(value, BaseException):
         return
     fields = [f.name for f in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else []

@@ -12,11 +12,9 @@ from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import islice
-from typing import Any
 
 import torch
 
-from penstock.comm.collective.gather import gather_json
 from penstock.comm.communicators import connect, holders_of
 from penstock.comm.core.rank_grid import RankGrid
 from penstock.comm.core.ticket import LATENCY, Polling
@@ -24,17 +22,16 @@ from penstock.comm.mesh import Groups
 from penstock.comm.p2p.routing import reads_of
 from penstock.comm.p2p.transport import Channel
 from penstock.comm.transports import Transports
-from penstock.errors import ConfigError, DataError, PenstockError, TransportError
+from penstock.errors import ConfigError, PenstockError, TransportError
 from penstock.runtime.execute.evaluation import Evaluating, EvaluationData, Evaluator, no_data, readable
 from penstock.runtime.execute.executor import Executor
 from penstock.runtime.execute.run_loop import Run, drive_all, drive_one
+from penstock.runtime.execute.span_borders import SpanBorders
 from penstock.runtime.rank.batch_source import Batches, BatchSource
 from penstock.runtime.rank.reports import Report
 from penstock.runtime.rank.scheduled_batches import Schedules
 from penstock.runtime.rank.snapshot import Saving, Snapshot, take_snapshot
 from penstock.runtime.setup.rank_state import RankState
-from penstock.runtime.setup.settings_by_hand import check_settings, settings_by_hand
-from penstock.runtime.setup.stage_copies import check_written, follow_first, follow_settings
 from penstock.runtime.update.events import Evaluated
 from penstock.schedule.ir.rules import RULES
 from penstock.schedule.machine.batch_border import border_fault
@@ -89,7 +86,7 @@ class Engine:
         self._stop = ranks[0].stop
         stages = [stage for state in ranks for stage in state.stages.values()]
         self._schedules = Schedules(ranks[0].lr_scheduler, stages, grid)
-        self._settings: list[Any] = []  # by hand, on all ranks, as they have last been compared
+        self._borders = SpanBorders(grid, ranks, combine)
         self._last = self.schedule.stage_at[self.schedule.num_stages - 1, 0].rank
         entrances = {n.rank for n in self.schedule.stages if not self.schedule.predecessors[n.index]}
         self._stop.alone = grid.group is None or grid.width * len(entrances) == 1
@@ -143,22 +140,11 @@ class Engine:
         finally:
             found = next((evaluator.failure for evaluator in evaluators if evaluator.failure is not None), None)
             if meets and self._broken is None:
-                left, failed = self._end_together(left, found)
+                left, failed = self._borders.end(left, found)
         for failure in (found, source.failure, failed):
             if failure is not None:  # all batches before have been trained on, and reported
                 raise failure
         return left
-
-    def _end_together(self, left: bool, failure: Exception | None) -> tuple[bool, Exception | None]:
-        """Tell all ranks after a span whether the caller has left here, and what an evaluation has failed of.
-
-        Returns:
-            Whether the caller has left on any rank, and the first failure of another one.
-        """
-        if self._grid.group is None:
-            return left, None
-        told = gather_json([left, _text(failure)], "ending a run", self._grid.control)
-        return any(gone for gone, _ in told), _failed_elsewhere([text for _, text in told])
 
     def _evaluators(self, evaluate: Evaluating) -> list[Evaluator]:
         executors, delay = self._executors(self._forward_only, Channel.EVALUATION), self._bases - 1
@@ -274,11 +260,7 @@ class Engine:
                 for r in self._span(reports, executors, training=False):
                     if r.loss is not None and r.weight:
                         found.append([r.loss * r.weight, r.weight])
-            if self._grid.group is not None:
-                what = "gathering the losses of an evaluation"
-                gathered = gather_json([found, _text(source.failure)], what, self._grid.control)
-                found = [pair for part, _ in gathered for pair in part]
-                failed = _failed_elsewhere([text for _, text in gathered])
+            found, failed = self._borders.gather_losses(found, source.failure)
             for failure in (source.failure, failed):
                 if failure is not None:
                     raise failure
@@ -332,46 +314,11 @@ class Engine:
 
     def _begin(self, source: BatchSource) -> bool:
         """Prepare a span; return whether there is a first batch, on which all ranks agree."""
-        failure = self._take_over() or source.failure
-        check_written(self._combine, self._grid, self._ranks)
-        for stage in (stage for state in self._ranks for stage in state.stages.values()):
-            stage.weights.begin_span(self.batches)
-        asked = self._grid.group is None or self._grid.local[0].rank == self.schedule.stage_at[0, 0].rank
-        begins = failure is None and (not asked or source.begins())
-        failure = failure or source.failure
-        told: list[Any] = [[begins, _text(failure), settings_by_hand(self._ranks)]]
-        if self._grid.group is not None:  # the others must hear of a failure before it is raised here
-            try:
-                told = gather_json(told[0], "agreeing to start", self._grid.control)
-            except TransportError as error:
-                self._broken = error
-                raise
-        failed = _failed_elsewhere([text for _, text, _ in told], "begin")
-        for reason in (failure, failed):
-            if reason is not None:
-                raise reason
-        settings = [settings for *_, settings in told]
-        if self._grid.group is not None and settings != self._settings:
-            check_settings(settings)
-            self._settings = settings
-        return all(flag for flag, *_ in told)
-
-    def _take_over(self) -> ConfigError | None:
-        """Adopt what users have changed between two runs; return what is wrong with it."""
         try:
-            for state in self._ranks:
-                for stage in state.stages.values():
-                    stage.adopt()
-            follow_settings(self._ranks)
-            if not self._combine.apart:
-                follow_first(self._ranks)
-            for state in self._ranks:
-                state.recorder.begin_span()
-                for stage in state.stages.values():
-                    stage.refresh()
-        except ConfigError as error:
-            return error
-        return None
+            return self._borders.begin(source, self.batches, self.schedule.stage_at[0, 0].rank)
+        except TransportError as error:
+            self._broken = error
+            raise
 
     def _executors(self, proof: Proof, channel: Channel = Channel.TRAINING) -> list[Executor]:
         specs = stage_specs(proof.schedule, older=0)
@@ -397,15 +344,3 @@ class Engine:
         if self._grid.group is not None:
             return drive_one(runs[0], self._timeout, self._polling)
         return drive_all(runs, [pipeline * self._grid.depth + self._last for pipeline in range(pipelines)])
-
-
-def _text(failure: Exception | None) -> str | None:
-    return None if failure is None else f"{type(failure).__name__}: {failure}"
-
-
-def _failed_elsewhere(texts: Sequence[str | None], what: str = "read the data of the evaluation") -> DataError | None:
-    """What a rank raises where another one, of all by rank, could not do something."""
-    for rank, text in enumerate(texts):
-        if text is not None:
-            return DataError(f"rank {rank} could not {what} ({text:.200})")
-    return None

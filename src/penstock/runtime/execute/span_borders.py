@@ -1,0 +1,113 @@
+"""What ranks tell each other before and after a span: whether it begins, who has left it, what has failed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from penstock.comm.collective.gather import gather_json
+from penstock.comm.core.rank_grid import RankGrid
+from penstock.errors import ConfigError, DataError
+from penstock.runtime.rank.batch_source import BatchSource
+from penstock.runtime.setup.rank_state import RankState
+from penstock.runtime.setup.settings_by_hand import check_settings, settings_by_hand
+from penstock.runtime.setup.stage_copies import check_written, follow_first, follow_settings
+from penstock.schedule.methods.combine import Combine
+
+Losses = list[list[float]]
+"""Loss sums of batches with their weights."""
+
+
+class SpanBorders:
+    """The agreements of all ranks before and after a span; what one of them cannot do, all hear of.
+
+    Args:
+        grid: all ranks.
+        ranks: those of this process.
+        combine: how parallel pipelines agree.
+    """
+
+    def __init__(self, grid: RankGrid, ranks: Sequence[RankState], combine: Combine) -> None:
+        self._grid, self._ranks, self._combine = grid, ranks, combine
+        self._settings: list[Any] = []  # by hand, on all ranks, as they have last been compared
+
+    def begin(self, source: BatchSource, batches: int, first: int) -> bool:
+        """Prepare a span; return whether there is a first batch, on which all ranks agree.
+
+        Args:
+            source: of its data.
+            batches: that have been trained on.
+            first: the rank that reads the inputs.
+
+        Raises:
+            ConfigError, DataError: what cannot be, here or on another rank.
+            TransportError: a peer is dead.
+        """
+        failure = self._take_over() or source.failure
+        check_written(self._combine, self._grid, self._ranks)
+        for stage in (stage for state in self._ranks for stage in state.stages.values()):
+            stage.weights.begin_span(batches)
+        asked = self._grid.group is None or self._grid.local[0].rank == first
+        begins = failure is None and (not asked or source.begins())
+        failure = failure or source.failure
+        mine: list[Any] = [begins, _text(failure), settings_by_hand(self._ranks)]
+        told = self._gather(mine, "agreeing to start")  # the others must hear of a failure before it is raised here
+        failed = _failed_elsewhere([text for _, text, _ in told], "begin")
+        for reason in (failure, failed):
+            if reason is not None:
+                raise reason
+        settings = [settings for *_, settings in told]
+        if self._grid.group is not None and settings != self._settings:
+            check_settings(settings)
+            self._settings = settings
+        return all(flag for flag, *_ in told)
+
+    def _take_over(self) -> ConfigError | None:
+        """Adopt what users have changed between two runs; return what is wrong with it."""
+        try:
+            for state in self._ranks:
+                for stage in state.stages.values():
+                    stage.adopt()
+            follow_settings(self._ranks)
+            if not self._combine.apart:
+                follow_first(self._ranks)
+            for state in self._ranks:
+                state.recorder.begin_span()
+                for stage in state.stages.values():
+                    stage.refresh()
+        except ConfigError as error:
+            return error
+        return None
+
+    def end(self, left: bool, failure: Exception | None) -> tuple[bool, Exception | None]:
+        """Tell all ranks after a span of training whether the caller has left here, and what an evaluation failed of.
+
+        Returns:
+            Whether the caller has left on any rank, and the first failure of another one.
+        """
+        if self._grid.group is None:
+            return left, None
+        told = self._gather([left, _text(failure)], "ending a run")
+        return any(gone for gone, _ in told), _failed_elsewhere([text for _, text in told])
+
+    def gather_losses(self, found: Losses, failure: Exception | None) -> tuple[Losses, Exception | None]:
+        """Return what all ranks have found in an evaluation, and the first failure of another one."""
+        if self._grid.group is None:
+            return found, None
+        told = self._gather([found, _text(failure)], "gathering the losses of an evaluation")
+        return [pair for part, _ in told for pair in part], _failed_elsewhere([text for _, text in told])
+
+    def _gather(self, mine: list[Any], what: str) -> list[Any]:
+        return [mine] if self._grid.group is None else gather_json(mine, what, self._grid.control)
+
+
+def _text(failure: Exception | None) -> str | None:
+    return None if failure is None else f"{type(failure).__name__}: {failure}"
+
+
+def _failed_elsewhere(texts: Sequence[str | None], what: str = "read the data of the evaluation") -> DataError | None:
+    """What a rank raises where another one, of all by rank, could not do something."""
+    for rank, text in enumerate(texts):
+        if text is not None:
+            return DataError(f"rank {rank} could not {what} ({text:.200})")
+    return None
