@@ -83,8 +83,13 @@ class Recorder:
         """Record an interval (`penstock.timeline.Interval`) in which the rank does no work."""
         numbers = stage, direction, batch, version, cause, microbatch, self.span, peer
         self._entries.append((self.rank, lane, start, end, what, label, *numbers))
-        if lane == _COMPUTE:
-            self._count(what, end - start)
+        if lane != _COMPUTE:
+            return
+        total = self.totals.get(what)
+        if total is None:
+            total = self.totals[what] = [0, 0.0]
+        total[0] += 1
+        total[1] += end - start
 
     def add_work(
         self, start: float, end: float, what: str, label: str, stage: int, direction: int, batch: int, version: int,
@@ -94,14 +99,11 @@ class Recorder:
         numbers = stage, direction, batch, version, "", microbatch, self.span, -1
         self._entries.append((self.rank, _COMPUTE, start, end, what, label, *numbers))
         self.busy += end - start
-        self._count(what, end - start)
-
-    def _count(self, what: str, seconds: float) -> None:
         total = self.totals.get(what)
         if total is None:
             total = self.totals[what] = [0, 0.0]
         total[0] += 1
-        total[1] += seconds
+        total[1] += end - start
 
     def hold(self, kind: str, nbytes: int) -> None:
         """Set the live bytes of one kind."""

@@ -138,7 +138,7 @@ class BatchSource:
         for k, pair in enumerate(found if isinstance(found, list | tuple) else ()):  # other sequences make them late
             _check_pair(pair, number, k)
         if found is batch and isinstance(found, list | tuple):  # the loader may clear its lists and fill them again
-            found = tuple(pytree.tree_map(lambda leaf: leaf, pair) for pair in found)
+            found = tuple(_kept(pair) for pair in found)
         return found, count
 
     def follows(self, batch: int) -> bool:
@@ -197,6 +197,12 @@ def _iterator(batches: Any) -> Iterator[Any]:
         what = "a function; call it" if callable(batches) else type(batches).__name__
         raise DataError(f"batches must be an iterable of batches, such as a DataLoader or a list; got {what}")
     return iter(batches)
+
+
+def _kept(pair: Any) -> Any:
+    """Copy the lists and dicts of a microbatch, but not its tensors."""
+    plain = isinstance(pair[0], Tensor) and isinstance(pair[1], Tensor)
+    return tuple(pair) if plain else pytree.tree_map(lambda leaf: leaf, pair)
 
 
 def _check_pair(pair: Any, batch: int, microbatch: int) -> None:

@@ -25,6 +25,14 @@ class _Content(NamedTuple):
     checksum: int
 
 
+class _Watched(NamedTuple):
+    """The tensors of a batch, those with a counter of versions, and the addresses of all."""
+
+    tensors: list[Tensor]
+    counted: list[Tensor]
+    addresses: set[int]
+
+
 class ReuseWatch:
     """Compares the batches under way before and after the loader makes the next one.
 
@@ -34,24 +42,24 @@ class ReuseWatch:
 
     def __init__(self, checksum: Callable[[Any], int]) -> None:
         self._checksum = checksum
-        self._batches: dict[int, list[Tensor]] = {}
+        self._batches: dict[int, _Watched] = {}
         self._before: dict[int, _Content] = {}
         self._shares = False  # memory was seen in two batches, at least one of which was under way
         self._count = 0
 
     def add(self, number: int, batch: Any, held: Collection[int]) -> None:
         """Watch a batch, and of the others only those that are held."""
-        tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
-        tensors = [tensor for tensor in tensors if tensor.layout is torch.strided and not tensor.is_nested]
-        known = {_address(tensor) for others in self._batches.values() for tensor in others}
-        self._shares = self._shares or any(_address(tensor) in known for tensor in tensors)
+        tensors = [tensor for tensor in tensors_in(batch) if tensor.layout is torch.strided and not tensor.is_nested]
+        counted = [tensor for tensor in tensors if not tensor.is_inference()]
+        addresses = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+        self._shares = self._shares or any(addresses & others.addresses for others in self._batches.values())
         self._batches = {other: found for other, found in self._batches.items() if other in held}
-        self._batches[number] = tensors
+        self._batches[number] = _Watched(tensors, counted, addresses)
         self._count += 1
 
     def look(self) -> None:
         """Note the content of all batches that are watched, before the loader makes the next one."""
-        self._before = {number: self._content(tensors) for number, tensors in self._batches.items()}
+        self._before = {number: self._content(watched) for number, watched in self._batches.items()}
 
     def check(self) -> None:
         """Make sure that the loader has not written into them.
@@ -68,12 +76,15 @@ class ReuseWatch:
                     "    for report in pipeline.run(batches): ..."
                 )
 
-    def _content(self, tensors: list[Tensor]) -> _Content:
-        versions = [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+    def _content(self, watched: _Watched) -> _Content:
+        versions = [tensor._version for tensor in watched.counted]
         compares = self._shares or self._count <= _FIRST
-        on_host = [tensor for tensor in tensors if tensor.is_cpu] if compares else []
+        on_host = [tensor for tensor in watched.tensors if tensor.is_cpu] if compares else []
         return _Content(versions, self._checksum(on_host) if on_host else 0)
 
 
-def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+def tensors_in(tree: Any) -> list[Tensor]:
+    """Return the tensors of a tree; without torch's walk, which is slow, where it is of tuples and lists."""
+    if type(tree) not in (tuple, list):
+        return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+    return [found for part in tree for found in ((part,) if isinstance(part, Tensor) else tensors_in(part))]
