@@ -351,15 +351,15 @@ DEFECTS = (
     Defect(
         "a file with other content of the same length passes",
         "checkpoint",
-        "    if found != written:\n",
+        '    if found != {"bytes": written["bytes"], "sha256": written["sha256"]}:\n',
         '    if found["bytes"] != written["bytes"]:\n',
         ("tests/checkpoint/test_format.py",),
     ),
     Defect(
         "the limit of a restart excludes the checkpoint at the limit",
         "checkpoint",
-        "if path.name <= place_of(run, limit).name]",
-        "if path.name < place_of(run, limit).name]",
+        "if limit is None or batch <= limit]",
+        "if limit is None or batch < limit]",
         ("tests/checkpoint/test_format.py", "tests/checkpoint/test_manager.py", "tests/train/test_phase_switcher.py"),
     ),
     # --- train --------------------------------------------------------------------------------------------------------
