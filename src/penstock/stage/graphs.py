@@ -259,14 +259,15 @@ class StageGraphs:
         value: Any,
     ) -> tuple[Any, Tensor | None, UnreadLoss | None]:
         """Run blocks under saved-tensor hooks; again without them if a block refuses them and they only count."""
-        before = {place: tensor.clone() for place, tensor in self._buffers.items()}
+        only_counts = type(counter) is SavedBytes and splitting is None
+        before = {place: tensor.clone() for place, tensor in self._buffers.items()} if only_counts else {}
         try:
             with counter or nullcontext(), splitting or nullcontext():
                 return self._compute(names, microbatch, value)
         except RuntimeError as error:
             if _NO_HOOKS not in str(error):
                 raise
-            if type(counter) is not SavedBytes or splitting is not None:
+            if counter is None or not only_counts:
                 raise CapabilityError(
                     f"{self._module.where}: a block uses torch.func (grad, vjp, jacrev), which does not go with the "
                     "hooks on saved tensors that this method needs; use torch.autograd.grad(..., create_graph=True) in "

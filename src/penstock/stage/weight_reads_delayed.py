@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from penstock.errors import CapabilityError
 from penstock.schedule.ir.schedule import Copy
-from penstock.stage.autograd.saved_bytes import SavedBytes
+from penstock.stage.autograd.saved_bytes import SavedBytes, has_memory
 from penstock.stage.in_flight import InFlightMicrobatch
 from penstock.stage.weight_lookup_hooks import WeightLookupHooks, check_uncast
 from penstock.stage.weight_reads import ForwardWeightReads
@@ -123,7 +123,7 @@ def _part_in(leaves: Mapping[str, Tensor]) -> Callable[[Tensor], _Part | None]:
         inside.sort()
 
     def part(tensor: Tensor) -> _Part | None:
-        if tensor.layout is not torch.strided:
+        if not has_memory(tensor):
             return None
         inside = places.get(tensor.untyped_storage().data_ptr(), ())
         offset = int(tensor.storage_offset())

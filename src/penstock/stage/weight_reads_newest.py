@@ -18,7 +18,7 @@ from torch import Tensor
 from penstock.errors import CapabilityError
 from penstock.schedule.ir.rules import VersionRule
 from penstock.schedule.ir.schedule import Copy
-from penstock.stage.autograd.saved_bytes import SavedBytes
+from penstock.stage.autograd.saved_bytes import SavedBytes, has_memory
 from penstock.stage.in_flight import InFlightMicrobatch
 from penstock.stage.weight_lookup_hooks import WeightLookupHooks, check_uncast
 from penstock.stage.weight_reads import WeightReads, claim
@@ -113,7 +113,7 @@ def _position_in(weights: Buffer) -> Callable[[Tensor], _TensorSlot | None]:
     dtypes = {flat.untyped_storage().data_ptr(): flat.dtype for flat in weights.flats}
 
     def place(tensor: Tensor) -> _TensorSlot | None:
-        dtype = dtypes.get(tensor.untyped_storage().data_ptr()) if tensor.layout is torch.strided else None
+        dtype = dtypes.get(tensor.untyped_storage().data_ptr()) if has_memory(tensor) else None
         if dtype is None or dtype != tensor.dtype:
             return None
         return _TensorSlot(dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils import data
 
-from support.habits import SAMPLES, UPDATES, WIDTH, Refused, Script, around, habit, linear, regression
+from support.habits import SAMPLES, UPDATES, WIDTH, Differs, Refused, Script, around, habit, linear, regression, tokens
 
 DATA = "Data"
 LOSSES = "Losses"
@@ -255,3 +256,109 @@ class PairApplied(nn.Module):
 
     def forward(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         return self.module(pair[0]), pair[1]
+
+
+@habit(LOSSES)
+def margins() -> Script:
+    """`TripletMarginLoss`, `CosineEmbeddingLoss` on parts of the output."""
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return nn.TripletMarginLoss()(output, target, -target) + nn.CosineEmbeddingLoss()(
+            output, target, torch.ones(output.shape[0])
+        )
+
+    return judged_by(loss)
+
+
+@habit(LOSSES)
+def connectionist() -> Script:
+    """`CTCLoss`."""
+    blocks = {"table": nn.Embedding(WIDTH, WIDTH, dtype=F64), "first": linear(), "second": nn.Tanh(), "head": linear()}
+    batches = [(x.repeat(1, 2), y[:, :2].clamp(min=1)) for x, y in tokens()]
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        lengths = torch.full((len(target),), 6), torch.full((len(target),), 2)
+        losses = F.ctc_loss(output.log_softmax(2).transpose(0, 1), target, *lengths, reduction="none")
+        return losses.mean()
+
+    return Script(blocks, batches, loss)
+
+
+IN_A_BATCH = "the loss compares the samples of a microbatch, as with accumulated gradients"
+
+
+@habit(LOSSES, Differs(IN_A_BATCH))
+def contrastive() -> Script:
+    """A contrastive loss over the samples of a batch."""
+    return judged_by(contrast)
+
+
+def contrast(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output @ target.T, torch.arange(len(target)))
+
+
+@habit(LOSSES)
+def accumulated_contrast() -> Script:
+    """The same, where plain torch accumulates gradients over the microbatches, too."""
+    script = judged_by(contrast)
+    script.accumulates = True
+    return script
+
+
+@habit(LOSSES, Refused("scalar", "a loss is a number, or (sum, weight); return the sum of its parts"))
+def loss_parts() -> Script:
+    """A loss that returns a dict of its parts."""
+    return judged_by(lambda output, target: {"fit": F.mse_loss(output, target)})
+
+
+@habit(LOSSES)
+def teacher() -> Script:
+    """Distillation: a frozen teacher in the loss."""
+    model = linear().requires_grad_(False)
+    return judged_by(lambda output, target: F.mse_loss(output, model(target)))
+
+
+@habit(LOSSES)
+def targets_that_require_grad() -> Script:
+    """Targets that are results of a model that is not trained here."""
+    model = linear()
+    return judged_by(F.mse_loss, [(x, model(y)) for x, y in regression()])
+
+
+@habit(DATA, Refused("a batch is a pair", "a batch is (inputs, targets); return them so from the `collate_fn`"))
+def dict_batches() -> Script:
+    """Batches that are one dict of inputs and targets (Hugging Face)."""
+    return Script(around(nn.Tanh), [{"x": x, "labels": y} for x, y in regression()])
+
+
+@habit(DATA, Refused("too few", "a batch has fewer samples than microbatches; use `drop_last=True`"))
+def too_short() -> Script:
+    """A last batch of one sample, with two microbatches."""
+    return loaded(batch_size=23)
+
+
+@habit(DATA)
+def dataclass_inputs() -> Script:
+    """Inputs that are a dataclass of tensors."""
+    batches = [(Example(x, x[:, :1]), y) for x, y in regression()]
+    return Script({"read": ExampleReader(), "second": nn.Tanh(), "third": linear(), "head": linear()}, batches)
+
+
+@dataclass
+class Example:
+    """A sample."""
+
+    x: Tensor
+    scale: Tensor
+
+
+class ExampleReader(nn.Module):
+    """Reads two fields."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = linear()
+
+    def forward(self, batch: Example) -> Tensor:
+        found: Tensor = self.layer(batch.x) * batch.scale
+        return found

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize, prune
+from torch.utils.flop_counter import FlopCounterMode
 
 from support.habits import WIDTH, Differs, Refused, Script, around, bodies, habit, linear, regression, tokens
 
@@ -546,3 +547,182 @@ def copied_blocks() -> Script:
     """Blocks made by `copy.deepcopy`."""
     layer = nn.Sequential(linear(), nn.Tanh())
     return of(lambda: copy.deepcopy(layer))
+
+
+@habit(RUNNING)
+def scripted() -> Script:
+    """`torch.jit.script`, `torch.jit.trace`."""
+
+    def make() -> nn.Module:
+        inner = torch.jit.script(linear())
+        return nn.Sequential(inner, torch.jit.trace(linear(), torch.zeros(2, WIDTH, dtype=F64)))
+
+    return of(make)
+
+
+@habit(RUNNING)
+def symbolically_traced() -> Script:
+    """`torch.fx.symbolic_trace`."""
+    return of(lambda: torch.fx.symbolic_trace(nn.Sequential(linear(), nn.Tanh())))
+
+
+@habit(RUNNING)
+def anomaly_mode() -> Script:
+    """`torch.autograd.detect_anomaly()` around the loop."""
+    return of(nn.Tanh, around=lambda: torch.autograd.detect_anomaly(check_nan=True))
+
+
+@habit(RUNNING)
+def counted_flops() -> Script:
+    """`FlopCounterMode` around the loop."""
+    return of(linear, around=lambda: FlopCounterMode(display=False))
+
+
+@habit(RUNNING)
+def profiled() -> Script:
+    """`torch.profiler.record_function` in a block."""
+    return of(Recorded)
+
+
+class Recorded(nn.Module):
+    """A layer under a name for the profiler."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.profiler.record_function("layer"):
+            found: Tensor = self.layer(x)
+        return found
+
+
+@habit(RUNNING)
+def deterministic() -> Script:
+    """`torch.use_deterministic_algorithms(True)`."""
+    return of(linear, around=DeterministicGuard)
+
+
+class DeterministicGuard:
+    """Deterministic algorithms for a while."""
+
+    def __enter__(self) -> None:
+        torch.use_deterministic_algorithms(True)
+
+    def __exit__(self, *_: object) -> None:
+        torch.use_deterministic_algorithms(False)
+
+
+@habit(HOOKS)
+def global_hook() -> Script:
+    """`register_module_forward_hook` (for all modules)."""
+    return of(linear, around=GlobalHook)
+
+
+class GlobalHook:
+    """Halves the outputs of all linear layers for a while."""
+
+    def __enter__(self) -> None:
+        def halve(module: nn.Module, _: Any, output: Any) -> Any:
+            return output / 2 if isinstance(module, nn.Linear) else None
+
+        self.handle = nn.modules.module.register_module_forward_hook(halve)
+
+    def __exit__(self, *_: object) -> None:
+        self.handle.remove()
+
+
+@habit(LAYERS)
+def packed_sequences() -> Script:
+    """`pack_padded_sequence` within a block."""
+    return of(Packed, accumulates=True)
+
+
+class Packed(nn.Module):
+    """An LSTM over sequences of two lengths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(2, 2, batch_first=True, dtype=F64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        lengths = [2] * (x.shape[0] - 1) + [1]
+        packed = nn.utils.rnn.pack_padded_sequence(x.view(-1, 2, 2), lengths, batch_first=True)
+        output, _ = nn.utils.rnn.pad_packed_sequence(self.lstm(packed)[0], batch_first=True)
+        return output.reshape(x.shape)
+
+
+@habit(LAYERS)
+def indexed() -> Script:
+    """`gather`, `scatter_add`, `index_put_`, advanced indexing."""
+
+    def change(x: Tensor) -> Tensor:
+        order = x.detach().argsort(1)
+        y = x.gather(1, order) + torch.zeros_like(x).scatter_add(1, order, x)
+        y[:, order[0, :2]] *= 2
+        return y
+
+    return of(lambda: nn.Sequential(linear(), FunctionModule(change)), accumulates=True)
+
+
+class FunctionModule(nn.Module):
+    """A function as a module."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+@habit(LAYERS)
+def decomposed() -> Script:
+    """`torch.linalg` of weights (`matrix_exp`, `qr`, `solve`)."""
+    return of(Decomposed)
+
+
+class Decomposed(nn.Module):
+    """A layer whose matrix is made by linear algebra."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=F64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rotation = torch.linalg.matrix_exp(self.weight - self.weight.T)
+        return x @ rotation @ torch.linalg.qr(self.weight).R
+
+
+@habit(LAYERS)
+def mixture() -> Script:
+    """A mixture of experts with hard routing."""
+    return of(Experts, optimizer=lambda named: torch.optim.SGD(named, lr=0.1))
+
+
+class Experts(nn.Module):
+    """Sends each sample to one of two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(WIDTH, 2, dtype=F64), nn.ModuleList([linear(), linear()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        chances = self.router(x).softmax(1)
+        chosen, y = chances.argmax(1), torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            (rows,) = torch.where(chosen == i)
+            y = y.index_add(0, rows, expert(x[rows]) * chances[rows, i, None])
+        return x + y
+
+
+@habit(SHARING)
+def unfrozen_by_name() -> Script:
+    """All frozen but the biases (`BitFit`)."""
+
+    def make() -> nn.Module:
+        layer = linear()
+        layer.weight.requires_grad_(False)
+        return layer
+
+    return of(make)

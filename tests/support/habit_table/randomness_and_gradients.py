@@ -191,10 +191,10 @@ def input_views_that_require_grad() -> Script:
     return script
 
 
-TRANSFORMS = "it does not go with hooks on saved tensors, by which graphs look weights up; use `autograd.grad`"
+TRANSFORMS = "torch.func refuses hooks on saved tensors, which this way needs; use a method such as 1f1b, or stash"
 
 
-@habit(GRADIENTS, zb_h1=Refused("1f1b", HALVES), newest=Refused("torch.autograd.grad", TRANSFORMS))
+@habit(GRADIENTS, zb_h1=Refused("1f1b", TRANSFORMS), newest=Refused("torch.autograd.grad", TRANSFORMS))
 def functional_gradient() -> Script:
     """`torch.func.grad` in a block."""
     return of(FunctionalGradient, accumulates=True)
@@ -224,6 +224,113 @@ def penalty() -> Script:
         return fit + slope.square().mean()
 
     return of(nn.Tanh, loss=loss, accumulates=True)
+
+
+@habit(GRADIENTS, zb_h1=Refused("1f1b", TRANSFORMS), newest=Refused("torch.autograd.grad", TRANSFORMS))
+def functional_jacobian() -> Script:
+    """`torch.func.jacrev`, `torch.func.vjp` in a block."""
+    return of(lambda: Jacobian(lambda f, x: torch.vmap(torch.func.jacrev(f))(x).sum(2)))
+
+
+@habit(GRADIENTS)
+def functional_tangent() -> Script:
+    """`torch.func.jvp` in a block."""
+    return of(lambda: Jacobian(lambda f, x: torch.func.jvp(f, (x,), (torch.ones_like(x),))[1]))
+
+
+class Jacobian(nn.Module):
+    """Derivatives of a layer by its input."""
+
+    def __init__(self, derive: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.derive = linear(), derive
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.derive(lambda x: torch.tanh(self.layer(x)), x)
+
+
+class Several(torch.autograd.Function):
+    """x and its largest index, with the newer interface."""
+
+    @staticmethod
+    def forward(x: Tensor) -> tuple[Tensor, Tensor]:
+        return x * 2, x.argmax(1)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.mark_non_differentiable(output[1])
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor, _: Any) -> Tensor:
+        return gradient * 2
+
+
+@habit(GRADIENTS)
+def newer_custom_function() -> Script:
+    """A custom `autograd.Function` with `setup_context` and outputs without gradients."""
+    return of(lambda: Applied(lambda x: Several.apply(x)[0] + Several.apply(x)[1][:, None]))
+
+
+@habit(GRADIENTS)
+def reversed_gradient() -> Script:
+    """Gradient reversal."""
+    return of(lambda: Applied(Reversal.apply))
+
+
+class Reversal(torch.autograd.Function):
+    """x, with the gradient reversed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return -gradient
+
+
+@habit(GRADIENTS)
+def detached_block() -> Script:
+    """A block that detaches what it received (stop-gradient between stages)."""
+    blocks = {"first": linear(), "second": linear(), "third": Detached(), "head": linear()}
+    return Script(blocks, regression(), optimizer=lambda named: torch.optim.SGD(named, lr=0.1))
+
+
+class Detached(nn.Module):
+    """A layer on detached values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.layer(x.detach())
+        return found
+
+
+@habit(GRADIENTS)
+def retained_gradient() -> Script:
+    """`retain_grad()` on an activation."""
+
+    def keep(x: Tensor) -> Tensor:
+        if x.requires_grad:
+            x.retain_grad()
+        return x
+
+    return of(lambda: Applied(keep))
+
+
+@habit(GRADIENTS, Refused("under torch.no_grad()", "nothing would be learnt; leave the context"))
+def without_gradients() -> Script:
+    """`torch.no_grad()` around the loop."""
+    return of(nn.Tanh, around=torch.no_grad)
+
+
+@habit(GRADIENTS, Refused("under torch.no_grad()", "nothing would be learnt; leave the context"))
+def in_inference_mode() -> Script:
+    """`torch.inference_mode()` around the loop."""
+    return of(nn.Tanh, around=torch.inference_mode)
 
 
 # --- in place ---------------------------------------------------------------------------------------------------------

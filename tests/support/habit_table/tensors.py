@@ -94,6 +94,53 @@ def plain_values() -> Script:
     )
 
 
+@habit(TREES)
+def packed_across() -> Script:
+    """`PackedSequence`."""
+
+    def pack(x: Tensor) -> Any:
+        return nn.utils.rnn.pack_padded_sequence(x[:, None], [1] * x.shape[0], batch_first=True)
+
+    return across(pack, lambda packed: nn.utils.rnn.pad_packed_sequence(packed, batch_first=True)[0][:, 0])
+
+
+@habit(TREES)
+def sizes() -> Script:
+    """`torch.Size` next to tensors."""
+    return across(lambda x: (x, x.shape), lambda pair: pair[0].reshape(pair[1]))
+
+
+@habit(TREES)
+def nothing_trained() -> Script:
+    """A first stage without parameters."""
+    blocks = {"first": nn.Identity(), "second": torch.tanh, "third": linear(), "head": linear()}
+    return Script(blocks, regression())
+
+
+@habit(TREES)
+def weight_across() -> Script:
+    """A parameter, a view of it or a buffer as part of the output of a stage."""
+    blocks = {
+        "first": linear(),
+        "pack": WithWeight(),
+        "unpack": Unwrapped(lambda t: t[0] * t[1] + t[2][0]),
+        "head": linear(),
+    }
+    return Script(blocks, regression())
+
+
+class WithWeight(nn.Module):
+    """Returns its weights, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.layer = nn.Parameter(torch.ones(WIDTH, dtype=F64)), linear()
+        self.register_buffer("shift", torch.ones(1, dtype=F64))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.layer(x), self.scale, self.layer.weight.T, self.shift
+
+
 class Opaque:
     """An object that torch knows nothing of."""
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock.stage.autograd.saved_bytes import SavedBytes, storage_sizes
+from penstock.stage.autograd.saved_bytes import SavedBytes, has_memory, storage_sizes
 
 
 @dataclass
@@ -82,7 +82,7 @@ class ActivationOffload(SavedBytes):
 
     def _record(self, tensor: Tensor) -> Tensor | _SavedView:
         self.add([tensor])
-        if tensor.layout is not torch.strided:
+        if not has_memory(tensor):
             return tensor.detach()  # sparse ones stay where they are
         storage = tensor.untyped_storage()
         if storage.data_ptr() in self._known:

@@ -93,11 +93,16 @@ def storage_sizes(tensors: Iterable[object]) -> dict[int, int]:
     return {storage.data_ptr(): storage.nbytes() for storage in storages}
 
 
+def has_memory(tensor: Tensor) -> bool:
+    """Return whether a tensor is a view of one storage: it is not sparse or nested, nor zero without memory."""
+    return tensor.layout is torch.strided and not tensor._is_zerotensor()
+
+
 def _dense_parts(tensor: Tensor) -> tuple[Tensor, ...]:
     """The dense tensors that a sparse or nested one consists of; a dense one itself."""
     layout = tensor.layout
     if layout is torch.strided:
-        return (tensor,)
+        return (tensor,) if has_memory(tensor) else ()
     with torch.no_grad():
         if layout is torch.sparse_coo:
             return tensor._indices(), tensor._values()
