@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Literal
+
 import pytest
+import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 import support.habit_table
+from penstock.runtime.pipeline import Pipeline
 from support.habits import HABITS, PAGE, Refused, Trained, compare, found, in_penstock, in_torch, written
 from support.pool import Pool
 
@@ -43,3 +50,28 @@ def test_the_page_has_every_habit() -> None:
     assert page == written(page), "run python tests/support/habits.py"
     assert len(HABITS) > 100
     assert len({habit.says for habit in HABITS.values()}) == len(HABITS)
+
+
+@pytest.mark.parametrize("recompute", ["none", "block"])
+def test_what_a_block_with_torch_func_keeps_is_counted(recompute: Literal["none", "block"]) -> None:
+    """torch.func refuses the hooks that count saved bytes; then they are counted in the graph, to the same number."""
+
+    def peaks(block: Callable[[Tensor], Tensor]) -> list[int]:
+        pipeline = Pipeline(
+            {"first": nn.Linear(4, 6), "norm": nn.LayerNorm(6), "act": block, "head": nn.Linear(6, 4)},
+            method="1f1b",
+            stages=2,
+            microbatches=2,
+            loss=F.mse_loss,
+            optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
+            partition=(3, 1),
+            recompute=recompute,
+        )
+        list(pipeline.run([(torch.randn(8, 4), torch.randn(8, 4))] * 2))
+        return [peak["activations"] for peak in pipeline.peak_bytes().values()]
+
+    def differentiating(x: Tensor) -> Tensor:
+        torch.func.grad(torch.sum)(x.detach())
+        return torch.sin(x).relu()
+
+    assert peaks(differentiating) == peaks(lambda x: torch.sin(x).relu())

@@ -274,7 +274,7 @@ class StageGraphs:
                     "the block, or a method that keeps graphs as they are, such as 1f1b"
                 ) from error
         self._put_back(before)
-        counter.gave_up = True
+        counter.give_up()
         return self._compute(names, microbatch, value)
 
     @torch.no_grad()

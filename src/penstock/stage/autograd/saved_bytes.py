@@ -47,6 +47,12 @@ class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
         self.add([tensor])
         return tensor.detach()  # an operation that keeps its own result would otherwise keep itself
 
+    def give_up(self) -> None:
+        """Forget what was counted, because the forward runs again without the hooks."""
+        self.gave_up = True
+        self._seen.clear()
+        self._deferred.clear()
+
     def add(self, tensors: Iterable[object]) -> None:
         """Count the storages of these tensors, too."""
         for address, nbytes in storage_sizes(tensors).items():
