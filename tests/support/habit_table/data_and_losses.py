@@ -43,7 +43,7 @@ def loader_of_workers() -> Script:
 @habit(DATA)
 def pinned() -> Script:
     """A `DataLoader` with `pin_memory=True`."""
-    return loaded(pin_memory=torch.cuda.is_available())
+    return loaded(pin_memory=True)
 
 
 @habit(DATA)
@@ -334,7 +334,7 @@ def dict_batches() -> Script:
 @habit(DATA, Refused("too few", "a batch has fewer samples than microbatches; use `drop_last=True`"))
 def too_short() -> Script:
     """A last batch of one sample, with two microbatches."""
-    return loaded(batch_size=23)
+    return loaded(batch_size=SAMPLES * UPDATES - 1)
 
 
 @habit(DATA)
