@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from penstock.comm.p2p.message import HEADER_BYTES, Codec, Header, TensorMessage, detached, split, transport_fields
+from penstock.comm.p2p.tree_classes import find_classes, open_dataclasses
 from penstock.errors import TransportError
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64]
@@ -142,7 +144,56 @@ def test_values_that_are_equal_but_not_the_same(pair: tuple[Any, Any]) -> None:
 
 class Pair(NamedTuple):
     x: Tensor
-    y: Tensor
+    y: Any
+
+
+@dataclass
+class Data:
+    """A dataclass, which torch does not know before it travels."""
+
+    x: Tensor
+    pair: Pair
+    missing: Any = None
+
+
+@dataclass
+class Unset:
+    """A dataclass with a field that is no argument, so that it could not be made again."""
+
+    x: int = field(init=False, default=1)
+
+
+def local_classes() -> tuple[Any, Any]:
+    """Classes that a receiver could not find by their names."""
+
+    class Local(NamedTuple):
+        x: Tensor
+        y: Tensor
+
+    @dataclass
+    class LocalData:
+        x: Tensor
+
+    return Local, LocalData
+
+
+LOCAL = local_classes()
+
+
+def test_dataclasses_and_named_tuples_travel() -> None:
+    sender, receiver, x = Codec("the lane"), Codec("the lane"), torch.ones(2)
+    for k, tree in enumerate([Data(x, Pair(x + 1, 3)), Data(x, Pair(x + 2, Data(x, Pair(x, None)))), [Pair(x, "a")]]):
+        open_dataclasses(tree)
+        got = receiver.decode(sender.encode(TensorMessage(Header(0, k, True), tree))).tree
+        assert repr(got) == repr(tree)
+        assert type(got) is type(tree)
+
+
+@pytest.mark.parametrize("name", ["nowhere:Pair", f"{__name__}:Nothing", "builtins:eval", "builtins:tuple", "json"])
+def test_only_dataclasses_and_named_tuples_are_looked_up(name: str) -> None:
+    """Whatever a message says."""
+    with pytest.raises(NotImplementedError, match=f"no dataclass or named tuple {name}"):
+        find_classes([name])
 
 
 @pytest.mark.parametrize(
@@ -151,11 +202,14 @@ class Pair(NamedTuple):
         ({"x": object()}, "object"),
         ([{1, 2}], "set"),
         ({"x": b"bytes"}, "bytes"),
-        (Pair(torch.ones(1), torch.ones(1)), "Pair"),
+        (LOCAL[0](torch.ones(1), torch.ones(1)), "<locals>.Local.* top of a module"),
+        (LOCAL[1](torch.ones(1)), "<locals>.LocalData.* top of a module"),
+        (Unset(), "Unset"),
         ({("a", 1): torch.ones(1)}, "tuple"),
     ],
 )
 def test_what_cannot_travel_is_refused_by_the_sender(tree: Any, named: str) -> None:
+    open_dataclasses(tree)
     with pytest.raises(TransportError, match=rf"the lane.*{named}"):
         Codec("the lane").encode(TensorMessage(Header(0, 0, True), tree))
 

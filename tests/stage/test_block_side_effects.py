@@ -83,6 +83,16 @@ def test_autocast_around_the_loop_is_autocast_in_each_block(method: str) -> None
     assert_equal_tensors(around.state_dict(), wanted, "weights")
 
 
+@pytest.mark.parametrize("recompute", ["none", "block"])
+def test_a_tensor_that_nobody_would_step_is_refused(recompute: Any) -> None:
+    """It is no parameter, so it is told from one that a forward makes when it is trained a second time."""
+    scale = torch.ones((), requires_grad=True)
+    blocks = mixed() | {"tanh": lambda x: x * scale}
+    pipeline = make_pipeline(Case("1f1b", 2, 2, recompute=recompute), blocks=blocks)
+    with pytest.raises(ConfigError, match=r"stage 0 on rank 0: .* tensor of shape \(\).*to no module"):
+        list(pipeline.run(make_batches(Case("1f1b", 2, 2))[:1]))
+
+
 @pytest.mark.parametrize("owner", ["method", "function", "loss"])
 def test_parameters_that_nobody_would_step_are_refused(owner: str) -> None:
     """They would gather gradients for ever."""

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ConfigError
+from penstock.runtime.pipeline import Pipeline
+from penstock.schedule.methods.choice import method
 from penstock.stage.autograd.recompute import RecomputeMode
 from penstock.stage.precision import PrecisionName
 from penstock.verify.reference import Scaling
@@ -143,3 +145,56 @@ def test_the_gradient_of_a_loss_in_low_precision_is_not_rounded() -> None:
         list(pipeline.run(make_batches(case)[:1]))
         norms.append(pipeline.decided()[-1].norm)
     assert norms[0] == norms[1] > 0
+
+
+@pytest.mark.parametrize(
+    ("chosen", "precision", "kind"),
+    [
+        ("1f1b", "bf16", "trained"),
+        ("2bw", "fp16", "trained"),
+        ("2bw", "bf16", "instance"),
+        ("1f1b", "fp16", "frozen"),
+        (method("pipemare", reschedule=0), "bf16", "trained"),
+    ],
+)
+def test_running_statistics_stay_in_float32(chosen: Any, precision: PrecisionName, kind: str) -> None:
+    """As under autocast; and they follow those of plain torch."""
+
+    def make() -> dict[str, nn.Module]:
+        torch.manual_seed(0)
+        norm = nn.InstanceNorm1d(4, affine=True, track_running_stats=True) if kind == "instance" else nn.BatchNorm1d(4)
+        return {
+            "first": nn.Linear(4, 12),
+            "shape": nn.Unflatten(1, (4, 3)),
+            "norm": norm.requires_grad_(kind != "frozen"),
+            "head": nn.Sequential(nn.Flatten(), nn.Linear(12, 2)),
+        }
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return (output.float() - target).square().mean()
+
+    generator = torch.Generator().manual_seed(1)
+    batches = [(torch.randn(8, 4, generator=generator), torch.randn(8, 2, generator=generator)) for _ in range(4)]
+    pipeline = Pipeline(
+        make(),
+        method=chosen,
+        stages=2,
+        microbatches=2,
+        loss=loss,
+        optimizer=lambda named: torch.optim.SGD(named, lr=1e-3, momentum=0.9),
+        precision=precision,
+        partition=(1, 3),
+        ema_decay=0.5,
+    )
+    assert len(list(pipeline.run(batches))) == 4
+    for averaged in (False, True):
+        assert pipeline.evaluate(batches, averaged=averaged)[0] > 0
+    model = nn.Sequential(*make().values())
+    for x, _ in batches:  # the weights hardly move
+        for part in x.chunk(2):
+            model(part)
+    found = pipeline.state_dict()
+    for name in ("running_mean", "running_var"):
+        assert found[f"norm.{name}"].dtype == torch.float32
+        torch.testing.assert_close(found[f"norm.{name}"], model.state_dict()[f"2.{name}"], rtol=0.05, atol=0.02)
+    assert found["norm.weight"].dtype == torch.float32

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from penstock.errors import ConfigError
 from penstock.schedule.ir.schedule import Stage
@@ -101,6 +102,21 @@ def check_same_blocks(blocks: Any, named: Mapping[str, Any]) -> None:
             )
 
 
+def check_shapes(name: str, block: Any) -> None:
+    """Refuse a block with parameters that have no shape yet.
+
+    Raises:
+        ConfigError: it has some, as modules such as LazyLinear do before their first forward.
+    """
+    tensors = [*block.named_parameters(), *block.named_buffers()] if isinstance(block, nn.Module) else []
+    for path, tensor in tensors:
+        if is_lazy(tensor):
+            raise ConfigError(
+                f"block {name!r}: {path} has no shape yet, as in torch's lazy modules; run the model once on a sample "
+                "before the pipeline is made, or use the module with its sizes given (Linear in place of LazyLinear)"
+            )
+
+
 def _check_block(name: str, block: Any) -> None:
     """Refuse a block that cannot be called with the output of the one before."""
     what = f"block {name!r} is of type {type(block).__name__}"
@@ -111,6 +127,7 @@ def _check_block(name: str, block: Any) -> None:
         )
     if isinstance(block, nn.Parameter):
         raise ConfigError(f"{what}; blocks are the modules that hold the parameters, such as *model.children()")
+    check_shapes(name, block)
     if not callable(block) and not isinstance(block, LazyBlock):
         raise ConfigError(f"{what}, neither a module nor a function")
     if type(block).__name__ in _WRAPPERS:

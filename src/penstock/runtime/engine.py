@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import islice
 
@@ -122,7 +122,8 @@ class Engine:
     ) -> Generator[Report, None, bool]:
         """Train in one span; `meets` says that ranks hear afterwards who has left. Returns whether one has."""
         self.check_idle()
-        scheduled = self._schedules.limit(batches, self.batches if self._combine.apart else None)
+        with self._together():
+            scheduled = self._schedules.limit(batches, self.batches if self._combine.apart else None)
         source = self._open(scheduled, evaluates=False)
         if not self._begin(source):
             return False
@@ -314,8 +315,14 @@ class Engine:
 
     def _begin(self, source: BatchSource) -> bool:
         """Prepare a span; return whether there is a first batch, on which all ranks agree."""
-        try:
+        with self._together():
             return self._borders.begin(source, self.batches, self.schedule.stage_at[0, 0].rank)
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """A call that all ranks make before a span; without one of them nothing can go on any more."""
+        try:
+            yield
         except TransportError as error:
             self._broken = error
             raise

@@ -11,19 +11,22 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from penstock.comm.p2p.message import detached
-from penstock.errors import ConfigError
+from penstock.comm.p2p.message import check_dense, detached
+from penstock.comm.p2p.tree_classes import open_dataclasses
+from penstock.errors import CapabilityError, ConfigError
 from penstock.partition.sequence_slices import storages
 from penstock.schedule.proof.in_flight import Piece
 from penstock.stage.autograd.activation_offload import ActivationOffload
 from penstock.stage.autograd.recompute import BufferPlace, RecomputeInput, RecomputeInputSaver
-from penstock.stage.autograd.saved_bytes import SavedBytes, signature
+from penstock.stage.autograd.saved_bytes import SavedBytes, saved_of, signature
 from penstock.stage.autograd.split_backward import BackwardSplitter, ProxyWeights
 from penstock.stage.in_flight import Microbatch
-from penstock.stage.module import Graph, StageModule, edges_of, open_inputs, trained_leaves
+from penstock.stage.leaf_check import LeafCheck
+from penstock.stage.module import Graph, StageModule, edges_of, graph_nodes, open_inputs
 from penstock.stage.weight_reads import WeightReads
 from penstock.weights.memory.buffers import Handle, Readable
 
+_NO_HOOKS = "support saved tensor hooks"  # torch.func refuses them in these words
 _NO_STORAGES: frozenset[int] = frozenset()
 
 
@@ -91,6 +94,7 @@ class StageGraphs:
         self._inputs = RecomputeInputSaver(module.blocks, module.where, saves_inputs)
         # Memory that lives anyway, to tell it from activations.
         self._known = {*storages, *(t.untyped_storage().data_ptr() for t in module.fixed)}
+        self._leaf_check = LeafCheck(module.where)
         self._before: Mapping[BufferPlace, Tensor] | None = None  # the buffers, before the first draft
         self._proxies: WeakKeyDictionary[Readable, ProxyWeights] = WeakKeyDictionary()
         # By blocks and shapes: the bytes a graph keeps alive, and those of them the second half of a backward needs.
@@ -133,9 +137,7 @@ class StageGraphs:
         """Free the graphs of forwards on rejected weights and restore the module buffers from before them."""
         for piece in work:
             self.hold(-piece.nbytes)
-        present = self._buffers
-        for place, tensor in (self._before or {}).items():
-            present[place].copy_(tensor)
+        self._put_back(self._before or {})
 
     def accept_drafts(self) -> None:
         """Forget the saved module buffers: the weights are decided on, or the drafts were discarded."""
@@ -213,16 +215,17 @@ class StageGraphs:
         if counter is None and splitting is None:
             output, total, loss = self._compute(names, microbatch, value)
         else:
-            with counter or nullcontext(), splitting or nullcontext():
-                output, total, loss = self._compute(names, microbatch, value)
+            output, total, loss = self._compute_under(counter, splitting, names, microbatch, value)
         ends = output if total is None else (total, output[1]) if piece else total
         if counter is not None:
+            if counter.gave_up:
+                counter.add(saved_of(graph_nodes(ends)))
             counter.add(opened.values())
             counter.add(pytree.tree_leaves(output[1]) if piece else ())
-            first = key not in self._saved
             self._saved[key] = counter.total, counter.deferred
-            if first:
-                self._check_owned(ends, handle, [*opened.values(), *([] if splitting is None else [splitting.gate])])
+        if counter is not None or self._leaf_check.pending(names):
+            own = [] if splitting is None else [splitting.gate]
+            self._check_leaves(names, ends, handle, [*pytree.tree_leaves(value), *own])
         edges = edges_of(ends)
         seed = None
         if total is not None:
@@ -247,6 +250,40 @@ class StageGraphs:
         self._module.bind(proxies.tensors)
         return BackwardSplitter(proxies, counter, moves=self._offloads)
 
+    def _compute_under(
+        self,
+        counter: SavedBytes | None,
+        splitting: BackwardSplitter | None,
+        names: Sequence[str],
+        microbatch: Microbatch,
+        value: Any,
+    ) -> tuple[Any, Tensor | None, UnreadLoss | None]:
+        """Run blocks under saved-tensor hooks; again without them if a block refuses them and they only count."""
+        only_counts = type(counter) is SavedBytes and splitting is None
+        before = {place: tensor.clone() for place, tensor in self._buffers.items()} if only_counts else {}
+        try:
+            with counter or nullcontext(), splitting or nullcontext():
+                return self._compute(names, microbatch, value)
+        except RuntimeError as error:
+            if _NO_HOOKS not in str(error):
+                raise
+            if counter is None or not only_counts:
+                raise CapabilityError(
+                    f"{self._module.where}: a block uses torch.func (grad, vjp, jacrev), which does not go with the "
+                    "hooks on saved tensors that this method needs; use torch.autograd.grad(..., create_graph=True) in "
+                    "the block, or a method that keeps graphs as they are, such as 1f1b"
+                ) from error
+        self._put_back(before)
+        counter.give_up()
+        return self._compute(names, microbatch, value)
+
+    @torch.no_grad()
+    def _put_back(self, before: Mapping[BufferPlace, Tensor]) -> None:
+        """Restore the module buffers."""
+        present = self._buffers
+        for place, tensor in before.items():
+            present[place].copy_(tensor)
+
     def _compute(
         self, names: Sequence[str], microbatch: Microbatch, value: Any
     ) -> tuple[Any, Tensor | None, UnreadLoss | None]:
@@ -259,6 +296,7 @@ class StageGraphs:
                 output: Any = self._module.run_slice(names, x, carry, microbatch.rng_key)
             else:
                 output = self._module.run(names, value, microbatch.rng_key)
+            open_dataclasses(output)
         except RuntimeError as error:
             if "a leaf Variable that requires grad" in str(error):
                 raise ConfigError(
@@ -266,6 +304,10 @@ class StageGraphs:
                     "let it make a new tensor (inplace=False), or cut the model elsewhere"
                 ) from error
             raise
+        if names[-1] == self._module.last and (self._module.loss is None or self._module.hands_on):
+            for leaf in [output] if isinstance(output, Tensor) else pytree.tree_leaves(output):
+                if isinstance(leaf, Tensor):
+                    check_dense(leaf, self._module.where)
         if self._module.loss is None or names[-1] != self._module.last:
             return output, None, None
         result = output[0] if microbatch.piece else output
@@ -276,18 +318,12 @@ class StageGraphs:
         kept = result if self._module.hands_on else None
         return (kept, output[1]) if microbatch.piece else kept, total, UnreadLoss(_unread(total), weight)
 
-    def _check_owned(self, result: Any, handle: Handle | None, opened: Collection[Tensor]) -> None:
-        """Make sure that an optimizer steps every tensor that accumulates a gradient."""
-        known = {id(t) for t in (*opened, *(handle.buffer.leaves.values() if handle is not None else ()))}
-        foreign = next((t for t in trained_leaves(result) if id(t) not in known), None)
-        if foreign is not None:
-            raise ConfigError(
-                f"{self._module.where}: a block or the loss trains a tensor of shape {tuple(foreign.shape)} that "
-                "belongs to no module among the blocks, so no optimizer would ever step it; pass the module that owns "
-                "it as a block (not one of its methods), or detach it"
-            )
+    def _check_leaves(self, names: Sequence[str], result: Any, handle: Handle | None, own: Collection[object]) -> None:
+        """Make sure that an optimizer steps every tensor that is trained, and that backwards read what they should."""
+        weights = handle.buffer.leaves.values() if handle is not None else ()
+        self._leaf_check.check(names, result, (*own, *weights))
         if handle is not None:
-            self._reading.check_graph(result, handle.buffer.leaves.values())
+            self._reading.check_graph(result, weights)
 
 
 def read_losses(losses: Sequence[UnreadLoss]) -> list[Loss]:

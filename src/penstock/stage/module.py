@@ -19,12 +19,14 @@ from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradien
 from torch.utils import _pytree as pytree
 
 from penstock.comm.core.devices import current_device, on_device
+from penstock.comm.p2p.message import detached
+from penstock.comm.p2p.tree_classes import open_dataclasses
 from penstock.errors import CapabilityError, ConfigError
 from penstock.stage.autograd.activation_offload import ActivationOffload
 from penstock.stage.autograd.deferred_weight_grads import DeferredWeightGrads
 from penstock.stage.changed_modules import check_changes, find_parameters, take_over_values
 from penstock.stage.loss import LossFunction, sum_and_weight
-from penstock.stage.precision import cast
+from penstock.stage.precision import cast, kept_full
 from penstock.stage.rng import BlockRng, RngKey
 
 _TRAINABLE = (torch.float32, torch.float64, torch.complex64, torch.complex128)
@@ -70,6 +72,7 @@ class StageModule:
 
     Attributes:
         device: on which it computes.
+        full: parameters that are not cast to the precision (`penstock.stage.precision.kept_full`).
     """
 
     def __init__(
@@ -90,11 +93,15 @@ class StageModule:
         self._found = find_parameters(self.blocks)
         for name, parameter in self._originals.items():
             self._check_dtype(name, parameter)
+            for module, _ in self._found.places[name]:
+                self._check_max_norm(name, module, parameter)
         self._steps = frozenset(name for name, p in self._originals.items() if p.requires_grad)
+        full = {id(p) for module in self.modules for p in kept_full(module)}
+        self.full = {name for name, p in self._originals.items() if id(p) in full}
         self._frozen = {
             name: p.detach().to(precision)
             for name, p in self._originals.items()
-            if precision is not None and not p.requires_grad and p.dtype == torch.float32
+            if precision is not None and not p.requires_grad and p.dtype == torch.float32 and name not in self.full
         }
         self.precision = precision
         self.device = next((p.device for p in self._originals.values()), device or current_device())
@@ -106,6 +113,14 @@ class StageModule:
             raise CapabilityError(
                 f"{self.where}: {name} is {parameter.dtype}, but gradients must accumulate in float32: keep parameters "
                 "in float32, and pass precision='bf16' or 'fp16' to compute in less"
+            )
+
+    def _check_max_norm(self, name: str, module: nn.Module, parameter: nn.Parameter) -> None:
+        if parameter.requires_grad and getattr(module, "max_norm", None) is not None:
+            raise CapabilityError(
+                f"{self.where}: {name} belongs to an embedding with max_norm, whose forward writes into its weights "
+                "while other microbatches read them; leave max_norm out, and limit the rows after each update, in a "
+                "hook of the optimizer (optimizer.register_step_post_hook)"
             )
 
     @property
@@ -208,8 +223,14 @@ class StageModule:
     # --- passes -----------------------------------------------------------------------------------------------------
 
     def take(self, value: Any) -> Any:
-        """Return the model's own input on the device of the stage, in the precision of its passes."""
-        return cast(on_device(value, self.device), self.precision)
+        """Return the model's own input on the device of the stage, in the precision of its passes.
+
+        It is cut off from graphs of the caller; tensors that required a gradient are leaves that require one.
+        """
+        open_dataclasses(value)
+        value, wants = detached(value)
+        value = cast(on_device(value, self.device), self.precision)
+        return open_inputs(value, wants)[0] if any(wants) else value
 
     def run(self, names: Sequence[str], value: Any, key: RngKey) -> Any:
         """Run some of the blocks in a row."""
@@ -280,7 +301,9 @@ class StageModule:
         assert self.loss is not None
         if LOSS in self.rng.drawing:
             self.rng.seed_block(LOSS, key)
-        result = self.loss(output, on_device(target, self.device))
+        open_dataclasses(target)
+        given, wants = detached(target)
+        result = self.loss(output, open_inputs(on_device(given, self.device), wants)[0])
         if sliced and isinstance(result, Tensor):
             raise ConfigError(
                 f"{self.where}: with slices of sequences the loss must return (sum, weight), such as the sum over the "

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Literal, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import _pytree as pytree
 
 from penstock.errors import ConfigError
@@ -22,6 +24,17 @@ def low_precision(precision: PrecisionName) -> torch.dtype | None:
     if precision not in get_args(PrecisionName):
         raise ConfigError(f"precision must be one of {', '.join(get_args(PrecisionName))}; got {precision!r}")
     return {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+
+
+def kept_full(module: nn.Module) -> Iterator[nn.Parameter]:
+    """Yield the parameters of a module that are not cast to a lower precision.
+
+    They are those of layers with running statistics, such as BatchNorm: the statistics stay in float32, and torch
+    computes on inputs of lower precision with parameters of the same format as the statistics.
+    """
+    for inner in module.modules():
+        if isinstance(inner, _NormBase) and inner.running_mean is not None:
+            yield from inner.parameters(recurse=False)
 
 
 def cast(value: Any, precision: torch.dtype | None) -> Any:

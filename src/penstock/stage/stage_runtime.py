@@ -230,7 +230,10 @@ class StageRuntime:
     def evaluated_leaves(self, averaged: bool) -> dict[str, Tensor] | None:
         """Return the weights that evaluations read: averaged or common to all pipelines; None for the newest."""
         model = self.weights.common_model(averaged)
-        return None if model is None else {k: cast(view, self.module.precision) for k, view in model.views.items()}
+        if model is None:
+            return None
+        low, full = self.module.precision, self.module.full
+        return {name: cast(view, None if name in full else low) for name, view in model.views.items()}
 
     def adopt(self) -> None:
         """Take over parameters that were replaced on the modules, or given other memory, between two runs.

@@ -7,7 +7,6 @@ and must not be written into.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -26,14 +25,23 @@ class WeightLookupHooks(SavedBytes):
     Args:
         known: addresses of storages that live anyway.
         position: returns the position of a tensor among the weights; None if it is none of them.
+        present: returns the tensor at a position while the forward runs: a block may take gradients itself.
         find: returns the tensor at a position when the backward runs.
     """
 
     def __init__(
-        self, known: set[int], position: Callable[[Tensor], Position | None], find: Callable[[Position], Tensor]
+        self,
+        known: set[int],
+        position: Callable[[Tensor], Position | None],
+        present: Callable[[Position], Tensor],
+        find: Callable[[Position], Tensor],
     ) -> None:
-        self._position = position
-        super().__init__(known, self._keep, partial(_found, find))
+        self._position, self._find, self._unpacker = position, find, _Unpacker(present)
+        super().__init__(known, self._keep, self._unpacker)
+
+    def __exit__(self, *args: object) -> None:
+        super().__exit__(*args)
+        self._unpacker.find = self._find
 
     def _keep(self, tensor: Tensor) -> object:
         position = self._position(tensor)
@@ -43,9 +51,18 @@ class WeightLookupHooks(SavedBytes):
         return SavedTensor(tensor)
 
 
-def _found(find: Callable[[Any], Tensor], kept: object) -> Tensor:
-    """Unpack a saved tensor, with autograd's own check for writes; a weight is looked up."""
-    return kept.tensor if isinstance(kept, SavedTensor) else find(kept)
+class _Unpacker:
+    """Unpacks saved tensors, with autograd's own check for writes; a weight is looked up.
+
+    Attributes:
+        find: returns the tensor at a position, now.
+    """
+
+    def __init__(self, find: Callable[[Any], Tensor]) -> None:
+        self.find = find
+
+    def __call__(self, kept: object) -> Tensor:
+        return kept.tensor if isinstance(kept, SavedTensor) else self.find(kept)
 
 
 def check_uncast(result: Any, weights: Iterable[Tensor], where: str, others: str, advice: str) -> None:

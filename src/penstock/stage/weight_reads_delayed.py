@@ -11,6 +11,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from penstock.errors import CapabilityError
 from penstock.schedule.ir.schedule import Copy
-from penstock.stage.autograd.saved_bytes import SavedBytes
+from penstock.stage.autograd.saved_bytes import SavedBytes, has_memory
 from penstock.stage.in_flight import InFlightMicrobatch
 from penstock.stage.weight_lookup_hooks import WeightLookupHooks, check_uncast
 from penstock.stage.weight_reads import ForwardWeightReads
@@ -72,7 +73,8 @@ class DelayedWeightReads(ForwardWeightReads):
 
     def saved_tensor_hooks(self, known: set[int], weights: Handle) -> SavedBytes:
         """Return hooks that keep the names of weights."""
-        return WeightLookupHooks(known, _part_in(weights.buffer.leaves), self._tensor)
+        leaves = weights.buffer.leaves
+        return WeightLookupHooks(known, _part_in(leaves), partial(_part_of, leaves), self._tensor)
 
     def check_graph(self, result: Any, weights: Iterable[Tensor]) -> None:
         """Make sure that the graph reads the weights themselves, not casts of them."""
@@ -81,8 +83,7 @@ class DelayedWeightReads(ForwardWeightReads):
 
     def _tensor(self, part: _Part) -> Tensor:
         """Return a part of a weight, as the present backward reads it."""
-        now = self._now[part.name].detach()
-        return now.as_strided(part.shape, part.stride, now.storage_offset() + part.offset)
+        return _part_of(self._now, part)
 
 
 class _NoForward(TorchFunctionMode):
@@ -105,6 +106,12 @@ class _NoForward(TorchFunctionMode):
         return func(*args, **named)
 
 
+def _part_of(weights: Mapping[str, Tensor], part: _Part) -> Tensor:
+    """Return a part of a weight."""
+    weight = weights[part.name].detach()
+    return weight.as_strided(part.shape, part.stride, weight.storage_offset() + part.offset)
+
+
 def _part_in(leaves: Mapping[str, Tensor]) -> Callable[[Tensor], _Part | None]:
     """Return a function that finds the weight that a tensor is part of, and its position there; None for others."""
     places: dict[int, list[tuple[int, int, str]]] = {}  # per storage: begin, end and name of what is read
@@ -116,6 +123,8 @@ def _part_in(leaves: Mapping[str, Tensor]) -> Callable[[Tensor], _Part | None]:
         inside.sort()
 
     def part(tensor: Tensor) -> _Part | None:
+        if not has_memory(tensor):
+            return None
         inside = places.get(tensor.untyped_storage().data_ptr(), ())
         offset = int(tensor.storage_offset())
         at = bisect_right(inside, offset, key=lambda place: place[0]) - 1

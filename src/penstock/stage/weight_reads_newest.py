@@ -18,7 +18,7 @@ from torch import Tensor
 from penstock.errors import CapabilityError
 from penstock.schedule.ir.rules import VersionRule
 from penstock.schedule.ir.schedule import Copy
-from penstock.stage.autograd.saved_bytes import SavedBytes
+from penstock.stage.autograd.saved_bytes import SavedBytes, has_memory
 from penstock.stage.in_flight import InFlightMicrobatch
 from penstock.stage.weight_lookup_hooks import WeightLookupHooks, check_uncast
 from penstock.stage.weight_reads import WeightReads, claim
@@ -81,7 +81,8 @@ class NewestWeightReads(WeightReads):
         position = self._positions.get(weights.whole)
         if position is None:
             position = self._positions[weights.whole] = _position_in(weights.whole)
-        return WeightLookupHooks(known, position, self._tensor)
+        flats = {flat.dtype: flat for flat in weights.whole.flats}
+        return WeightLookupHooks(known, position, partial(_placed, flats), self._tensor)
 
     def check_graph(self, result: Any, weights: Iterable[Tensor]) -> None:
         """Make sure that the graph reads the weights themselves, not casts of them."""
@@ -96,11 +97,15 @@ class NewestWeightReads(WeightReads):
 
     def _tensor(self, place: _TensorSlot) -> Tensor:
         """Compute the tensor at a position, from the present weights."""
-        found = self._flats[place.dtype].as_strided(place.shape, place.stride, place.offset)
+        found = _placed(self._flats, place)
         if not self._gap or place.dtype not in self._motion:
             return found
-        motion = self._motion[place.dtype].as_strided(place.shape, place.stride, place.offset)
-        return found - self._gap * motion
+        return found - self._gap * _placed(self._motion, place)
+
+
+def _placed(flats: Mapping[torch.dtype, Tensor], place: _TensorSlot) -> Tensor:
+    """Return the tensor at a position of a buffer."""
+    return flats[place.dtype].as_strided(place.shape, place.stride, place.offset)
 
 
 def _position_in(weights: Buffer) -> Callable[[Tensor], _TensorSlot | None]:
@@ -108,7 +113,7 @@ def _position_in(weights: Buffer) -> Callable[[Tensor], _TensorSlot | None]:
     dtypes = {flat.untyped_storage().data_ptr(): flat.dtype for flat in weights.flats}
 
     def place(tensor: Tensor) -> _TensorSlot | None:
-        dtype = dtypes.get(tensor.untyped_storage().data_ptr())
+        dtype = dtypes.get(tensor.untyped_storage().data_ptr()) if has_memory(tensor) else None
         if dtype is None or dtype != tensor.dtype:
             return None
         return _TensorSlot(dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride())

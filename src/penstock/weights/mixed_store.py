@@ -8,7 +8,7 @@ one accumulates) and 8 of optimizer state.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ class MixedStore(VersionStore):
         gradients: number of gradients alive at once, as proven.
         precision: dtype of the versions that passes read; parameters that are not float32 keep their dtype.
         where: name of the stage for error messages.
+        full: parameters that keep their dtype, too.
         apart: updates may have to be repeated, so there is a second master copy to step into.
         copies: number of derived copies alive at once, as proven.
     """
@@ -42,9 +43,11 @@ class MixedStore(VersionStore):
         where: str,
         apart: bool = False,
         copies: int = 0,
+        full: Collection[str] = (),
     ) -> None:
         low = {
-            name: p.detach().to(precision if p.dtype == torch.float32 else p.dtype) for name, p in parameters.items()
+            name: p.detach().to(precision if p.dtype == torch.float32 and name not in full else p.dtype)
+            for name, p in parameters.items()
         }
         super().__init__(low, versions, where, copies)
         self.low_layout, self.layout = self.layout, Layout(parameters)

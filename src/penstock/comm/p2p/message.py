@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from penstock.comm.p2p.tree_classes import find_classes, register_classes
 from penstock.errors import TransportError
 from penstock.schedule.ir.schedule import Payload
 
@@ -193,15 +194,34 @@ def structure_of(message: TensorMessage, where: str) -> Structure:
     kinds: list[list[Any]] = []
     for leaf in leaves:
         if isinstance(leaf, Tensor):
+            check_dense(leaf, where)
             kinds.append(["tensor", str(leaf.dtype).removeprefix("torch."), list(leaf.shape), _dimensions(leaf)])
         elif leaf is None or isinstance(leaf, bool | int | float | str):
             kinds.append(["value", leaf, repr(leaf)])  # False == 0 and 0.0 == -0.0, but not as text
         else:
             raise TransportError(
                 f"{where}: a block returned a {type(leaf).__name__}; between stages only tensors, numbers, strings and "
-                "None can travel, in any nesting of dicts, lists and tuples"
+                "None can travel, in any nesting of dicts, lists, tuples and dataclasses whose fields are all arguments"
             )
     return spec, kinds, message.wants_gradient
+
+
+def check_dense(tensor: Tensor, where: str) -> None:
+    """Refuse a tensor that is not one block of memory.
+
+    Raises:
+        TransportError: it is sparse or nested.
+    """
+    if tensor.is_nested:
+        raise TransportError(
+            f"{where}: a block returned a nested tensor, but between stages only dense ones can travel; return a "
+            "padded tensor and the lengths, or its values() and offsets(), or cut the model elsewhere (partition)"
+        )
+    if tensor.layout is not torch.strided:
+        raise TransportError(
+            f"{where}: a block returned a sparse tensor ({tensor.layout}), but between stages only dense ones can "
+            "travel; return to_dense(), or its indices and values, or cut the model elsewhere (partition)"
+        )
 
 
 def form_of(message: TensorMessage) -> tuple[Any, ...] | None:
@@ -226,15 +246,16 @@ def dump_structure(structure: Structure, where: str) -> bytes:
     """
     spec, kinds, wants = structure
     try:
+        classes = register_classes(spec)
         text = pytree.treespec_dumps(spec)
         if pytree.treespec_loads(text) != spec:
             raise NotImplementedError("keys of dicts must be strings or numbers, not tuples")
     except (NotImplementedError, TypeError, ValueError) as error:
         raise TransportError(
-            f"{where}: a block returned a structure that cannot travel between stages: {error}; use dicts, lists and "
-            "tuples, or register the class with a serialized name in torch.utils._pytree on every rank"
+            f"{where}: a block returned a structure that cannot travel between stages: {error}; use dicts, lists, "
+            "tuples and dataclasses, or register the class with a serialized name in torch.utils._pytree on every rank"
         ) from None
-    return json.dumps([text, kinds, [int(w) for w in wants]], separators=(",", ":")).encode()
+    return json.dumps([text, kinds, [int(w) for w in wants], classes], separators=(",", ":")).encode()
 
 
 def _views(block: Tensor, offset: int, size: int, where: str) -> Callable[[torch.dtype, list[int]], Tensor]:
@@ -280,7 +301,8 @@ def bytes_of(block: Tensor) -> memoryview:
 
 def _parse(meta: bytes, where: str) -> Structure:
     try:
-        spec, kinds, wants = json.loads(meta)
+        spec, kinds, wants, classes = json.loads(meta)
+        find_classes(classes)
         return pytree.treespec_loads(spec), kinds, tuple(map(bool, wants))
     except (ValueError, NotImplementedError) as error:
         raise TransportError(f"{where}: cannot read the structure of a message: {error}") from None

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from penstock.comm.p2p.tree_classes import open_dataclasses
 from penstock.errors import DataError
 
 Microbatches = Sequence[tuple[Any, Any]]
@@ -48,6 +49,7 @@ def _is_pair(value: Any) -> bool:
 
 
 def _split(batch: Sequence[Any], count: int, number: int) -> Microbatches:
+    open_dataclasses(tuple(batch))
     leaves, spec = pytree.tree_flatten(tuple(batch))
     shapes = [tuple(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()]
     samples = {shape[0] for shape in shapes}

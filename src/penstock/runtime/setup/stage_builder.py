@@ -14,7 +14,7 @@ from penstock.comm.core.recorder import Recorder
 from penstock.comm.p2p.routing import neighbors_of
 from penstock.errors import ConfigError
 from penstock.partition.block_delays import BlockDelays
-from penstock.partition.blocks import LazyBlock
+from penstock.partition.blocks import LazyBlock, check_shapes
 from penstock.partition.sequence_slices import check_blocks
 from penstock.partition.tied import Tie, share_inside
 from penstock.runtime.plan.plan import PipelinePlan
@@ -79,7 +79,7 @@ class StageBuilder:
             CapabilityError: its optimizer cannot step it.
         """
         plan, proof, correction = self._plan, self._plan.proof, self._options.staleness.correction
-        module = self._make_module(stage, {name: self._made(block) for name, block in blocks.items()})
+        module = self._make_module(stage, {name: self._made(name, block) for name, block in blocks.items()})
         ties = [tie for tie in plan.ties if stage.index in tie.stages]
         weights = self._make_weights(stage, module, ties) if module.trained else StageWeights()
         self._check(stage, module, weights, proof, correction)
@@ -123,8 +123,11 @@ class StageBuilder:
 
     # --- what a stage has whatever its schedule -----------------------------------------------------------------------
 
-    def _made(self, block: Any) -> Any:
-        made = block.make() if isinstance(block, LazyBlock) else block
+    def _made(self, name: str, block: Any) -> Any:
+        made = block
+        if isinstance(block, LazyBlock):
+            made = block.make()
+            check_shapes(name, made)
         return made.to(self._device) if self._device is not None and isinstance(made, nn.Module) else made
 
     def _make_module(self, stage: Stage, blocks: dict[str, Any]) -> StageModule:
@@ -185,7 +188,8 @@ class StageBuilder:
         facts, apart = proof.stages[stage], _steps_apart(proof)
         if low is None:
             return VersionStore(module.trained, facts.buffers, module.where, facts.copies)
-        return MixedStore(module.trained, facts.versions, facts.gradients, low, module.where, apart, facts.copies)
+        numbers = facts.versions, facts.gradients
+        return MixedStore(module.trained, *numbers, low, module.where, apart, facts.copies, module.full)
 
     def _make_agreement(self, stage: Stage, store: VersionStore, updater: Updater) -> Agreement | WaveWeights | None:
         parallel = self._options.data_parallel

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock.stage.autograd.saved_bytes import SavedBytes
+from penstock.stage.autograd.saved_bytes import SavedBytes, has_memory, storage_sizes
 
 
 @dataclass
@@ -55,8 +55,7 @@ class ActivationOffload(SavedBytes):
     def pin(self, tensors: Iterable[object]) -> None:
         """Exclude tensors from being moved, because others keep them alive, too."""
         for tensor in tensors:
-            if isinstance(tensor, Tensor):
-                self._pinned.add(tensor.untyped_storage().data_ptr())
+            self._pinned.update(storage_sizes([tensor]))
 
     def move(self, device: torch.device | None) -> int:
         """Move all recorded storages to a device, or back if None, and return their bytes."""
@@ -83,6 +82,8 @@ class ActivationOffload(SavedBytes):
 
     def _record(self, tensor: Tensor) -> Tensor | _SavedView:
         self.add([tensor])
+        if not has_memory(tensor):
+            return tensor.detach()  # sparse ones stay where they are
         storage = tensor.untyped_storage()
         if storage.data_ptr() in self._known:
             return tensor.detach()

@@ -21,6 +21,9 @@ class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
         known: addresses of storages that live anyway: weights, buffers.
         pack: turns a tensor into the object that the graph keeps; the tensor itself by default.
         unpack: turns that object back into the tensor.
+
+    Attributes:
+        gave_up: the forward ran without the hooks, because a block refuses them; what it saved is to be added.
     """
 
     def __init__(
@@ -33,6 +36,7 @@ class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
         self._seen: dict[int, int] = {}
         self._deferred: dict[int, int] = {}
         self._target = self._seen
+        self.gave_up = False
         super().__init__(pack or self._pack, unpack)
 
     def __exit__(self, *args: object) -> None:
@@ -43,14 +47,17 @@ class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
         self.add([tensor])
         return tensor.detach()  # an operation that keeps its own result would otherwise keep itself
 
+    def give_up(self) -> None:
+        """Forget what was counted, because the forward runs again without the hooks."""
+        self.gave_up = True
+        self._seen.clear()
+        self._deferred.clear()
+
     def add(self, tensors: Iterable[object]) -> None:
         """Count the storages of these tensors, too."""
-        for tensor in tensors:
-            if isinstance(tensor, Tensor):
-                storage = tensor.untyped_storage()
-                address = storage.data_ptr()
-                if address not in self._known:
-                    self._target[address] = storage.nbytes()
+        for address, nbytes in storage_sizes(tensors).items():
+            if address not in self._known:
+                self._target[address] = nbytes
 
     @contextmanager
     def counting_deferred(self) -> Iterator[None]:
@@ -72,10 +79,46 @@ class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
         return sum(self._deferred.values())
 
 
+def saved_of(nodes: Iterable[Any]) -> Iterator[Tensor]:
+    """Yield the tensors that nodes of a graph have saved, as torch shows them."""
+    for node in nodes:
+        for name in dir(node):
+            if name.startswith("_saved_"):
+                value = getattr(node, name)
+                yield from (t for t in (value if isinstance(value, tuple) else (value,)) if isinstance(t, Tensor))
+
+
 def storage_bytes(tensors: Iterable[object], known: Collection[int]) -> int:
     """Sum the bytes of the storages of `tensors`, each once, without those whose addresses are known."""
-    counter = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if isinstance(t, Tensor)}
-    return sum(nbytes for address, nbytes in counter.items() if address not in known)
+    return sum(nbytes for address, nbytes in storage_sizes(tensors).items() if address not in known)
+
+
+def storage_sizes(tensors: Iterable[object]) -> dict[int, int]:
+    """Return the bytes of the storages of `tensors` by address."""
+    storages = [part.untyped_storage() for t in tensors if isinstance(t, Tensor) for part in _dense_parts(t)]
+    return {storage.data_ptr(): storage.nbytes() for storage in storages}
+
+
+def has_memory(tensor: Tensor) -> bool:
+    """Return whether a tensor is a view of one storage: it is not sparse or nested, nor zero without memory."""
+    return tensor.layout is torch.strided and not tensor._is_zerotensor()
+
+
+def _dense_parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    """The dense tensors that a sparse or nested one consists of; a dense one itself."""
+    layout = tensor.layout
+    if layout is torch.strided:
+        return (tensor,) if has_memory(tensor) else ()
+    with torch.no_grad():
+        if layout is torch.sparse_coo:
+            return tensor._indices(), tensor._values()
+        if layout is torch.jagged:
+            return tensor.values(), tensor.offsets()  # type: ignore[attr-defined]
+        rows = layout in (torch.sparse_csr, torch.sparse_bsr)
+        indices = (
+            (tensor.crow_indices(), tensor.col_indices()) if rows else (tensor.ccol_indices(), tensor.row_indices())
+        )
+        return *indices, tensor.values()
 
 
 def signature(value: object) -> tuple[object, ...]:

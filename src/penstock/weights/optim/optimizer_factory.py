@@ -52,6 +52,16 @@ def _check_capability(optimizer: Any, parameters: dict[str, nn.Parameter]) -> No
     name = type(optimizer).__name__
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise CapabilityError(f"the optimizer factory returned {name}, not a torch optimizer; did it forget return?")
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise CapabilityError(
+            "SparseAdam takes sparse gradients only, but those of a stage accumulate in a dense buffer; use Adam or "
+            "AdamW (embeddings with sparse=True go with them, too)"
+        )
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        raise CapabilityError(
+            f"{name} is made with differentiable=True, but updates are made in memory that is used again, so no "
+            "gradient can lead through them; leave differentiable out"
+        )
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise CapabilityError(
