@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Never, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from penstock.comm.collective.gather import gather_json
 from penstock.comm.communicators import holders_of
@@ -63,6 +64,7 @@ from penstock.weights.corrections.base import Correction
 from penstock.weights.decision import Decision
 from penstock.weights.optim.lr_schedulers import SchedulerFactory
 from penstock.weights.optim.optimizer_factory import OptimizerFactory
+from penstock.weights.update_hooks import UpdateHook, UpdateHooks
 from penstock.weights.waves import WaveWeights
 
 
@@ -205,6 +207,10 @@ class Pipeline:
         holders = holders_of(self.schedule, parallel.width).values()
         alike = groups_of_holders(self.grid, holders, parallel.mesh, timeout) if parallel.fast else {}
         self._ranks = make_ranks(named, plan, self.grid, loss, optimizer)
+        self._hooks = UpdateHooks()
+        for stage in {stage.key.index: stage for stage in self._by_place()}.values():
+            if isinstance(stage.weights, TrainedWeights):
+                stage.weights.hooks = self._hooks
         evaluation, self._transports = prove_evaluation(self.schedule), self._choose_transports()
         self._transports.prepare(Channel.TRAINING, self.proof.lowered.lanes)
         self._transports.prepare(Channel.EVALUATION, evaluation.lowered.lanes)
@@ -319,6 +325,40 @@ class Pipeline:
         have no backward (`frozen` in its schedule) only their ranks can ask.
         """
         self._engine.ask_to_stop()
+
+    def on_update(self, hook: UpdateHook) -> RemovableHandle:
+        """Let a function be called at every update of each stage in this process, such as one that averages weights.
+
+            averages = {}
+
+            def average(update, weights):
+                for name, tensor in weights.items():
+                    averages.setdefault(name, tensor.clone()).lerp_(tensor, 0.001)
+
+            pipeline.on_update(average)
+
+        Updates are not in step with the loop over reports: what is done there sees weights that are one or more updates
+        older or newer. The function is called on the rank of each stage, directly after its update, with the number of
+        updates made so far (1 at the first, going on in a resumed run) and the new weights in the precision of the
+        optimizer, by name. Skipped updates do not count. The next update writes over the weights: clone what is to
+        outlive the call, and write nothing into them. Where this process holds several copies of a stage, it is called
+        for the first; where pipelines have weights of their own (`Combine`), before they meet. What it keeps is not
+        part of checkpoints.
+
+        Args:
+            hook: (update, weights) -> anything.
+
+        Returns:
+            A handle, whose `remove()` ends the calls.
+
+        Raises:
+            ConfigError: it is no function; within a run, it has written into the weights.
+        """
+        if not callable(hook):
+            raise ConfigError(f"on_update takes a function, (update, weights) -> None; got {hook!r:.80}")
+        handle = RemovableHandle(self._hooks)
+        self._hooks[handle.id] = hook
+        return handle
 
     def abandon(self) -> None:
         """Drop the batches in flight when the loop is left, instead of finishing them, because the job is to end."""
@@ -475,7 +515,11 @@ class Pipeline:
         Args:
             averaged: the averaged weights (`ema_decay`).
         """
-        return self._state_of(sorted(self.stages.values(), key=lambda stage: -stage.place), averaged)
+        return self._state_of(self._by_place(), averaged)
+
+    def _by_place(self) -> list[StageRuntime]:
+        """The stages in this process, of several copies of one the first last."""
+        return sorted(self.stages.values(), key=lambda stage: -stage.place)
 
     def _state_of(self, stages: Iterable[StageRuntime], averaged: bool) -> dict[str, Tensor]:
         state: dict[str, Tensor] = {}
