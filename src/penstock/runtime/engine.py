@@ -33,7 +33,7 @@ from penstock.runtime.rank.scheduled_batches import while_scheduled
 from penstock.runtime.rank.snapshot import Saving, Snapshot, take_snapshot
 from penstock.runtime.setup.rank_state import RankState
 from penstock.runtime.setup.settings_by_hand import check_settings, settings_by_hand
-from penstock.runtime.setup.stage_copies import check_written, follow_first, follow_settings
+from penstock.runtime.setup.stage_copies import check_written, follow_first, follow_hooks, follow_settings
 from penstock.runtime.update.events import Evaluated
 from penstock.schedule.ir.rules import RULES
 from penstock.schedule.machine.batch_border import border_fault
@@ -357,6 +357,7 @@ class Engine:
             for state in self._ranks:
                 for stage in state.stages.values():
                     stage.adopt()
+            follow_hooks(self._ranks)
             follow_settings(self._ranks)
             if not self._combine.apart:
                 follow_first(self._ranks)

@@ -78,7 +78,8 @@ class Pipeline:
     Args:
         blocks: the model as an nn.Sequential, or as a list or dict of modules and functions, each of which takes what
             the one before returned. A `LazyBlock` is built only in the process that holds it. The names of a dict are
-            those of `full_state_dict`.
+            those of `full_state_dict`. Hooks on parameters run for each microbatch, as in plain torch where gradients
+            accumulate; those of `register_hook` get the gradient of its loss sum divided by `Precision.divisor`.
         schedule: what `make_schedule`, `check` or `load_schedule` returned; or name a method, here or below.
         method: its name, such as "2bw" (`penstock methods` lists them), or what `penstock.method` returned.
         stages: d, the number of stages (of ranks, if the method places several stages on one). By default, one for each

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from penstock.schedule.ir.schedule import Copy
 from penstock.weights.averaging import Agreement
@@ -17,6 +17,7 @@ from penstock.weights.corrections.base import Corrector
 from penstock.weights.decision import Decision
 from penstock.weights.memory.buffers import Buffer, Handle
 from penstock.weights.memory.older_versions import OlderVersions
+from penstock.weights.memory.parameter_hooks import ParameterHooks
 from penstock.weights.optim.updater import Updater
 from penstock.weights.provisional import Provisional
 from penstock.weights.store import VersionStore
@@ -111,6 +112,9 @@ class StageWeights:
 
     def refresh(self) -> None:
         """Adopt what was written into the newest version between two runs."""
+
+    def take_hooks(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Take over the hooks on the modules' trained parameters."""
 
     def begin_span(self, batches: int) -> None:
         """Begin a span after so many batches."""
@@ -279,6 +283,10 @@ class TrainedWeights(StageWeights):
         self.store.forget_copies()
         if self.agreement is not None:
             self.agreement.take_over()
+
+    def take_hooks(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Take over the hooks on the modules' trained parameters."""
+        self.store.hooks = ParameterHooks(parameters, self.store.where)
 
     def begin_span(self, batches: int) -> None:
         """Begin a span after so many batches."""
