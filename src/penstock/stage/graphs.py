@@ -88,7 +88,7 @@ class StageGraphs:
         self._parts = [tuple(part) for part in parts]
         self._splits, self._offloads = splits, offloads
         self._trained = bool(storages)
-        self._inputs = RecomputeInputSaver(module.blocks, module.where, saves_inputs)
+        self._inputs = RecomputeInputSaver(module.blocks, module.where, saves_inputs, lambda: module.rng.drawing)
         # Memory that lives anyway, to tell it from activations.
         self._known = {*storages, *(t.untyped_storage().data_ptr() for t in module.fixed)}
         self._before: Mapping[BufferPlace, Tensor] | None = None  # the buffers, before the first draft
