@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -19,6 +19,7 @@ from penstock.stage.autograd.activation_offload import ActivationOffload
 from penstock.stage.autograd.recompute import BufferPlace, RecomputeInput, RecomputeInputSaver
 from penstock.stage.autograd.saved_bytes import SavedBytes, signature
 from penstock.stage.autograd.split_backward import BackwardSplitter, ProxyWeights
+from penstock.stage.foreign_hooks import ForeignHooksCheck
 from penstock.stage.in_flight import Microbatch
 from penstock.stage.module import Graph, StageModule, edges_of, open_inputs, trained_leaves
 from penstock.stage.weight_reads import WeightReads
@@ -205,15 +206,18 @@ class StageGraphs:
         key = (names, splits, signature(value), signature(microbatch.target))
         offload = ActivationOffload(known) if self._offloads else None
         counter: SavedBytes | None = offload
+        guard: AbstractContextManager[object] = nullcontext()
         if handle is not None and self._reading.looks_up:
             counter = self._reading.saved_tensor_hooks(known, handle) or offload
+            if counter is not None and key not in self._saved:
+                guard = ForeignHooksCheck(counter.pack_hook, handle.buffer.leaves.values(), self._module.where)
         if counter is None and key not in self._saved:
             counter = SavedBytes(known)
         splitting = self._splitter(handle, counter) if splits and handle is not None else None
         if counter is None and splitting is None:
             output, total, loss = self._compute(names, microbatch, value)
         else:
-            with counter or nullcontext(), splitting or nullcontext():
+            with counter or nullcontext(), splitting or nullcontext(), guard:
                 output, total, loss = self._compute(names, microbatch, value)
         ends = output if total is None else (total, output[1]) if piece else total
         if counter is not None:
