@@ -77,6 +77,15 @@ def test_arguments_of_other_libraries(name: str, said: str) -> None:
         make_pipeline(**{name: None})
 
 
+def test_unknown_arguments_are_told_before_missing_ones() -> None:
+    with pytest.raises(TypeError, match="takes no argument 'loss_fn'. Did you mean 'loss'?"):
+        Pipeline([nn.Linear(3, 4)], method="1f1b", loss_fn=F.mse_loss)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="takes no argument 'model'. Did you mean 'blocks'?"):
+        Pipeline(model=nn.Linear(3, 4))  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="missing 1 required keyword-only argument: 'loss'"):
+        Pipeline([nn.Linear(3, 4)], method="1f1b", optimizer=torch.optim.AdamW)  # type: ignore[call-arg]
+
+
 def test_arguments_are_those_that_there_are() -> None:
     names = set(signature(Pipeline).parameters)
     assert set(ARGUMENTS.values()) <= names

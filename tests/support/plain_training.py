@@ -36,7 +36,7 @@ def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def pipeline_of_model(
-    model: nn.Sequential | list[Any], optimizer: MakeOptimizer = sgd, method: str = "1f1b", **options: Any
+    model: nn.Sequential | list[Any], optimizer: MakeOptimizer = sgd, method: Any = "1f1b", **options: Any
 ) -> Pipeline:
     """A pipeline of two stages; its optimizer gets parameters without their names."""
     return Pipeline(

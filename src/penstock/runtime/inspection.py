@@ -94,7 +94,11 @@ class Inspection:
         Args:
             averaged: the averaged weights (`ema_decay`).
         """
-        return self._state_of(sorted(self.stages.values(), key=lambda stage: -stage.place), averaged)
+        return self._state_of(self._by_place(), averaged)
+
+    def _by_place(self) -> list[StageRuntime]:
+        """The stages in this process, of several copies of one the first last."""
+        return sorted(self.stages.values(), key=lambda stage: -stage.place)
 
     def _state_of(self, stages: Iterable[StageRuntime], averaged: bool) -> dict[str, Tensor]:
         state: dict[str, Tensor] = {}

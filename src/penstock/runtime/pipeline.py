@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from inspect import signature
-from typing import TYPE_CHECKING, Any, Never, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.utils.hooks import RemovableHandle
 
 from penstock.comm.collective.gather import gather_json
 from penstock.comm.collective.polling import Waits, choose_polling
@@ -54,9 +55,11 @@ from penstock.schedule.proof.check import Proof
 from penstock.stage.autograd.recompute import RecomputeMode
 from penstock.stage.loss import LossFunction, check_loss
 from penstock.stage.precision import PrecisionName
+from penstock.stage.stage_weights import TrainedWeights
 from penstock.weights.corrections.base import Correction
 from penstock.weights.optim.lr_schedulers import SchedulerFactory
 from penstock.weights.optim.optimizer_factory import OptimizerFactory
+from penstock.weights.update_hooks import UpdateHook, UpdateHooks
 
 
 class Pipeline(Inspection):
@@ -69,7 +72,8 @@ class Pipeline(Inspection):
     Args:
         blocks: the model as an nn.Sequential, or as a list or dict of modules and functions, each of which takes what
             the one before returned. A `LazyBlock` is built only in the process that holds it. The names of a dict are
-            those of `full_state_dict`.
+            those of `full_state_dict`. Hooks on parameters run for each microbatch, as in plain torch where gradients
+            accumulate; those of `register_hook` get the gradient of its loss sum divided by `Precision.divisor`.
         schedule: what `make_schedule`, `check` or `load_schedule` returned; or name a method, here or below.
         method: its name, such as "2bw" (`penstock methods` lists them), or what `penstock.method` returned.
         stages: d, the number of stages (of ranks, if the method places several stages on one). By default, one for each
@@ -154,10 +158,7 @@ class Pipeline(Inspection):
         timeout: float = 300.0,
         device: str | torch.device | None = None,
         waits: Waits = "auto",
-        **unknown: Never,
     ) -> None:
-        if unknown:
-            raise TypeError(no_argument(next(iter(unknown)), list(signature(Pipeline).parameters)[:-1]))
         named = named_blocks(blocks)
         options = PipelineOptions(
             data_parallel if isinstance(data_parallel, DataParallel) else DataParallel(data_parallel),
@@ -201,6 +202,10 @@ class Pipeline(Inspection):
         holders = holders_of(self.schedule, parallel.width).values()
         alike = groups_of_holders(self.grid, holders, parallel.mesh, timeout) if parallel.fast else {}
         self._ranks = make_ranks(named, plan, self.grid, loss, optimizer)
+        self._hooks = UpdateHooks()
+        for stage in {stage.key.index: stage for stage in self._by_place()}.values():
+            if isinstance(stage.weights, TrainedWeights):
+                stage.weights.hooks = self._hooks
         evaluation, self._transports = prove_evaluation(self.schedule), self._choose_transports()
         self._transports.prepare(Channel.TRAINING, self.proof.lowered.lanes)
         self._transports.prepare(Channel.EVALUATION, evaluation.lowered.lanes)
@@ -213,6 +218,14 @@ class Pipeline(Inspection):
         return choose_transports(self.grid, {stage.module.device for stage in self.stages.values()})
 
     if not TYPE_CHECKING:  # or type checkers would take every name
+
+        def __new__(cls, *_, **given):
+            """Refuse arguments of other libraries, before Python asks for those that are missing."""
+            known = signature(cls.__init__).parameters
+            unknown = [name for name in given if name not in known]
+            if unknown:
+                raise TypeError(no_argument(unknown[0], list(known)[1:]))
+            return super().__new__(cls)
 
         def __getattr__(self, name):
             """Say what to write in place of a name that other libraries have."""
@@ -310,6 +323,40 @@ class Pipeline(Inspection):
         have no backward (`frozen` in its schedule) only their ranks can ask.
         """
         self._engine.ask_to_stop()
+
+    def on_update(self, hook: UpdateHook) -> RemovableHandle:
+        """Let a function be called at every update of each stage in this process, such as one that averages weights.
+
+            averages = {}
+
+            def average(update, weights):
+                for name, tensor in weights.items():
+                    averages.setdefault(name, tensor.clone()).lerp_(tensor, 0.001)
+
+            pipeline.on_update(average)
+
+        Updates are not in step with the loop over reports: what is done there sees weights that are one or more updates
+        older or newer. The function is called on the rank of each stage, directly after its update, with the number of
+        updates made so far (1 at the first, going on in a resumed run) and the new weights in the precision of the
+        optimizer, by name. Skipped updates do not count. The next update writes over the weights: clone what is to
+        outlive the call, and write nothing into them. Where this process holds several copies of a stage, it is called
+        for the first; where pipelines have weights of their own (`Combine`), before they meet. What it keeps is not
+        part of checkpoints.
+
+        Args:
+            hook: (update, weights) -> anything.
+
+        Returns:
+            A handle, whose `remove()` ends the calls.
+
+        Raises:
+            ConfigError: it is no function; within a run, it has written into the weights.
+        """
+        if not callable(hook):
+            raise ConfigError(f"on_update takes a function, (update, weights) -> None; got {hook!r:.80}")
+        handle = RemovableHandle(self._hooks)
+        self._hooks[handle.id] = hook
+        return handle
 
     def abandon(self) -> None:
         """Drop the batches in flight when the loop is left, instead of finishing them, because the job is to end."""
@@ -413,6 +460,9 @@ class Pipeline(Inspection):
         self._engine.check_idle()
         for state in self._ranks:
             state.decisions.detector.watch_from(first)
+
+
+Pipeline.__signature__ = signature(partial(Pipeline.__init__, None))  # type: ignore[arg-type, attr-defined]  # not that of __new__
 
 
 def pipeline_of(

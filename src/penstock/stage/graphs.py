@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -17,12 +17,14 @@ from penstock.errors import CapabilityError, ConfigError
 from penstock.partition.sequence_slices import storages
 from penstock.schedule.proof.in_flight import Piece
 from penstock.stage.autograd.activation_offload import ActivationOffload
+from penstock.stage.autograd.graph_walk import edges_of, graph_nodes
 from penstock.stage.autograd.recompute import BufferPlace, RecomputeInput, RecomputeInputSaver
 from penstock.stage.autograd.saved_bytes import SavedBytes, saved_of, signature
 from penstock.stage.autograd.split_backward import BackwardSplitter, ProxyWeights
+from penstock.stage.checks.foreign_hooks import ForeignHooksCheck
+from penstock.stage.checks.leaf_check import LeafCheck
 from penstock.stage.in_flight import Microbatch
-from penstock.stage.leaf_check import LeafCheck
-from penstock.stage.module import Graph, StageModule, edges_of, graph_nodes, open_inputs
+from penstock.stage.module import Graph, StageModule, open_inputs
 from penstock.stage.weight_reads import WeightReads
 from penstock.weights.memory.buffers import Handle, Readable
 
@@ -91,7 +93,7 @@ class StageGraphs:
         self._parts = [tuple(part) for part in parts]
         self._splits, self._offloads = splits, offloads
         self._trained = bool(storages)
-        self._inputs = RecomputeInputSaver(module.blocks, module.where, saves_inputs)
+        self._inputs = RecomputeInputSaver(module.blocks, module.where, saves_inputs, lambda: module.rng.drawing)
         # Memory that lives anyway, to tell it from activations.
         self._known = {*storages, *(t.untyped_storage().data_ptr() for t in module.fixed)}
         self._leaf_check = LeafCheck(module.where)
@@ -207,15 +209,19 @@ class StageGraphs:
         key = (names, splits, signature(value), signature(microbatch.target))
         offload = ActivationOffload(known) if self._offloads else None
         counter: SavedBytes | None = offload
+        guard: AbstractContextManager[object] = nullcontext()
         if handle is not None and self._reading.looks_up:
             counter = self._reading.saved_tensor_hooks(known, handle) or offload
+            if counter is not None and key not in self._saved:
+                guard = ForeignHooksCheck(counter.pack_hook, handle.buffer.leaves.values(), self._module.where)
         if counter is None and key not in self._saved:
             counter = SavedBytes(known)
         splitting = self._splitter(handle, counter) if splits and handle is not None else None
         if counter is None and splitting is None:
             output, total, loss = self._compute(names, microbatch, value)
         else:
-            output, total, loss = self._compute_under(counter, splitting, names, microbatch, value)
+            contexts = counter or nullcontext(), splitting or nullcontext(), guard
+            output, total, loss = self._compute_under(contexts, counter, splitting is None, names, microbatch, value)
         ends = output if total is None else (total, output[1]) if piece else total
         if counter is not None:
             if counter.gave_up:
@@ -252,17 +258,20 @@ class StageGraphs:
 
     def _compute_under(
         self,
+        contexts: Sequence[AbstractContextManager[object]],
         counter: SavedBytes | None,
-        splitting: BackwardSplitter | None,
+        whole: bool,
         names: Sequence[str],
         microbatch: Microbatch,
         value: Any,
     ) -> tuple[Any, Tensor | None, UnreadLoss | None]:
         """Run blocks under saved-tensor hooks; again without them if a block refuses them and they only count."""
-        only_counts = type(counter) is SavedBytes and splitting is None
+        only_counts = type(counter) is SavedBytes and whole
         before = {place: tensor.clone() for place, tensor in self._buffers.items()} if only_counts else {}
         try:
-            with counter or nullcontext(), splitting or nullcontext():
+            with ExitStack() as stack:
+                for context in contexts:
+                    stack.enter_context(context)
                 return self._compute(names, microbatch, value)
         except RuntimeError as error:
             if _NO_HOOKS not in str(error):

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
+from torch.autograd.graph import GradientEdge, _engine_run_backward
 from torch.utils import _pytree as pytree
 
 from penstock.comm.core.devices import current_device, on_device
@@ -24,7 +24,7 @@ from penstock.comm.p2p.tree_classes import open_dataclasses
 from penstock.errors import CapabilityError, ConfigError
 from penstock.stage.autograd.activation_offload import ActivationOffload
 from penstock.stage.autograd.deferred_weight_grads import DeferredWeightGrads
-from penstock.stage.changed_modules import check_changes, find_parameters, take_over_values
+from penstock.stage.checks.changed_modules import check_changes, find_parameters, take_over_values
 from penstock.stage.loss import LossFunction, sum_and_weight
 from penstock.stage.precision import cast, kept_full
 from penstock.stage.rng import BlockRng, RngKey
@@ -333,32 +333,6 @@ def open_inputs(value: Any, wants_gradient: Sequence[bool]) -> tuple[Any, dict[i
         if wants:
             leaves[i] = opened[i] = leaves[i].detach().requires_grad_()
     return pytree.tree_unflatten(leaves, spec), opened, len(leaves)
-
-
-def edges_of(value: Any) -> list[GradientEdge | None]:
-    """The edge at which a gradient enters the graph of each leaf of a tree; None for leaves without a graph."""
-    leaves = [value] if type(value) is Tensor else pytree.tree_leaves(value)
-    return [get_gradient_edge(leaf) if isinstance(leaf, Tensor) and leaf.requires_grad else None for leaf in leaves]
-
-
-def trained_leaves(value: Any) -> Iterator[Tensor]:
-    """Yield every tensor in whose `.grad` a backward from the leaves of `value` would accumulate."""
-    tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor) and leaf.requires_grad]
-    yield from (t for t in tensors if t.grad_fn is None)
-    yield from (node.variable for node in graph_nodes(value) if type(node).__name__ == "AccumulateGrad")
-
-
-def graph_nodes(value: Any) -> Iterator[Any]:
-    """Yield every node of the graph behind the leaves of `value`."""
-    rest: list[Any] = [leaf.grad_fn for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
-    seen: set[Any] = {None}
-    while rest:
-        node = rest.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        yield node
-        rest += [following for following, _ in node.next_functions]
 
 
 def run_backward(graph: Graph, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:

@@ -2,7 +2,8 @@
 
 Before a block runs, torch's generators are seeded with a hash of (seed, block name, batch, microbatch, slice), so that
 dropout is the same at every pipeline depth, in every order, and when a forward is recomputed. Outside the passes the
-generators are as the user left them. Python's and numpy's generators are not touched.
+generators are as the user left them. Python's and numpy's generators, and generators of your own, go on from pass to
+pass in the order in which passes run; a recomputed forward draws from them what the first one did.
 
 Seeding, saving and restoring generators costs more than a small block does, so it is left out for blocks that cannot
 draw: torch's own deterministic layers and functions (`may_draw`).

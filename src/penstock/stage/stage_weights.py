@@ -5,11 +5,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from penstock.schedule.ir.schedule import Copy
 from penstock.weights.averaging import Agreement
@@ -17,9 +17,11 @@ from penstock.weights.corrections.base import Corrector
 from penstock.weights.decision import Decision
 from penstock.weights.memory.buffers import Buffer, Handle
 from penstock.weights.memory.older_versions import OlderVersions
+from penstock.weights.memory.parameter_hooks import ParameterHooks
 from penstock.weights.optim.updater import Updater
 from penstock.weights.provisional import Provisional
 from penstock.weights.store import VersionStore
+from penstock.weights.update_hooks import UpdateHooks, call_hooks
 from penstock.weights.waves import WaveWeights
 from penstock.weights.written_check import WrittenCheck
 
@@ -111,6 +113,9 @@ class StageWeights:
     def refresh(self) -> None:
         """Adopt what was written into the newest version between two runs."""
 
+    def take_hooks(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Take over the hooks on the modules' trained parameters."""
+
     def begin_span(self, batches: int) -> None:
         """Begin a span after so many batches."""
 
@@ -149,6 +154,7 @@ class TrainedWeights(StageWeights):
         apart: where updates are provisional, copies are kept to undo them.
         provisional: the update that is not decided on yet.
         mean: c / N by the last batch that an update was made with and that had a loss weight.
+        hooks: of the user, called after every update that is made.
         watch: detects writes into the newest weights between two runs, where the next one would read older ones, too.
     """
 
@@ -164,6 +170,7 @@ class TrainedWeights(StageWeights):
     provisional: Provisional | None = None
     mean: float = 1.0
     watch: WrittenCheck | None = None
+    hooks: UpdateHooks = field(default_factory=UpdateHooks)
 
     # --- reading ----------------------------------------------------------------------------------------------------
 
@@ -235,7 +242,7 @@ class TrainedWeights(StageWeights):
         if self.corrector is not None and factor:
             self.corrector.before_step(self.store.gradient(batch), self.store.master, factor)
         self.store.update(batch, self.updater, factor, keeps_old, stepped)
-        self._average(factor)
+        self._updated(factor)
 
     def try_step(self, batch: int, factor: float) -> None:
         """Create version batch + 1 as `step` does, but so that it can be made again."""
@@ -250,16 +257,20 @@ class TrainedWeights(StageWeights):
             self.provisional.again(decision.factor)
         self.provisional.settle()
         self.provisional = None
-        self._average(decision.factor)
+        self._updated(decision.factor)
 
     def decided(self, mean: float) -> None:
         """Take note of c / N by the last batch that an update was made with."""
         self.mean = mean
 
-    def _average(self, factor: float) -> None:
-        """Move the average towards the new version, unless the update was skipped."""
-        if self.average is not None and factor:
+    def _updated(self, factor: float) -> None:
+        """Move the average towards the new version and call the hooks, unless the update was skipped."""
+        if not factor:
+            return
+        if self.average is not None:
             self.average.approach(self.store.master, 1.0 - self.decay)
+        if self.hooks:
+            call_hooks(self.hooks, self.updater.updates, self.store)
 
     # --- between spans ----------------------------------------------------------------------------------------------
 
@@ -272,6 +283,10 @@ class TrainedWeights(StageWeights):
         self.store.forget_copies()
         if self.agreement is not None:
             self.agreement.take_over()
+
+    def take_hooks(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Take over the hooks on the modules' trained parameters."""
+        self.store.hooks = ParameterHooks(parameters, self.store.where)
 
     def begin_span(self, batches: int) -> None:
         """Begin a span after so many batches."""

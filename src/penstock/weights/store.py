@@ -16,6 +16,7 @@ from penstock.errors import VersionError
 from penstock.schedule.ir.schedule import Copy
 from penstock.schedule.proof.check import StageFacts
 from penstock.weights.memory.buffers import Buffer, Handle, Layout
+from penstock.weights.memory.parameter_hooks import ParameterHooks
 from penstock.weights.optim.step_info import Stepped
 from penstock.weights.optim.updater import Updater
 
@@ -28,11 +29,15 @@ class VersionStore:
         buffers: number of parameter-sized buffers, as proven.
         where: name of the stage for error messages, such as "stage 0 on rank 0".
         copies: number of derived copies alive at once, as proven.
+
+    Attributes:
+        hooks: of the user, on the parameters.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], buffers: int, where: str, copies: int = 0) -> None:
         self.layout = self._layout = Layout(parameters)  # `_layout` is that of the versions that passes read
         self.where = where
+        self.hooks = ParameterHooks({}, where)
         self._free = [Buffer(self.layout, f"{i} of {where}") for i in range(buffers)]
         self.copied: dict[Copy, Buffer] = {}
         self._spare = [Buffer(self.layout, f"copy {i} of {where}") for i in range(copies)]
@@ -139,6 +144,7 @@ class VersionStore:
             gradient.begin_gradient()
         if handle.buffer.gradient is not gradient:
             handle.buffer.add_to(gradient)
+            handle.buffer.apply_hooks(self.hooks)
         else:
             handle.buffer.settle()
 

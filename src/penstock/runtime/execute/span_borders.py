@@ -11,7 +11,7 @@ from penstock.errors import ConfigError, DataError
 from penstock.runtime.rank.batch_source import BatchSource
 from penstock.runtime.setup.rank_state import RankState
 from penstock.runtime.setup.settings_by_hand import check_settings, settings_by_hand
-from penstock.runtime.setup.stage_copies import check_written, follow_first, follow_settings
+from penstock.runtime.setup.stage_copies import check_written, follow_first, follow_hooks, follow_settings
 from penstock.schedule.methods.combine import Combine
 
 Losses = list[list[float]]
@@ -68,6 +68,7 @@ class SpanBorders:
             for state in self._ranks:
                 for stage in state.stages.values():
                     stage.adopt()
+            follow_hooks(self._ranks)
             follow_settings(self._ranks)
             if not self._combine.apart:
                 follow_first(self._ranks)

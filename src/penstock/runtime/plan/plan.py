@@ -17,6 +17,7 @@ from typing import Any
 from penstock.errors import ConfigError
 from penstock.partition.block_delays import BlockDelays, resolve_both
 from penstock.partition.blocks import check_enough, cut_blocks
+from penstock.partition.shared_memory import check_memory
 from penstock.partition.tied import Tie, find_ties
 from penstock.runtime.plan.capabilities import check_correction, check_recomputed_blocks, check_slices
 from penstock.runtime.plan.options import PipelineOptions
@@ -77,6 +78,7 @@ class UnprovenPlan:
         plain, staleness, tied = schedule_of(given), options.staleness, options.partition.tied or {}
         parallel, recompute = options.data_parallel, options.recompute.recompute
         parts = cut_blocks(blocks, plain.num_stages, options.partition.balance)
+        check_memory(blocks)
         ties, inside = find_ties(blocks, parts, tied)
         fault = parallel.combine.fault(
             plain,

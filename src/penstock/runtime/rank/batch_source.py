@@ -137,7 +137,7 @@ class BatchSource:
             raise DataError(f"batch {number} has {len(found)} microbatches, but the schedule takes {takes}")
         for k, pair in enumerate(found if isinstance(found, list | tuple) else ()):  # other sequences make them late
             _check_pair(pair, number, k)
-        if found is batch and isinstance(found, list | tuple):  # the loader may clear its lists and fill them again
+        if found is batch and type(found) in (list, tuple):  # the loader may clear its lists and fill them again
             found = tuple(_kept(pair) for pair in found)
         return found, count
 

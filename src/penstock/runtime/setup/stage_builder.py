@@ -16,6 +16,7 @@ from penstock.errors import ConfigError
 from penstock.partition.block_delays import BlockDelays
 from penstock.partition.blocks import LazyBlock, check_shapes
 from penstock.partition.sequence_slices import check_blocks
+from penstock.partition.shared_memory import check_memory
 from penstock.partition.tied import Tie, share_inside
 from penstock.runtime.plan.plan import PipelinePlan
 from penstock.schedule.ir.rules import RULES, Source, Update, VersionRule
@@ -133,6 +134,7 @@ class StageBuilder:
     def _make_module(self, stage: Stage, blocks: dict[str, Any]) -> StageModule:
         plan, schedule = self._plan, self._plan.schedule
         share_inside(blocks, plan.inside, [name for part in plan.parts for name in part])
+        check_memory(blocks)  # lazy ones have not been there to be looked into before
         where = f"stage {stage.name} on rank {stage.rank}"
         ways = neighbors_of(schedule, stage)
         if schedule.slices > 1:

@@ -25,6 +25,15 @@ def follow_first(ranks: Sequence[RankState]) -> None:
                 mine.copy_(wanted)
 
 
+def follow_hooks(ranks: Sequence[RankState]) -> None:
+    """Take the hooks that parameters of every stage have; other copies in this process have those of the first."""
+    for state in ranks:
+        for stage in state.stages.values():
+            stage.weights.take_hooks(stage.module.trained)
+    for weights, first in _copies(ranks):
+        weights.store.hooks = first.store.hooks
+
+
 def follow_settings(ranks: Sequence[RankState]) -> None:
     """Set for the optimizers of the other copies of a stage in this process what users have set for the first one.
 

@@ -2,12 +2,12 @@
 
 The recomputed forward sees the module buffers as the first one did, and its changes to them are dropped: buffers are
 updated once, in the order of the forwards. Its random numbers are the same because they depend on the microbatch alone
-(`penstock.stage.rng`).
+(`penstock.stage.rng`), or because the states of other generators are kept (`penstock.stage.autograd.other_generators`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from penstock.errors import ConfigError
 from penstock.schedule.transforms.recompute import Segments
+from penstock.stage.autograd.other_generators import GeneratorState, drawing_again, drawn_from, generator_states
 from penstock.stage.autograd.saved_bytes import storage_bytes
 
 RecomputeMode = Literal["none", "block", "stage"]
@@ -38,6 +39,7 @@ class RecomputeInput:
         states: states of all buffers of the blocks.
         buffers: copies of the buffers that a forward changes, from before it.
         nbytes: bytes that are saved.
+        generators: states from before the forward of generators that it has drawn from, besides torch's own.
     """
 
     names: Sequence[str]
@@ -47,6 +49,7 @@ class RecomputeInput:
     states: dict[BufferPlace, _State]
     buffers: dict[BufferPlace, Tensor]
     nbytes: int
+    generators: list[GeneratorState]
 
 
 class RecomputeInputSaver:
@@ -57,9 +60,17 @@ class RecomputeInputSaver:
         where: the stage in messages.
         saves_inputs: False if inputs come again before each recomputation, from that of the stage before
             (`penstock.schedule.transforms.recompute`, segments).
+        drawing: returns the names of the blocks that may draw random numbers in the present pass; all if None.
     """
 
-    def __init__(self, blocks: Mapping[str, Any], where: str, saves_inputs: bool = True) -> None:
+    def __init__(
+        self,
+        blocks: Mapping[str, Any],
+        where: str,
+        saves_inputs: bool = True,
+        drawing: Callable[[], Collection[str]] | None = None,
+    ) -> None:
+        self._drawing = drawing or (lambda: blocks.keys())
         self._blocks, self._where, self.saves_inputs = blocks, where, saves_inputs
         self._restless: dict[tuple[str, ...], set[BufferPlace]] = {}  # buffers that a forward of these blocks changes
 
@@ -78,7 +89,9 @@ class RecomputeInputSaver:
         buffers = {place: tensor.clone() for place, tensor in places.items() if place in restless}
         states = {place: _state(tensor) for place, tensor in places.items()}
         nbytes = storage_bytes(leaves, known) if self.saves_inputs else 0
-        return RecomputeInput(names, value, wants, _states(leaves), states, buffers, nbytes)
+        drawing = self._drawing()  # the loss may be among them
+        generators = generator_states(self._blocks[name] for name in names if name in drawing) if drawing else []
+        return RecomputeInput(names, value, wants, _states(leaves), states, buffers, nbytes, generators)
 
     def after_forward(self, kept: RecomputeInput) -> None:
         """Drop the copies of buffers that the blocks have not changed.
@@ -108,6 +121,7 @@ class RecomputeInputSaver:
         restless = self._restless.setdefault(tuple(kept.names), set())
         restless.update(changed)  # one that this forward has left alone may be changed by a later one
         kept.buffers = {place: tensor for place, tensor in kept.buffers.items() if place in restless}
+        kept.generators = drawn_from(kept.generators)
         kept.nbytes += sum(tensor.nbytes for tensor in kept.buffers.values())
         if not self.saves_inputs:
             kept.value, kept.inputs = None, []
@@ -118,7 +132,7 @@ class RecomputeInputSaver:
 
     @contextmanager
     def as_in_forward(self, kept: RecomputeInput) -> Iterator[None]:
-        """Give the modules their buffers from before the forward, and the present ones back on exit.
+        """Give modules their buffers, and generators their states, from before the forward; the present ones on exit.
 
         Raises:
             ConfigError: the input has been written into since.
@@ -132,7 +146,8 @@ class RecomputeInputSaver:
         try:
             for (module, key), tensor in kept.buffers.items():
                 module._buffers[key] = tensor
-            yield
+            with drawing_again(kept.generators):
+                yield
         finally:
             for (module, key), buffer in present.items():
                 module._buffers[key] = buffer

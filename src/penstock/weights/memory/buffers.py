@@ -13,6 +13,7 @@ import math
 import weakref
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from penstock.errors import VersionError
+from penstock.weights.memory.parameter_hooks import ParameterHooks
 
 ALIGNMENT = 64  # bytes; kernels may round differently on unaligned data
 
@@ -97,6 +99,10 @@ class Readable(Protocol):
         """Remove hooks that are no longer needed, between two backwards."""
         ...
 
+    def apply_hooks(self, hooks: ParameterHooks) -> None:
+        """Let gradients of the leaves go through the hooks of parameters, and through no others."""
+        ...
+
     def accumulate(self, key: str, found: Tensor) -> None:
         """Add to the gradient of a leaf a part that autograd did not compute."""
         ...
@@ -131,6 +137,8 @@ class Buffer:
             str, RemovableHandle
         ] = {}  # hooks of leaves whose next gradient has to be moved to its place
         self._gathered: list[str] = []  # leaves whose hook has done so
+        self._hooks: ParameterHooks | None = None  # of the user, and how leaves call them
+        self._calling: list[RemovableHandle] = []
 
     @property
     def flats(self) -> list[Tensor]:
@@ -181,6 +189,26 @@ class Buffer:
             self._gathering.pop(key).remove()
         self._gathered.clear()
 
+    def apply_hooks(self, hooks: ParameterHooks) -> None:
+        """Let gradients of the leaves go through the hooks of parameters, and through no others."""
+        if hooks is self._hooks:
+            return
+        for handle in self._calling:
+            handle.remove()
+        self._hooks = hooks
+        before = [(key, partial(hooks.gradient, key)) for key in hooks.before if key in self.leaves]
+        after = [(key, _accumulated(weakref.ref(self), key)) for key in hooks.after if key in self.leaves]
+        self._calling = [self.leaves[key].register_hook(hook) for key, hook in before]  # type: ignore[no-untyped-call]
+        self._calling += [
+            self.leaves[key].register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+            for key, hook in after
+        ]
+
+    def show_accumulated(self, key: str) -> None:
+        """Call the user's hooks on the gradient of a leaf, which has been added to its place."""
+        if self._hooks is not None and self.gradient is not None and key in self._hooks.after:
+            self._hooks.accumulated(key, self.views[key], self.gradient.views[key])
+
     def placed(self, key: str, view: Tensor) -> None:
         """Take note that the gradient of a leaf is in its place, where autograd can add to it, unless in lower
         precision."""
@@ -200,12 +228,15 @@ class Buffer:
         gradient = self.gradient
         assert gradient is not None
         view = gradient.views[key]
+        if self._hooks is not None and key in self._hooks.before:
+            found = self._hooks.gradient(key, found)
         if key not in gradient.unwritten:
             view.add_(found)
-            return
-        view.copy_(found)
-        gradient.unwritten.discard(key)
-        self.placed(key, view)
+        else:
+            view.copy_(found)
+            gradient.unwritten.discard(key)
+            self.placed(key, view)
+        self.show_accumulated(key)
 
     def squares(self, without: Collection[str] = ()) -> tuple[float, float]:
         """Return the sum of the squares of all elements; not finite if one is not, or if their squares overflow.
@@ -266,6 +297,19 @@ def _gather(buffer: weakref.ref[Buffer], key: str) -> Callable[[Tensor], None]:
         gradient.unwritten.discard(key)
 
     return move
+
+
+def _accumulated(buffer: weakref.ref[Buffer], key: str) -> Callable[[Tensor], None]:
+    """Make a hook that calls those of the user, once the gradient of a leaf is in its place."""
+    move = _gather(buffer, key)
+
+    def show(leaf: Tensor) -> None:
+        move(leaf)
+        weights = buffer()
+        if weights is not None:
+            weights.show_accumulated(key)
+
+    return show
 
 
 @dataclass(frozen=True)

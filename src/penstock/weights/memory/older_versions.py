@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from torch import Tensor
 
 from penstock.weights.memory.buffers import Buffer, Handle, Layout, Readable
+from penstock.weights.memory.parameter_hooks import ParameterHooks
 
 
 class Mixture:
@@ -50,6 +51,11 @@ class Mixture:
         """Remove hooks that are no longer needed, between two backwards."""
         for buffer in self._buffers:
             buffer.settle()
+
+    def apply_hooks(self, hooks: ParameterHooks) -> None:
+        """Let gradients of the leaves go through the hooks of parameters."""
+        for buffer in self._buffers:
+            buffer.apply_hooks(hooks)
 
     def accumulate(self, key: str, found: Tensor) -> None:
         """Add to the gradient of a leaf a part that autograd did not compute."""

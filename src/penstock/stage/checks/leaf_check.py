@@ -9,7 +9,7 @@ from weakref import ref
 from torch import Tensor, nn
 
 from penstock.errors import ConfigError
-from penstock.stage.module import trained_leaves
+from penstock.stage.autograd.graph_walk import trained_leaves
 
 
 class LeafCheck:

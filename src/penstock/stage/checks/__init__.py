@@ -1,0 +1,1 @@
+"""Backward passes in parts: split backward, recomputation, activation offload."""

@@ -1,0 +1,71 @@
+"""Hooks that users have registered on parameters, applied to the tensors that stand in for these in graphs.
+
+As in plain torch where gradients accumulate, hooks run at every backward: for each microbatch. A hook of
+`register_hook` gets the gradient of the loss sum of the microbatch divided by the constant c (`Precision.divisor`; with
+c = the weight of a batch that is what plain torch gives), before it is added to the others; one of
+`register_post_accumulate_grad_hook` finds the sum so far in `grad`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor, nn
+
+from penstock.errors import CapabilityError
+
+
+class ParameterHooks:
+    """The hooks on the parameters of a stage, as they are when its run begins.
+
+    Args:
+        parameters: by name, those of the modules.
+        where: the stage in messages.
+
+    Attributes:
+        before: names of the parameters with hooks on their gradients.
+        after: names of those with hooks on accumulated gradients.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], where: str) -> None:
+        self.before = [name for name, p in parameters.items() if p._backward_hooks]
+        self.after = [name for name, p in parameters.items() if p._post_accumulate_grad_hooks]
+        self._parameters, self._where = parameters, where
+
+    def gradient(self, name: str, found: Tensor) -> Tensor:
+        """Return what the hooks of a parameter make of the gradient of a microbatch, in its own precision."""
+        parameter = self._parameters[name]
+        result = found.to(parameter.dtype)
+        for hook in tuple((parameter._backward_hooks or {}).values()):
+            made = hook(result)
+            result = result if made is None else made
+        return result.to(found.dtype)
+
+    def accumulated(self, name: str, weights: Tensor, gradient: Tensor) -> None:
+        """Call the hooks on an accumulated gradient.
+
+        Args:
+            name: of the parameter.
+            weights: that the pass read.
+            gradient: the sum so far, which hooks may change.
+
+        Raises:
+            CapabilityError: a hook has written into the weights, or dropped the gradient.
+        """
+        parameter = self._parameters[name]
+        data, before = parameter.data, parameter._version
+        parameter.data, parameter.grad = weights.detach().to(parameter.dtype), gradient
+        try:
+            for hook in tuple((parameter._post_accumulate_grad_hooks or {}).values()):
+                hook(parameter)
+            if parameter._version != before or parameter.grad is None:
+                what = "dropped the gradient" if parameter._version == before else "written into the weights"
+                raise CapabilityError(
+                    f"{self._where}: a hook on {name} has {what} in a backward, as optimizers that step there do; the "
+                    "update is the pipeline's, which makes it when all microbatches have read the weights: leave the "
+                    "hook out"
+                )
+            if parameter.grad is not gradient:
+                gradient.copy_(parameter.grad)
+        finally:
+            parameter.data, parameter.grad = data, None

@@ -1,0 +1,32 @@
+"""Functions of the user that are called at every update of a stage."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+
+from torch import Tensor
+
+from penstock.errors import ConfigError
+from penstock.weights.store import VersionStore
+
+UpdateHook = Callable[[int, Mapping[str, Tensor]], object]
+"""(number of the update, weights of a stage by name) -> nothing."""
+UpdateHooks = OrderedDict[int, UpdateHook]
+
+
+def call_hooks(hooks: UpdateHooks, update: int, store: VersionStore) -> None:
+    """Show the newest weights of a stage to all hooks.
+
+    Raises:
+        ConfigError: one has written into them.
+    """
+    for hook in tuple(hooks.values()):
+        before = [flat._version for flat in store.master.flats]
+        hook(update, {name: view.detach() for name, view in store.master.views.items()})
+        if [flat._version for flat in store.master.flats] != before:
+            raise ConfigError(
+                f"a function given to on_update has written into the weights of {store.where}, which passes may have "
+                "read already; change weights in a step hook of the optimizer (register_step_post_hook), or between "
+                "two runs"
+            )

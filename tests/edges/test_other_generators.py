@@ -1,0 +1,52 @@
+"""Recomputed blocks that draw from Python's, numpy's or their own generators: the second forward draws the same."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from support.plain_training import assert_close_weights, make_data, make_model, pipeline_of_model
+
+
+class Noisy(nn.Module):
+    """A layer whose output is scaled by a number that it draws."""
+
+    def __init__(self, inner: nn.Module, source: str) -> None:
+        super().__init__()
+        self.inner, self.source = inner, source
+        self.own = torch.Generator().manual_seed(3)
+        self.own_random, self.own_numpy = random.Random(3), np.random.default_rng(3)
+        self.legacy = np.random.RandomState(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        draw = {
+            "random": random.random,
+            "numpy": np.random.random,
+            "torch.Generator": lambda: torch.rand((), generator=self.own).item(),
+            "random.Random": self.own_random.random,
+            "numpy Generator": self.own_numpy.random,
+            "RandomState": self.legacy.random_sample,
+        }[self.source]
+        y: Tensor = self.inner(x) * (0.5 + draw())
+        return y
+
+
+@pytest.mark.parametrize("recompute", ["block", "stage"])
+@pytest.mark.parametrize(
+    "source", ["random", "numpy", "torch.Generator", "random.Random", "numpy Generator", "RandomState"]
+)
+def test_recomputed_forwards_draw_the_same_numbers(source: str, recompute: str) -> None:
+    """As without recompute; and the numbers of later forwards are the same, too."""
+    states = []
+    for mode in ("none", recompute):
+        random.seed(5)
+        np.random.seed(5)
+        model = make_model()
+        pipeline = pipeline_of_model([Noisy(model[0], source), model[1], model[2], model[4]], recompute=mode)
+        list(pipeline.run(make_data()))
+        states.append(pipeline.state_dict())
+    assert_close_weights(*states)
