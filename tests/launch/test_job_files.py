@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import os
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,17 @@ def test_the_task_starts_torchrun_on_every_machine(tmp_path: Path) -> None:
         "10.0.0.1", "--master-port", "29500", "penstock", "train", "2bw", "--stages", "4", "--data", "my text", "--set",
         "out=/shared/runs",
     ]  # fmt: skip
+
+
+def test_ranks_on_gpus_ask_for_them() -> None:
+    plan = replace(PLAN, gpus=1)
+    assert "\n#SBATCH --gpus-per-node=2\n" in job_file("slurm", plan)
+    assert "gpus" not in job_file("slurm", PLAN)
+    _, job = yaml.safe_load_all(job_file("kubernetes", plan))
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    assert container["resources"]["limits"] == {"cpu": "3", "nvidia.com/gpu": "1"}
+    assert yaml.safe_load(job_file("skypilot", plan))["resources"] == {"cpus": "6+", "accelerators": "GPU:2"}
+    assert "gpus_per_rank=1)" in job_file("ray", plan)
 
 
 def tools(folder: Path, *names: str) -> None:

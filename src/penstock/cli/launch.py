@@ -53,5 +53,6 @@ def launch(
         given += [] if change.startswith("out=") else ["--set", change]
     name = re.sub(r"[^a-z0-9]+", "-", f"penstock-{settings.row.name}".lower()).strip("-")
     ranks = settings.stages * settings.width
-    plan = JobPlan(name, given, settings.out, machines, ranks, settings.model_dump(), cpus, image)
+    gpus = int(settings.device.startswith("cuda"))  # `auto` takes what there is
+    plan = JobPlan(name, given, settings.out, machines, ranks, settings.model_dump(), cpus, gpus, image)
     sys.stdout.write(job_file(launcher, plan))

@@ -9,7 +9,9 @@ from typing import Any
 from penstock.errors import CapabilityError, WorkerError
 
 
-def train_on_ray(values: Mapping[str, Any], *, cpus_per_rank: int = 1, folder: Path | str | None = None) -> Path:
+def train_on_ray(
+    values: Mapping[str, Any], *, cpus_per_rank: int = 1, gpus_per_rank: int = 0, folder: Path | str | None = None
+) -> Path:
     """Train with Ray's TorchTrainer; the ranks of one node follow each other, so that a pipeline stays together.
 
     Ray makes the process group. If ranks or nodes fail, it starts all ranks again, up to `restarts` times, and they go
@@ -17,7 +19,7 @@ def train_on_ray(values: Mapping[str, Any], *, cpus_per_rank: int = 1, folder: P
 
     Args:
         values: keys of `penstock train`; `out` must be a folder that all nodes share.
-        cpus_per_rank: what Ray reserves for each.
+        cpus_per_rank, gpus_per_rank: what Ray reserves for each.
         folder: of a run that is to go on; a new one in `out` if not given.
 
     Returns:
@@ -44,7 +46,8 @@ def train_on_ray(values: Mapping[str, Any], *, cpus_per_rank: int = 1, folder: P
         torch_config=TorchConfig(backend="gloo", timeout_s=int(config.timeout)),
         scaling_config=ray.train.ScalingConfig(
             num_workers=config.stages * config.width,
-            resources_per_worker={"CPU": cpus_per_rank},
+            use_gpu=gpus_per_rank > 0,
+            resources_per_worker={"CPU": cpus_per_rank} | ({"GPU": gpus_per_rank} if gpus_per_rank else {}),
             placement_strategy="PACK",
         ),
         run_config=ray.train.RunConfig(

@@ -124,6 +124,7 @@ def _checked(
     Raises:
         PenstockError: something is wrong.
     """
+    from penstock.comm.core.devices import find_device
     from penstock.train.config.load import load_config
     from penstock.train.setup.prepare import check_resume, prepare
     from penstock.train.setup.run_folder import CONFIG, changed_by_hand, check_is_run, check_own_files, in_short
@@ -140,6 +141,7 @@ def _checked(
     if resume is not None and not restart:
         check_resume(settings, resume)
     if local:
+        find_device(settings.device)  # refuses one that is not there
         prepare(settings, local=True)
     return settings
 

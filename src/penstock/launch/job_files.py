@@ -30,6 +30,7 @@ class JobPlan:
         machines, ranks: how many of each; every machine gets as many ranks.
         values: all keys of the configuration, for launchers that take no command.
         cpus: per rank.
+        gpus: per rank.
         image: a container image with penstock, where one is needed.
     """
 
@@ -40,6 +41,7 @@ class JobPlan:
     ranks: int
     values: Mapping[str, Any]
     cpus: int = 1
+    gpus: int = 0
     image: str = "IMAGE"
 
     def __post_init__(self) -> None:
@@ -77,12 +79,13 @@ def job_file(launcher: str, plan: JobPlan) -> str:
 
 def _slurm(plan: JobPlan) -> str:
     """Return a batch script, which resumes its own run when Slurm starts it again."""
+    gpus = f"#SBATCH --gpus-per-node={plan.gpus * plan.ranks_per_machine}\n" if plan.gpus else ""
     return f"""#!/bin/bash
 #SBATCH --job-name={plan.name}
 #SBATCH --nodes={plan.machines}
 #SBATCH --ntasks-per-node={plan.ranks_per_machine}
 #SBATCH --cpus-per-task={plan.cpus}
-#SBATCH --time=24:00:00
+{gpus}#SBATCH --time=24:00:00
 #SBATCH --signal=TERM@180
 #SBATCH --requeue
 #SBATCH --open-mode=append
@@ -118,12 +121,13 @@ def _kubernetes(plan: JobPlan) -> str:
         {"name": "MASTER_ADDR", "value": f"{plan.name}-0.{plan.name}"},
         {"name": "MASTER_PORT", "value": str(_PORT)},
     ]
+    gpus = {"nvidia.com/gpu": str(plan.gpus)} if plan.gpus else {}
     container = {
         "name": "rank",
         "image": plan.image,
         "command": ["penstock", "train", *plan.command, "--set", f"out={plan.out}"],
         "env": variables,
-        "resources": {"requests": {"cpu": str(plan.cpus)}, "limits": {"cpu": str(plan.cpus)}},
+        "resources": {"requests": {"cpu": str(plan.cpus)}, "limits": {"cpu": str(plan.cpus)} | gpus},
         "volumeMounts": [{"name": "runs", "mountPath": plan.out}],
     }
     pod = {
@@ -164,10 +168,11 @@ def _skypilot(plan: JobPlan) -> str:
         f'--node-rank $SKYPILOT_NODE_RANK --master-addr "$(echo "$SKYPILOT_NODE_IPS" | head -n 1)" '
         f"--master-port {_PORT} {command}\n"
     )
+    gpus = {"accelerators": f"GPU:{plan.gpus * plan.ranks_per_machine}"} if plan.gpus else {}
     task = {
         "name": plan.name,
         "num_nodes": plan.machines,
-        "resources": {"cpus": f"{plan.cpus * plan.ranks_per_machine}+"},
+        "resources": {"cpus": f"{plan.cpus * plan.ranks_per_machine}+"} | gpus,
         "setup": "pip install penstock\n",
         "run": run,
     }
@@ -186,7 +191,7 @@ CONFIG = {{
 {lines}}}
 
 if __name__ == "__main__":
-    train_on_ray(CONFIG, cpus_per_rank={plan.cpus})
+    train_on_ray(CONFIG, cpus_per_rank={plan.cpus}, gpus_per_rank={plan.gpus})
 '''
 
 

@@ -267,8 +267,8 @@ def cut_blocks(blocks: Mapping[str, Any], num_stages: int, balance: Sequence[int
         balance = _best_balance([cost_of(block) for block in blocks.values()], num_stages)
     elif len(balance) != num_stages or min(balance) < 1 or sum(balance) != len(names):
         raise ConfigError(
-            f"balance {list(balance)} must hold {num_stages} positive numbers that add up to the model's "
-            f"{len(names)} blocks"
+            f"partition (penstock train: balance) must hold {num_stages} positive numbers that add up to the model's "
+            f"{len(names)} blocks; got {list(balance)}, {len(balance)} numbers that add up to {sum(balance)}"
         )
     ends = list(accumulate(balance))
     return [names[end - size : end] for size, end in zip(balance, ends, strict=True)]

@@ -336,6 +336,7 @@ def find_method(name: str) -> Method:
     """
     names = {alias: row for row in _TABLE for alias in (row.name, *row.aliases)}
     key = name.lower().replace("_", "-")
+    key = _CLASSES.get(key.removeprefix("schedule"), key)
     if key in names:
         return names[key]
     near = _nearest_rows(key)
@@ -368,6 +369,20 @@ _HINTS = MappingProxyType(
     }
 )
 """Advice for names that are options, orders or optimizers rather than methods."""
+
+_CLASSES = MappingProxyType(
+    {
+        "1f1b": "1f1b",
+        "gpipe": "gpipe",
+        "interleaved1f1b": "interleaved",
+        "loopedbfs": "breadth-first",
+        "interleavedzerobubble": "zb-interleaved",
+        "zbvzerobubble": "zb-v",
+        "dualpipev": "dualpipe-v",
+        "pipedream2bw": "2bw",
+    }
+)
+"""What torch.distributed.pipelining calls its schedules (without "Schedule") -> the method."""
 
 _OWN = " An order of your own goes after --file (in Python, to load_schedule)."
 _CONFIGURATION = " A configuration goes after --config."
