@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.distributed import FileStore, HashStore
 
-from penstock.checkpoint import format as disk, index as indexes, writer as writer_module
+from penstock.checkpoint import format as disk, index as indexes
 from penstock.checkpoint.format import Checkpoint, checkpoints, clear_parts, open_newest, place_of
 from penstock.checkpoint.writer import LocalPosts, Part, Posts, StorePosts, Writer
 from penstock.errors import CheckpointError
@@ -245,7 +245,7 @@ def test_a_full_disk_costs_the_checkpoint_and_nothing_else(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(*((writer_module, "save_file") if where == "file" else (disk, "write_index")), full)
+        patch.setattr(*((disk, "save_file") if where == "file" else (disk, "write_index")), full)
         told = Told()
         one = writer(tmp_path, [(0, 0), (1, 0), (0, 1), (1, 1)], LocalPosts(), told)
         for index, pipeline in ((0, 0), (1, 0), (0, 1), (1, 1)):
@@ -306,13 +306,13 @@ def test_a_rank_that_never_writes_costs_the_checkpoint(tmp_path: Path) -> None:
 
 def test_a_snapshot_waits_for_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """So there are never copies of more than one."""
-    gate, real = threading.Event(), writer_module.save_file
+    gate, real = threading.Event(), disk.save_file
 
     def slow(*arguments: Any, **options: Any) -> None:
         gate.wait(10)
         real(*arguments, **options)
 
-    monkeypatch.setattr(writer_module, "save_file", slow)
+    monkeypatch.setattr(disk, "save_file", slow)
     one = Writer(tmp_path, [(0, 0)], [(0, 0)], 2, lambda _: {}, LocalPosts(), 5.0, 4.0, Told())
     first, second = snapshot(1, w=torch.ones(2)), snapshot(2, w=torch.ones(2))
     one.sink(first)
@@ -329,14 +329,14 @@ def test_one_is_left_out_when_a_disk_is_slower_than_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slow: int
 ) -> None:
     """On all ranks, whichever has the slow disk; training waits for a part of the time-out only, and goes on."""
-    gate, real = threading.Event(), writer_module.save_file
+    gate, real = threading.Event(), disk.save_file
 
     def write_slowly(tensors: Any, path: Path, **options: Any) -> None:
         if path.name == f"stage-{slow}.safetensors":
             gate.wait(30)
         real(tensors, path, **options)
 
-    monkeypatch.setattr(writer_module, "save_file", write_slowly)
+    monkeypatch.setattr(disk, "save_file", write_slowly)
     told, posts, parts = Told(), LocalPosts(), [(0, 0), (1, 0)]
     ranks = [Writer(tmp_path, parts, [part], 3, lambda _: {}, posts, 8.0, 2.0, told) for part in parts]
     first = [snapshot(1, index, w=torch.ones(2)) for index in (0, 1)]

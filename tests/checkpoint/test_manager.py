@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import penstock
-from penstock.checkpoint import writer
+from penstock.checkpoint import format as disk
 from penstock.checkpoint.format import checkpoints, place_of
 from penstock.checkpoint.index import write_index
 from penstock.checkpoint.owner import Owner
@@ -200,7 +200,7 @@ def left_out(group: dist.ProcessGroup | None, folder: str) -> list[Any]:
     found = penstock.Checkpoints(
         pipeline, folder, timeout=2.0, tell=lambda batch, failure: told.append((batch, failure is None))
     )
-    gate, real = threading.Event(), writer.save_file
+    gate, real = threading.Event(), disk.save_file
     slow = group is None or dist.get_rank(group) == 1
 
     def wait(*arguments: Any, **options: Any) -> None:
@@ -208,14 +208,14 @@ def left_out(group: dist.ProcessGroup | None, folder: str) -> list[Any]:
             gate.wait(20)
         real(*arguments, **options)
 
-    writer.save_file = wait
+    disk.save_file = wait
     try:
         for _ in pipeline.run(batches(), save=found.every(4)):
             pass
         threading.Timer(0.2, gate.set).start()
         found.save()
     finally:
-        writer.save_file = real
+        disk.save_file = real
     return [found.wait(), told]
 
 

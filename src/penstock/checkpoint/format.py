@@ -3,10 +3,12 @@
     checkpoints/batch-00000100/index.json              schema, facts, checksum of every file, file of every tensor
     checkpoints/batch-00000100/stage-0.safetensors
     checkpoints/batch-00000100/stage-0.1.safetensors   buffers of stage 0 in pipeline 1, if it has any
+    checkpoints/batch-00000100/frozen-0.safetensors    frozen parameters of stage 0, if it has any
 
 Tensors are named after parameters (`penstock.runtime.rank.snapshot`), so a model with other stages can read them. A
 checkpoint is written into a hidden folder, synced, and renamed once the index is in it; older ones are removed when a
 newer one is complete, and are hidden first. Every file is checked against the index before anything of it is used.
+While frozen parameters stay the same, the checkpoints of a run share their file (it has a hard link in each).
 """
 
 from __future__ import annotations
@@ -20,12 +22,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from safetensors.torch import save_file
 from torch import Tensor
 
 from penstock.checkpoint import index as indexes
 from penstock.checks import is_whole
 from penstock.errors import CheckpointError
-from penstock.files import check_own_folder, sync_folder
+from penstock.files import check_own_folder, fingerprint, sync_file, sync_folder
 
 SCHEMA = 1
 FOLDER = "checkpoints"
@@ -54,6 +57,7 @@ class Checkpoint:
         self.folder = folder
         index = _read_index(folder)
         self._homes: dict[str, str] = index["tensors"]
+        self._files = indexes.TensorFiles(folder)
         self.names: Collection[str] = self._homes.keys()
         self.facts: Mapping[str, Any] = index["facts"]
         self.extra: Mapping[str, Any] = index["extra"]
@@ -67,7 +71,7 @@ class Checkpoint:
         Raises:
             CheckpointError: its file does not hold it, or cannot be read any more.
         """
-        return indexes.read_tensor(self.folder / self._homes[name], name)
+        return self._files.read(self._homes[name], name)
 
     @property
     def batch(self) -> int:
@@ -138,6 +142,18 @@ def clear_parts(run: Path) -> None:
     """Remove checkpoints that were incomplete when a run ended."""
     for path in (run / FOLDER).glob(f".batch-*{_PART}"):
         shutil.rmtree(path, ignore_errors=True)
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Write a file of tensors to the disk; return its size and SHA-256 for the index.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    path.unlink(missing_ok=True)
+    save_file(dict(tensors), path, metadata={"schema": str(SCHEMA)})
+    sync_file(path)
+    return fingerprint(path)
 
 
 def write_index(place: Path, content: Mapping[str, Any]) -> None:

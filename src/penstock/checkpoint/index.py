@@ -12,6 +12,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ INDEX = "index.json"
 _MOST = 1 << 28  # bytes of an index; one of a million tensors has some 100 MiB
 _NAME = re.compile(r"\w[\w.+-]*", re.ASCII)  # of a file
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+_MOST_OPEN = 64  # files at once
 
 
 def write_index(folder: Path, schema: int, content: Mapping[str, Any]) -> None:
@@ -112,16 +114,31 @@ def check_file(folder: Path, name: str, written: Mapping[str, Any]) -> None:
         raise CheckpointError(f"{str(path)!r} is damaged: it has {what}")
 
 
-def read_tensor(path: Path, name: str) -> Tensor:
-    """Read a tensor.
+class TensorFiles:
+    """Reads tensors from the files of a folder, each of which stays open as long as this object lives.
 
-    Raises:
-        CheckpointError: its file does not hold it, or cannot be read.
+    Args:
+        folder: of the files.
     """
-    try:
-        check_regular(path)
-        with safe_open(path, framework="pt") as opened:
-            tensor: Tensor = opened.get_tensor(name)
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._opened = lru_cache(_MOST_OPEN)(partial(_open, folder))
+
+    def read(self, file: str, name: str) -> Tensor:
+        """Read a tensor.
+
+        Raises:
+            CheckpointError: its file does not hold it, or cannot be read.
+        """
+        try:
+            tensor: Tensor = self._opened(file).get_tensor(name)
             return tensor
-    except (OSError, SafetensorError, ValueError) as error:
-        raise CheckpointError(f"cannot read {name!r:.200} from {str(path)!r}: {error}") from None
+        except (OSError, SafetensorError, ValueError) as error:
+            raise CheckpointError(f"cannot read {name!r:.200} from {str(self._folder / file)!r}: {error}") from None
+
+
+def _open(folder: Path, file: str) -> Any:
+    """Open a file of tensors."""
+    check_regular(folder / file)
+    return safe_open(folder / file, framework="pt")

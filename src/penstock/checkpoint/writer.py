@@ -18,15 +18,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from safetensors.torch import save_file
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from penstock.checkpoint import format as disk
+from penstock.checkpoint.frozen_file import FrozenFile
 from penstock.checkpoint.index import INDEX
 from penstock.comm.core.background import Background
 from penstock.comm.core.ticket import Ticket
 from penstock.errors import CheckpointError
-from penstock.files import check_own_folder, fingerprint, sync_file
+from penstock.files import check_own_folder
 from penstock.runtime.rank.snapshot import Snapshot
 
 Part = tuple[int, int]
@@ -137,6 +137,7 @@ class Writer:
         self._parts, self._own = list(parts), list(own)
         self._completes = parts[0] in own
         self._written: Counter[int] = Counter()  # files written, by batch
+        self._frozen: dict[Part, FrozenFile] = {}
         self._thread = Background("checkpoint")
         self._pending: list[Ticket] = []
         self._rooms: dict[int, bool] = {}  # of the last two batches, as stages of one process may be one apart
@@ -193,21 +194,25 @@ class Writer:
             self._later(batch, partial(self._complete, batch))
 
     def _write(self, snapshot: Snapshot) -> None:
-        """Write the file of one stage; on the first rank, then wait for the others and complete the checkpoint."""
-        place, name = disk.place_of(self._run, snapshot.batch), _file_name(snapshot)
-        part: dict[str, Any] = {"values": snapshot.values, "facts": snapshot.facts, "tensors": [], "files": {}}
+        """Write the files of one stage; on the first rank, then wait for the others and complete the checkpoint."""
+        place, name = disk.place_of(self._run, snapshot.batch), _file_name("stage", snapshot)
+        part: dict[str, Any] = {"values": snapshot.values, "facts": snapshot.facts, "tensors": {}, "files": {}}
         try:
-            path = disk.part_of(place) / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            for folder in (place.parent, path.parent):
-                check_own_folder(folder)
-            if snapshot.tensors:
-                path.unlink(missing_ok=True)
-                tensors = snapshot.on_cpu()
-                save_file(tensors, path, metadata={"schema": str(disk.SCHEMA)})
-                sync_file(path)
-                part |= {"tensors": list(tensors), "files": {name: fingerprint(path)}}
-                del tensors
+            folder = disk.part_of(place)
+            folder.mkdir(parents=True, exist_ok=True)
+            for each in (place.parent, folder):
+                check_own_folder(each)
+            tensors = snapshot.on_cpu()
+            frozen = {key: tensors.pop(key) for key in sorted(snapshot.frozen)}
+            if tensors:
+                part["files"][name] = disk.write_tensors(folder / name, tensors)
+                part["tensors"] = dict.fromkeys(tensors, name)
+            if frozen:
+                shared = self._frozen.setdefault((snapshot.stage, snapshot.place), FrozenFile(self._run))
+                name = _file_name("frozen", snapshot)
+                part["files"][name] = shared.put(snapshot.batch, name, frozen)
+                part["tensors"] |= dict.fromkeys(frozen, name)
+            del tensors, frozen
         except Exception as error:  # any error costs only this checkpoint
             part["failure"] = f"{name}: {error}"
         snapshot.tensors.clear()
@@ -270,8 +275,8 @@ def _verdict(batch: int) -> str:
     return f"{batch}/complete"
 
 
-def _file_name(snapshot: Snapshot) -> str:
-    return f"stage-{snapshot.stage}{f'.{snapshot.place}' if snapshot.place else ''}.safetensors"
+def _file_name(kind: str, snapshot: Snapshot) -> str:
+    return f"{kind}-{snapshot.stage}{f'.{snapshot.place}' if snapshot.place else ''}.safetensors"
 
 
 def _content(parts: Sequence[dict[str, Any]], extra: Mapping[str, Any]) -> dict[str, Any]:
@@ -284,11 +289,11 @@ def _content(parts: Sequence[dict[str, Any]], extra: Mapping[str, Any]) -> dict[
     tensors: dict[str, str] = {}
     files: dict[str, Any] = {}
     for part in parts:
-        twice = tensors.keys() & set(part["tensors"])
+        twice = tensors.keys() & part["tensors"].keys()
         if twice:
             raise CheckpointError(f"two stages have written a tensor named {min(twice)!r}")
         facts["values"] |= part["values"]
         facts |= part["facts"]
         files |= part["files"]
-        tensors |= dict.fromkeys(part["tensors"], *part["files"])
+        tensors |= part["tensors"]
     return {"facts": facts, "extra": dict(extra), "files": files, "tensors": tensors}

@@ -160,7 +160,11 @@ class StageModule:
         """Tensors that no optimizer steps, by canonical name: frozen parameters and persistent buffers."""
         buffers = {f"{prefix}.{name}" for prefix, block in self.named_modules() for name, _ in block.named_buffers()}
         state = {name: tensor for name, tensor in self.state().items() if name in buffers}
-        return state | {name: p.detach() for name, p in self._originals.items() if not p.requires_grad}
+        return state | self.frozen()
+
+    def frozen(self) -> dict[str, Tensor]:
+        """Frozen parameters, by canonical name."""
+        return {name: p.detach() for name, p in self._originals.items() if not p.requires_grad}
 
     def named_modules(self) -> list[tuple[str, nn.Module]]:
         """The blocks that are modules, with their names."""

@@ -46,6 +46,7 @@ class Snapshot:
         values: the optimizer's state that is not tensors, and what was set by hand, by name.
         facts: what is the same on all stages.
         copied: recorded when the tensors are complete, where a device copies them asynchronously.
+        frozen: the names of the tensors that are frozen parameters, which seldom change from one snapshot to the next.
     """
 
     batch: int
@@ -55,6 +56,7 @@ class Snapshot:
     values: dict[str, Any]
     facts: dict[str, Any]
     copied: torch.cuda.Event | None = None
+    frozen: frozenset[str] = frozenset()
 
     def __repr__(self) -> str:
         """Return which state it is, and how large."""
@@ -133,14 +135,16 @@ def take_snapshot(
     facts: dict[str, Any] = (
         {"batch": batch} if decisions is None else {"batch": batch, decisions.key: decisions.state()}
     )
-    tensors = {f"fixed{suffix(stage.place)}/{name}": tensor for name, tensor in fixed.items()}
+    kind = f"fixed{suffix(stage.place)}/"
+    tensors = {kind + name: tensor for name, tensor in fixed.items()}
+    frozen = frozenset(kind + name for name in stage.module.frozen() if name in fixed)
     values: dict[str, Any] = {}
     weights = stage.weights
     if (not stage.place or _has_own(stage)) and isinstance(weights, TrainedWeights):
         if older is None and batch - 1 in weights.store.versions:
             older = weights.store.copies(batch - 1)
         _add_trained(weights, batch, older or {}, tensors, values, facts)
-    return Snapshot(batch, stage.place, stage.key.index, tensors, values, facts, _copied(tensors))
+    return Snapshot(batch, stage.place, stage.key.index, tensors, values, facts, _copied(tensors), frozen)
 
 
 def suffix(number: int) -> str:

@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from penstock.checkpoint.index import INDEX, check_file, read_index, read_tensor, write_index
+from penstock.checkpoint.index import INDEX, TensorFiles, check_file, read_index, write_index
 from penstock.errors import CheckpointError
 from penstock.files import check_own_folder, fingerprint, sync_file
 
@@ -103,7 +103,8 @@ def load_weights(folder: Path) -> dict[str, Tensor]:
     index, place = load_index(folder), folder / FOLDER
     for name, written in index["files"].items():
         check_file(place, name, written)
-    return {name: read_tensor(place / file, name) for name, file in index["tensors"].items()}
+    files = TensorFiles(place)
+    return {name: files.read(file, name) for name, file in index["tensors"].items()}
 
 
 def fill_module(module: torch.nn.Module, name: str, state: Mapping[str, Tensor]) -> None:

@@ -1,0 +1,170 @@
+"""Frozen parameters are written once, however many checkpoints refer to them, and come back bit for bit."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import penstock
+from penstock.checkpoint import format as disk, index as indexes
+from penstock.checkpoint.format import Checkpoint, checkpoints
+from penstock.errors import CheckpointError
+from penstock.files import fingerprint
+from penstock.runtime.pipeline import Pipeline
+
+FILE = "frozen-0.safetensors"
+WEIGHT = "fixed/0.0.weight"
+
+
+def squares(output: Tensor, target: Tensor) -> tuple[Tensor, float]:
+    return ((output - target) ** 2).sum(), float(target.numel())
+
+
+def frozen_layer(seed: int = 1) -> nn.Linear:
+    torch.manual_seed(seed)
+    return nn.Linear(4, 4).requires_grad_(False)
+
+
+def make(seed: int = 1, layer: nn.Linear | None = None) -> Pipeline:
+    """Two stages, of which the first has a frozen layer and statistics that change with every batch."""
+    still = frozen_layer(seed) if layer is None else layer
+    return Pipeline(
+        [nn.Sequential(still, nn.BatchNorm1d(4), nn.Linear(4, 4)), nn.Linear(4, 1)],
+        penstock.make_schedule("1f1b", stages=2, microbatches=2),
+        loss=squares,
+        optimizer=lambda named: torch.optim.AdamW(named, lr=1e-2),
+    )
+
+
+def batches() -> list[list[tuple[Tensor, Tensor]]]:
+    g = torch.Generator().manual_seed(2)
+    return [[(torch.randn(3, 4, generator=g), torch.randn(3, 1, generator=g)) for _ in range(2)] for _ in range(8)]
+
+
+def train(folder: Path, until: int) -> Pipeline:
+    """Train from the newest checkpoint, with one after every batch."""
+    pipeline = make()
+    found = penstock.Checkpoints(pipeline, folder, keep=3)
+    found.load()
+    for _ in pipeline.run(batches()[pipeline.batches : until], save=found.every(1)):
+        pass
+    assert found.wait() is None
+    return pipeline
+
+
+def numbers(folder: Path) -> list[int]:
+    """The inode of the file of frozen parameters, by checkpoint."""
+    return [os.stat(place / FILE).st_ino for place in checkpoints(folder)]
+
+
+def test_checkpoints_share_the_file_of_frozen_parameters(tmp_path: Path) -> None:
+    train(tmp_path, 5)
+    assert len(numbers(tmp_path)) == 3
+    assert len(set(numbers(tmp_path))) == 1
+    newest = checkpoints(tmp_path)[-1]
+    assert os.stat(newest / FILE).st_nlink == 3  # those that were removed have given up theirs
+    saved = Checkpoint(newest)
+    assert saved.tensor(WEIGHT).equal(make().state_dict()["0.0.weight"])
+    inside = load_file(newest / "stage-0.safetensors")
+    assert WEIGHT not in inside
+    assert "fixed/0.1.running_mean" in inside  # statistics change, so each checkpoint has its own
+
+
+def test_restored_from_shared_files_training_goes_on_with_the_same_bits(tmp_path: Path) -> None:
+    train(tmp_path / "cut", 4)
+    resumed = train(tmp_path / "cut", 8)
+    whole = train(tmp_path / "whole", 8)
+    for name, tensor in whole.state_dict().items():
+        assert tensor.equal(resumed.state_dict()[name]), name
+
+
+@pytest.mark.parametrize("traceless", [False, True])
+def test_frozen_parameters_that_are_changed_get_a_file_of_their_own(tmp_path: Path, traceless: bool) -> None:
+    layer = frozen_layer()
+    pipeline = make(layer=layer)
+    found = penstock.Checkpoints(pipeline, tmp_path, keep=3)
+    for _ in pipeline.run(batches()[:1], save=found.every(1)):
+        pass
+    found.wait()
+    old = pipeline.state_dict()["0.0.weight"].clone()
+    with torch.no_grad():
+        (layer.weight.data if traceless else layer.weight).mul_(2)  # .data: no version counter tells
+    for _ in pipeline.run(batches()[1:2], save=found.every(1)):
+        pass
+    found.wait()
+    first, second = map(Checkpoint, checkpoints(tmp_path))
+    assert first.tensor(WEIGHT).equal(old)
+    assert second.tensor(WEIGHT).equal(old * 2)
+
+
+def test_where_the_earlier_file_is_gone_or_cut_it_is_written_again(tmp_path: Path) -> None:
+    pipeline = make()
+    found = penstock.Checkpoints(pipeline, tmp_path, keep=4)
+    spoils: list[Callable[[Path], Any]] = [os.unlink, lambda path: os.truncate(path, 10), lambda path: None]
+    for k, spoil in enumerate(spoils):
+        for _ in pipeline.run(batches()[k : k + 1], save=found.every(1)):
+            pass
+        assert found.wait() is None
+        newest = checkpoints(tmp_path)[-1]
+        assert Checkpoint(newest).tensor(WEIGHT).equal(pipeline.state_dict()["0.0.weight"])
+        spoil(newest / FILE)
+
+
+def test_where_files_cannot_be_linked_each_checkpoint_has_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(*_: Any, **__: Any) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuses)
+    train(tmp_path, 2)
+    assert len(set(numbers(tmp_path))) == 2
+    assert [Checkpoint(place).batch for place in checkpoints(tmp_path)] == [1, 2]
+
+
+def test_a_damaged_file_of_frozen_parameters_is_named(tmp_path: Path) -> None:
+    train(tmp_path, 2)
+    path = checkpoints(tmp_path)[-1] / FILE
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"frozen-0\.safetensors' is damaged"):
+        penstock.Checkpoints(make(), tmp_path).load()
+
+
+def test_a_checkpoint_that_has_frozen_parameters_among_the_others_is_loaded(tmp_path: Path) -> None:
+    trained = train(tmp_path, 1)
+    (place,) = checkpoints(tmp_path)
+    index = disk._read_index(place)
+    inside = place / "stage-0.safetensors"
+    save_file(load_file(inside) | load_file(place / FILE), inside)
+    os.unlink(place / FILE)
+    del index["files"][FILE]
+    index["files"][inside.name] = fingerprint(inside)
+    index["tensors"] = {n: inside.name if f == FILE else f for n, f in index["tensors"].items()}
+    indexes.write_index(place, disk.SCHEMA, index)
+    pipeline = make(seed=9)
+    assert penstock.Checkpoints(pipeline, tmp_path).load() is not None
+    for name, tensor in trained.state_dict().items():
+        assert tensor.equal(pipeline.state_dict()[name]), name
+
+
+def test_loading_opens_each_file_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train(tmp_path, 1)
+    opened: list[str] = []
+
+    def counted(path: Path, framework: str) -> Any:
+        opened.append(path.name)
+        return safe_open(path, framework=framework)
+
+    monkeypatch.setattr(indexes, "safe_open", counted)
+    penstock.Checkpoints(make(), tmp_path).load()
+    assert sorted(opened) == [FILE, "stage-0.safetensors", "stage-1.safetensors"]
