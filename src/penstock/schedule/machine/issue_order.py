@@ -32,7 +32,7 @@ class Issued(NamedTuple):
         return f"message {self.number} on {self.lane}"
 
 
-class Joined(NamedTuple):
+class JoinedCollective(NamedTuple):
     """A collective that a rank has joined: it goes on, and does not know the result yet."""
 
     op: Op
@@ -43,23 +43,23 @@ class Joined(NamedTuple):
         return f"{self.op} of stage {self.stage}, batch {self.batch}"
 
 
-class Awaited(NamedTuple):
+class AwaitedCollective(NamedTuple):
     """A collective whose result a rank waits for."""
 
-    collective: Joined
+    collective: JoinedCollective
 
 
-Event = Issued | Joined | Awaited
+Event = Issued | JoinedCollective | AwaitedCollective
 
 
 class _Before(NamedTuple):
     """Why one event comes before another one."""
 
-    event: Issued | Joined
+    event: Issued | JoinedCollective
     rank: int
 
 
-def one_order(orders: Sequence[Sequence[Event]]) -> list[Issued | Joined]:
+def one_order(orders: Sequence[Sequence[Event]]) -> list[Issued | JoinedCollective]:
     """Return an order of all events that agrees with the orders of all ranks.
 
     Args:
@@ -68,18 +68,18 @@ def one_order(orders: Sequence[Sequence[Event]]) -> list[Issued | Joined]:
     Raises:
         ScheduleError: there is none; the message names a cycle.
     """
-    before: dict[Issued | Joined, list[_Before]] = {}
-    joined = {event for events in orders for event in events if isinstance(event, Joined)}
+    before: dict[Issued | JoinedCollective, list[_Before]] = {}
+    joined = {event for events in orders for event in events if isinstance(event, JoinedCollective)}
     for rank, events in enumerate(orders):
-        last: list[Issued | Joined] = []
+        last: list[Issued | JoinedCollective] = []
         for event in events:
-            if isinstance(event, Awaited):
+            if isinstance(event, AwaitedCollective):
                 last += [event.collective] if event.collective in joined else []
                 continue
             before.setdefault(event, []).extend(_Before(earlier, rank) for earlier in last)
             if isinstance(event, Issued):  # what comes after a collective is joined does not wait for the others
                 last = [event]
-    after: dict[Issued | Joined, list[Issued | Joined]] = defaultdict(list)
+    after: dict[Issued | JoinedCollective, list[Issued | JoinedCollective]] = defaultdict(list)
     missing = {event: len(found) for event, found in before.items()}
     for event, found in before.items():
         for earlier in found:
@@ -95,9 +95,9 @@ def one_order(orders: Sequence[Sequence[Event]]) -> list[Issued | Joined]:
     return order
 
 
-def _cycle(before: Mapping[Issued | Joined, list[_Before]], left: set[Issued | Joined]) -> str:
+def _cycle(before: Mapping[Issued | JoinedCollective, list[_Before]], left: set[Issued | JoinedCollective]) -> str:
     """Describe a cycle among events each of which comes after another one of them."""
-    event, places, path = min(left, key=str), dict[Issued | Joined, int](), list[_Before]()
+    event, places, path = min(left, key=str), dict[Issued | JoinedCollective, int](), list[_Before]()
     while event not in places:
         places[event] = len(path)
         path.append(next(found for found in before[event] if found.event in left))
@@ -135,10 +135,10 @@ def issued(lowered: Lowered, batches: int, rejected: Collection[int] = ()) -> li
 def _collective_events(action: Action, t: int, collectives: Collectives) -> Iterator[Event]:
     batch = action.unit.first + t
     if is_collective(action):
-        yield Joined(action.op, collectives.members(action.op, action.stage)[0].index, batch)
+        yield JoinedCollective(action.op, collectives.members(action.op, action.stage)[0].index, batch)
     for op in collectives.waiting.get(action.op, ()):
         for first in collectives.members(op, action.stage)[:1]:
-            yield Awaited(Joined(op, first.index, batch))
+            yield AwaitedCollective(JoinedCollective(op, first.index, batch))
 
 
 def unrolled(

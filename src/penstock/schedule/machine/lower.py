@@ -36,6 +36,15 @@ def lower(schedule: Schedule, lookahead: int | None = None, window: int | None =
     return Lowering(schedule).at(schedule.window or WINDOW if window is None else window, lookahead)
 
 
+def in_one_order(lowered: Lowered) -> Lowered:
+    """Return a schedule with its RECVs placed so that all ranks issue their messages in one order.
+
+    Raises:
+        ScheduleError: there is no such order.
+    """
+    return Lowering(lowered.schedule).in_one_order(lowered.window)
+
+
 class Lowering:
     """The messages of a schedule, found once; `at` places them for a window.
 

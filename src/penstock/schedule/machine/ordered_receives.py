@@ -33,7 +33,7 @@ Receives = dict[tuple[int, int, int], list[Instruction]]
 _GRAIN = 1024  # of a forward; an action takes at least 1 and a message 1, so that nothing happens at once
 
 
-class _Edge(NamedTuple):
+class _Difference(NamedTuple):
     """A difference: the start of `after`, `lag` periods later, is at least that of `before` plus `weight`."""
 
     before: int
@@ -80,12 +80,12 @@ class OrderedReceives:
 
     # --- the execution that repeats itself --------------------------------------------------------------------------
 
-    def _in_turn(self) -> Iterator[_Edge]:
+    def _in_turn(self) -> Iterator[_Difference]:
         """Yield that each rank runs its actions one after another."""
         for first, end in pairwise(self._base):
             for i in range(first, end):
                 last = i + 1 == end
-                yield _Edge(i, first if last else i + 1, self._duration[i], int(last))
+                yield _Difference(i, first if last else i + 1, self._duration[i], int(last))
 
     def _periodic(self) -> Iterator[tuple[LaneKey, list[tuple[int, int, Use]]]]:
         """Yield the lanes, each with the giver and the consumer of every message of a period."""
@@ -94,13 +94,13 @@ class OrderedReceives:
                 source, target = self._base[lane.source], self._base[lane.target]
                 yield lane, [(source + use.order, target + use.position, use) for use in uses]
 
-    def _messages(self) -> Iterator[_Edge]:
+    def _messages(self) -> Iterator[_Difference]:
         """Yield that what consumes a message starts after it has been sent."""
         for _, found in self._periodic():
             for giver, consumer, use in found:
-                yield _Edge(giver, consumer, self._duration[giver] + 1, use.lag)
+                yield _Difference(giver, consumer, self._duration[giver] + 1, use.lag)
 
-    def _joins(self) -> Iterator[_Edge]:
+    def _joins(self) -> Iterator[_Difference]:
         """Yield that what waits for a collective starts after all ranks have joined it."""
         collectives = Collectives(self._schedule, lambda _: 0.0)
         joins: dict[tuple[Op, int, int], list[tuple[int, int]]] = defaultdict(list)
@@ -113,12 +113,12 @@ class OrderedReceives:
                     for earlier in COLLECTIVES[: COLLECTIVES.index(op) + 1]:
                         for stage in collectives.members(earlier, member):
                             for join, batch in joins[earlier, stage.index, stage.direction]:
-                                yield _Edge(join, number, self._duration[join], batch - action.unit.first)
+                                yield _Difference(join, number, self._duration[join], batch - action.unit.first)
 
     def _actions(self) -> Iterator[tuple[int, Action]]:
         return enumerate(action for program in self._schedule.programs for action in program.period)
 
-    def _known(self) -> Iterator[_Edge]:
+    def _known(self) -> Iterator[_Difference]:
         """Yield that a message is sent, in the order, after its receiver knows that it will come.
 
         For the messages of batch t+1 that is after the first forward of batch t; for repairs, after the VALIDATE.
@@ -132,24 +132,24 @@ class OrderedReceives:
             for giver, _, use in found:
                 ahead = 1 - use.unit.first // m - use.lag
                 if decided is None:
-                    yield _Edge(first, giver, -self._duration[giver], ahead - 1)
+                    yield _Difference(first, giver, -self._duration[giver], ahead - 1)
                 else:
                     yield self._ends_before(first + decided, giver, ahead)
                 if lane.payload is Payload.REPAIR:
                     before = [i for i in validates if i < use.position]
                     yield self._ends_before(first + (before or validates)[-1], giver, (not before) - use.lag)
 
-    def _room(self, window: int) -> Iterator[_Edge]:
+    def _room(self, window: int) -> Iterator[_Difference]:
         """Yield that a message is sent, in the order, after there is a buffer for it."""
         for _, found in self._periodic():
             for place, (_, consumer, use) in enumerate(found):
                 periods, later = divmod(place + window, len(found))
                 yield self._ends_before(consumer, found[later][0], periods - use.lag)
 
-    def _ends_before(self, before: int, after: int, lag: int) -> _Edge:
-        return _Edge(before, after, self._duration[before] - self._duration[after] + 1, lag)
+    def _ends_before(self, before: int, after: int, lag: int) -> _Difference:
+        return _Difference(before, after, self._duration[before] - self._duration[after] + 1, lag)
 
-    def _starts(self, period: int, edges: Sequence[_Edge]) -> list[int] | None:
+    def _starts(self, period: int, edges: Sequence[_Difference]) -> list[int] | None:
         """Return when each action of batch 0 starts at the earliest; None if no such execution is found."""
         weights = [(before, after, weight - period * lag) for before, after, weight, lag in edges]
         heaviest = [0] * len(self._duration)
@@ -171,7 +171,7 @@ class OrderedReceives:
     # --- the places of the RECVs ------------------------------------------------------------------------------------
 
     def placed(self, window: int) -> tuple[int, Receives]:
-        """Return the window with which the order takes no longer than with any other, of at least `window`; the RECVs."""
+        """Return the least window, of at least `window`, with which the order takes no longer; and the RECVs."""
         starts = None
         while starts is None:
             starts = self._starts(self._period, [*self._edges, *self._room(window)])
