@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import threading
+import zlib
+from collections import Counter
+
 import pytest
 import torch
 import torch.distributed as dist
 
+from penstock.comm.p2p import nccl
 from penstock.comm.transports import NcclTransports, Transports
 from penstock.errors import CapabilityError
 from penstock.runtime.execute.evaluation import Evaluating
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.plan.options import Precision
+from penstock.schedule.machine.issue_order import Issued, one_order
 from penstock.weights.optim.lr_schedulers import by_factor
 from support import cases
 from support.cases import METHODS, Case, Outcome, Recording, assert_same, finish, make_batches, make_blocks, together
@@ -77,3 +83,58 @@ def test_a_pipeline_on_a_part_of_the_job_is_refused(pool: Pool) -> None:
     """Torch wants every rank of the job when a group is made; a clear error is better than ranks that wait."""
     with pytest.raises(CapabilityError, match="must hold all 4 ranks of the job; its group has 2"):
         pool.submit(train, Case("1f1b", 2, 2), ranks=2, fresh=True)
+
+
+def train_recorded(group: dist.ProcessGroup, case: Case) -> tuple[Outcome, list[Issued], bool]:
+    """Run a case; also return the tensors in the order in which they were issued, and whether one thread did it."""
+    issued: list[Issued] = []
+    threads: set[int] = set()
+
+    counts: Counter[str] = Counter()
+
+    class RecordingWires(nccl.Wires):
+        def note(self) -> None:
+            group = self._tensors.group
+            assert group is not None
+            name = group.group_name  # another one after a switch of methods
+            issued.append(Issued(self.lane, 1000 * zlib.crc32(name.encode()) + counts[name]))
+            counts[name] += 1
+            threads.add(threading.get_ident())
+
+        def send(self, tensor: torch.Tensor) -> nccl.Work | None:
+            self.note()
+            return super().send(tensor)
+
+        def receive(self, dtype: torch.dtype, shape: list[int]) -> tuple[torch.Tensor, nccl.Work | None]:
+            self.note()
+            return super().receive(dtype, shape)
+
+    plain, nccl.Wires = nccl.Wires, RecordingWires  # type: ignore[misc]
+    try:
+        return train(group, case), issued, threads == {threading.get_ident()}
+    finally:
+        nccl.Wires = plain  # type: ignore[misc]
+
+
+def recorded(pool: Pool, case: Case) -> list[list[Issued]]:
+    found = pool.submit(train_recorded, case, ranks=4, fresh=True)
+    assert all(alone for _, _, alone in found)
+    assert_same(together([outcome for outcome, _, _ in found]), cases.expected(case))
+    return [events for _, events, _ in found]
+
+
+@pytest.mark.parametrize("method", ["1f1b", "gpipe", "2bw", "stash", "bpipe"])
+def test_all_ranks_issue_their_tensors_in_one_order(pool: Pool, method: str) -> None:
+    """Every rank issues from one thread, and the orders of all ranks agree with one order of all tensors."""
+    orders = recorded(pool, Case(method, 4, 8))
+    assert all(len(events) > 16 for events in orders)  # most messages did travel there
+    one_order(orders)
+
+
+def test_where_structures_change_the_order_stays(pool: Pool) -> None:
+    """A posted receive of another structure is filled with anything, so nothing is issued out of turn."""
+    shapes = tuple(shape for shape in RAGGED if shape[0])
+    case = TreeCase("1f1b", 4, len(shapes), "trees", optimizer="sgd", spans=(4,), shapes=shapes)
+    found = pool.submit(train_recorded, case, ranks=4, fresh=True)
+    assert_same(together([outcome for outcome, _, _ in found]), expected_of_trees(case))
+    one_order([events for _, events, _ in found])

@@ -15,7 +15,8 @@ from penstock.schedule.ir.schedule import WINDOW, Schedule
 from penstock.schedule.load import prove_file
 from penstock.schedule.machine.lower import lower
 from penstock.schedule.machine.play import Machine
-from penstock.schedule.machine.window_search import lower_freely, settled, unit_time, unlimited
+from penstock.schedule.machine.unit_time import unit_time
+from penstock.schedule.machine.window_search import lower_freely, settled, unlimited
 from penstock.schedule.orders import ORDERS
 from penstock.schedule.proof.check import Proof, check
 from penstock.schedule.text import parse_schedule

@@ -15,6 +15,7 @@ from penstock.comm.p2p.nccl import LaneGroups, NcclTransport, lane_groups
 from penstock.comm.p2p.transport import Channel, Transport
 from penstock.errors import CapabilityError
 from penstock.schedule.machine.instructions import LaneKey, Lowered
+from penstock.schedule.machine.lower import in_one_order
 
 
 class Transports(Protocol):
@@ -22,6 +23,10 @@ class Transports(Protocol):
 
     def prepare(self, channel: Channel, lanes: Sequence[LaneKey]) -> None:
         """Make what all ranks must make together for the lanes of a schedule; all call this, between runs."""
+        ...
+
+    def placed(self, lowered: Lowered) -> Lowered:
+        """Return a schedule with its RECVs where the transport needs them."""
         ...
 
     def make(self, lowered: Lowered, channel: Channel) -> Mapping[RankKey, Transport]:
@@ -64,6 +69,10 @@ class LocalTransports:
     def prepare(self, channel: Channel, lanes: Sequence[LaneKey]) -> None:
         """Do nothing."""
 
+    def placed(self, lowered: Lowered) -> Lowered:
+        """Return it as it is: any order will do."""
+        return lowered
+
     def make(self, lowered: Lowered, channel: Channel) -> Mapping[RankKey, Transport]:  # noqa: ARG002
         """Make one for each pipeline."""
         made = {pipeline: LocalTransport() for pipeline in self._grid.pipelines}
@@ -84,6 +93,10 @@ class GlooTransports:
     def prepare(self, channel: Channel, lanes: Sequence[LaneKey]) -> None:
         """Do nothing: lanes are told apart by tags."""
 
+    def placed(self, lowered: Lowered) -> Lowered:
+        """Return it as it is: any order will do."""
+        return lowered
+
     def make(self, lowered: Lowered, channel: Channel) -> Mapping[RankKey, Transport]:
         """Make that of the only rank of this process."""
         (key,), first = self._grid.local, _first_of(self._grid)
@@ -92,7 +105,9 @@ class GlooTransports:
 
 
 class NcclTransports:
-    """Tensors travel on a process group for each lane, the rest over gloo.
+    """Tensors of the training travel on a process group for each lane, the rest over gloo.
+
+    So do the tensors of evaluations between batches, which are in no order with those of the training.
 
     Args:
         grid: all ranks.
@@ -112,12 +127,21 @@ class NcclTransports:
             CapabilityError: the pipelines do not span the whole job.
         """
         present = self._groups.get(channel)
+        if channel is Channel.EVALUATION:
+            return
         if present is None or tuple(present[0]) != tuple(lanes):
             self._groups[channel] = lane_groups(lanes, self._control, self._backend, self._grid.width)
+
+    def placed(self, lowered: Lowered) -> Lowered:
+        """Place the RECVs so that all ranks issue their messages in one order."""
+        return in_one_order(lowered)
 
     def make(self, lowered: Lowered, channel: Channel) -> Mapping[RankKey, Transport]:
         """Make that of the only rank of this process."""
         (key,), first = self._grid.local, _first_of(self._grid)
+        if channel is Channel.EVALUATION:
+            settings = self._control, first, channel, self._device
+            return {key: GlooTransport(key.rank, lowered.lanes, lowered.window, *settings)}
         groups = self._groups[channel][key.pipeline]
         return {key: NcclTransport(key.rank, groups, lowered.window, self._control, self._device, first, channel)}
 

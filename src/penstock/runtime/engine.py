@@ -330,14 +330,13 @@ class Engine:
     def _executors(self, proof: Proof, channel: Channel = Channel.TRAINING) -> list[Executor]:
         specs = stage_specs(proof.schedule, older=0)
         combine = self._combine if channel is Channel.TRAINING and proof is self._proof else REDUCE
-        links = connect(
-            self._grid, proof.lowered, specs, add_shares, channel, self._transports, self._holder_groups, combine
-        )
+        lowered = self._transports.placed(proof.lowered)
+        links = connect(self._grid, lowered, specs, add_shares, channel, self._transports, self._holder_groups, combine)
         holders = holders_of(proof.schedule, self._grid.width)
         return [
             Executor(
                 state,
-                proof.lowered,
+                lowered,
                 {spec.stage: spec for spec in specs if spec.stage.rank == state.key.rank},
                 holders,
                 links[state.key],

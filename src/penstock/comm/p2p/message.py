@@ -38,6 +38,10 @@ Structure = tuple[pytree.TreeSpec, list[list[Any]], tuple[bool, ...]]
 """The tree, the kind of each leaf, and whether each leaf requires a gradient."""
 
 
+Fetch = Callable[[torch.dtype, list[int]], Tensor]
+"""Given a type and a shape, returns the next tensor of a message."""
+
+
 class Header(NamedTuple):
     """The metadata at the beginning of every message.
 
@@ -90,20 +94,27 @@ class Codec:
 
     Args:
         where: the lane, for error messages.
-        inline: tensors are part of the block; otherwise it only describes them and they are sent separately.
+        separate: given the description of a message's structure, says whether its tensors are sent separately;
+            without it they are always part of the block.
+
+    Attributes:
+        read: the description of the last message that was decoded.
     """
 
-    def __init__(self, where: str, inline: bool = True) -> None:
-        self.where, self._inline = where, inline
+    def __init__(self, where: str, separate: Callable[[bytes], bool] | None = None) -> None:
+        self.where, self._separate = where, separate
+        self._described, self.read = b"", b""
         self._sent: Structure | None = None
         self._form: tuple[Any, ...] | None = None
         self._received: Structure | None = None
 
     def encode(self, message: TensorMessage, credit: Credits = NO_CREDITS) -> Tensor:
         """The message as one block (uint8, one dimension, at least `HEADER_BYTES` long)."""
-        leaves = leaves_of(message.tree) if self._inline else []
-        tensors = [as_it_lies(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
         changed = self._change(message)
+        self._described = changed or self._described
+        apart = self._separate is not None and self._separate(self._described)
+        leaves = [] if apart else leaves_of(message.tree)
+        tensors = [as_it_lies(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
         offsets, size = _place(tensors, HEADER_BYTES + len(changed))
         block = torch.empty(size, dtype=torch.uint8)
         raw = bytes_of(block)  # writing to it costs a fraction of operations on tensors
@@ -129,22 +140,23 @@ class Codec:
         self._sent = structure
         return changed
 
-    def decode(self, block: Tensor, fetch: Callable[[torch.dtype, list[int]], Tensor] | None = None) -> TensorMessage:
+    def decode(self, block: Tensor, fetcher: Callable[[bytes], Fetch | None] | None = None) -> TensorMessage:
         """The message in a block.
 
         Args:
             block: made by `encode`.
-            fetch: (dtype, shape) -> the next tensor, where tensors are not inline; otherwise they are views of the
-                block.
+            fetcher: given the description of a message's structure, returns what fetches its tensors; None where
+                they are part of the block.
         """
         raw = bytes_of(block)
         size, batch, first, checksum, weight, meta_bytes, flags, *_ = _HEADER.unpack_from(raw)
         if meta_bytes:
-            self._received = _parse(bytes(raw[HEADER_BYTES : HEADER_BYTES + meta_bytes]), self.where)
+            self.read = bytes(raw[HEADER_BYTES : HEADER_BYTES + meta_bytes])
+            self._received = _parse(self.read, self.where)
         if self._received is None:
             raise TransportError(f"{self.where}: a message came before any description of its structure")
         spec, kinds, wants = self._received
-        fetch = fetch or _views(block, HEADER_BYTES + meta_bytes, size, self.where)
+        fetch = (fetcher and fetcher(self.read)) or _views(block, HEADER_BYTES + meta_bytes, size, self.where)
         leaves = [
             _laid(kind[2:], partial(fetch, getattr(torch, kind[1]))) if kind[0] == "tensor" else kind[1]
             for kind in kinds
@@ -256,6 +268,13 @@ def dump_structure(structure: Structure, where: str) -> bytes:
             "tuples and dataclasses, or register the class with a serialized name in torch.utils._pytree on every rank"
         ) from None
     return json.dumps([text, kinds, [int(w) for w in wants], classes], separators=(",", ":")).encode()
+
+
+def tensors_in(description: bytes, where: str) -> list[tuple[torch.dtype, list[int]]]:
+    """Return types and shapes, as they lie in memory, of the tensors of a message with a described structure."""
+    _, kinds, _ = _parse(description, where)
+    found = [(getattr(torch, k[1]), k[2], k[3]) for k in kinds if k[0] == "tensor"]
+    return [(dtype, shape if order is None else [shape[d] for d in order]) for dtype, shape, order in found]
 
 
 def _views(block: Tensor, offset: int, size: int, where: str) -> Callable[[torch.dtype, list[int]], Tensor]:

@@ -118,7 +118,9 @@ class ParkedInbox(Inbox):
 
     def hand_over(self, taking: _Taking) -> None:
         """Hand over a message that has come."""
-        self.lay_ready(taking.first, taking.batch, taking.what)
+        content = self.lay_ready(taking.first, taking.batch, taking.what)
+        if content.on_use is not None:
+            content.on_use()
         taking.use()
 
     def settle(self) -> None:

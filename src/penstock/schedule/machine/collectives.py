@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 
 from penstock.errors import ScheduleError
 from penstock.schedule.ir.ops import OPS, Lane
-from penstock.schedule.ir.schedule import Action, Kind, Op, Stage, Unit
-from penstock.schedule.machine.instructions import Lowered
+from penstock.schedule.ir.schedule import Action, Kind, Op, Schedule, Stage, Unit
 from penstock.schedule.transforms.batch_ops import COLLECTIVES
 
 Collective = tuple[Op, Stage, int]
@@ -52,18 +51,21 @@ class Collectives:
     """Those that are under way.
 
     Args:
-        lowered: the schedule.
+        schedule: any.
         duration: time of one.
+
+    Attributes:
+        waiting: the operations that wait for collectives of their batch and stage, and for which.
     """
 
-    def __init__(self, lowered: Lowered, duration: Callable[[Action], float]) -> None:
-        stages = lowered.schedule.stages
+    def __init__(self, schedule: Schedule, duration: Callable[[Action], float]) -> None:
+        stages = schedule.stages
         self._holders = {stage: tuple(n for n in stages if n.index == stage.index) for stage in stages}
-        actions = [a for program in lowered.schedule.programs for a in program.period]
+        actions = [a for program in schedule.programs for a in program.period]
         self._joint = {op: tuple(sorted({a.stage for a in actions if a.op is op})) for op in (Op.TIE, Op.DECIDE)}
-        self._waiting: dict[Op, tuple[Op, ...]] = {Op.STEP: COLLECTIVES}
+        self.waiting: dict[Op, tuple[Op, ...]] = {Op.STEP: COLLECTIVES}
         if any(a.op is Op.VALIDATE for a in actions):
-            self._waiting = {Op.STEP: COLLECTIVES[:-1], Op.VALIDATE: COLLECTIVES[-1:]}
+            self.waiting = {Op.STEP: COLLECTIVES[:-1], Op.VALIDATE: COLLECTIVES[-1:]}
         self._duration = duration
         self._lanes: dict[tuple[Op, tuple[int, ...]], _GroupLane] = {}
         self._issued: dict[Collective, dict[Stage, float]] = {}  # by some of the group
@@ -76,7 +78,7 @@ class Collectives:
         Raises:
             ScheduleError: other ranks of the group issue theirs in another order.
         """
-        group = self._group(action.op, action.stage)
+        group = self.members(action.op, action.stage)
         collective = (action.op, group[0], batch)
         issued = self._issued.setdefault(collective, {})
         lane = self._lanes.setdefault(_lane_key(action.op, group), _GroupLane())
@@ -95,7 +97,7 @@ class Collectives:
     def _complete(self, collective: Collective) -> list[tuple[Op, Stage, float, float]]:
         """The times of a collective if all have issued it, and what goes before it is done."""
         op, first, batch = collective
-        group, issued = self._group(op, first), self._issued.get(collective, {})
+        group, issued = self.members(op, first), self._issued.get(collective, {})
         if len(issued) < len(group):
             return []
         times = list(issued.values())
@@ -119,13 +121,13 @@ class Collectives:
 
     def joined(self, action: Action, batch: int) -> bool:
         """Whether every rank has joined the collectives that a STEP or VALIDATE waits for."""
-        waiting = self._waiting.get(action.op, ())
+        waiting = self.waiting.get(action.op, ())
         return all(self._awaited.get((op, action.stage, batch), 0.0) is not None for op in waiting)
 
     def done(self, action: Action, batch: int) -> float:
         """When the collectives that an action waits for are done."""
-        if action.op in self._waiting:
-            waiting = self._waiting[action.op]
+        if action.op in self.waiting:
+            waiting = self.waiting[action.op]
             return max(self._awaited.pop((op, action.stage, batch), None) or 0.0 for op in waiting)
         return max(self._ready.get(p.stage, 0.0) for p in action.parts or (action,))
 
@@ -155,8 +157,8 @@ class Collectives:
         twin._ready, twin._awaited = dict(self._ready), dict(self._awaited)
         return twin
 
-    def _group(self, op: Op, stage: Stage) -> tuple[Stage, ...]:
-        """The stages that take part."""
+    def members(self, op: Op, stage: Stage) -> tuple[Stage, ...]:
+        """Return the stages that take part in an operation on a stage; none where the schedule has none."""
         if op in self._joint:
             return self._joint[op]
         return self._holders[stage] if op is Op.REDUCE else (stage,)

@@ -16,6 +16,7 @@ from penstock.schedule.ir.ops import MOVES, OPS, PASSES, PAYLOAD_OF_FACT, Fact, 
 from penstock.schedule.ir.schedule import WINDOW, Action, Op, Payload, Schedule, Stage, Unit, format_place, passes
 from penstock.schedule.machine.awaited import awaited
 from penstock.schedule.machine.instructions import Instruction, LaneKey, Lowered, LoweredProgram, Message, Route
+from penstock.schedule.machine.ordered_receives import OrderedReceives, Receives
 from penstock.schedule.machine.receives import LaneReceives, Use
 from penstock.schedule.transforms.post_validation import Draft, redone
 
@@ -33,6 +34,15 @@ def lower(schedule: Schedule, lookahead: int | None = None, window: int | None =
             are consumed in an order that needs more than `window` buffers.
     """
     return Lowering(schedule).at(schedule.window or WINDOW if window is None else window, lookahead)
+
+
+def in_one_order(lowered: Lowered) -> Lowered:
+    """Return a schedule with its RECVs placed so that all ranks issue their messages in one order.
+
+    Raises:
+        ScheduleError: there is no such order.
+    """
+    return Lowering(lowered.schedule).in_one_order(lowered.window)
 
 
 class Lowering:
@@ -54,11 +64,13 @@ class Lowering:
         uses, sends = _messages(self._redone, incoming)
         self._routes = incoming.routes
         needs: dict[tuple[int, int, int], list[Message]] = {}
+        self._uses: dict[tuple[LaneKey, int], list[Use]] = {}
         self._lanes: list[tuple[LaneReceives, int]] = []  # and the part of its target's program
         for (lane, part), found in sorted(uses.items(), key=lambda item: item[0]):
             in_order = sorted(found.values())
             for use in in_order:
                 needs.setdefault((lane.target, part, use.position), []).append(Message(use.route, use.unit.first))
+            self._uses[lane, part] = in_order
             self._lanes.append((LaneReceives(self._redone, self._routes, lane, part, in_order), part))
         awaits = awaited(self._redone, needs)
 
@@ -85,10 +97,27 @@ class Lowering:
             ScheduleError: messages on one lane are consumed in an order that needs more than `window` buffers.
         """
         ahead = window if lookahead is None else lookahead
-        receives: dict[tuple[int, int, int], list[Instruction]] = {}
+        receives: Receives = {}
         for lane, part in self._lanes:
             for position, instruction in lane.placed(window, ahead):
                 receives.setdefault((lane.key.target, part, position), []).append(instruction)
+        return self._with(receives, window)
+
+    @no_collection
+    def in_one_order(self, window: int) -> Lowered:
+        """Place the RECVs so that all ranks issue their messages in one order.
+
+        Args:
+            window: outstanding messages per lane and side, at the least; the order may need more.
+
+        Raises:
+            ScheduleError: there is no such order.
+        """
+        enough, receives = OrderedReceives(self._redone, self._routes, self._uses).placed(window)
+        return self._with(receives, enough)
+
+    def _with(self, receives: Receives, window: int) -> Lowered:
+        """The schedule with these RECVs."""
         programs = []
         for rank, parts in enumerate(self._pieces):
             merged: list[list[Instruction]] = [[], []]

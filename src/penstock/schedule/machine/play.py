@@ -84,7 +84,7 @@ class Machine:
         self._queues: list[deque[_Segment]] = [deque() for _ in range(ranks)]
         self._lanes = [LaneState(lowered.window, lane.payload is Payload.PARKED) for lane in lowered.lanes]
         self._arrived: list[dict[Message, float]] = [{} for _ in range(ranks)]
-        self._collectives = Collectives(lowered, duration)
+        self._collectives = Collectives(lowered.schedule, duration)
 
     def _variants(self, program: LoweredProgram) -> tuple[Sequence[Instruction], ...]:
         parts: list[Sequence[Instruction]] = list(program)

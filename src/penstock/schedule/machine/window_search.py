@@ -14,23 +14,11 @@ from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 from penstock.errors import ScheduleError
-from penstock.schedule.ir.schedule import WINDOW, Action, Op, Schedule, since
+from penstock.schedule.ir.schedule import WINDOW, Action, Schedule, since
 from penstock.schedule.machine.instructions import Lowered
 from penstock.schedule.machine.lower import Lowering
 from penstock.schedule.machine.play import Machine
-
-_UNITS = {Op.F: 1.0, Op.R: 1.0, Op.REDO: 1.0, Op.B: 2.0, Op.I: 1.0, Op.W: 1.0}
-
-
-def unit_time(action: Action) -> float:
-    """Return the time of an action where nothing is known: 1 of a forward, 2 of a backward, 1 of each half of it.
-
-    All else takes none. A pass over one of k slices takes the k-th part, a fused action as long as its parts.
-    """
-    if action.parts:
-        return sum(unit_time(part) for part in action.parts)
-    amount = action.unit.count / (action.unit.slice[1] if action.unit.slice else 1)
-    return _UNITS.get(action.op, 0.0) * amount
+from penstock.schedule.machine.unit_time import unit_time
 
 
 def lower_freely(
