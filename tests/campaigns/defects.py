@@ -293,7 +293,7 @@ DEFECTS = (
     Defect(
         "a skipped update moves the averaged weights",
         "stage",
-        "        if self.average is not None and factor:\n",
+        "        if not factor:\n            return\n        if self.average is not None:\n",
         "        if self.average is not None:\n",
         ("tests/runtime/test_evaluation.py", "tests/runtime/test_combinations.py"),
     ),
