@@ -15,7 +15,10 @@ from penstock.comm.p2p.nccl import LaneGroups, NcclTransport, lane_groups
 from penstock.comm.p2p.transport import Channel, Transport
 from penstock.errors import CapabilityError
 from penstock.schedule.machine.instructions import LaneKey, Lowered
+from penstock.schedule.machine.issue_order import issued, one_order
 from penstock.schedule.machine.lower import in_one_order
+
+_BATCHES = 5  # of the span whose order is proven: filled, in its steady state, and drained
 
 
 class Transports(Protocol):
@@ -119,6 +122,7 @@ class NcclTransports:
     def __init__(self, grid: RankGrid, control: dist.ProcessGroup, device: torch.device, backend: str = "nccl") -> None:
         self._grid, self._control, self._device, self._backend = grid, control, device, backend
         self._groups: dict[Channel, list[LaneGroups]] = {}
+        self._placed: dict[int, tuple[Lowered, Lowered]] = {}  # by identity, as the first of a pair lives as long
 
     def prepare(self, channel: Channel, lanes: Sequence[LaneKey]) -> None:
         """Make the groups, unless there are such for these lanes.
@@ -129,12 +133,21 @@ class NcclTransports:
         present = self._groups.get(channel)
         if channel is Channel.EVALUATION:
             return
+        self._placed.clear()
         if present is None or tuple(present[0]) != tuple(lanes):
             self._groups[channel] = lane_groups(lanes, self._control, self._backend, self._grid.width)
 
     def placed(self, lowered: Lowered) -> Lowered:
-        """Place the RECVs so that all ranks issue their messages in one order."""
-        return in_one_order(lowered)
+        """Place the RECVs so that all ranks issue their messages in one order, and prove that there is one.
+
+        Raises:
+            ScheduleError: there is none; the message names a cycle.
+        """
+        if id(lowered) not in self._placed:
+            found = in_one_order(lowered)
+            one_order(issued(found, _BATCHES))
+            self._placed[id(lowered)] = lowered, found
+        return self._placed[id(lowered)][1]
 
     def make(self, lowered: Lowered, channel: Channel) -> Mapping[RankKey, Transport]:
         """Make that of the only rank of this process."""
