@@ -247,7 +247,15 @@ class Schedule:
 
     def on_rank(self, rank: int) -> tuple[Stage, ...]:
         """Return the stages of a rank, by index."""
-        return tuple(sorted(n for n in self.stages if n.rank == rank))
+        return self._of_rank.get(rank, ())
+
+    @cached_property
+    def _of_rank(self) -> dict[int, tuple[Stage, ...]]:
+        """The stages of each rank that holds any, by index."""
+        found: dict[int, list[Stage]] = {}
+        for stage in sorted(self.stages):
+            found.setdefault(stage.rank, []).append(stage)
+        return {rank: tuple(stages) for rank, stages in found.items()}
 
     def actions(self, rank: int, batches: int, older: int = 0) -> Iterator[Action]:
         """Yield the actions of a rank in a span of `batches` batches, with absolute numbers (see `shift`)."""

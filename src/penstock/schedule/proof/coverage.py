@@ -134,29 +134,32 @@ def _check_segments(schedule: Schedule, held: set[int]) -> None:
 
 def _check_unit(schedule: Schedule, action: Action, begun: int) -> None:
     """Check that a unit lies within one batch that has begun (relative to the action's own: before `begun`)."""
+    fault = _unit_fault(schedule, action, begun)
+    if fault is not None:  # the place is formatted only now, as large schedules have hundreds of thousands of actions
+        raise ScheduleError(f"{schedule.name}: {format_place(schedule, action)}{fault}")
+
+
+def _unit_fault(schedule: Schedule, action: Action, begun: int) -> str | None:
+    """Return what is wrong with a unit, to be said after its place; None if nothing is."""
     op, unit, m = action.op, action.unit, schedule.microbatches
-    where = f"{schedule.name}: {format_place(schedule, action)}"
     if op in (Op.SEND, Op.RECV, Op.REDO, Op.FUSED):
-        raise ScheduleError(f"{where}: {op} must not be written in a schedule; lowering adds it")
+        return f": {op} must not be written in a schedule; lowering adds it"
     if (unit.kind is Kind.BATCH) is (op in PASSES or op in MOVES or op is Op.PREDICT):
-        raise ScheduleError(f"{where}: {op} works on {'microbatches' if unit.kind is Kind.BATCH else 'batches'}")
+        return f": {op} works on {'microbatches' if unit.kind is Kind.BATCH else 'batches'}"
     if unit.every != 1 and (op is not Op.AVERAGE or unit.every < 1):
-        raise ScheduleError(f"{where}: only an AVERAGE may skip batches; every batch needs its {op}")
+        return f": only an AVERAGE may skip batches; every batch needs its {op}"
     if (op in (Op.HOLD, Op.RETURN) and action.peer is None) or (action.peer is not None and op not in MOVES):
-        raise ScheduleError(
-            f"{where}: HOLD and RETURN must name the peer, as in HOLD2@3<0/parked; OFFLOAD and FETCH may"
-        )
+        return ": HOLD and RETURN must name the peer, as in HOLD2@3<0/parked; OFFLOAD and FETCH may"
     pieces = unit.slice[1] if unit.slice else 1
     if unit.count < 1 or (op is not Op.PREDICT and unit.kind is not Kind.BATCH and pieces != schedule.slices):
-        raise ScheduleError(
-            f"{where}: a unit must hold at least one microbatch, and all units must have the same number of slices"
-        )
+        return ": a unit must hold at least one microbatch, and all units must have the same number of slices"
     size = 1 if unit.kind is Kind.BATCH else m
     if unit.first // size != (unit.first + unit.count - 1) // size:
-        raise ScheduleError(f"{where} crosses the border of a batch")
+        return " crosses the border of a batch"
     if unit.first + unit.count > begun * size:
         numbers = f"; microbatches of a batch are numbered from 0 to {m - 1}" if op in PASSES else ""
-        raise ScheduleError(f"{where} belongs to a batch that has not begun{numbers}")
+        return f" belongs to a batch that has not begun{numbers}"
+    return None
 
 
 def _check_passes(schedule: Schedule, index: int, trained: bool, periods: _Table) -> None:
