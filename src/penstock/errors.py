@@ -37,7 +37,9 @@ class DeadlockError(ScheduleError):
     """
 
     def __init__(self, waits: str) -> None:
-        super().__init__(f"{waits}\nrun what one rank waits for earlier on the rank that it comes from")
+        advice = "\nrun what one rank waits for earlier on the rank that it comes from"
+        waits = waits.removesuffix(advice)  # where it is raised again with more words before it
+        super().__init__(waits + advice)
         self.waits = waits
 
 

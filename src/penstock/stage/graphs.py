@@ -209,7 +209,7 @@ class StageGraphs:
         key = (names, splits, signature(value), signature(microbatch.target))
         offload = ActivationOffload(known) if self._offloads else None
         counter: SavedBytes | None = offload
-        guard: AbstractContextManager[object] = nullcontext()
+        guard: AbstractContextManager[object] | None = None
         if handle is not None and self._reading.looks_up:
             counter = self._reading.saved_tensor_hooks(known, handle) or offload
             if counter is not None and key not in self._saved:
@@ -220,7 +220,7 @@ class StageGraphs:
         if counter is None and splitting is None:
             output, total, loss = self._compute(names, microbatch, value)
         else:
-            contexts = counter or nullcontext(), splitting or nullcontext(), guard
+            contexts = counter or nullcontext(), splitting or nullcontext(), guard or nullcontext()
             output, total, loss = self._compute_under(contexts, counter, splitting is None, names, microbatch, value)
         ends = output if total is None else (total, output[1]) if piece else total
         if counter is not None:
