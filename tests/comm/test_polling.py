@@ -7,35 +7,41 @@ import torch.distributed as dist
 
 from penstock import ConfigError
 from penstock.comm.collective import polling
-from penstock.comm.collective.polling import choose_polling
+from penstock.comm.collective.polling import Waits, choose_polling
 from penstock.comm.core.ticket import LATENCY, SHARED, Polling, Ticket
+from penstock.job.cpus import Cpus
 from penstock.runtime.plan.options import RunOptions
 from support.pool import Pool
 
 
+def process(machine: str, cpus: int, quota: float | None = None) -> Cpus:
+    return Cpus(machine, machine, tuple(range(cpus)), quota)
+
+
 @pytest.mark.parametrize(
-    ("waits", "machines", "cores", "found"),
+    ("waits", "processes", "found"),
     [
-        ("auto", ["a", "a"], 2, LATENCY),
-        ("auto", ["a", "a", "a"], 2, SHARED),
-        ("auto", ["a", "b", "b"], 1, LATENCY),
-        ("latency", ["a", "a", "a"], 1, LATENCY),
-        ("shared", ["a"], 8, SHARED),
+        ("auto", [process("a", 2)] * 2, LATENCY),
+        ("auto", [process("a", 2)] * 3, SHARED),
+        ("auto", [process("a", 1), process("b", 1), process("b", 1)], LATENCY),
+        ("auto", [process("a", 64, quota=1.5)] * 2, SHARED),
+        ("auto", [process("a", 64, quota=2.0)] * 2, LATENCY),
+        ("latency", [process("a", 1)] * 3, LATENCY),
+        ("shared", [process("a", 8)], SHARED),
     ],
 )
 def test_who_outnumbers_whom(
-    waits: str, machines: list[str], cores: int, found: Polling, monkeypatch: pytest.MonkeyPatch
+    waits: Waits, processes: list[Cpus], found: Polling, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(polling.platform, "node", lambda: "a")
-    monkeypatch.setattr(polling, "_cores", lambda: cores)
-    monkeypatch.setattr(polling, "gather_json", lambda *_: [[name, cores] for name in machines])
+    monkeypatch.setattr(polling.dist, "get_rank", lambda _: 0)
+    monkeypatch.setattr(polling, "gather_json", lambda *_: [cpus.as_json() for cpus in processes])
     assert choose_polling(waits, object()) is found  # type: ignore[arg-type]
-    assert choose_polling(waits, None) is LATENCY  # type: ignore[arg-type]
+    assert choose_polling(waits, None) is LATENCY
 
 
-def choose_here(group: dist.ProcessGroup, cores: int) -> bool:
+def choose_here(group: dist.ProcessGroup, cpus: int) -> bool:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(polling, "_cores", lambda: cores)
+        patch.setattr(Cpus, "of_this_process", lambda: process("here", cpus))
         return choose_polling("auto", group) is SHARED
 
 

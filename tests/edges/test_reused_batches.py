@@ -63,6 +63,21 @@ def test_a_loader_that_refills_its_tensors_is_refused(loader: Any, method: str) 
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
+@pytest.mark.parametrize("method", ["1f1b", "2bw"])
+def test_a_late_write_into_fresh_tensors_is_refused(method: str) -> None:
+    """After the first batches only the counters of torch tell, as contents are compared no more."""
+
+    def rewritten() -> Iterator[Any]:
+        first = make_data()[0]
+        made = [tuple(part.clone() for part in first) for _ in range(6)]
+        yield from made
+        made[-1][0].add_(1)
+        yield tuple(part.clone() for part in first)
+
+    with pytest.raises(DataError, match="batch 5 was written into"):
+        list(pipeline_of_model(make_model(), method=method).run(rewritten()))
+
+
 def test_an_evaluation_refuses_one_too() -> None:
     with pytest.raises(DataError, match=r"batch 0 was written into"):
         pipeline_of_model(make_model()).evaluate(refilled())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 from collections import Counter
@@ -53,7 +54,12 @@ class Cpus:
 
 
 def shares(all_cpus: Sequence[Cpus]) -> list[int]:
-    """Return how many threads each process of a job should have, so that together they take every CPU once.
+    """Return how many threads each process of a job should have, at least 1, so that they share the CPUs."""
+    return [max(int(part + 1e-6), 1) for part in parts(all_cpus)]
+
+
+def parts(all_cpus: Sequence[Cpus]) -> list[float]:
+    """Return how many CPUs each process of a job has, where together they take every CPU once.
 
     A launcher may give each process CPUs of its own, as srun does, or all processes of a machine the same ones. So
     every CPU is divided between the processes that may run on it.
@@ -61,17 +67,12 @@ def shares(all_cpus: Sequence[Cpus]) -> list[int]:
     taken = Counter((cpus.machine, number) for cpus in all_cpus for number in cpus.affinity)
     beside = Counter(cpus.container for cpus in all_cpus)
     return [
-        _whole(
+        min(
             sum(1 / taken[cpus.machine, number] for number in cpus.affinity),
-            None if cpus.quota is None else cpus.quota / beside[cpus.container],
+            math.inf if cpus.quota is None else cpus.quota / beside[cpus.container],
         )
         for cpus in all_cpus
     ]
-
-
-def _whole(share: float, quota: float | None) -> int:
-    """Return the lower of two shares as a number of threads."""
-    return max(int((share if quota is None else min(share, quota)) + 1e-6), 1)
 
 
 def _quota(root: Path) -> float | None:

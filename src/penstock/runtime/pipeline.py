@@ -119,7 +119,7 @@ class Pipeline(Inspection):
             machine take its GPUs in turns, by LOCAL_RANK), or one such as "cuda:1". By default they stay where they
             are. Batches may be anywhere; they are moved there. No GPU has run this yet.
         waits: how a process waits for messages: "latency" by looking for them, "shared" asleep, which leaves its core
-            to others; "auto" sleeps where the processes of a machine outnumber its cores.
+            to others; "auto" sleeps where this process has less than a core of its own.
 
     Raises:
         ConfigError: model, schedule, options and group do not fit.

@@ -84,8 +84,6 @@ def _meet(config: TrainConfig, job: Store, rank: int, size: int) -> PrefixStore:
 
 def _choose_backend(config: TrainConfig, place: JobPlace) -> str:
     """Return the backend that suits the device of this rank, which becomes the current one if it is a GPU."""
-    if place.local_rank is not None:  # of whatever the launcher calls it
-        os.environ.setdefault("LOCAL_RANK", str(place.local_rank))
     device = find_device(config.device)
     gpus = torch.cuda.device_count() if device.type == "cuda" else 0
     if gpus:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import platform
 from typing import Literal
 
 import torch.distributed as dist
 
 from penstock.comm.collective.gather import gather_json
 from penstock.comm.core.ticket import LATENCY, SHARED, Polling
+from penstock.job.cpus import Cpus, parts
 
 Waits = Literal["auto", "latency", "shared"]
 
@@ -18,8 +17,8 @@ def choose_polling(waits: Waits, group: dist.ProcessGroup | None) -> Polling:
     """Return how this process waits; a collective call of the group.
 
     Args:
-        waits: "latency" to look, "shared" to sleep, "auto" to sleep where the processes of a machine outnumber the
-            cores that they may use.
+        waits: "latency" to look, "shared" to sleep, "auto" to sleep where this process has less than a CPU of its own,
+            by affinity and quota.
         group: of all ranks; in one process, ranks do not wait.
 
     Raises:
@@ -27,12 +26,6 @@ def choose_polling(waits: Waits, group: dist.ProcessGroup | None) -> Polling:
     """
     if group is None:
         return LATENCY
-    here = (platform.node(), _cores())
-    machines = gather_json(here, "counting the processes of each machine", group)
-    crowded = sum(name == here[0] for name, _ in machines) > here[1]
+    everywhere = gather_json(Cpus.of_this_process().as_json(), "sharing the CPUs", group)
+    crowded = parts([Cpus.from_json(cpus) for cpus in everywhere])[dist.get_rank(group)] < 1 - 1e-6
     return SHARED if waits == "shared" or (waits == "auto" and crowded) else LATENCY
-
-
-def _cores() -> int:
-    """Return how many cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from penstock.errors import ConfigError
+from penstock.job.place import job_place
 
 _DEVICES = "auto, cpu, cuda, or one by its number, such as cuda:1"
 BOTH = "cpu:gloo,cuda:nccl"
@@ -86,7 +87,8 @@ def find_device(name: str | torch.device) -> torch.device:
         ConfigError: there is no such device.
     """
     available = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return choose_device(name, int(os.environ.get("LOCAL_RANK", "0")), available)
+    place = job_place(os.environ)
+    return choose_device(name, (place and place.local_rank) or 0, available)
 
 
 def current_device() -> torch.device:

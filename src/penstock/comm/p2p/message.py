@@ -270,7 +270,7 @@ def dump_structure(structure: Structure, where: str) -> bytes:
     return json.dumps([text, kinds, [int(w) for w in wants], classes], separators=(",", ":")).encode()
 
 
-def tensors_in(description: bytes, where: str) -> list[tuple[torch.dtype, list[int]]]:
+def described_tensors(description: bytes, where: str) -> list[tuple[torch.dtype, list[int]]]:
     """Return types and shapes, as they lie in memory, of the tensors of a message with a described structure."""
     _, kinds, _ = _parse(description, where)
     found = [(getattr(torch, k[1]), k[2], k[3]) for k in kinds if k[0] == "tensor"]

@@ -26,7 +26,7 @@ from penstock.comm.core.tagged_group import TaggedGroup, Work
 from penstock.comm.core.ticket import Ticket
 from penstock.comm.p2p.gloo import LaneTransport
 from penstock.comm.p2p.gloo_lanes import ReceiveLane, SendLane
-from penstock.comm.p2p.message import Codec, Fetch, TensorMessage, as_it_lies, tensors_in
+from penstock.comm.p2p.message import Codec, Fetch, TensorMessage, as_it_lies, described_tensors
 from penstock.comm.p2p.transport import Channel
 from penstock.errors import CapabilityError
 from penstock.schedule.machine.instructions import LaneKey
@@ -173,7 +173,7 @@ class _SplitSendLane(SendLane):
             leaves = [leaf for leaf in pytree.tree_leaves(message.tree) if isinstance(leaf, Tensor)]
             tensors = [as_it_lies(leaf).contiguous() for leaf in leaves]
         elif self._posted:
-            wanted = tensors_in(self._posted, self.codec.where)
+            wanted = described_tensors(self._posted, self.codec.where)
             tensors = [torch.empty(shape, dtype=dtype, device=self._wires.device) for dtype, shape in wanted]
         try:
             works = [self._wires.send(tensor) for tensor in tensors]
@@ -229,7 +229,7 @@ class _SplitReceiveLane(ReceiveLane):
         if ticket.error is not None:
             return ticket
         description = self._descriptions.popleft() if number >= self._window else b""
-        wanted = tensors_in(description, self.codec.where) if description else []
+        wanted = described_tensors(description, self.codec.where) if description else []
         try:
             found = [self._wires.receive(*each) for each in wanted]
         except RuntimeError as error:  # the peer is gone
