@@ -154,7 +154,7 @@ class Inspection:
     @property
     def doing(self) -> str:
         """What the rank of this process is doing, or waiting for, such as "F3 of stage 1"."""
-        return self._engine.reporter.recorder.doing
+        return str(self._engine.reporter.recorder.doing)
 
     def live_bytes(self) -> dict[int, dict[str, int]]:
         """Return live bytes by purpose, per rank of this process. Ranks count through all pipelines."""

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.loss import _Loss
-from torch.utils import _pytree as pytree
 
+from penstock.comm.p2p.message import leaves_of
 from penstock.errors import ConfigError
 
 LossFunction = Callable[[Any, Any], Any]
@@ -157,7 +157,7 @@ def count_targets(loss: LossFunction, output: Any, target: Any) -> float:
     are classes, those that torch's losses ignore do not count (-100, or the `ignore_index` of the loss), and others do
     with the weight of their class, if `loss` is torch's cross entropy or negative log likelihood with such.
     """
-    leaves = (*pytree.tree_leaves(target), *pytree.tree_leaves(output))
+    leaves = (*leaves_of(target), *leaves_of(output))
     known = next((leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), None)
     if known is None:
         return 1.0
@@ -175,7 +175,7 @@ def count_targets(loss: LossFunction, output: Any, target: Any) -> float:
 
 def _zero(output: Any, total: Tensor) -> Tensor:
     """A loss without targets, as zero: torch's mean over none is NaN, which the backward would spread."""
-    outputs = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    outputs = [leaf for leaf in leaves_of(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
     zeros: list[Tensor] = [leaf.flatten()[:0].sum().real for leaf in outputs]  # of no elements: 0 * inf is NaN
     return sum(zeros, torch.zeros((), dtype=total.dtype, device=total.device)) if zeros else total.detach() * 0
 

@@ -1,6 +1,7 @@
 """Trace recorder: what one rank did and when, and how many bytes of each kind of memory were live.
 
-Times are seconds since the pipeline was made, on a clock common to all ranks (`penstock.comm.collective.clock_sync`).
+Times are taken on the clock of the process and are told as seconds since the pipeline was made, on a clock common to
+all ranks (`penstock.comm.collective.clock_sync`).
 Only the last `keep` entries are kept, intervals and changes of memory together, so that the memory of a long run is
 bounded and reaches its bound soon; totals and peaks cover the whole run.
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from penstock.schedule.ir.ops import Lane
 from penstock.timeline import Interval, Timeline, Total
@@ -19,6 +20,14 @@ KEEP = 50_000
 _COMPUTE = Lane.COMPUTE.value
 _START = Interval._fields.index("start")
 _CHANGE = 3  # fields of a change of memory: when, kind, bytes; an interval has more
+
+
+class Labelled(Protocol):
+    """What makes its label when somebody asks."""
+
+    @property
+    def label(self) -> str:
+        """The label of its interval."""
 
 
 class Recorder:
@@ -31,9 +40,12 @@ class Recorder:
 
     Attributes:
         totals: what -> [how often, seconds] on the compute lane, over the whole run.
+        now: the time on the clock of the process, in which intervals are recorded.
         span: the number of the current run or evaluation, from 0.
-        doing: what the rank is doing, for error messages.
+        doing: what the rank is doing, for error messages; to be formatted when somebody asks.
     """
+
+    now = staticmethod(time.perf_counter)
 
     def __init__(self, rank: int, origin: float, keep: int = KEEP) -> None:
         self.rank, self.origin = rank, origin
@@ -44,7 +56,7 @@ class Recorder:
         self._total = self.peak_total = 0
         self.busy = 0.0
         self.span = self._spans = -1
-        self.doing = ""
+        self.doing: object = ""
         self.pause()
         self.roles: set[str] = set()  # of parameter-sized memory, as last recorded
 
@@ -57,12 +69,8 @@ class Recorder:
         """Record that no run is active."""
         self.doing = f"rank {self.rank}, between two runs"
 
-    def now(self) -> float:
-        """Return the time on the common clock."""
-        return time.perf_counter() - self.origin
-
     def at(self, stamp: float) -> float:
-        """Convert a value of `time.perf_counter` to the common clock."""
+        """Convert a time on the clock of the process to the common clock."""
         return stamp - self.origin
 
     def add(
@@ -92,12 +100,12 @@ class Recorder:
         total[1] += end - start
 
     def add_work(
-        self, start: float, end: float, what: str, label: str, stage: int, direction: int, batch: int, version: int,
-        microbatch: int,
+        self, start: float, end: float, what: str, named: Labelled, stage: int, direction: int, batch: int,
+        version: int, microbatch: int,
     ) -> None:  # fmt: skip
-        """Record an interval in which the rank works."""
+        """Record an interval in which the rank works; its label is asked for when the recording is read."""
         numbers = stage, direction, batch, version, "", microbatch, self.span, -1
-        self._entries.append((self.rank, _COMPUTE, start, end, what, label, *numbers))
+        self._entries.append((self.rank, _COMPUTE, start, end, what, named, *numbers))
         self.busy += end - start
         total = self.totals.get(what)
         if total is None:
@@ -130,17 +138,23 @@ class Recorder:
         self.live[kind] = live = live + nbytes
         self._total += nbytes
         if nbytes > 0:
-            self.peak[kind] = max(self.peak[kind], live)
-            self.peak_total = max(self.peak_total, self._total)
+            if live > self.peak[kind]:
+                self.peak[kind] = live
+            if self._total > self.peak_total:
+                self.peak_total = self._total
         self._entries.append((self.now(), kind, nbytes))
 
     def recording(self) -> dict[str, Any]:
         """Return everything that is kept, as plain values that can be serialized."""
-        intervals = [entry for entry in self._entries if len(entry) > _CHANGE]
+        at = self.at
+        intervals = [
+            (rank, lane, at(start), at(end), what, label if isinstance(label, str) else label.label, *numbers)
+            for rank, lane, start, end, what, label, *numbers in (e for e in self._entries if len(e) > _CHANGE)
+        ]
         since = 0.0  # everything that began later is kept
         if len(self._entries) == self._entries.maxlen:
             oldest = self._entries[0]
-            since = max(oldest[_START] if len(oldest) > _CHANGE else oldest[0], 0.0)
+            since = max(at(oldest[_START] if len(oldest) > _CHANGE else oldest[0]), 0.0)
         return {
             "rank": self.rank,
             "since": since,
@@ -155,7 +169,7 @@ class Recorder:
         for entry in reversed(self._entries):  # only the last amounts are known
             if len(entry) == _CHANGE:
                 when, kind, nbytes = entry
-                found.setdefault(kind, []).append((when, live[kind]))
+                found.setdefault(kind, []).append((self.at(when), live[kind]))
                 live[kind] -= nbytes
         for kind, nbytes in live.items():
             samples = found.setdefault(kind, [])

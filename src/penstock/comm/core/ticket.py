@@ -109,7 +109,7 @@ class Ticket:
     def _stop_polling(self) -> None:
         """Have it completed by a thread, if that takes somebody who looks."""
 
-    def wait(self, timeout: float, what: str, polling: Polling = LATENCY) -> None:
+    def wait(self, timeout: float, what: object, polling: Polling = LATENCY) -> None:
         """Block until done.
 
         Args:
@@ -126,7 +126,7 @@ class Ticket:
             )
         self.check(what)
 
-    def check(self, what: str) -> None:
+    def check(self, what: object) -> None:
         """Raise if it failed."""
         if self.error is not None:
             raise TransportError(f"{what}: {self.where} broke: {brief(self.error)}") from self.error

@@ -14,11 +14,11 @@ class Wait(NamedTuple):
     """A request of a rank to wait for `ticket` before it continues with `what`."""
 
     ticket: Ticket
-    what: str
+    what: object
 
 
 def wait_for(
-    recorder: Recorder, ticket: Ticket, what: str, cause: str, kind: Waiting, peer: int = -1
+    recorder: Recorder, ticket: Ticket, what: object, cause: str, kind: Waiting, peer: int = -1
 ) -> Iterator[Wait]:
     """Yield a `Wait` unless the ticket is done, and record how long it took.
 
@@ -37,7 +37,7 @@ def wait_for(
         start, recorder.doing = recorder.now(), f"{what}, waiting for {ticket.where}"
         yield Wait(ticket, what)
         recorder.doing = what
-        end = max(start, recorder.at(ticket.done_at))  # not when the rank was resumed, where ranks take turns
+        end = max(start, ticket.done_at)  # not when the rank was resumed, where ranks take turns
         label = f"wait for {cause}"
         recorder.add("compute", start, end, kind, label, cause=cause, peer=peer)
     ticket.check(what)

@@ -46,7 +46,7 @@ class Inbox:
         """Return whether a posted message is there (or has failed)."""
         return self._posted[first].done
 
-    def wait(self, first: int, what: str) -> Iterator[Wait]:
+    def wait(self, first: int, what: object) -> Iterator[Wait]:
         """Wait until a posted message is there.
 
         Raises:
@@ -55,7 +55,7 @@ class Inbox:
         cause = f"rank {self._peer}: {self.name} {first}"
         yield from wait_for(self._recorder, self._posted[first], what, cause, Waiting.MESSAGE, self._peer)
 
-    def collect(self, first: int, batch: int, what: str) -> None:
+    def collect(self, first: int, batch: int, what: object) -> None:
         """Lay a message that has arrived ready to be used at once.
 
         Args:
@@ -70,7 +70,7 @@ class Inbox:
         if content.on_use is not None:
             content.on_use()
 
-    def lay_ready(self, first: int, batch: int, what: str) -> TensorMessage:
+    def lay_ready(self, first: int, batch: int, what: object) -> TensorMessage:
         """Lay a message that has arrived ready, and return it.
 
         Raises:

@@ -84,7 +84,7 @@ class OutLane:
         if ticket.error is not None:
             ticket.check(f"rank {recorder.rank}, stage {route.source.name}, sending {label}")
         recorder.change("messages", -nbytes)
-        start, end = recorder.at(ticket.made_at), recorder.at(ticket.done_at)
+        start, end = ticket.made_at, ticket.done_at
         place = route.target.index, route.target.direction
         recorder.add(self._name, start, end, "SEND", label, *place, microbatch=first, peer=self._peer)
 

@@ -162,7 +162,15 @@ class Codec:
             for kind in kinds
         ]
         header = Header(batch, first, bool(flags & 1), checksum, weight, flags >> 2, bool(flags & 2))
-        return TensorMessage(header, pytree.tree_unflatten(leaves, spec), wants)
+        return TensorMessage(header, _tree_of(leaves, spec), wants)
+
+
+def _tree_of(leaves: list[Any], spec: pytree.TreeSpec) -> Any:
+    """Make a tree of its leaves; without torch's walk, which is slow, where it is one leaf or a list of leaves."""
+    if spec.num_nodes == len(leaves) == 1:
+        return leaves[0]
+    flat = spec.type is list and spec.num_nodes == len(leaves) + 1
+    return leaves if flat else pytree.tree_unflatten(leaves, spec)
 
 
 def as_it_lies(tensor: Tensor) -> Tensor:
@@ -340,12 +348,16 @@ def _aligned(offset: int) -> int:
     return -(-offset // _ALIGNMENT) * _ALIGNMENT
 
 
-def leaves_of(tree: Any) -> list[Any]:
-    """The leaves of a pytree; without a walk where it is a tensor, or a list of tensors and None."""
+def leaves_of(tree: Any) -> Sequence[Any]:
+    """The leaves of a pytree; without a walk where it is a tensor, or a list or tuple of tensors and None."""
     if isinstance(tree, Tensor):
-        return [tree]
-    if type(tree) is list and all(leaf is None or isinstance(leaf, Tensor) for leaf in tree):
-        return tree
+        return (tree,)
+    if type(tree) in (list, tuple):
+        for leaf in tree:
+            if leaf is not None and not isinstance(leaf, Tensor):
+                break
+        else:
+            return tree  # type: ignore[no-any-return]
     return pytree.tree_leaves(tree)
 
 

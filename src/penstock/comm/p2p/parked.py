@@ -21,7 +21,7 @@ class _Taking(NamedTuple):
     inbox: ParkedInbox
     first: int
     batch: int
-    what: str
+    what: object
     use: Callable[[], None]
 
 
@@ -103,7 +103,7 @@ class ParkedInbox(Inbox):
         super().post(first)
         self._parked.add(self._posted[first])
 
-    def take(self, first: int, batch: int, what: str, use: Callable[[], None]) -> None:
+    def take(self, first: int, batch: int, what: object, use: Callable[[], None]) -> None:
         """Take a posted message, now or at the first look after it has come.
 
         Args:
@@ -131,7 +131,7 @@ class ParkedInbox(Inbox):
         """Return whether a message is there, or has been taken (or has failed)."""
         return first not in self._posted or super().arrived(first)
 
-    def wait(self, first: int, what: str) -> Iterator[Wait]:
+    def wait(self, first: int, what: object) -> Iterator[Wait]:
         """Wait until a message is there, unless it has been taken.
 
         Raises:
@@ -140,6 +140,6 @@ class ParkedInbox(Inbox):
         if first in self._posted:
             yield from super().wait(first, what)
 
-    def collect(self, first: int, batch: int, what: str) -> None:  # noqa: ARG002
+    def collect(self, first: int, batch: int, what: object) -> None:  # noqa: ARG002
         """See to it that a message that has arrived is taken."""
         self._parked.settle()

@@ -91,7 +91,7 @@ class Executor:
         """Run the instructions of the period (or epilogue) of batch t, or the others from a rejection on."""
         span, reports = self._span, self._span.reports
         for place, bound in enumerate(bounds, 1):
-            if not bound.exists(t) or (bound.ahead and not span.more):
+            if (t < bound.settled and not bound.exists(t)) or (bound.ahead and not span.more):
                 continue
             if reports.ready is not None and bound.reports_first:
                 yield from reports.hand_out()

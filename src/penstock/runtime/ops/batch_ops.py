@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from penstock.comm.core.wait import Wait
@@ -69,6 +70,7 @@ class AverageAction(BoundAction):
 
     def __init__(self, instruction: Instruction, span: RankSpan) -> None:
         super().__init__(instruction._replace(action=span.meetings.placed(instruction.action)), span)
+        self.settled = math.inf  # it depends on the batch
 
     def exists(self, t: int) -> bool:
         """Return whether pipelines meet in this period."""

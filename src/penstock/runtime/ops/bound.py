@@ -2,17 +2,36 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from penstock.comm.core.wait import Wait
 from penstock.runtime.rank.span import RankSpan
 from penstock.runtime.rank.stage_books import Effect
-from penstock.schedule.ir.schedule import Copy, Kind, Op, format_unit, since
+from penstock.schedule.ir.schedule import Copy, Kind, Op, Unit, format_unit, since
 from penstock.schedule.machine.instructions import Instruction
 from penstock.stage.stage_weights import TrainedWeights
 
 _PASSES = (Op.F, Op.B, Op.I, Op.W, Op.R)
+
+
+class ActionName(NamedTuple):
+    """What an action is called in every batch.
+
+    Attributes:
+        where: rank and stage.
+        name: of its operation.
+        unit: that it handles in batch 0, unless it is one microbatch or a batch.
+    """
+
+    where: str
+    name: str
+    unit: Unit | None
+
+    def label(self, first: int) -> str:
+        """Its name in a batch, such as F3 or STEP[2]."""
+        return f"{self.name}{first if self.unit is None else format_unit(self.unit._replace(first=first))}"
 
 
 class Turn(NamedTuple):
@@ -22,17 +41,24 @@ class Turn(NamedTuple):
         t: the period (or epilogue) that it belongs to, counted from the start of the span.
         first: its first microbatch, or its batch, counted from the start of the span.
         batch: its batch, counted from the start of training.
-        label: its name, such as F3 or STEP[2], with numbers counted from the start of the span.
-        what: rank, stage and name, for messages.
         version: the (first) version that it reads, counted from the start of training; -1 where it reads none.
+        name: of the action.
     """
 
     t: int
     first: int
     batch: int
-    label: str
-    what: str
     version: int
+    name: ActionName
+
+    @property
+    def label(self) -> str:
+        """Its name, such as F3 or STEP[2], with numbers counted from the start of the span."""
+        return self.name.label(self.first)
+
+    def __str__(self) -> str:
+        """Return rank, stage and name, for messages."""
+        return f"{self.name.where}, {self.label}"
 
 
 class Bound:
@@ -45,6 +71,7 @@ class Bound:
     Attributes:
         op: its operation.
         ahead: a RECV for the next batch; it is left out where no batch follows.
+        settled: from which period on it is in every one of them, so that `exists` need not be asked.
         reports_first: a report that is ready is handed out before it.
     """
 
@@ -59,6 +86,7 @@ class Bound:
         self._first, self._stride = unit.first, 1 if self._whole else m
         self._offset = unit.first if self._whole else unit.first // m
         self._since, self._every = since(unit, m), unit.every
+        self.settled = self._since if self._every == 1 else math.inf
 
     def exists(self, t: int) -> bool:
         """Return whether the period (or epilogue) of batch t has this instruction; what lies before a span has not."""
@@ -79,12 +107,12 @@ class BoundAction(Bound):
         action = self.action
         self.stage = span.stages[action.stage]
         runtime = self.stage.runtime
-        self._runtime, self._recorder, self._where = runtime, span.recorder, self.stage.name
+        self._runtime, self._recorder = runtime, span.recorder
         self._versions = () if action.reads is None else action.reads.versions
         self._derive = None if action.reads is None else action.reads.derive
         self._evaluates = action.unit.kind is Kind.EVAL
         plain = self._whole or (action.unit.count == 1 and not action.unit.slice and not self._evaluates)
-        self._unit = None if plain else action.unit
+        self._named = ActionName(self.stage.name, self._name, None if plain else action.unit)
         self._is_pass, self._bears = self.op in _PASSES, self.op in (Op.STEP, Op.VALIDATE, Op.AVERAGE)
         weights = runtime.weights
         self._store = weights.store if isinstance(weights, TrainedWeights) and self.stage.trained else None
@@ -97,13 +125,11 @@ class BoundAction(Bound):
 
     def turn(self, t: int) -> Turn:
         """Its numbers in the period (or epilogue) of batch t."""
-        first = self._first + t * self._stride
-        unit = first if self._unit is None else format_unit(self._unit._replace(first=first))
-        label, span, version = f"{self._name}{unit}", self._span, -1
+        span, version = self._span, -1
         if self._versions:
             version = self._versions[0] + t
             version = span.start + (version if version > span.older else span.older)
-        return Turn(t, first, span.start + t + self._offset, label, f"{self._where}, {label}", version)
+        return Turn(t, self._first + t * self._stride, span.start + t + self._offset, version, self._named)
 
     def versions(self, turn: Turn) -> tuple[int, ...]:
         """All versions that it reads, counted from the start of training."""
@@ -131,7 +157,7 @@ class BoundAction(Bound):
         """Run it in the books and in fact, and take account of what it changed."""
         stage, recorder = self.stage, self._recorder
         start = recorder.now()
-        recorder.doing = turn.what
+        recorder.doing = turn
         try:
             self.before_books(turn)
             effect = stage.books.apply(self.action, turn.t, turn.first)
@@ -157,4 +183,4 @@ class BoundAction(Bound):
         batch = -1 if self._evaluates else turn.batch  # evaluation is no batch of the training
         version = batch + 1 if self._bears else turn.version
         first, index, direction = -1 if self._whole else turn.first, *self._place
-        recorder.add_work(start, recorder.now(), self._name, turn.label, index, direction, batch, version, first)
+        recorder.add_work(start, recorder.now(), self._name, turn, index, direction, batch, version, first)

@@ -47,10 +47,10 @@ class _Need:
     def arrived(self, t: int) -> bool:
         return self._inbox.arrived(self._first + t * self._m)
 
-    def wait(self, t: int, what: str) -> Iterator[Wait]:
+    def wait(self, t: int, what: object) -> Iterator[Wait]:
         yield from self._inbox.wait(self._first + t * self._m, what)
 
-    def collect(self, t: int, start: int, what: str) -> None:
+    def collect(self, t: int, start: int, what: object) -> None:
         self._inbox.collect(self._first + t * self._m, start + t + self._offset, what)
 
 
@@ -84,10 +84,10 @@ class Consumer(BoundAction):
         if self._must_wait(turn):
             yield from self.before(turn)
         for need in self._needs:
-            yield from need.wait(turn.t, turn.what)
+            yield from need.wait(turn.t, turn)
         self._collect_and_act(turn)
 
     def _collect_and_act(self, turn: Turn) -> None:
         for need in self._needs:
-            need.collect(turn.t, self._span.start, turn.what)
+            need.collect(turn.t, self._span.start, turn)
         self.act(turn)

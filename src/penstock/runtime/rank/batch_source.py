@@ -11,12 +11,14 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from penstock.comm.p2p.message import leaves_of
 from penstock.errors import DataError
 from penstock.runtime.rank.microbatches import Microbatches, microbatches_of
 from penstock.runtime.rank.reuse_watch import ReuseWatch
@@ -225,13 +227,18 @@ def _filled(batch: Any, wanted: int, number: int) -> tuple[Microbatches, int]:
 def checksum(tree: Any, limit: int | None = _CHECKED_BYTES) -> int:
     """Compute a CRC-32 of shapes, plain values and the first `limit` bytes of each tensor (all bytes if None)."""
     total = 0
-    for leaf in pytree.tree_leaves(tree):
+    for leaf in leaves_of(tree):
         if isinstance(leaf, Tensor):
-            total = zlib.crc32(str((leaf.dtype, tuple(leaf.shape))).encode(), total)
+            total = zlib.crc32(_described(leaf.dtype, leaf.shape), total)
             total = zlib.crc32(_first_bytes(leaf, limit), total)
         else:
             total = zlib.crc32(repr(leaf).encode(), total)
     return total
+
+
+@lru_cache(maxsize=64)
+def _described(dtype: torch.dtype, shape: torch.Size) -> bytes:
+    return str((dtype, tuple(shape))).encode()
 
 
 def _first_bytes(tensor: Tensor, limit: int | None) -> memoryview:

@@ -82,10 +82,11 @@ class Reports:
 
     def _report(self, batch: int, found: BatchLoss | None, evaluation: bool) -> Report:
         loss, weight = (None, None) if found is None else (found.mean, found.weight)
+        now = self._recorder.at(self._recorder.now())
         if evaluation:
-            return Report(batch, loss, weight, self._recorder.now())
+            return Report(batch, loss, weight, now)
         events = self._decisions.events
-        return Report(batch, loss, weight, self._recorder.now(), events.take_decided(), events.take_evaluated())
+        return Report(batch, loss, weight, now, events.take_decided(), events.take_evaluated())
 
     def hand_out(self) -> Iterator[Report]:
         """Yield the report that is ready; the caller may take any time with it."""

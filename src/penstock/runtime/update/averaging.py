@@ -165,7 +165,7 @@ class PartyMeetings(Meetings):
 
     def _wait_for(self, ticket: Ticket, stage: Stage, batch: int, what: str, cause: str) -> Iterator[Wait]:
         yield from wait_for(self._recorder, ticket, what, cause, Waiting.CONTROL)
-        start, end = self._recorder.at(ticket.made_at), self._recorder.at(ticket.done_at)
+        start, end = ticket.made_at, ticket.done_at
         place, op = (stage.index, stage.direction, batch), Op.AVERAGE
         self._recorder.add("collective", start, end, op.value, f"{op}{batch}", *place)
 

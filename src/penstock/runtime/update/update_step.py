@@ -115,7 +115,7 @@ class Updates:
         for op, ticket in tickets:
             cause = f"{_OTHERS[op]} batch {batch}"
             yield from wait_for(self._recorder, ticket, what, cause, Waiting.CONTROL)
-            start, end = self._recorder.at(ticket.made_at), self._recorder.at(ticket.done_at)
+            start, end = ticket.made_at, ticket.done_at
             self._recorder.add("collective", start, end, op.value, f"{op}{batch}", *place)
         if action is Op.STEP and (stage, batch) in self._squares:
             cause = "the norm of its own gradient"
