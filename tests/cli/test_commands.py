@@ -201,10 +201,10 @@ def test_every_configuration_key_can_be_listed(monkeypatch, capsys):
             "order.csv holds a finished schedule; leave 'x' out",
         ),
         (["show", "1f1b", "--order", "gpip"], "unknown order 'gpip'"),
-        (["show", "2bw", "--set", "options.chunks=4"], "method 2bw has no option 'chunks'; it has none"),
+        (["show", "2bw", "--set", "options.chunks=4"], "method 2bw has no option 'chunks'; it has in_flight"),
         (
             ["show", "2bw", "--order", "1f1b", "--set", "options.chunks=4"],
-            "order 1f1b has no option 'chunks'; it has none",
+            "order 1f1b has no option 'chunks'; it has in_flight",
         ),
         (["compare", "--out", "c", "--lr", "1e-3,-1"], "lr.1: input should be greater than 0, got -1.0"),
         (["compare", "--out", "c", "--lr", "0"], "lr.0: input should be greater than 0, got 0.0"),

@@ -139,7 +139,7 @@ def test_chunks_and_groups(name: str) -> None:
         ("bitpipe", 2, 3, {}, "an even number of stages and of microbatches, got 2 and 3"),
         ("interleaved", 4, 8, {"group": 3}, "at least as large as the number of stages, 4; got 3"),
         ("interleaved", 4, 8, {"chunk": 3}, "order interleaved has no option 'chunk'; it has chunks, group"),
-        ("zb-h1", 4, 8, {"chunks": 3}, "order zb-h1 has no option 'chunks'; it has none"),
+        ("zb-h1", 4, 8, {"chunks": 3}, "order zb-h1 has no option 'chunks'; it has in_flight"),
         ("interleaved", 4, 8, {"chunks": 0}, "interleaved: chunks must be a whole number of at least 1, got 0"),
     ],
 )

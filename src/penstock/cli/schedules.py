@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -15,6 +15,7 @@ from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
     from penstock.schedule.proof.check import Proof
+    from penstock.simulate.auto_in_flight import InFlightChoice
     from penstock.simulate.costs import Costs
 
 _MOST_SHOWN = 1_000  # batches
@@ -47,22 +48,28 @@ def _prove(
     changes: list[str] | None,
     segments: str | None,
     order: str | None,
+    in_flight: str | None,
     costs: tuple[Costs, int],
-) -> Proof:
-    """Prove the schedule of a method or in a file, with recompute if asked for.
+) -> tuple[Proof, InFlightChoice | None]:
+    """Prove the schedule of a method or in a file, with recompute if asked for; and how `auto` was decided.
 
     `costs` are those of so many ranks together: an order that is searched for given times gets them as options.
     """
-    from penstock.schedule.build import extend, prove
+    from penstock.schedule.build import ScheduleRequest, extend
+    from penstock.schedule.ir.in_flight import read_in_flight
     from penstock.schedule.load import holds_function, prove_file
     from penstock.schedule.methods.written import split_options, whole_numbers, written_method
+    from penstock.simulate.auto_in_flight import choose_in_flight
+    from penstock.simulate.costs import of_every_rank
     from penstock.simulate.search_options import with_search_options
 
     if (method is None) == (file is None):
         raise ConfigError("give either a METHOD (penstock methods lists them) or --file")
     if file is not None and order is not None:
         raise ConfigError("a --file holds the order; leave --order out")
-    options = _order_options(changes)
+    options, choice = _order_options(changes), None
+    if in_flight is not None:
+        options["in_flight"] = read_in_flight(in_flight)
     if file is not None:
         path, given = split_options(str(file))
         if holds_function(Path(path)):
@@ -71,24 +78,27 @@ def _prove(
     else:
         chosen = written_method(method or "")
         options = with_search_options(chosen.name, order, {**chosen.options, **options}, *costs)
-        proof = prove(chosen.name, stages or 4, microbatches or 8, order=order, options=options)
+        request = ScheduleRequest(chosen.name, stages or 4, microbatches or 8, order=order, options=options)
+        request, choice = choose_in_flight(request, of_every_rank(costs[0], request.stages))
+        proof = request.prove()
     if segments is None:
-        return proof
+        return proof, choice
     if segments != "auto" and not (segments.isascii() and segments.isdigit() and len(segments) < 10):
         raise ConfigError(f"--segments takes a number of stages, or auto; got {segments!r:.80}")
-    return extend(proof, recomputes=True, segments="auto" if segments == "auto" else int(segments))
+    return extend(proof, recomputes=True, segments="auto" if segments == "auto" else int(segments)), choice
 
 
-def _order_options(changes: list[str] | None) -> dict[str, int]:
+def _order_options(changes: list[str] | None) -> dict[str, Any]:
     """Parse the values of --set, which are options of an order.
 
     Raises:
         ConfigError: another key, or not a whole number.
     """
     from penstock.checks import nearest_keys
+    from penstock.schedule.ir.in_flight import read_in_flight
     from penstock.train.config.key_reference import order_keys
 
-    options: dict[str, int] = {}
+    options: dict[str, Any] = {}
     for change in changes or ():
         key, _, value = (part.strip() for part in change.partition("="))
         section, _, name = key.rpartition(".")
@@ -99,7 +109,7 @@ def _order_options(changes: list[str] | None) -> dict[str, int]:
                 f"--set of show and simulate takes options of the order, such as {near}=4; got {change!r:.80}"
             )
         try:
-            options[name] = int(value)
+            options[name] = read_in_flight(value) if name == "in_flight" else int(value)
         except ValueError:
             raise ConfigError(f"{key} takes a whole number, such as {key}=4; got {value!r:.80}") from None
     return options
@@ -147,6 +157,8 @@ def show(
     order: OrderName = None,
     changes: OrderOptions = None,
     segments: Segments = None,
+    in_flight: InFlightNumber = None,
+    latency: Annotated[float, typer.Option(help="Time of a message.", min=0)] = 0.0,
     file: OrderFile = None,
     text: Annotated[bool, typer.Option("--text", help="Print the text form, which --file reads, instead.")] = False,
     as_json: AsJson = False,
@@ -164,11 +176,11 @@ def show(
     from penstock.view.text import wrap_schedule
 
     times = forward, backward / 2, backward / 2
-    share = Costs((StageCost(*times),)), 1
-    proof = _prove(method, file, stages, microbatches, changes, segments, order, share)
+    share = Costs((StageCost(*times),), latency), 1
+    proof, choice = _prove(method, file, stages, microbatches, changes, segments, order, in_flight, share)
     schedule = proof.schedule
     span = batches or (3 if any(program.epilogue for program in schedule.programs) else 1)
-    simulation = simulate_schedule(proof, Costs.uniform(schedule, *times), span)
+    simulation = simulate_schedule(proof, Costs.uniform(schedule, *times, latency=latency), span)
     if svg is not None:
         write_svg(svg, simulation, span)
     console = Console() if width is None else Console(width=width)
@@ -179,6 +191,13 @@ def show(
         console.print(form.rstrip("\n"), markup=False, highlight=False, soft_wrap=True)
     else:
         print_drawing(console, simulation, span, whole=whole)
+        _say(console, choice)
+
+
+def _say(console: Console, choice: InFlightChoice | None) -> None:
+    """Print how many microbatches in flight were chosen, and why no more."""
+    if choice is not None:
+        console.print(f"in flight: {choice}", markup=False, highlight=False)
 
 
 def _at_least_0(unit: str, help: str) -> Any:
@@ -192,6 +211,15 @@ PerStage = Annotated[
         metavar="FILE",
         help="JSON list with forward, backward_input, backward_weight[, step] of each stage, in place of times given "
         "as options.",
+    ),
+]
+InFlightNumber = Annotated[
+    str | None,
+    typer.Option(
+        "--in-flight",
+        metavar="N|N/N/..|auto",
+        help="Microbatches in flight on the first rank, or on each; auto: as many as hide the time of messages. "
+        "auto+delay: also where that makes weights later.",
     ),
 ]
 WindowSize = Annotated[
@@ -213,12 +241,14 @@ def simulate(
     batches: Annotated[int, typer.Option(metavar="T", help="Batches between two drains.", min=1, max=_MOST_SHOWN)] = 1,
     step: Annotated[float, _at_least_0("TIME", "Time of an update.")] = 0.0,
     latency: Annotated[float, _at_least_0("TIME", "Time of a hop; it occupies no rank.")] = 0.0,
+    transfer: Annotated[float, _at_least_0("TIME", "Time that a message occupies its lane before that.")] = 0.0,
     fused: Annotated[float, _at_least_0("PART", "Time of a fused pair, as a part of that of both.")] = 1.0,
     left: Annotated[float, _at_least_0("PART", "Part of the activations that is left between I and W.")] = 1.0,
     per_stage: PerStage = None,
     order: OrderName = None,
     changes: OrderOptions = None,
     segments: Segments = None,
+    in_flight: InFlightNumber = None,
     file: OrderFile = None,
     window: WindowSize = None,
     as_json: AsJson = False,
@@ -231,20 +261,23 @@ def simulate(
     from penstock.view.tables import simulation_table, time_table
 
     if per_stage is not None:
-        share = read_stage_costs(per_stage, None, latency), stages or 4
+        share = read_stage_costs(per_stage, None, latency, transfer), stages or 4
     else:
-        share = Costs((StageCost(forward, backward_input, backward_weight),), latency), 1
+        share = Costs((StageCost(forward, backward_input, backward_weight),), latency, transfer), 1
     share = replace(share[0], left=left), share[1]
-    proof = _prove(method, file, stages, microbatches, changes, segments, order, share)
+    proof, choice = _prove(method, file, stages, microbatches, changes, segments, order, in_flight, share)
     if per_stage is not None:
-        costs = read_stage_costs(per_stage, proof.schedule.num_stages, latency)
+        costs = read_stage_costs(per_stage, proof.schedule.num_stages, latency, transfer)
     else:
         costs = Costs.uniform(proof.schedule, forward, backward_input, backward_weight, latency=latency, step=step)
+        costs = replace(costs, transfer=transfer)
     costs = replace(costs, fused=fused, left=left)
     simulation = simulate_schedule(proof, costs, batches, window=_window(window))
     in_a_long_run = max(steady_bubble(simulation.lowered, costs, proof.steady_from + 2), 0.0)
     if as_json:
-        print_json(simulation.figures() | {"bubble_in_a_long_run": in_a_long_run})
+        chosen = {} if choice is None else {"in_flight": asdict(choice)}
+        print_json(simulation.figures() | {"bubble_in_a_long_run": in_a_long_run} | chosen)
     else:
         table = simulation_table(simulation, batches, in_a_long_run)
         Console().print(table, time_table(split_time(simulation.timeline), unit=""))
+        _say(Console(), choice)

@@ -13,11 +13,12 @@ from pydantic import Field
 from penstock.checks import in_short, is_whole, no_option
 from penstock.errors import ConfigError
 from penstock.models.limits import LARGEST
+from penstock.schedule.ir.in_flight import write_in_flight
 from penstock.schedule.ir.limits import MOST_BATCHES, MOST_MICROBATCHES, MOST_STAGES
 from penstock.schedule.ir.order import options_of as order_options
 from penstock.schedule.methods.corrections import CORRECTIONS, options_of
 from penstock.schedule.methods.table import Method, find_method
-from penstock.schedule.methods.written import split_options
+from penstock.schedule.methods.written import split_options, whole_numbers
 from penstock.schedule.orders import ORDERS
 from penstock.train.config.load import apply_change, validate
 from penstock.train.config.own_schedule import is_file, own_row, read_own_schedule, size_fault
@@ -182,7 +183,7 @@ def _own_entry(file: str) -> tuple[str, str, str]:
     return f"{Path(path).name}{said}{ours}", f"{Path(path).name}{said}", f"{path}{said}"
 
 
-def _with_options(name: str, options: Mapping[str, float | None]) -> str:
+def _with_options(name: str, options: Mapping[str, Any]) -> str:
     return ":".join([name, *(f"{option}={_written(options[option])}" for option in sorted(options))])
 
 
@@ -207,13 +208,13 @@ class Contender:
     """
 
     method: Method
-    options: tuple[tuple[str, float | None], ...] = ()
+    options: tuple[tuple[str, Any], ...] = ()
     sync: int = 0
     delays: int = 0
     schedule: str | None = None
 
     @property
-    def for_order(self) -> dict[str, int]:
+    def for_order(self) -> dict[str, Any]:
         """Return the options of the order: those that are no options of the correction.
 
         Raises:
@@ -224,11 +225,7 @@ class Contender:
         for name in others:
             if name not in known:
                 raise ConfigError(no_option(f"method {self.method.name}", name, [*known, *self._corrections]))
-        whole = {name: int(value) for name, value in others.items() if value is not None and value == int(value)}
-        if whole.keys() != others.keys():
-            wrong = min(others.keys() - whole.keys())
-            raise ConfigError(f"{wrong} is an option of the order, so it must be a whole number")
-        return whole
+        return whole_numbers(others)
 
     @property
     def for_correction(self) -> dict[str, float | None]:
@@ -279,7 +276,9 @@ def parse_contender(text: str, schedules: Mapping[str, str] = NO_SCHEDULES) -> C
     return Contender(find_method(name), tuple(sorted(options.items())), ours[SYNC], ours[DELAYS])
 
 
-def _written(value: float | None) -> str:
+def _written(value: Any) -> str:
+    if isinstance(value, tuple | str):
+        return write_in_flight(value)
     return "null" if value is None else f"{value:.12g}"
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from penstock.checks import check_whole
 from penstock.errors import ConfigError, ScheduleError
+from penstock.schedule.ir.in_flight import AUTO, AUTO_DELAYED, check_in_flight
 from penstock.schedule.ir.limits import check_sizes
 from penstock.schedule.ir.ops import PASSES
 from penstock.schedule.ir.order import (
@@ -25,7 +26,7 @@ from penstock.schedule.ir.order import (
 from penstock.schedule.ir.rules import RULES
 from penstock.schedule.ir.schedule import Action, Op, Schedule, format_action, passes, straight
 from penstock.schedule.methods.table import compatible, find_method
-from penstock.schedule.orders import ORDERS
+from penstock.schedule.orders import CHAINS, ORDERS
 from penstock.schedule.orders.forward_only import forward_through
 from penstock.schedule.proof.check import Proof, check, check_versions
 from penstock.schedule.text import parse_action
@@ -386,7 +387,11 @@ def call_order(
     name = name_of(function, ORDERS)
     check_options(function, options, ORDERS, asked)
     defaults, ours = options_of(function), function in ORDERS.values()
+    if function in CHAINS:
+        options = _with_in_flight(name, options, stages)
     for what, value in (("stages", stages), ("microbatches", microbatches), *options.items()):
+        if isinstance(value, tuple) and function in CHAINS:
+            continue
         least = 0 if what in options and (not ours or defaults[what] == 0) else 1
         check_whole(f"{name}: {what}", value, least)
     check_sizes(name, stages, microbatches, {**defaults, **options})
@@ -410,6 +415,16 @@ def call_order(
                 f"{microbatches} microbatches, numbered from 0 to {microbatches - 1}"
             )
     return make_order(ranks, stages=straight(len(result)))
+
+
+def _with_in_flight(name: str, options: Options, stages: int) -> Options:
+    """Bring microbatches in flight into the form that orders take; `auto` is their default: messages take no time."""
+    given = options.get("in_flight")
+    if given is None:
+        return options
+    if given in (AUTO, AUTO_DELAYED):
+        return {option: value for option, value in options.items() if option != "in_flight"}
+    return {**options, "in_flight": check_in_flight(f"{name}: in_flight", given, stages)}
 
 
 def _split(actions: object, rank: int, name: str) -> Iterable[object]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from penstock.checks import in_short
@@ -40,6 +40,8 @@ class Costs:
     Attributes:
         stages: the times of each stage.
         latency: time from posting a message to its arrival; it occupies no rank. A decision takes two.
+        transfer: time that a message occupies its lane, its bytes over the bandwidth, before its latency begins; the
+            next message of the lane follows it. It occupies no rank.
         collective: time of a sum, average or gather over several ranks (REDUCE, TIE, AVERAGE, GATHER).
         fused: time of a fused action as a fraction of the sum of its parts.
         left: the fraction of a microbatch's activations that is kept between the two halves of its backward (I and W);
@@ -48,6 +50,7 @@ class Costs:
 
     stages: tuple[StageCost, ...]
     latency: float = 0.0
+    transfer: float = 0.0
     collective: float = 0.0
     fused: float = 1.0
     left: float = 1.0
@@ -60,7 +63,7 @@ class Costs:
         """Return the times; of stages that are all alike those of one."""
         alike = len(set(self.stages)) == 1
         stages = f"{len(self.stages)} x {self.stages[0]!r}" if alike else f"{len(self.stages)} stages"
-        more = {"latency": 0.0, "collective": 0.0, "fused": 1.0, "left": 1.0}
+        more = {"latency": 0.0, "transfer": 0.0, "collective": 0.0, "fused": 1.0, "left": 1.0}
         others = "".join(f", {key}={getattr(self, key):g}" for key, v in more.items() if getattr(self, key) != v)
         return f"<Costs of {stages}{others}>"
 
@@ -127,13 +130,18 @@ def _check_times(costs: StageCost | Costs) -> None:
             raise ConfigError(f"{name} must be a finite number, not negative; got {in_short(value)}")
 
 
-def read_stage_costs(path: Path, num_stages: int | None, latency: float = 0.0) -> Costs:
+def of_every_rank(costs: Costs, ranks: int) -> Costs:
+    """Return costs of a stage on every rank; those of one stage are taken for all."""
+    return replace(costs, stages=costs.stages * ranks) if len(costs.stages) == 1 else costs
+
+
+def read_stage_costs(path: Path, num_stages: int | None, latency: float = 0.0, transfer: float = 0.0) -> Costs:
     """Read per-stage costs from JSON: a list with, for each stage, forward, backward_input, backward_weight[, step].
 
     Args:
         path: the file.
         num_stages: how many stages it must describe; None for any number.
-        latency: time of a hop.
+        latency, transfer: of `Costs`.
 
     Raises:
         ConfigError: the file is missing, not of this form, or has another number of stages.
@@ -157,4 +165,4 @@ def read_stage_costs(path: Path, num_stages: int | None, latency: float = 0.0) -
                 f"{path}, stage {number}: expected forward, backward_input, backward_weight and optionally step, none "
                 f"negative; got {in_short(row)}"
             ) from None
-    return Costs(tuple(stages), latency)
+    return Costs(tuple(stages), latency, transfer)

@@ -29,7 +29,7 @@ def steady_bubble(lowered: Lowered, costs: Costs, batches: int) -> float:
         batches: length of the span to which a batch is added; at least 1.
     """
     work, ranks = _Work(), len(lowered.programs)
-    machine = Machine(lowered, costs.duration, costs.latency, work.observe)
+    machine = Machine(lowered, costs.duration, costs.latency, work.observe, transfer=costs.transfer)
     machine.play_period(-1, more=True)
     repeats_from = _repeats_from(lowered)
     shorter, border = machine, (machine.state(0), machine.times())

@@ -144,7 +144,7 @@ def _lower(proof: Proof, costs: Costs, batches: int, window: Window | None) -> L
     """
     if window is None:
         narrow = proof.lowered if proof.lowered.window == WINDOW else None
-        return lower_freely(proof.schedule, costs.duration, costs.latency, (batches,), narrow)
+        return lower_freely(proof.schedule, costs.duration, costs.latency, (batches,), narrow, costs.transfer)
     if window == "unlimited":
         return lower(proof.schedule, window=unlimited(proof.schedule))
     if isinstance(window, bool) or not isinstance(window, int) or window < 1:
@@ -187,7 +187,9 @@ def play(
 ) -> tuple[Timeline, tuple[Fraction, ...]]:
     """Play a span without checking the schedule: its timeline, and the most activations that each rank holds in it."""
     recorder = _Recorder(lowered.schedule, _as_fraction(costs.left))
-    machine = Machine(lowered, costs.duration, costs.latency, recorder.observe, recorder.observe_message)
+    machine = Machine(
+        lowered, costs.duration, costs.latency, recorder.observe, recorder.observe_message, costs.transfer
+    )
     machine.play(batches, rejected)
     return recorder.timeline, recorder.activations.peaks()
 

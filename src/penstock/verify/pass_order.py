@@ -16,12 +16,12 @@ def order_of(order: str, schedule: Schedule, recompute: str = "none", segments: 
     """Describe a schedule's order for the reference, as numbers of updates between passes.
 
     Args:
-        order: its name in `penstock.schedule.orders.ORDERS`.
+        order: its name in `penstock.schedule.orders.ORDERS`; empty where it has other numbers than usual in flight.
         schedule: without RECOMPUTE actions.
         recompute, segments: as in `penstock.runtime.pipeline.Pipeline`.
     """
     rule = RULES[schedule.rule]
-    depends = rule.forward in (Source.NEWEST, Source.ADMISSION) and order not in KNOWN
+    depends = rule.forward not in (Source.BATCH, Source.PREVIOUS) and order not in KNOWN
     delays = _updates_before_own(schedule, Op.F) if depends else None
     if recompute == "none" or rule.recompute is not Source.NEWEST:
         return USUAL._replace(delays=delays)  # a recomputed forward reads the same weights, so it changes nothing

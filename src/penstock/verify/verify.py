@@ -222,7 +222,9 @@ def _run_reference(prepared: Prepared, count: int) -> tuple[Reference, WatchedFa
         tied=TIED_EMBEDDINGS if config.model.tied and num_stages > 1 else {},
         precision=low_precision(config.precision),
         options=_options(plan.options.staleness.correction),
-        order=order_of(config.row.order, plan.plain, config.recompute, config.segments),
+        order=order_of(
+            "" if "in_flight" in config.options else config.row.order, plan.plain, config.recompute, config.segments
+        ),
     )
     return result, watch
 

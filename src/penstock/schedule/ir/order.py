@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 from penstock.checks import no_option
 from penstock.errors import ConfigError
@@ -43,11 +44,12 @@ class Order:
 OrderFunction = Callable[..., "Order | Sequence[Iterable[Action | str]]"]
 """(stages, microbatches, options) -> Order, or per rank the passes of one flushed batch as actions or text."""
 
-Options = Mapping[str, int]
+Options = Mapping[str, Any]
+"""Of an order: whole numbers; `in_flight` may also be one for every rank, or "auto"."""
 NO_OPTIONS: Options = MappingProxyType({})
 
 
-def options_of(function: OrderFunction) -> dict[str, int | None]:
+def options_of(function: OrderFunction) -> dict[str, Any]:
     """Return the options of an order function and their defaults."""
     parameters = inspect.signature(function).parameters.values()
     return {p.name: p.default for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}

@@ -29,6 +29,7 @@ class LaneState:
         held: buffers of parked activations that are posted and not taken.
         taking: parked activations that will be taken when they come.
         freed: when buffers were freed that no RECV uses again yet, in order.
+        free: since when it has nothing to transfer.
     """
 
     window: int
@@ -41,6 +42,7 @@ class LaneState:
     held: int = 0
     taking: set[Message] = field(default_factory=set)
     freed: list[float] = field(default_factory=list)
+    free: float = 0.0
 
     def room_to_send(self) -> float | None:
         """Return since when another SEND may be posted; None while too many are outstanding."""
@@ -87,4 +89,8 @@ class LaneState:
 
     def times(self) -> list[float]:
         """Return the times of all that `state` tells."""
-        return [time for _, time in (*self.sends, *self.recvs)] + [*self.recent, *self.freed]
+        return (
+            [time for _, time in (*self.sends, *self.recvs)]
+            + [*self.recent, *self.freed]
+            + [self.free] * bool(self.free)
+        )

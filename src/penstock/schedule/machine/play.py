@@ -55,9 +55,11 @@ class Machine:
     Args:
         lowered: the schedule with its messages.
         duration: time an action occupies its lane; zero everywhere for a proof.
-        latency: time from the moment both ends of a message are posted to its arrival.
+        latency: time from the moment both ends of a message are posted, and the message before it on its lane has been
+            transferred, to its arrival; without its transfer.
         observer: called for each action that is not a message.
         on_message: called for each message that arrives.
+        transfer: time that a message occupies its lane.
     """
 
     def __init__(
@@ -67,8 +69,10 @@ class Machine:
         latency: float = 0.0,
         observer: Observer | None = None,
         on_message: MessageObserver | None = None,
+        transfer: float = 0.0,
     ) -> None:
         self.lowered, self.latency, self.observer, self._on_message = lowered, latency, observer, on_message
+        self._transfer = transfer
         self._proves = observer is None and duration is _instant
         self._m = lowered.schedule.microbatches
         lane_index = {lane: i for i, lane in enumerate(lowered.lanes)}
@@ -294,9 +298,12 @@ class Machine:
                 f"on {route.lane}, microbatch {sent.first} is sent where microbatch {wanted.first} is expected: both "
                 "ends must use one order"
             )
-        if ready > posted and self.latency:  # without a latency it is there when its consumer wants it
+        if ready > posted and (self.latency or self._transfer):  # else it is there when its consumer wants it
             self.held_up = True
-        time = max(posted, ready) + self.latency
+        time = max(posted, ready)
+        if self._transfer:
+            time = lane.free = max(time, lane.free) + self._transfer
+        time += self.latency
         lane.completes_send(time)
         self._arrived[route.target.rank][wanted] = time
         if lane.parks:

@@ -27,6 +27,7 @@ def lower_freely(
     latency: float = 0.0,
     spans: Collection[int] = (),
     narrow: Lowered | None = None,
+    transfer: float = 0.0,
 ) -> Lowered:
     """Lower a schedule with the least window, of at least `WINDOW`, that costs no time.
 
@@ -36,7 +37,7 @@ def lower_freely(
     Args:
         schedule: what to lower.
         duration: time of each action.
-        latency: time of a message.
+        latency, transfer: of messages, as of `Machine`.
         spans: numbers of batches between two drains that must not take longer. One that shows how batches follow each
             other in a long run is always among them.
         narrow: the schedule with a window of `WINDOW`, where it has been lowered with that before.
@@ -44,23 +45,24 @@ def lower_freely(
     Raises:
         ScheduleError: some ranks wait for ever, with any window.
     """
+    hop = latency, transfer
     lengths = sorted({settled(schedule), *spans})
     lowering = None
     if narrow is None:
         lowering = Lowering(schedule)
         narrow = _at(lowering, WINDOW)
-    first = None if narrow is None else _ends(narrow, duration, latency, lengths)
+    first = None if narrow is None else _ends(narrow, duration, hop, lengths)
     if narrow is not None and first is not None and not first.held_up:
         return narrow
     lowering, enough = lowering or Lowering(schedule), unlimited(schedule)
-    free = _ends(lowering.at(enough), duration, latency, lengths, raises=True)
+    free = _ends(lowering.at(enough), duration, hop, lengths, raises=True)
     assert free is not None
     if narrow is not None and first is not None and first.as_early_as(free):
         return narrow
 
     def is_enough(window: int) -> bool:
         lowered = _at(lowering, window)
-        found = None if lowered is None else _ends(lowered, duration, latency, lengths)
+        found = None if lowered is None else _ends(lowered, duration, hop, lengths)
         return found is not None and found.as_early_as(free)
 
     below = WINDOW  # it is seldom much more, so look there first
@@ -117,7 +119,7 @@ class _Ends(NamedTuple):
 def _ends(
     lowered: Lowered,
     duration: Callable[[Action], float],
-    latency: float,
+    hop: tuple[float, float],
     spans: Collection[int],
     *,
     raises: bool = False,
@@ -127,7 +129,7 @@ def _ends(
     Raises:
         ScheduleError: they do, and `raises` is set.
     """
-    machines = [Machine(lowered, duration, latency) for _ in spans]
+    machines = [Machine(lowered, duration, hop[0], transfer=hop[1]) for _ in spans]
     try:
         for machine, batches in zip(machines, spans, strict=True):
             machine.play(batches)

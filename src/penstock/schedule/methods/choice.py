@@ -27,7 +27,7 @@ class MethodChoice(ShortRepr):
     """
 
     name: str
-    options: Mapping[str, int] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
     correction: Mapping[str, float | None] = field(default_factory=dict)
 
 

@@ -78,7 +78,7 @@ _TABLE = (
     ),
     Method(
         "2bw-eager",
-        "PipeDream-2BW in eager order",
+        "PipeDream-2BW in eager order: 2bw:in_flight=2p-1",
         "arXiv 2006.09503 sec. 3.1 for the versions; arXiv 2007.01045 (P_B) for the order",
         "endless-eager-1f1b",
         "double-buffer",

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from typing import Any
 
 from penstock.errors import ConfigError
+from penstock.schedule.ir.in_flight import read_in_flight
 from penstock.schedule.methods.choice import MethodChoice, method
 
 _LARGEST = 1e12
 _WHOLE = re.compile(r"[+-]?[0-9]+")
 
 
-def split_options(text: str) -> tuple[str, dict[str, float | None]]:
-    """Divide NAME:option=N:option=N into the name and its options; `null` is None.
+def split_options(text: str) -> tuple[str, dict[str, Any]]:
+    """Divide NAME:option=N:option=N into the name and its options; `null` is None, and in_flight may be a few numbers.
 
     Raises:
         ConfigError: an option is not followed by a number.
     """
     name, *parts = text.split(":")
-    options: dict[str, float | None] = {}
+    options: dict[str, Any] = {}
     for part in parts:
         option, _, value = (word.strip() for word in part.partition("="))
+        if option == "in_flight":
+            options[option] = read_in_flight(value)
+            continue
         try:
             options[option] = None if value == "null" else int(value) if _WHOLE.fullmatch(value) else float(value)
             if options[option] is not None and not abs(options[option] or 0) <= _LARGEST:
@@ -43,14 +49,17 @@ def written_method(text: str) -> MethodChoice:
     return method(name, **options)
 
 
-def whole_numbers(options: dict[str, float | None]) -> dict[str, int]:
+def whole_numbers(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return options of an order, which are whole numbers.
 
     Raises:
         ConfigError: one of them is not.
     """
-    found: dict[str, int] = {}
+    found: dict[str, Any] = {}
     for name, value in options.items():
+        if name == "in_flight":
+            found[name] = value
+            continue
         if value is None or not float(value).is_integer():
             raise ConfigError(f"{name} is an option of an order, so it must be a whole number; got {value!r}")
         found[name] = int(value)

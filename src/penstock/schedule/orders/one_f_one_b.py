@@ -1,10 +1,10 @@
 """1F1B: after a warm-up of forwards, one forward and one backward in turn.
 
-The family has one knob, the warm-up of rank r among p: the forwards it runs ahead of its backwards.
+The family has one knob: the microbatches in flight on rank r of p (`in_flight`), one more than the forwards of its
+warm-up, which it runs ahead of its backwards.
 
-    p - 1 - r        plain: DAPPLE's P_A (Fan et al., arXiv 2007.01045), PipeDream-Flush (arXiv 2006.09503, sec. 3.2);
-                     p - r microbatches in flight.
-    2 (p - 1 - r)    eager: DAPPLE's P_B; 2 (p - r) - 1 in flight, which hides the latency of slow links.
+    p - r            plain: DAPPLE's P_A (Fan et al., arXiv 2007.01045), PipeDream-Flush (arXiv 2006.09503, sec. 3.2).
+    2 (p - r) - 1    eager: DAPPLE's P_B, which hides latencies of up to half of a forward and a backward.
 
 p=3, m=4, plain:
     r0: F0 F1 F2 B0 F3 B1 B2 B3
@@ -25,35 +25,53 @@ the order is endless eager 1F1B.
 
 from collections.abc import Iterator
 
+from penstock.schedule.ir.in_flight import InFlight, in_flight_on
 from penstock.schedule.ir.order import Order, make_order, pass_of
 from penstock.schedule.ir.schedule import Action, Op, Stage, straight
 
 
-def one_f_one_b(stages: int, microbatches: int) -> Order:
-    """Run plain 1F1B, flushed after each batch."""
-    return make_order([list(_flushed(stage, stages - 1 - stage.rank, microbatches)) for stage in straight(stages)])
+def one_f_one_b(stages: int, microbatches: int, *, in_flight: InFlight | None = None) -> Order:
+    """Run 1F1B, flushed after each batch.
+
+    Args:
+        stages: p, the ranks.
+        microbatches: m.
+        in_flight: microbatches in flight on the first rank, or on each (`in_flight_on`); p - r if None.
+    """
+    ahead = _warm_ups(stages, in_flight)
+    return make_order(
+        [list(_flushed(stage, warm_up, microbatches)) for stage, warm_up in zip(straight(stages), ahead, strict=True)]
+    )
 
 
 def eager_1f1b(stages: int, microbatches: int) -> Order:
     """Run eager 1F1B (DAPPLE's P_B), flushed after each batch."""
-    return make_order(
-        [list(_flushed(stage, 2 * (stages - 1 - stage.rank), microbatches)) for stage in straight(stages)]
-    )
+    return one_f_one_b(stages, microbatches, in_flight=2 * stages - 1)
 
 
-def endless_1f1b(stages: int, microbatches: int) -> Order:
-    """Run plain 1F1B without flushes."""
-    return _endless(stages, microbatches, [stages - 1 - rank for rank in range(stages)])
+def endless_1f1b(stages: int, microbatches: int, *, in_flight: InFlight | None = None) -> Order:
+    """Run 1F1B without flushes.
+
+    Args:
+        stages: p, the ranks.
+        microbatches: m.
+        in_flight: microbatches in flight on the first rank, or on each (`in_flight_on`); p - r if None.
+    """
+    return _endless(stages, microbatches, _warm_ups(stages, in_flight))
 
 
 def endless_eager_1f1b(stages: int, microbatches: int) -> Order:
     """Run eager 1F1B without flushes."""
-    return _endless(stages, microbatches, [2 * (stages - 1 - rank) for rank in range(stages)])
+    return endless_1f1b(stages, microbatches, in_flight=2 * stages - 1)
 
 
 def fine_grained(stages: int, microbatches: int) -> Order:
     """Run PipeMare's own order, a forward and a backward of each stage in every slot, without flushes."""
     return _endless(stages, microbatches, [2 * (stages - 1 - rank) + 1 for rank in range(stages)])
+
+
+def _warm_ups(stages: int, in_flight: InFlight | None) -> list[int]:
+    return [number - 1 for number in in_flight_on(stages, stages if in_flight is None else in_flight)]
 
 
 def _flushed(stage: Stage, warm_up: int, microbatches: int) -> Iterator[Action]:

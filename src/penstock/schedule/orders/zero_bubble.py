@@ -17,21 +17,28 @@ With several chunks per rank, H1 in Megatron's interleaved order: (v - 1) g + p 
 
 from __future__ import annotations
 
+from penstock.schedule.ir.in_flight import InFlight, in_flight_on
 from penstock.schedule.ir.order import Order, make_order, pass_of
 from penstock.schedule.ir.placement import by_rank, looped
 from penstock.schedule.ir.schedule import Action, Op, Stage, straight
 from penstock.schedule.orders.interleaved import groups_of, passes_in_turns
 
 
-def zb_h1(stages: int, microbatches: int) -> Order:
+def zb_h1(stages: int, microbatches: int, *, in_flight: InFlight | None = None) -> Order:
     """ZB-H1: at most p microbatches on every rank and, where F = I = W, a third of 1F1B's bubble (sec. 2).
 
     Args:
         stages: p, the ranks.
         microbatches: m.
+        in_flight: forwards ahead on the first rank, or on each (`in_flight_on`); p - r if None; with 2 p - 1 on the
+            first it is ZB-H2. A rank puts as many W off as it has fewer of them than the first: all need equal memory.
     """
+    ahead = in_flight_on(stages, stages if in_flight is None else in_flight)
     return make_order(
-        [_put_off(*_passes(stage, microbatches), stages - stage.rank, stage.rank) for stage in straight(stages)]
+        [
+            _put_off(*_passes(stage, microbatches), ahead[stage.rank], ahead[0] - ahead[stage.rank])
+            for stage in straight(stages)
+        ]
     )
 
 
@@ -42,12 +49,7 @@ def zb_h2(stages: int, microbatches: int) -> Order:
         stages: p, the ranks.
         microbatches: m.
     """
-    return make_order(
-        [
-            _put_off(*_passes(stage, microbatches), 2 * (stages - stage.rank) - 1, 2 * stage.rank)
-            for stage in straight(stages)
-        ]
-    )
+    return zb_h1(stages, microbatches, in_flight=2 * stages - 1)
 
 
 def zb_interleaved(stages: int, microbatches: int, *, chunks: int = 2, group: int | None = None) -> Order:

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
-from pydantic import AllowInfNan, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, model_validator
+from pydantic import (
+    AllowInfNan,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    PlainValidator,
+    WrapValidator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
+from penstock.errors import ConfigError
 from penstock.models.limits import LARGEST
+from penstock.schedule.ir.in_flight import read_in_flight
 from penstock.schedule.ir.limits import MOST_BATCHES, MOST_MICROBATCHES, MOST_STAGES
 from penstock.schedule.methods.combine import Combine
 from penstock.schedule.methods.table import Method, find_method
@@ -40,12 +52,33 @@ def _as_delays(value: Any) -> Any:
     return whole
 
 
+def _as_plain(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in options.items()}
+
+
+def _as_options(value: Any, others: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
+    """Options of orders are whole numbers; microbatches in flight may be one for every rank, or a word."""
+    if not isinstance(value, dict) or "in_flight" not in value:
+        return others(value)
+    found, given = others({name: number for name, number in value.items() if name != "in_flight"}), value["in_flight"]
+    try:
+        found["in_flight"] = read_in_flight(given) if isinstance(given, str) else given
+    except ConfigError as error:
+        raise PydanticCustomError("in_flight", "{why}", {"why": str(error)}) from None
+    if isinstance(given, list | tuple):
+        found["in_flight"] = tuple(given)  # their number is checked with that of the ranks
+    elif not isinstance(given, str | int) or isinstance(given, bool):
+        raise PydanticCustomError("in_flight", "in_flight takes a number, one for every rank, or auto")
+    return found
+
+
 _MANY, _MOST = 10**6, 1e12  # largest counts and numbers, far above what is of use
 _LONGEST = 1e7  # seconds, about four months
 MOST_THREADS = 4096
 MOST_DELAY = 10_000  # updates; so many versions of the weights are kept
 Number = Annotated[float, BeforeValidator(_as_number), AllowInfNan(False)]
 BlockDelays = Annotated[int | str | list[int] | dict[str, int] | None, PlainValidator(_as_delays)]
+OrderOptions = Annotated[dict[str, int], WrapValidator(_as_options), PlainSerializer(_as_plain)]
 OptimizerName = Literal["adamw", "adam", "nadam", "sgd", "muon", "adan", "soap", "basis-rotation"]
 
 
@@ -238,7 +271,7 @@ class TrainConfig(Strict):
         "schedule as text, or torch's CSV",
     )
     stages: int = Field(default=2, ge=1, le=MOST_STAGES, description="d, ranks of the pipeline")
-    options: dict[str, int] = Field(default={}, description="of the method's order, such as {chunks: 4}")
+    options: OrderOptions = Field(default={}, description="of the method's order, such as {chunks: 4}")
     correction: dict[str, Number | None] = Field(
         default={}, description="of the method's correction, such as {reschedule: 500, decay: 0.135}"
     )

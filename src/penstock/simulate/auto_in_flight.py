@@ -1,0 +1,143 @@
+"""`in_flight="auto"`: as many microbatches in flight as links ask for, and as batch, memory and delay allow."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+from penstock.errors import ConfigError, ScheduleError
+from penstock.schedule.build import ScheduleRequest, smallest_microbatches
+from penstock.schedule.ir.in_flight import AUTO, AUTO_DELAYED, in_flight_on, write_in_flight
+from penstock.schedule.ir.order import check_options
+from penstock.schedule.ir.rules import RULES, Source
+from penstock.schedule.methods.table import find_method
+from penstock.schedule.orders import CHAINS, ORDERS
+from penstock.schedule.proof.check import Proof, check_versions
+from penstock.simulate.costs import Costs
+from penstock.simulate.in_flight import least_in_flight, rank_times
+
+_SPLIT_ORDERS = ("zb-h1",)
+
+
+@dataclass(frozen=True)
+class InFlightChoice:
+    """Microbatches in flight on every rank.
+
+    Attributes:
+        taken: what to run with.
+        asked: the least with which no rank waits for messages.
+        plain: what the order has where messages take no time.
+        reasons: why fewer are taken than the links ask for.
+    """
+
+    taken: tuple[int, ...]
+    asked: tuple[int, ...]
+    plain: tuple[int, ...]
+    reasons: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        """Return the numbers with the reasons, for people."""
+        reasons = [f"links ask for {write_in_flight(self.asked)}, but {' and '.join(self.reasons)}"] * bool(
+            self.reasons
+        )
+        plain = f"{write_in_flight(self.plain)} where messages take no time"
+        return f"{write_in_flight(self.taken)} ({'; '.join([*reasons, plain])})"
+
+
+def choose_in_flight(
+    request: ScheduleRequest, costs: Costs, most: Sequence[int] | None = None
+) -> tuple[ScheduleRequest, InFlightChoice | None]:
+    """Replace `in_flight="auto"` of a request by numbers.
+
+    Args:
+        request: for a method by its name; its order may be another one by name.
+        costs: of its stages.
+        most: microbatches that the memory of each rank allows.
+
+    Returns:
+        The request with numbers, and how they were found; as it is, and None, where it does not ask for `auto`.
+
+    Raises:
+        ConfigError: the order has no microbatches in flight to choose.
+    """
+    given = request.options.get("in_flight")
+    if given not in (AUTO, AUTO_DELAYED):
+        return request, None
+    assert isinstance(request.method, str)
+    order = request.order or find_method(request.method).order
+    assert isinstance(order, str)
+    what = f"method {request.method}" if request.order is None else f"order {order}"
+    check_options(ORDERS[order], request.options, ORDERS, what)
+    if ORDERS[order] not in CHAINS:
+        raise ConfigError(f"{what} takes a number of microbatches in flight, such as in_flight=8; got {given!r}")
+    if len(costs.stages) != request.stages:
+        raise ConfigError(f"the costs describe {len(costs.stages)} stages, there are {request.stages}")
+    times = rank_times(costs, splits=order in _SPLIT_ORDERS)
+    asked = least_in_flight(times, costs.transfer + costs.latency, costs.transfer)
+    plain = tuple(in_flight_on(request.stages, request.stages))
+    flushed = RULES[request.rule or find_method(request.method).rule].forward is Source.BATCH
+    taken, reasons = tuple(min(n, request.microbatches) if flushed else n for n in asked), list[str]()
+    if most is not None and any(a > b for a, b in zip(taken, most, strict=True)):
+        taken = tuple(max(n, 1) for n in accumulate(map(min, taken, most), min))
+        reasons.append(f"memory allows {write_in_flight(tuple(most))}")
+    taken, why = _as_batches_allow(request, taken, asked)
+    reasons += why
+    if given == AUTO and taken > plain:
+        longer = _longer_delay(request, plain, taken)
+        if longer:
+            reasons.append(f"{longer} (in_flight={AUTO_DELAYED} accepts that)")
+            taken = plain
+    return with_in_flight(request, taken), InFlightChoice(taken, asked, plain, tuple(reasons))
+
+
+def _as_batches_allow(
+    request: ScheduleRequest, wanted: tuple[int, ...], asked: tuple[int, ...]
+) -> tuple[tuple[int, ...], list[str]]:
+    """Return the most of them that a batch of this size can have in flight under the version rule, and why no more."""
+
+    def at_most(limit: int) -> tuple[int, ...]:
+        return tuple(min(number, limit) for number in wanted)
+
+    def fails(limit: int) -> bool:
+        try:
+            check_versions(with_in_flight(request, at_most(limit)).schedule)
+        except ScheduleError:
+            return True
+        return False
+
+    limit = wanted[0] if not fails(wanted[0]) else bisect_left(range(wanted[0]), True, lo=1, key=fails) - 1
+    if limit == wanted[0]:
+        return wanted, []
+    enough = smallest_microbatches(
+        request.method,
+        request.stages,
+        rule=request.rule,
+        order=request.order,
+        options={**request.options, "in_flight": asked},
+        decides=request.decides,
+        beyond=request.microbatches,
+    )
+    need = "" if enough is None else f"; {enough} would do"
+    return at_most(limit), [f"a batch has {request.microbatches} microbatches{need}"]
+
+
+def _longer_delay(request: ScheduleRequest, before: tuple[int, ...], after: tuple[int, ...]) -> str:
+    """Say by how much weights are later than with other numbers in flight; nothing if they are not."""
+    less, more = (_delays(with_in_flight(request, numbers).prove()) for numbers in (before, after))
+    rank = max(range(len(less)), key=lambda r: more[r] - less[r])
+    if more[rank] <= less[rank]:
+        return ""
+    return f"the weights that rank {rank} reads would be {more[rank]:.3g} instead of {less[rank]:.3g} updates late"
+
+
+def _delays(proof: Proof) -> list[float]:
+    """Updates between the version that a rank's passes read and the version updated, the longer one of both passes."""
+    stages = [proof.schedule.on_rank(rank)[0] for rank in range(proof.schedule.ranks)]
+    return [max(proof.stages[s].delay.forward, proof.stages[s].delay.backward) for s in stages]
+
+
+def with_in_flight(request: ScheduleRequest, numbers: tuple[int, ...]) -> ScheduleRequest:
+    """Return a request with other numbers of microbatches in flight."""
+    return replace(request, options={**request.options, "in_flight": numbers})

@@ -1,0 +1,79 @@
+"""The least number of microbatches in flight on each rank that hides the time of messages.
+
+In a steady state without bubbles a rank begins a forward every T, the period: the time that the slowest rank works for
+a microbatch, or that a message occupies its lane if that is longer. Rank s runs the backward of a microbatch directly
+behind the forward of the one w(s) later, so D(s), the time from the start of a forward to that of its backward, is at
+least w(s) T + f(s), and the backward must be done before the next forward begins, at (w(s) + 1) T. It takes D(s + 1),
+and the way there and back:
+
+    D(p - 1) = f(p - 1),  D(s) = max(w(s) T + f(s), f(s) + c + D(s + 1) + g(s + 1) + c)
+
+with the time c of a message and g of what a gradient waits for on the rank behind (a backward, or its first half where
+it comes in two). The least w(s) that leaves room for it, from the last rank to the first, is the least at all: a
+smaller D(s + 1) never makes a larger D(s). For p equal ranks w(s) = (p - 1 - s) (1 + ceil(2 c / T)): whole passes
+are put between, so each hop is rounded up by itself.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import NamedTuple
+
+from penstock.simulate.costs import Costs
+
+_ROUNDING = 1e-9  # of T
+
+
+class RankTimes(NamedTuple):
+    """The times of a microbatch on one rank.
+
+    Attributes:
+        forward: of its forward.
+        returns: from the start of its backward to that of the message with its gradient.
+        rest: of what remains of the backward after that.
+    """
+
+    forward: float
+    returns: float
+    rest: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """Of all its work."""
+        return self.forward + self.returns + self.rest
+
+
+def rank_times(costs: Costs, *, splits: bool) -> list[RankTimes]:
+    """Return the times of a chain of stages, one on each rank.
+
+    Args:
+        costs: of every stage.
+        splits: backwards come in two halves, so that a gradient need not wait for the second one.
+    """
+    return [
+        RankTimes(stage.forward, stage.backward_input, stage.backward_weight)
+        if splits
+        else RankTimes(stage.forward, stage.backward_input + stage.backward_weight)
+        for stage in costs.stages
+    ]
+
+
+def least_in_flight(times: list[RankTimes], hop: float, transfer: float = 0.0) -> tuple[int, ...]:
+    """Return, per rank, the least number of microbatches in flight with which no rank waits for messages.
+
+    Args:
+        times: of every rank.
+        hop: c, from the end of a pass to the arrival of what it sends.
+        transfer: the part of it in which a message occupies its lane.
+    """
+    period = max(max(here.total for here in times), transfer)
+    if not period:
+        return tuple(range(len(times), 0, -1))
+    found, lead = [1], times[-1].forward
+    for here, behind in reversed(list(pairwise(times))):
+        lead += here.forward + hop + behind.returns + hop
+        ahead = math.ceil((lead + here.returns + here.rest) / period - 1 - _ROUNDING)
+        lead = max(lead, ahead * period + here.forward)
+        found.append(ahead + 1)
+    return tuple(reversed(found))

@@ -1,0 +1,180 @@
+"""The microbatches in flight that links ask for: no bubble, and no number less without one."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from penstock.errors import ConfigError, ScheduleError
+from penstock.schedule.build import ScheduleRequest, make_schedule, prove
+from penstock.schedule.ir.in_flight import check_in_flight, in_flight_on, read_in_flight, write_in_flight
+from penstock.simulate.auto_in_flight import choose_in_flight
+from penstock.simulate.costs import Costs, StageCost
+from penstock.simulate.in_flight import least_in_flight, rank_times
+from penstock.simulate.long_run import steady_bubble
+from penstock.simulate.simulate import simulate_schedule
+
+EQUAL = Costs((StageCost(1, 1, 1),) * 4)
+
+
+def long_run(method: str, numbers: tuple[int, ...], m: int, costs: Costs) -> float:
+    """The bubble of one more batch in a long span."""
+    proof = prove(method, len(numbers), m, options={"in_flight": numbers})
+    lowered = simulate_schedule(proof, costs, 1).lowered
+    return steady_bubble(lowered, costs, proof.steady_from + 8)
+
+
+def unavoidable(costs: Costs) -> float:
+    """The bubble of ranks that wait for nothing but the slowest one, or for the lane of a message."""
+    work = [s.forward + s.backward_input + s.backward_weight for s in costs.stages]
+    return 1 - sum(work) / (len(work) * max(*work, costs.transfer))
+
+
+def drawn_costs(seed: int) -> Costs:
+    """Stages of different times, and a link."""
+    draw = random.Random(seed)
+    stages = []
+    for _ in range(draw.choice((2, 3, 4, 5))):
+        forward = draw.choice((0.7, 1.0, 1.3, 2.0))
+        stages.append(StageCost(forward, forward * draw.choice((0.8, 1.0, 1.2)), forward))
+    latency = draw.choice((0.05, 0.3, 1.0, 2.7, 3.3)) * draw.random()
+    return Costs(tuple(stages), latency, draw.choice((0.0, 0.0, 1.0, 3.0, 7.0)))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_rank_waits_for_messages_and_one_less_anywhere_makes_it_wait(seed):
+    costs, m = drawn_costs(seed), 40
+    found = least_in_flight(rank_times(costs, splits=False), costs.latency + costs.transfer, costs.transfer)
+    assert long_run("2bw", found, m, costs) == pytest.approx(unavoidable(costs), abs=1e-9)
+    for rank, number in enumerate(found):
+        less = (*found[:rank], number - 1, *found[rank + 1 :])
+        if number == 1 or (rank + 1 < len(found) and found[rank + 1] > number - 1):
+            continue  # no order
+        assert long_run("2bw", less, m, costs) > unavoidable(costs) + 1e-4
+
+
+@pytest.mark.parametrize("latency", [0.1, 0.75, 1.5, 2.5])
+def test_a_flushed_batch_takes_no_longer_for_latencies_between_filling_and_draining(latency):
+    costs = Costs(EQUAL.stages, latency)
+    for method, splits in (("1f1b", False), ("zb-h1", True)):
+        found = least_in_flight(rank_times(costs, splits=splits), latency)
+        ends = [
+            simulate_schedule(prove(method, 4, m, options={"in_flight": found}), costs).bubble.makespan
+            for m in (24, 48)
+        ]
+        assert ends[1] - ends[0] == pytest.approx(24 * 3)  # F + B of each more microbatch, and nothing else
+        plain = [simulate_schedule(prove(method, 4, m), costs).bubble.makespan for m in (24, 48)]
+        assert plain[1] - plain[0] > 24 * 3 or found == (4, 3, 2, 1)
+
+
+@pytest.mark.parametrize(("latency", "more"), [(0.0, 0), (0.1, 1), (1.5, 1), (1.6, 2), (3.0, 2)])
+def test_equal_ranks_need_a_whole_number_more_for_every_hop(latency, more):
+    found = least_in_flight(rank_times(EQUAL, splits=False), latency)
+    assert found == tuple(1 + (3 - rank) * (1 + more) for rank in range(4))
+
+
+def test_a_number_for_the_first_rank_goes_down_to_the_last():
+    assert in_flight_on(4, 4) == [4, 3, 2, 1]
+    assert in_flight_on(4, 7) == [7, 5, 3, 1]
+    assert in_flight_on(4, 5) == [5, 4, 3, 1]
+    assert in_flight_on(4, 2) == [2, 2, 2, 1]
+    assert in_flight_on(1, 1) == [1]
+
+
+@pytest.mark.parametrize("method", ["2bw", "1f1b", "zb-h1", "stash"])
+@pytest.mark.parametrize("numbers", [(2, 2, 1), (3, 3, 1), (5, 3, 2), (4, 4, 4)])
+def test_any_numbers_that_do_not_rise_are_proven_and_held(method, numbers):
+    proof = prove(method, 3, 6, options={"in_flight": numbers})
+    held = [int(a) for a in proof.activations]
+    assert held == list(numbers) if method != "zb-h1" else max(held) <= max(numbers) + 1
+
+
+def test_the_named_orders_are_numbers_in_flight():
+    def programs(*what: object, **options: object) -> object:
+        return make_schedule(*what, **options).programs  # type: ignore[arg-type]
+
+    assert programs("eager", 4, 8) == programs("1f1b", 4, 8, options={"in_flight": 7})
+    assert programs("2bw-eager", 4, 8) == programs("2bw", 4, 8, options={"in_flight": 7})
+    assert programs("zb-h2", 4, 8) == programs("zb-h1", 4, 8, options={"in_flight": 7})
+    assert programs("2bw", 4, 8) == programs("2bw", 4, 8, options={"in_flight": "auto"})  # messages take no time
+
+
+def chosen(method: str, m: int, what: str = "auto", **more: object) -> object:
+    costs = Costs(EQUAL.stages, 0.75)
+    return choose_in_flight(ScheduleRequest(method, 4, m, options={"in_flight": what}), costs, **more)  # type: ignore[arg-type]
+
+
+def test_auto_takes_what_the_links_ask_for():
+    request, choice = chosen("2bw", 8)
+    assert choice.taken == choice.asked == (7, 5, 3, 1)
+    assert request.options["in_flight"] == (7, 5, 3, 1)
+    assert str(choice) == "7/5/3/1 (4/3/2/1 where messages take no time)"
+
+
+def test_auto_keeps_to_two_versions_and_says_which_batch_would_do():
+    request, choice = chosen("2bw", 3)
+    assert choice.taken == (4, 4, 3, 1)
+    assert "a batch has 3 microbatches; 6 would do" in str(choice)
+    assert max(facts.versions for facts in request.prove().stages.values()) == 2
+    chosen("2bw", 6)[0].prove()
+    with pytest.raises(ScheduleError, match="needs at least 6"):
+        prove("2bw", 4, 5, options={"in_flight": (7, 5, 3, 1)})
+
+
+def test_auto_keeps_to_memory():
+    assert chosen("2bw", 8, most=[5, 9, 2, 1])[1].taken == (5, 5, 2, 1)
+    assert "memory allows 5/9/2/1" in str(chosen("2bw", 8, most=[5, 9, 2, 1])[1])
+
+
+@pytest.mark.parametrize("method", ["stash", "newest", "pipemare", "spectrain"])
+def test_auto_makes_no_weights_later_unless_it_may(method):
+    request, choice = chosen(method, 8)
+    assert choice.taken == choice.plain == (4, 3, 2, 1)
+    assert "rank 0 reads would be 0.75 instead of 0.375 updates late (in_flight=auto+delay accepts that)" in str(choice)
+    assert chosen(method, 8, "auto+delay")[1].taken == (7, 5, 3, 1)
+    assert request.prove().activations == prove(method, 4, 8).activations
+
+
+def test_auto_of_a_flushed_batch_is_at_most_the_batch():
+    assert chosen("1f1b", 3)[1].taken == (3, 3, 3, 1)
+
+
+def test_numbers_that_are_not_asked_for_stay():
+    request = ScheduleRequest("2bw", 4, 8, options={"in_flight": 5})
+    assert choose_in_flight(request, EQUAL) == (request, None)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (0, "at least 1"),
+        ((3, 2), "has 2 numbers, but there are 4 ranks"),
+        ((3, 4, 1, 1), "4 on rank 1, but 3 on the rank before it"),
+        ((3, 2, 0, 1), "at least 1"),
+        ("three", "whole number"),
+    ],
+)
+def test_what_is_no_number_in_flight_is_refused(given, words):
+    with pytest.raises(ConfigError, match=words):
+        check_in_flight("in_flight", given, 4)
+    with pytest.raises(ConfigError, match=words):
+        make_schedule("2bw", 4, 8, options={"in_flight": given})
+
+
+def test_orders_without_a_choice_refuse_auto():
+    with pytest.raises(ConfigError, match="interleaved has no option 'in_flight'"):
+        chosen("interleaved", 8)
+    with pytest.raises(ConfigError, match="hanayo takes a number of microbatches in flight"):
+        chosen("hanayo", 8)
+
+
+@pytest.mark.parametrize("text", ["auto", "auto+delay", "7", "7/5/3/1"])
+def test_it_is_written_as_it_is_read(text):
+    assert write_in_flight(read_in_flight(text)) == text
+
+
+@pytest.mark.parametrize("text", ["", "often", "7/", "1.5", "-1", "7/x", "1" * 12])
+def test_other_texts_are_refused(text):
+    with pytest.raises(ConfigError, match="in_flight takes a number"):
+        read_in_flight(text)
