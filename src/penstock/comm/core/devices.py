@@ -97,6 +97,12 @@ def current_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if in_use else torch.device("cpu")
 
 
+def is_accelerator(device: torch.device) -> bool:
+    """Return whether a device is one that works beside the host and is there, such as a GPU."""
+    there = torch.accelerator.current_accelerator(check_available=True)
+    return there is not None and device.type == there.type
+
+
 def on_device(value: Any, device: torch.device) -> Any:
     """Return a tree with its tensors on a device; those that are there stay as they are."""
     if isinstance(value, Tensor):

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 from weakref import ref
 
+from penstock.comm.core.device_clock import device_clock
 from penstock.comm.core.rank_grid import RankKey
 from penstock.comm.core.recorder import Recorder
 from penstock.runtime.plan.plan import PipelinePlan
@@ -60,6 +61,8 @@ class RankState:
         )
         self._builder = StageBuilder(key, plan, loss, optimizer, recorder)
         self.stages = {stage: self._builder.build(stage, blocks[stage]) for stage in plan.schedule.on_rank(key.rank)}
+        devices = [stage.module.device for stage in self.stages.values()]
+        recorder.use_clock(next(filter(None, map(device_clock, devices)), None))
         fixed = sum(tensor.nbytes for stage in self.stages.values() for tensor in stage.module.fixed)
         recorder.hold("frozen parameters and buffers", fixed)
 
