@@ -22,6 +22,7 @@ class LateCopies:
     """
 
     def __init__(self) -> None:
+        self.device = torch.device("cpu")
         self._queue: list[Callable[[], object]] = []
         self._done, self._lock = 0, threading.Lock()
         self.made = [0, 0]

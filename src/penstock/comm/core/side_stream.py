@@ -23,7 +23,13 @@ class Done(Protocol):
 
 
 class SideStream(Protocol):
-    """Where copies are issued."""
+    """Where copies are issued.
+
+    Attributes:
+        device: the accelerator.
+    """
+
+    device: torch.device
 
     def after_work(self) -> None:
         """Have the copies that follow wait for all work that has been issued to the device so far."""
@@ -51,14 +57,17 @@ class AcceleratorStream:
 
     Args:
         device: the accelerator.
+
+    Attributes:
+        device: the same.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._stream = device, torch.Stream(device)
+        self.device, self._stream = device, torch.Stream(device)
 
     def after_work(self) -> None:
         """Have the copies that follow wait for all work that has been issued to the device so far."""
-        self._stream.wait_stream(torch.accelerator.current_stream(self._device))
+        self._stream.wait_stream(torch.accelerator.current_stream(self.device))
 
     def to_host(self, tensor: Tensor) -> Tensor:
         """Return the tensor in pinned memory; not there yet. What is in the host's memory anyway is copied at once."""
@@ -72,7 +81,7 @@ class AcceleratorStream:
 
     def to_device(self, tensor: Tensor) -> Tensor:
         """Return what `to_host` returned, on the device again; not there yet."""
-        there = torch.empty_like(tensor, device=self._device)
+        there = torch.empty_like(tensor, device=self.device)
         self.after_work()  # that memory may still be read by work that was issued before
         with self._stream:
             there.copy_(tensor, non_blocking=True)
@@ -85,7 +94,7 @@ class AcceleratorStream:
     def before_work(self, copies: Done) -> None:
         """Have the work that is issued to the device from now on wait for copies; the host does not."""
         assert isinstance(copies, torch.Event)
-        torch.accelerator.current_stream(self._device).wait_event(copies)
+        torch.accelerator.current_stream(self.device).wait_event(copies)
 
 
 def side_stream(device: torch.device) -> SideStream | None:
