@@ -145,6 +145,7 @@ class StageBuilder:
         loss = self._loss_of(stage) if ways.has_loss else None
         seed, hands_on = self._options.run.seed, bool(ways.outputs)
         module = StageModule(blocks, loss, where, seed, self._low, hands_on, self._device)
+        self._options.precision.kernels.check_device(module.device)
         if module.trained and stage.index in schedule.frozen:
             raise ConfigError(
                 f"{where} is frozen in the schedule, but {next(iter(module.trained))} wants gradients; set "
