@@ -117,6 +117,7 @@ def _allowed(prepared: Prepared) -> float:
         return 10 * TOLERANCE
     schedule = prepared.plan.schedule
     rounds = schedule.slices > 1 or not _sums_in_order(schedule)  # other sums, or the same in another order
+    rounds |= prepared.config.compile  # fused operations round once
     return TOLERANCE if rounds or prepared.config.undo == "in-place" else 0.0
 
 

@@ -293,6 +293,7 @@ class RunOptions:
         device: where ranks compute: "auto", "cpu", "cuda" (ranks of a machine take its GPUs in turns), one such as
             "cuda:1", or where the blocks are if None.
         waits: how a process waits for messages: "latency", "shared" or "auto" (`penstock.comm.collective.polling`).
+        compile: blocks that are modules are compiled by torch.compile, each for every shape that it gets.
 
     Raises:
         ConfigError: a value is no such number, or no such name.
@@ -302,6 +303,7 @@ class RunOptions:
     timeout: float = 300.0
     device: str | torch.device | None = None
     waits: Waits = "auto"
+    compile: bool = False
 
     def __post_init__(self) -> None:
         """Check each by itself."""
@@ -309,6 +311,8 @@ class RunOptions:
             raise ConfigError(f"seed must be a whole number; got {self.seed!r:.80}")
         if not is_number(self.timeout) or not self.timeout > 0:
             raise ConfigError(f"timeout must be a number of seconds above 0; got {self.timeout!r:.80}")
+        if not isinstance(self.compile, bool):
+            raise ConfigError(f"compile must be True or False; got {self.compile!r:.80}")
         if self.waits not in get_args(Waits):
             raise ConfigError(f"waits must be one of {', '.join(get_args(Waits))}; got {self.waits!r:.80}")
 

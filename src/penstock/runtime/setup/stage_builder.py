@@ -129,7 +129,11 @@ class StageBuilder:
         if isinstance(block, LazyBlock):
             made = block.make()
             check_shapes(name, made)
-        return made.to(self._device) if self._device is not None and isinstance(made, nn.Module) else made
+        if not isinstance(made, nn.Module):
+            return made
+        if self._options.run.compile:
+            made.compile(dynamic=False)
+        return made if self._device is None else made.to(self._device)
 
     def _make_module(self, stage: Stage, blocks: dict[str, Any]) -> StageModule:
         plan, schedule = self._plan, self._plan.schedule

@@ -267,6 +267,9 @@ class TrainConfig(Strict):
     sdpa: Literal["flash", "efficient", "cudnn", "math"] | None = Field(
         default=None, description="backend of attention; torch chooses if not set"
     )
+    compile: bool = Field(
+        default=False, description="compile each block by torch.compile, for every shape that it gets (takes minutes)"
+    )
     recompute: Literal["none", "block", "stage"] = Field(
         default="none", description="forwards to run again instead of keeping what their backward needs"
     )
