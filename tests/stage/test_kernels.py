@@ -103,9 +103,8 @@ def test_two_pipelines_in_turns_have_their_own() -> None:
 
 
 def test_attention_has_the_bits_of_its_backend() -> None:
-    """Those of torch under the same backend, which are not those of the other one."""
+    """The loss is that of torch under the same backend."""
     data = [(torch.randn(4, 64, 16), torch.randn(4, 64, 16))]
-    found = {}
     for name in ("math", "flash"):
         torch.manual_seed(0)
         blocks = [Attention(), Attention()]
@@ -114,9 +113,7 @@ def test_attention_has_the_bits_of_its_backend() -> None:
         losses = [F.mse_loss(half, y).item() for half, y in zip(halves, data[0][1].chunk(2), strict=True)]
         (report,) = make(Precision(sdpa=name), blocks).run(data)  # type: ignore[arg-type]
         assert report.loss is not None
-        found[name] = report.loss
         assert report.loss == pytest.approx(sum(losses) / 2, rel=1e-7)
-    assert found["math"] != found["flash"]
 
 
 @pytest.mark.parametrize(
