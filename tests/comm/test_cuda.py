@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import time
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from penstock.comm.transports import GlooTransports, NcclTransports
 from penstock.runtime.pipeline import Pipeline
-from support.cases import Case, assert_same, expected, together, train
+from penstock.runtime.plan.options import Precision
+from penstock.runtime.rank.snapshot import Saving, Snapshot
+from penstock.schedule.text import parse_schedule
+from support.cases import Case, assert_equal_tensors, assert_same, expected, together, train
 from support.command_line import Command
 from support.pool import Pool
 
@@ -122,3 +128,94 @@ def test_a_loss_is_read_once_per_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     data = [(torch.ones(8, 2), torch.ones(8, 2))] * 3
     assert len(list(pipeline.run(data))) == 3
     assert len(waits) == 0
+
+
+def pipeline_on(device: str, blocks: int = 4, size: int = 512, **options: Any) -> Pipeline:
+    torch.manual_seed(0)
+    return Pipeline(
+        [nn.Linear(size, size) for _ in range(blocks)],
+        stages=2,
+        loss=F.mse_loss,
+        optimizer=lambda named: torch.optim.AdamW(named, lr=1e-3),
+        device=device,
+        **{"method": "2bw", "microbatches": 4} | options,
+    )
+
+
+def wide(batches: int, size: int = 512) -> list[tuple[Tensor, Tensor]]:
+    torch.manual_seed(1)
+    return [(torch.randn(64, size), torch.randn(64, size)) for _ in range(batches)]
+
+
+def test_passes_have_the_times_of_the_gpu() -> None:
+    """In order, none before it was issued, and all read when the run is over."""
+    pipeline = pipeline_on("cuda")
+    list(pipeline.run(wide(3)))
+    before = time.perf_counter()
+    list(pipeline.run(wide(4)))
+    torch.cuda.synchronize()
+    passed, timeline = time.perf_counter() - before, pipeline.timeline()
+    for rank, seconds in pipeline.busy_seconds().items():
+        work = timeline.work(rank)
+        assert all(first.end <= second.start + 1e-5 for first, second in pairwise(work))
+        assert seconds == pytest.approx(sum(i.end - i.start for i in work), rel=1e-3)
+        assert sum(i.end - i.start for i in work if i.span == 1) <= passed
+
+
+@pytest.mark.parametrize("method", ["1f1b", "2bw"])
+def test_snapshots_are_copied_beside_the_work(method: str) -> None:
+    """To the bits of those that are copied while nothing else is done."""
+    taken: list[Snapshot] = []
+    pipeline, other = pipeline_on("cuda", method=method), pipeline_on("cuda", method=method)
+    list(pipeline.run(wide(6), save=Saving(3, taken.append)))
+    list(other.run(wide(3)))
+    for drained in other.snapshots():
+        (streamed,) = [s for s in taken if (s.batch, s.stage) == (3, drained.stage)]
+        assert all(tensor.is_cpu for tensor in streamed.tensors.values())
+        assert any(tensor.is_pinned() for tensor in streamed.tensors.values())
+        assert_equal_tensors(streamed.on_cpu(), drained.on_cpu(), f"stage {drained.stage}")
+
+
+def test_parked_activations_come_back_to_the_same_bits() -> None:
+    """From pinned memory, beside the work."""
+    text = (Path(__file__).parents[1] / "golden" / "offload.txt").read_text()
+    case = Case("gpipe", 2, 4, spans=(3,), device="cuda")
+    assert_same(train(None, case, schedule=parse_schedule(text)), expected(case))
+
+
+def test_the_allocator_says_what_it_had() -> None:
+    pipeline = pipeline_on("cuda")
+    list(pipeline.run(wide(2)))
+    for peaks in pipeline.peak_bytes().values():
+        assert peaks["device: reserved"] >= peaks["device: allocated"] >= peaks["total"] - peaks.get("messages", 0)
+
+
+def test_tf32_rounds_products_and_is_taken_back() -> None:
+    before, found = torch.backends.cuda.matmul.fp32_precision, {}
+    for tf32 in (False, True):
+        found[tf32] = [report.loss for report in pipeline_on("cuda", precision=Precision(tf32=tf32)).run(wide(2))]
+        assert torch.backends.cuda.matmul.fp32_precision == before
+    if torch.cuda.get_device_capability() >= (8, 0):
+        assert found[False] != found[True]
+    assert found[False] == pytest.approx(found[True], rel=1e-2)
+
+
+@pytest.mark.parametrize("sdpa", ["flash", "efficient", "cudnn", "math"])
+def test_penstock_train_with_each_backend_of_attention(command: Command, tmp_path: Path, sdpa: str) -> None:
+    values = ("batches=2", "sample_length=0", "validation_samples=8", f"sdpa={sdpa}", "precision=bf16")
+    values += ("device=cuda:0", f"out={tmp_path}")
+    done = command("train", "1f1b", "--stages", 2, "--microbatches", 2, *(p for v in values for p in ("--set", v)))
+    assert done.returncode == 0, done.stderr
+
+
+def test_penstock_train_with_compiled_blocks(command: Command, tmp_path: Path) -> None:
+    values = (
+        "batches=3",
+        "sample_length=0",
+        "validation_samples=8",
+        "compile=true",
+        "device=cuda:0",
+        f"out={tmp_path}",
+    )
+    done = command("train", "2bw", "--stages", 2, "--microbatches", 2, *(p for v in values for p in ("--set", v)))
+    assert done.returncode == 0, done.stderr

@@ -467,14 +467,14 @@ def test_own_files_are_no_data(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         (["methods=1f1b,2bv"], "unknown method '2bv'. Did you mean"),
-        (["methods=interleaved:chunks=2.5"], "interleaved:chunks=2.5: chunks is an option of the order"),
+        (["methods=interleaved:chunks=2.5"], "interleaved:chunks=2.5: chunks is an option of an order, so it must be a whole number"),
         (
             ["methods=pipemare:chunks=2"],
-            "pipemare:chunks=2: method pipemare has no option 'chunks'; it has reschedule, decay",
+            "pipemare:chunks=2: method pipemare has no option 'chunks'; it has in_flight, reschedule, decay",
         ),
         (
             ["methods=pipemare:rescedule=4"],
-            "method pipemare has no option 'rescedule'; it has reschedule, decay. Did you mean 'reschedule'",
+            "method pipemare has no option 'rescedule'; it has in_flight, reschedule, decay. Did you mean 'reschedule'",
         ),
         (["methods=interleaved:chunk=2.5"], "method interleaved has no option 'chunk'; .* Did you mean 'chunks'"),
         (["methods=i-timeprest:beta=null"], "i-timeprest:beta=null: .*beta takes a number; got null"),
@@ -491,7 +491,7 @@ def test_own_files_are_no_data(tmp_path: Path) -> None:
         (["methods=nag-pp", "optimizer.name=sgd"], "nag-pp: .*NAdam"),
         (["methods=2bw,pipedream-2bw"], "2bw is given twice"),
         (["methods=interleaved:chunks=two"], "a name may be followed by options"),
-        (["methods=1f1b:chunks=2"], "1f1b:chunks=2: method 1f1b has no option 'chunks'; it has none"),
+        (["methods=1f1b:chunks=2"], "1f1b:chunks=2: method 1f1b has no option 'chunks'; it has in_flight"),
         (["methods=interleaved:chunks=8"], "interleaved:chunks=8: the model has 4 blocks"),
         (["methods=2bw", "stages=4", "microbatches=2"], "2bw: .*needs at least 3 microbatches"),
         (["task=speech"], "unknown task 'speech'"),

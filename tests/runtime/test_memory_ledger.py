@@ -6,11 +6,13 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+import torch
 
 from penstock.runtime.ops.bound import BoundAction, Turn
 from penstock.runtime.rank.stage_books import Effect
 from penstock.schedule.methods.combine import Combine
 from penstock.verify.reference import Scaling
+from penstock.view.summary import summary
 from support.cases import Case, make_batches, make_pipeline
 from support.correction_cases import case_of
 
@@ -68,3 +70,19 @@ def test_also_where_pipelines_meet(combine: Combine, monkeypatch: pytest.MonkeyP
     for _ in pipeline.run(make_batches(case)):
         pass
     assert seen[True] > 4
+
+
+def test_the_allocator_of_a_device_is_asked_for_its_peaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside what the ledger counts, and no part of its total; on the host there is no such figure."""
+    case = Case("1f1b", 2, 3)
+    pipeline = make_pipeline(case)
+    list(pipeline.run(make_batches(case)))
+    peaks = pipeline.peak_bytes()
+    assert not any(kind.startswith("device") for kinds in peaks.values() for kind in kinds)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("cpu"))
+    monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda device: {"cpu": 7000}[device.type])
+    monkeypatch.setattr(torch.accelerator, "max_memory_reserved", lambda device: {"cpu": 8000}[device.type])
+    there = {"device: allocated": 7000, "device: reserved": 8000}
+    assert pipeline.peak_bytes() == {rank: kinds | there for rank, kinds in peaks.items()}
+    rows = [line.split("  ")[0].strip() for line in summary(pipeline).splitlines()]
+    assert rows[-3:] == ["total", "device: allocated", "device: reserved"]

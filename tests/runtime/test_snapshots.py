@@ -12,6 +12,7 @@ from torch import nn
 
 from penstock.errors import CapabilityError, CheckpointError, ConfigError, PenstockError
 from penstock.runtime.rank.snapshot import Saving, Snapshot
+from penstock.runtime.setup import rank_state
 from penstock.verify.reference import Scaling, train_reference
 from support.cases import (
     OPTIMIZERS,
@@ -31,6 +32,7 @@ from support.cases import (
     token_loss,
     train,
 )
+from support.late_copies import LateCopies
 from support.pool import Pool
 from support.rest_of_a_run import rest_of
 from support.snapshots import Kept
@@ -286,3 +288,42 @@ def test_snapshots_between_processes(pool: Pool, case: Case) -> None:
     for outcome in outcomes[: case.depth]:  # buffers of the first pipeline
         found.weights |= outcome.weights
     assert_same(found, rest_of(uninterrupted(case), 4))
+
+
+STREAMED = [
+    Case("1f1b", 2, 4, "restless", spans=(7,), skips=(2,), clip=0.6),
+    Case("2bw", 3, 2, "restless", "nadam", spans=(7,), skips=(1,), clip=0.6),
+    Case("2bw", 2, 3, "mixed", "adamw", spans=(7,), skips=(), precision="bf16"),
+    Case("interleaved", 2, 2, spans=(7,), skips=(), options=(("chunks", 2),)),
+    Case("2bw", 2, 2, "restless", "adamw", spans=(7,), skips=(), width=2),
+    Case("stash", 3, 1, spans=(7,), skips=()),
+]
+
+
+@pytest.mark.parametrize("case", STREAMED, ids=lambda case: f"{case.method}-{case.model}")
+def test_a_device_copies_snapshots_beside_its_work(monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
+    """To the same bits, though copies are made as late as can be; the thread that trains waits for none."""
+
+    def snapshots() -> list[Snapshot]:
+        found: list[Snapshot] = []
+        pipeline = make_pipeline(case)
+        for _ in pipeline.run(make_batches(case), save=Saving(2, found.append)):
+            pass
+        return found
+
+    plain, streams = snapshots(), list[LateCopies]()
+
+    def stream(_: torch.device) -> LateCopies:
+        streams.append(LateCopies())
+        return streams[-1]
+
+    monkeypatch.setattr(rank_state, "side_stream", stream)
+    late = snapshots()
+    for one, other in zip(late, plain, strict=True):
+        assert replace(one, tensors={}, copied=None) == replace(other, tensors={})
+    assert not any(stream.waits for stream in streams)
+    drained = case.method == "stash"  # its snapshots are taken where nothing else is done
+    for one, other in zip(late, plain, strict=True):
+        assert_equal_tensors(one.on_cpu(), other.on_cpu(), f"stage {one.stage} before {one.batch}")
+    assert any(stream.waits for stream in streams) != drained
+    assert all((stream.waited > 0) != drained for stream in streams[: case.depth])

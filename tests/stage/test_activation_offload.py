@@ -20,6 +20,7 @@ from penstock.schedule.ir.schedule import Op, Payload
 from penstock.schedule.machine.instructions import LaneKey
 from penstock.schedule.proof.check import check
 from penstock.schedule.text import parse_schedule
+from penstock.stage import graphs
 from penstock.stage.autograd import activation_offload
 from support.cases import (
     OPTIMIZERS,
@@ -36,6 +37,7 @@ from support.cases import (
     train,
     train_on_ranks,
 )
+from support.late_copies import LateCopies
 from support.pool import Pool
 from support.tree_cases import RAGGED, TreeCase, batches_of, blocks_of, expected as expected_of_trees
 
@@ -65,6 +67,30 @@ def test_the_backward_reads_what_was_moved(monkeypatch: Any) -> None:
     case = Case("gpipe", 2, 4, spans=(3,))
     assert_same(train(None, case, schedule=parse_schedule(OFFLOAD)), expected(case))
     assert moved > 50
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> list[LateCopies]:
+    streams: list[LateCopies] = []
+
+    def stream(_: torch.device) -> LateCopies:
+        streams.append(LateCopies())
+        return streams[-1]
+
+    monkeypatch.setattr(graphs, "side_stream", stream)
+    return streams
+
+
+@pytest.mark.parametrize("recompute", ["none", "block"])
+def test_a_device_moves_them_beside_its_work(monkeypatch: pytest.MonkeyPatch, recompute: Any) -> None:
+    """To the bits of the reference, though copies are made as late as can be; the host waits for none."""
+    streams = stand_in(monkeypatch)
+    case = Case("gpipe", 2, 4, spans=(3,), recompute=recompute)
+    assert_same(train(None, case, schedule=parse_schedule(OFFLOAD)), expected(case))
+    (stream,) = streams  # the other stage moves nothing
+    assert (stream.made[0] > 20) == (recompute == "none")
+    assert stream.made[0] == stream.made[1]
+    assert not stream.waits
+    assert stream.waited == (2 * 3 if recompute == "none" else 0)  # two microbatches in each of three batches
 
 
 def test_the_backward_reads_what_came_back(monkeypatch: Any) -> None:

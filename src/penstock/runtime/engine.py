@@ -38,6 +38,7 @@ from penstock.schedule.machine.batch_border import border_fault
 from penstock.schedule.methods.combine import REDUCE, Combine
 from penstock.schedule.proof.check import Proof
 from penstock.schedule.proof.stage_spec import stage_specs
+from penstock.stage.precision import Kernels
 from penstock.stage.stage_weights import TrainedWeights
 from penstock.weights.corrections.base import Correction
 from penstock.weights.decision import add_shares
@@ -54,6 +55,7 @@ class Engine:
         transports: carry their messages.
         holder_groups: of those that hold the same weights; empty where gradients are added in order.
         timeout: seconds after which a missing message is an error.
+        kernels: settings of torch that are made while passes run.
         combine: how parallel pipelines agree.
         polling: how this process waits, where it has one rank.
 
@@ -71,10 +73,11 @@ class Engine:
         transports: Transports,
         holder_groups: Groups,
         timeout: float,
+        kernels: Kernels,
         combine: Combine = REDUCE,
         polling: Polling = LATENCY,
     ) -> None:
-        self._polling = polling
+        self._polling, self._kernels = polling, kernels
         self._grid, self._ranks, self._timeout, self._combine = grid, ranks, timeout, combine
         self._proof, self._forward_only = proof, forward_only
         self._transports, self._holder_groups = transports, holder_groups
@@ -348,5 +351,6 @@ class Engine:
     def _drive(self, runs: list[Run], pipelines: int) -> Iterator[Report]:
         """Run the ranks; yield the reports of the last stage, where it is in this process, of so many pipelines."""
         if self._grid.group is not None:
-            return drive_one(runs[0], self._timeout, self._polling)
-        return drive_all(runs, [pipeline * self._grid.depth + self._last for pipeline in range(pipelines)])
+            return self._kernels.during(drive_one(runs[0], self._timeout, self._polling))
+        last = [pipeline * self._grid.depth + self._last for pipeline in range(pipelines)]
+        return self._kernels.during(drive_all(runs, last))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from penstock.comm.collective.gather import gather_json
+from penstock.comm.core.devices import allocator_peaks
 from penstock.comm.core.rank_grid import RankGrid
 from penstock.comm.core.recorder import merge_recordings
 from penstock.runtime.engine import Engine
@@ -161,9 +162,18 @@ class Inspection:
         return {state.recorder.rank: dict(state.recorder.live) for state in self._ranks}
 
     def peak_bytes(self) -> dict[int, dict[str, int]]:
-        """Return peak bytes by purpose, and of all together ("total"), per rank of this process."""
-        recorders = [state.recorder for state in self._ranks]
-        return {recorder.rank: {**recorder.peak, "total": recorder.peak_total} for recorder in recorders}
+        """Return peak bytes by purpose, and of all together ("total"), per rank of this process.
+
+        Where a rank computes on an accelerator, "device: allocated" and "device: reserved" are what torch's allocator
+        says of the whole process there, workspaces of libraries and caches included.
+        """
+        found = {}
+        for state in self._ranks:
+            peaks = {**state.recorder.peak, "total": state.recorder.peak_total}
+            for device in {stage.module.device for stage in state.stages.values()}:
+                peaks |= allocator_peaks(device)
+            found[state.recorder.rank] = peaks
+        return found
 
     def busy_seconds(self) -> dict[int, float]:
         """Return the seconds of work so far, per rank of this process."""

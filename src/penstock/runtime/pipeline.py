@@ -211,7 +211,16 @@ class Pipeline(Inspection):
         self._transports.prepare(Channel.EVALUATION, evaluation.lowered.lanes)
         polling = choose_polling(plan.options.run.waits, self.grid.control)
         self._engine = Engine(
-            self.grid, self._ranks, self.proof, evaluation, self._transports, alike, timeout, parallel.combine, polling
+            self.grid,
+            self._ranks,
+            self.proof,
+            evaluation,
+            self._transports,
+            alike,
+            timeout,
+            plan.options.precision.kernels,
+            parallel.combine,
+            polling,
         )
 
     def _choose_transports(self) -> Transports:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from penstock.comm.core.side_stream import side_stream
 from penstock.comm.p2p.message import check_dense, detached
 from penstock.comm.p2p.tree_classes import open_dataclasses
 from penstock.errors import CapabilityError, ConfigError
@@ -92,6 +93,7 @@ class StageGraphs:
         self._blocks = tuple(module.blocks)  # the names of all
         self._parts = [tuple(part) for part in parts]
         self._splits, self._offloads = splits, offloads
+        self._side = side_stream(module.device) if offloads else None
         self._trained = bool(storages)
         self._inputs = RecomputeInputSaver(module.blocks, module.where, saves_inputs, lambda: module.rng.drawing)
         # Memory that lives anyway, to tell it from activations.
@@ -147,8 +149,7 @@ class StageGraphs:
 
     def offload(self, work: Sequence[Graph | RecomputeInput], away: bool) -> int:
         """Move saved tensors to the memory of the host, or back, and return their bytes."""
-        host = torch.device("cpu") if away else None
-        nbytes = sum(offload.move(host) for offload in _offloads(work))
+        nbytes = sum(offload.move(away=away) for offload in _offloads(work))
         self.hold(-nbytes if away else nbytes)
         return nbytes
 
@@ -207,7 +208,7 @@ class StageGraphs:
         value, opened, leaves = open_inputs(value, wants)
         splits = handle is not None and self._splits(microbatch.key)
         key = (names, splits, signature(value), signature(microbatch.target))
-        offload = ActivationOffload(known) if self._offloads else None
+        offload = ActivationOffload(known, self._side) if self._offloads else None
         counter: SavedBytes | None = offload
         guard: AbstractContextManager[object] | None = None
         if handle is not None and self._reading.looks_up:

@@ -188,6 +188,8 @@ class StageRuntime:
             if isinstance(graph, RecomputeInput):
                 with self.module.rng.preserved():
                     graph = self.graphs.recompute(graph, flight.microbatch, flight.handle).graph
+            if graph.offload is not None:
+                graph.offload.settle()
             with self.reading.backward_context(flight):
                 gradients = run_backward(graph, [*([graph.seed] if gradients is None else gradients), *returned])
             returned = []

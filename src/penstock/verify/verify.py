@@ -92,7 +92,8 @@ def verify(config: TrainConfig, count: int) -> Verification:
             f"method {config.row.name!r} adds up slices of sequences, whose rounding differs from the reference's, in "
             f"{config.precision} by percents, so a comparison would show nothing; verify it with precision=fp32"
         )
-    with _threads(config), torch.random.fork_rng(devices=[]):
+    kernels = prepared.plan.options.precision.kernels
+    with _threads(config), torch.random.fork_rng(devices=[]), kernels.applied():
         reference, watch = _run_reference(prepared, count)
         updated = [t for t, gradients in enumerate(reference.gradients) if gradients]
         others = [(_record(reference, updated, watch, _decides(prepared)), _allowed(prepared))]
@@ -116,6 +117,7 @@ def _allowed(prepared: Prepared) -> float:
         return 10 * TOLERANCE
     schedule = prepared.plan.schedule
     rounds = schedule.slices > 1 or not _sums_in_order(schedule)  # other sums, or the same in another order
+    rounds |= prepared.config.compile  # fused operations round once
     return TOLERANCE if rounds or prepared.config.undo == "in-place" else 0.0
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
+import torch
 from torch import Tensor
 
 from penstock.errors import VersionError
@@ -271,9 +272,13 @@ class VersionStore:
         """Copy the weights of a version that is alive, by name."""
         return {name: view.clone() for name, view in self.versions[version].views.items()}
 
-    def newest_copies(self) -> dict[str, Tensor]:
-        """Copy the newest weights, as the optimizer steps them, by name."""
-        return {name: view.clone() for name, view in self.master.views.items()}
+    def newest_copies(self, copied: Callable[[Tensor], Tensor] = torch.clone) -> dict[str, Tensor]:
+        """Copy the newest weights, as the optimizer steps them, by name.
+
+        Args:
+            copied: copies a tensor.
+        """
+        return {name: copied(view) for name, view in self.master.views.items()}
 
     @property
     def master(self) -> Buffer:

@@ -97,6 +97,23 @@ def current_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if in_use else torch.device("cpu")
 
 
+def is_accelerator(device: torch.device) -> bool:
+    """Return whether a device is one that works beside the host and is there, such as a GPU."""
+    there = torch.accelerator.current_accelerator(check_available=True)
+    return there is not None and device.type == there.type
+
+
+def allocator_peaks(device: torch.device) -> dict[str, int]:
+    """Return the most bytes that this process has had of a device: in tensors, and with what the allocator caches.
+
+    Those since the process began, or since `torch.accelerator.reset_peak_memory_stats`; none where the host computes.
+    """
+    if not is_accelerator(device):
+        return {}
+    allocated = torch.accelerator.max_memory_allocated(device)
+    return {"device: allocated": allocated, "device: reserved": torch.accelerator.max_memory_reserved(device)}
+
+
 def on_device(value: Any, device: torch.device) -> Any:
     """Return a tree with its tensors on a device; those that are there stay as they are."""
     if isinstance(value, Tensor):

@@ -4,21 +4,26 @@ Times are taken on the clock of the process and are told as seconds since the pi
 all ranks (`penstock.comm.collective.clock_sync`).
 Only the last `keep` entries are kept, intervals and changes of memory together, so that the memory of a long run is
 bounded and reaches its bound soon; totals and peaks cover the whole run.
+
+Where an accelerator computes, work has the times of its own clock (`penstock.comm.core.device_clock`), and all else,
+waits included, those of the host, which issues work ahead of it; so a wait of the host may overlap work of the device.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
+from penstock.comm.core.device_clock import DeviceClock
 from penstock.schedule.ir.ops import Lane
 from penstock.timeline import Interval, Timeline, Total
 
 KEEP = 50_000
 _COMPUTE = Lane.COMPUTE.value
-_START = Interval._fields.index("start")
+_START, _END = Interval._fields.index("start"), Interval._fields.index("end")
 _CHANGE = 3  # fields of a change of memory: when, kind, bytes; an interval has more
 
 
@@ -41,6 +46,7 @@ class Recorder:
     Attributes:
         totals: what -> [how often, seconds] on the compute lane, over the whole run.
         now: the time on the clock of the process, in which intervals are recorded.
+        begin: the same, and it is the start of the work that `add_work` records next.
         span: the number of the current run or evaluation, from 0.
         doing: what the rank is doing, for error messages; to be formatted when somebody asks.
     """
@@ -49,7 +55,10 @@ class Recorder:
 
     def __init__(self, rank: int, origin: float, keep: int = KEEP) -> None:
         self.rank, self.origin = rank, origin
-        self._entries: deque[tuple[Any, ...]] = deque(maxlen=keep)  # tuples are made faster than `Interval`
+        # Tuples are made faster than `Interval`; lists are work whose times the device tells later.
+        self._entries: deque[tuple[Any, ...] | list[Any]] = deque(maxlen=keep)
+        self.begin: Callable[[], float]
+        self.use_clock(None)
         self.totals: dict[str, list[float]] = {}
         self.live: dict[str, int] = {}
         self.peak: dict[str, int] = {}
@@ -65,9 +74,31 @@ class Recorder:
         self._spans += 1
         self.span = self._spans
 
+    def use_clock(self, clock: DeviceClock | None) -> None:
+        """Take the times of work from the clock of a device; from the host's if None."""
+        self._clock = clock
+        self.begin = self.now if clock is None else self._begin
+
+    def align(self) -> None:
+        """Align the clock of the device with the host's, which waits for the device: before a run or an evaluation."""
+        if self._clock is not None:
+            self._clock.align()
+
+    def read_clock(self) -> None:
+        """Take down the times of all work that the device has done since; waits for nothing."""
+        if self._clock is not None:
+            self._clock.read()
+
     def pause(self) -> None:
-        """Record that no run is active."""
+        """Record that no run is active, which waits for the device."""
+        if self._clock is not None:
+            self._clock.read(wait=True)
         self.doing = f"rank {self.rank}, between two runs"
+
+    def _begin(self) -> float:
+        if self._clock is not None:
+            self._clock.begin()
+        return time.perf_counter()
 
     def at(self, stamp: float) -> float:
         """Convert a time on the clock of the process to the common clock."""
@@ -100,11 +131,20 @@ class Recorder:
         total[1] += end - start
 
     def add_work(
-        self, start: float, end: float, what: str, named: Labelled, stage: int, direction: int, batch: int,
+        self, start: float, end: float, what: str, named: str | Labelled, stage: int, direction: int, batch: int,
         version: int, microbatch: int,
     ) -> None:  # fmt: skip
-        """Record an interval in which the rank works; its label is asked for when the recording is read."""
+        """Record an interval in which the rank works, or, where it has a device, that work has been issued.
+
+        The label is asked for when the recording is read.
+        """
         numbers = stage, direction, batch, version, "", microbatch, self.span, -1
+        if self._clock is not None:
+            entry = [self.rank, _COMPUTE, start, end, what, named, *numbers]
+            self._entries.append(entry)
+            if not self._clock.end(partial(self._done, entry, what)):
+                self._count_work(what, end - start)
+            return
         self._entries.append((self.rank, _COMPUTE, start, end, what, named, *numbers))
         self.busy += end - start
         total = self.totals.get(what)
@@ -112,6 +152,17 @@ class Recorder:
             total = self.totals[what] = [0, 0.0]
         total[0] += 1
         total[1] += end - start
+
+    def _done(self, entry: list[Any], what: str, start: float, end: float) -> None:
+        """Take down when a device has done some work."""
+        entry[_START], entry[_END] = start, end
+        self._count_work(what, end - start)
+
+    def _count_work(self, what: str, seconds: float) -> None:
+        self.busy += seconds
+        total = self.totals.setdefault(what, [0, 0.0])
+        total[0] += 1
+        total[1] += seconds
 
     def hold(self, kind: str, nbytes: int) -> None:
         """Set the live bytes of one kind."""
@@ -146,6 +197,7 @@ class Recorder:
 
     def recording(self) -> dict[str, Any]:
         """Return everything that is kept, as plain values that can be serialized."""
+        self.read_clock()
         at = self.at
         intervals = [
             (rank, lane, at(start), at(end), what, label if isinstance(label, str) else label.label, *numbers)
@@ -154,6 +206,8 @@ class Recorder:
         since = 0.0  # everything that began later is kept
         if len(self._entries) == self._entries.maxlen:
             oldest = self._entries[0]
+            if self._clock is not None:  # work was dropped that began after the host had issued what is kept
+                oldest = next((entry for entry in self._entries if isinstance(entry, list)), oldest)
             since = max(at(oldest[_START] if len(oldest) > _CHANGE else oldest[0]), 0.0)
         return {
             "rank": self.rank,

@@ -112,6 +112,7 @@ class Executor:
         for stage in span.stages.values():
             if not stage.trained:
                 span.capture.untrained(stage.runtime, span.start + t)
+            span.capture.before_update(stage.runtime)  # whoever reads or writes the weights between two runs
         yield from span.reports.hand_out()
         trained = [stage.runtime for stage in span.stages.values() if stage.trained]
         ends = yield from span.meetings.drain(trained, span.start + t, span.hold_bytes)
@@ -121,4 +122,4 @@ class Executor:
 
     def _capture(self, saving: Saving | None, start: int) -> SnapshotCapture:
         span = self._span
-        return SnapshotCapture(saving, start, span.decisions, span.recorder, self._state.snapshots)
+        return SnapshotCapture(saving, start, span.decisions, span.recorder, self._state.snapshots, self._state.side)

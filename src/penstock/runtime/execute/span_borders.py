@@ -74,6 +74,7 @@ class SpanBorders:
                 follow_first(self._ranks)
             for state in self._ranks:
                 state.recorder.begin_span()
+                state.recorder.align()
                 for stage in state.stages.values():
                     stage.refresh()
         except ConfigError as error:

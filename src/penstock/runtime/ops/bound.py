@@ -156,7 +156,7 @@ class BoundAction(Bound):
     def act(self, turn: Turn) -> None:
         """Run it in the books and in fact, and take account of what it changed."""
         stage, recorder = self.stage, self._recorder
-        start = recorder.now()
+        start = recorder.begin()
         recorder.doing = turn
         try:
             self.before_books(turn)

@@ -70,7 +70,7 @@ class MoveFromPeer(BoundAction):
     def work(self, turn: Turn) -> float:
         """Take what has come, and see to it that the rest is taken when it comes."""
         self._inbox.settle()
-        start, key = self._recorder.now(), (turn.first, self._keys[0][1])
+        start, key = self._recorder.begin(), (turn.first, self._keys[0][1])
         what = f"{self.stage.name}, {self._name}{turn.first}"
         self._inbox.take(turn.first, turn.batch, what, partial(self._use, key))
         return start

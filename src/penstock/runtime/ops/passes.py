@@ -49,7 +49,7 @@ class Forward(Consumer):
         more = False
         if self._reads:
             sample, more = self._read(k)
-            start = self._recorder.now()
+            start = self._recorder.begin()
         if routes.enters:
             checksum = 0 if sample is None else sample.checksum
             wants, header = _NO_GRADIENTS, Header(turn.batch, k, more, checksum, piece=self._number)

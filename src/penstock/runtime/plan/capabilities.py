@@ -116,6 +116,35 @@ def check_recomputed_blocks(schedule: Schedule, recompute: str) -> None:
         raise ConfigError(f"{schedule.name}: the schedule recomputes whole stages, so recompute cannot be 'block'")
 
 
+def check_compiled(schedule: Schedule, compiles: bool, backward_delays: bool) -> None:
+    """Make sure that compiled blocks go with a schedule.
+
+    They take weights as inputs, so versions that rotate through buffers are no reason to compile again.
+
+    Args:
+        schedule: which.
+        compiles: whether blocks are compiled.
+        backward_delays: whether backwards have delays of their own.
+
+    Raises:
+        CapabilityError: they do not.
+    """
+    if not compiles:
+        return
+    ops = {p.op for program in schedule.programs for action in program.period for p in passes(action)}
+    reason = ""
+    if RULES[schedule.rule].rebinds or backward_delays:
+        reason = "backwards read other weights than their forward, which a compiled graph cannot be given"
+    elif Op.W in ops:
+        reason = "blocks whose backward comes in two halves run uncompiled"
+    elif Op.OFFLOAD in ops:
+        reason = "what a compiled graph saves cannot be moved away"
+    elif schedule.slices > 1:
+        reason = "blocks run on slices of sequences, which is not what is compiled"
+    if reason:
+        raise CapabilityError(f"{schedule.name}: {reason}; leave compile out")
+
+
 def _check_uncorrected(schedule: Schedule, wanted: str) -> None:
     """Make sure that a schedule needs no correction; `wanted` is that of its method."""
     rule, lacks = RULES[schedule.rule], ""

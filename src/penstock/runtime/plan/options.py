@@ -26,7 +26,7 @@ from penstock.schedule.transforms.batch_ops import what_decides
 from penstock.schedule.transforms.recompute import Segments
 from penstock.short_repr import ShortRepr
 from penstock.stage.autograd.recompute import RecomputeMode, check_recompute
-from penstock.stage.precision import PrecisionName, low_precision
+from penstock.stage.precision import Kernels, PrecisionName, SdpaName, low_precision
 from penstock.weights.corrections.base import Correction
 from penstock.weights.decision import LossScale, Policy
 from penstock.weights.optim.lr_schedulers import SchedulerFactory, check_factory
@@ -93,18 +93,24 @@ class Precision(ShortRepr):
             divided by c, and corrected to the mean by c / N at the update, when the weight N is known. So c never
             matters but for rounding and overflow. The number of microbatches of a batch if None; in low precision the
             nearest power of two is taken.
+        tf32: whether GPUs may compute products of float32 in TF32; as torch is set if None. Like `sdpa` it holds while
+            the passes of this pipeline run, not in between.
+        sdpa: the backend of attention, "flash", "efficient", "cudnn" or "math"; torch chooses if None.
 
     Raises:
-        ConfigError: an unknown precision, a divisor that is not positive, or values of other types.
+        ConfigError: an unknown precision or backend, a divisor that is not positive, or values of other types.
     """
 
     precision: PrecisionName = "fp32"
     loss_scale: LossScale | None = None
     divisor: float | None = None
+    tf32: bool | None = None
+    sdpa: SdpaName | None = None
 
     def __post_init__(self) -> None:
         """Check each by itself."""
         low_precision(self.precision)
+        self.kernels.check()
         if self.loss_scale is not None and not isinstance(self.loss_scale, LossScale):
             raise ConfigError(
                 "loss_scale must be a LossScale, such as LossScale(initial=1024.0), or None; got "
@@ -113,6 +119,11 @@ class Precision(ShortRepr):
         check_number("divisor", self.divisor, "8")
         if self.divisor is not None and not self.divisor > 0:
             raise ConfigError(f"divisor must be positive, got {self.divisor}")
+
+    @property
+    def kernels(self) -> Kernels:
+        """The settings of torch under which passes run."""
+        return Kernels(self.tf32, self.sdpa)
 
     @property
     def low(self) -> torch.dtype | None:
@@ -282,6 +293,7 @@ class RunOptions:
         device: where ranks compute: "auto", "cpu", "cuda" (ranks of a machine take its GPUs in turns), one such as
             "cuda:1", or where the blocks are if None.
         waits: how a process waits for messages: "latency", "shared" or "auto" (`penstock.comm.collective.polling`).
+        compile: blocks that are modules are compiled by torch.compile, each for every shape that it gets.
 
     Raises:
         ConfigError: a value is no such number, or no such name.
@@ -291,6 +303,7 @@ class RunOptions:
     timeout: float = 300.0
     device: str | torch.device | None = None
     waits: Waits = "auto"
+    compile: bool = False
 
     def __post_init__(self) -> None:
         """Check each by itself."""
@@ -298,6 +311,8 @@ class RunOptions:
             raise ConfigError(f"seed must be a whole number; got {self.seed!r:.80}")
         if not is_number(self.timeout) or not self.timeout > 0:
             raise ConfigError(f"timeout must be a number of seconds above 0; got {self.timeout!r:.80}")
+        if not isinstance(self.compile, bool):
+            raise ConfigError(f"compile must be True or False; got {self.compile!r:.80}")
         if self.waits not in get_args(Waits):
             raise ConfigError(f"waits must be one of {', '.join(get_args(Waits))}; got {self.waits!r:.80}")
 

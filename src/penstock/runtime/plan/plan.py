@@ -19,7 +19,7 @@ from penstock.partition.block_delays import BlockDelays, resolve_both
 from penstock.partition.blocks import check_enough, cut_blocks
 from penstock.partition.shared_memory import check_memory
 from penstock.partition.tied import Tie, find_ties
-from penstock.runtime.plan.capabilities import check_correction, check_recomputed_blocks, check_slices
+from penstock.runtime.plan.capabilities import check_compiled, check_correction, check_recomputed_blocks, check_slices
 from penstock.runtime.plan.options import PipelineOptions
 from penstock.runtime.plan.requirements import (
     GivenSchedule,
@@ -91,6 +91,7 @@ class UnprovenPlan:
         if fault is not None:
             raise ConfigError(fault)
         check_slices(plain, recompute, options.partition.slicing)
+        check_compiled(plain, options.run.compile, staleness.backward_delays is not None)
         delays, backward = resolve_both(staleness.delays, staleness.backward_delays, blocks, tied, plain, recompute)
         schedule = with_all_actions(given, options, _stages_of(ties))
         check_recomputed_blocks(schedule, recompute)
@@ -132,6 +133,7 @@ class UnprovenPlan:
         options = self.options.changed(correction=correction)
         schedule = with_all_actions(given, options, _stages_of(self.ties))
         check_same_places(self.schedule, schedule)
+        check_compiled(schedule, options.run.compile, backward_delays=False)
         recompute = options.recompute.recompute
         check_recomputed_blocks(schedule, recompute)
         check_correction(schedule, correction, options.precision.low, recompute, tied=bool(self.ties))

@@ -28,6 +28,8 @@ import torch
 from torch import Tensor
 
 from penstock.checks import check_whole
+from penstock.comm.core.devices import is_accelerator
+from penstock.comm.core.side_stream import Done, SideStream
 from penstock.errors import ConfigError
 from penstock.runtime.update.decisions import Decisions
 from penstock.stage.stage_runtime import StageRuntime
@@ -45,7 +47,7 @@ class Snapshot:
         tensors: copies of its tensors, by name (`penstock.runtime.rank.snapshot` lists the names).
         values: the optimizer's state that is not tensors, and what was set by hand, by name.
         facts: what is the same on all stages.
-        copied: recorded when the tensors are complete, where a device copies them asynchronously.
+        copied: when the tensors are complete, where a device copies them; whoever takes a snapshot does not wait.
         frozen: the names of the tensors that are frozen parameters, which seldom change from one snapshot to the next.
     """
 
@@ -55,7 +57,7 @@ class Snapshot:
     tensors: dict[str, Tensor]
     values: dict[str, Any]
     facts: dict[str, Any]
-    copied: torch.cuda.Event | None = None
+    copied: Done | None = None
     frozen: frozenset[str] = frozenset()
 
     def __repr__(self) -> str:
@@ -119,6 +121,7 @@ def take_snapshot(
     decisions: Decisions | None,
     fixed: Mapping[str, Tensor] | None = None,
     older: Mapping[str, Tensor] | None = None,
+    side: SideStream | None = None,
 ) -> Snapshot:
     """Take a snapshot of a stage, between an update and the next pass.
 
@@ -129,6 +132,8 @@ def take_snapshot(
         decisions: of its rank; None where nothing is trained, as the rank may not have received any.
         fixed: copies of untrained tensors from before the first forward of `batch`; None if that has not run.
         older: copies of the version before; None if that is still alive, or not read again.
+        side: copies the tensors to the host's memory beside the work of the device, which must wait for that (`copied`)
+            before it updates the stage; if None, they are copied where they are.
     """
     if fixed is None:
         fixed = copies_of_fixed(stage)
@@ -143,8 +148,14 @@ def take_snapshot(
     if (not stage.place or _has_own(stage)) and isinstance(weights, TrainedWeights):
         if older is None and batch - 1 in weights.store.versions:
             older = weights.store.copies(batch - 1)
-        _add_trained(weights, batch, older or {}, tensors, values, facts)
-    return Snapshot(batch, stage.place, stage.key.index, tensors, values, facts, _copied(tensors), frozen)
+        settled = torch.clone if side is None or weights.agreement is not None else torch.Tensor.detach
+        _add_trained(weights, batch, older or {}, tensors, values, facts, settled)
+    if side is None:
+        copied = _copied(tensors)
+    else:
+        side.after_work()
+        tensors, copied = {name: side.to_host(tensor) for name, tensor in tensors.items()}, side.mark()
+    return Snapshot(batch, stage.place, stage.key.index, tensors, values, facts, copied, frozen)
 
 
 def suffix(number: int) -> str:
@@ -165,15 +176,19 @@ def _add_trained(
     tensors: dict[str, Tensor],
     values: dict[str, Any],
     facts: dict[str, Any],
+    settled: Callable[[Tensor], Tensor],
 ) -> None:
-    """Add the state of a stage's trained parameters to a snapshot."""
+    """Add the state of a stage's trained parameters to a snapshot.
+
+    `settled` is what becomes of tensors that nothing but the next update writes; others are copied.
+    """
     store, updater, agreement, corrector = weights.store, weights.updater, weights.agreement, weights.corrector
     own = suffix(0 if agreement is None else agreement.pipeline)
     apart = agreement is not None and not agreement.agrees(batch)
     if not own or apart:
-        tensors |= {f"weights{own}/{name}": tensor for name, tensor in store.newest_copies().items()}
+        tensors |= {f"weights{own}/{name}": tensor for name, tensor in store.newest_copies(settled).items()}
     tensors |= {f"older{own}/{name}": tensor for name, tensor in older.items()}
-    for (kind, name), value in updater.state().items():
+    for (kind, name), value in updater.state(settled).items():
         kept = tensors if isinstance(value, Tensor) else values
         kept[f"optimizer{own}/{kind}/{name}"] = value
     facts |= {f"updates{own}": updater.updates} | ({} if agreement is None else agreement.facts())
@@ -184,7 +199,7 @@ def _add_trained(
     if weights.older is not None:
         tensors |= {f"delayed.{place}": tensor for place, tensor in weights.older.copies(batch).items()}
     if weights.average is not None:
-        tensors |= {f"average/{name}": view.clone() for name, view in weights.average.views.items()}
+        tensors |= {f"average/{name}": settled(view) for name, view in weights.average.views.items()}
     if corrector is not None:
         facts |= {"correction": corrector.name, "corrected_from": corrector.began}
         for kind, buffer in corrector.buffers.items():
@@ -195,10 +210,10 @@ def _add_trained(
     values |= {f"setting/{key}/{name}": value for (key, name), value in updater.rates.by_hand().items()}
 
 
-def _copied(tensors: Mapping[str, Tensor]) -> torch.cuda.Event | None:
+def _copied(tensors: Mapping[str, Tensor]) -> Done | None:
     """Record an event after the copies on the current stream; None if all tensors are on the CPU."""
-    device = next((tensor.device for tensor in tensors.values() if tensor.is_cuda), None)
-    return None if device is None else torch.cuda.current_stream(device).record_event()
+    device = next((tensor.device for tensor in tensors.values() if is_accelerator(tensor.device)), None)
+    return None if device is None else torch.accelerator.current_stream(device).record_event()
 
 
 def copies_of_fixed(stage: StageRuntime) -> dict[str, Tensor]:

@@ -8,6 +8,7 @@ from weakref import ref
 from torch import Tensor
 
 from penstock.comm.core.recorder import Recorder
+from penstock.comm.core.side_stream import Done, SideStream
 from penstock.runtime.rank.snapshot import Saving, Snapshot, copies_of_fixed, take_snapshot
 from penstock.runtime.update.decisions import Decisions
 from penstock.schedule.ir.schedule import Stage
@@ -27,6 +28,7 @@ class SnapshotCapture:
         decisions: of the rank.
         recorder: receives the bytes that snapshots hold.
         held: weak references to snapshots that may still be alive, also those of earlier spans.
+        side: copies snapshots to the host beside the work of a device; None where there is none.
     """
 
     def __init__(
@@ -36,6 +38,7 @@ class SnapshotCapture:
         decisions: Decisions,
         recorder: Recorder,
         held: list[ref[Snapshot]],
+        side: SideStream | None = None,
     ) -> None:
         self._saving, self._start = saving, start
         self._decisions, self._recorder = decisions, recorder
@@ -43,6 +46,8 @@ class SnapshotCapture:
         self._fixed: dict[Stage, Mapping[str, Tensor]] = {}  # of the next one
         self._older: dict[Stage, Mapping[str, Tensor]] = {}
         self._held = held
+        self._side = side
+        self._copying: dict[Stage, Done] = {}  # of weights that the next update of the stage writes
 
     def before_forward(self, stage: StageRuntime, batch: int) -> None:
         """Called before the first forward of a batch on a stage: copy the buffers if the update comes later."""
@@ -57,7 +62,7 @@ class SnapshotCapture:
         if self._saving is None or batch == self._start or not self._saving.wants(batch):
             return
         if self._saving.make_room(batch):
-            self._deliver(take_snapshot(stage, batch, None))
+            self._deliver(stage, take_snapshot(stage, batch, None, side=self._side))
 
     def before_meeting(self, stage: StageRuntime, batch: int) -> None:
         """Called after the update that creates version `batch`, before pipelines are averaged.
@@ -77,10 +82,19 @@ class SnapshotCapture:
         fixed = self._fixed.pop(stage.key, None)
         self._taken[stage.key] = batch
         if self._saving.make_room(batch):
-            self._deliver(take_snapshot(stage, batch, self._decisions, fixed, self._older.pop(stage.key, None)))
+            older = self._older.pop(stage.key, None)
+            self._deliver(stage, take_snapshot(stage, batch, self._decisions, fixed, older, self._side))
 
-    def _deliver(self, snapshot: Snapshot) -> None:
+    def before_update(self, stage: StageRuntime) -> None:
+        """Called before something writes the weights of a stage: the device does so after it has copied them."""
+        copying = self._copying.pop(stage.key, None)
+        if copying is not None and self._side is not None:
+            self._side.before_work(copying)
+
+    def _deliver(self, stage: StageRuntime, snapshot: Snapshot) -> None:
         assert self._saving is not None
+        if self._side is not None and snapshot.copied is not None:
+            self._copying[stage.key] = snapshot.copied
         self._held.append(ref(snapshot))
         self.record()  # before the sink clears it
         self._saving.sink(snapshot)

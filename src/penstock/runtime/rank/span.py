@@ -148,6 +148,8 @@ class RankSpan:
     def begin_batch(self, stage: StageSpan, batch: int) -> Iterator[Wait]:
         """Do what comes before the first forward of a batch on a stage, and on the rank."""
         first = batch > self.begun
+        if first:
+            self.recorder.read_clock()
         self.begun = stage.begun = batch
         if stage.trained:
             self.capture.before_forward(stage.runtime, batch)

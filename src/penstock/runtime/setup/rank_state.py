@@ -7,8 +7,10 @@ from contextlib import contextmanager
 from typing import Any
 from weakref import ref
 
+from penstock.comm.core.device_clock import device_clock
 from penstock.comm.core.rank_grid import RankKey
 from penstock.comm.core.recorder import Recorder
+from penstock.comm.core.side_stream import side_stream
 from penstock.runtime.plan.plan import PipelinePlan
 from penstock.runtime.rank.snapshot import Snapshot
 from penstock.runtime.setup.stage_builder import StageBuilder
@@ -60,6 +62,9 @@ class RankState:
         )
         self._builder = StageBuilder(key, plan, loss, optimizer, recorder)
         self.stages = {stage: self._builder.build(stage, blocks[stage]) for stage in plan.schedule.on_rank(key.rank)}
+        devices = [stage.module.device for stage in self.stages.values()]
+        recorder.use_clock(next(filter(None, map(device_clock, devices)), None))
+        self.side = next(filter(None, map(side_stream, devices)), None)  # on which snapshots are copied
         fixed = sum(tensor.nbytes for stage in self.stages.values() for tensor in stage.module.fixed)
         recorder.hold("frozen parameters and buffers", fixed)
 

@@ -129,7 +129,11 @@ class StageBuilder:
         if isinstance(block, LazyBlock):
             made = block.make()
             check_shapes(name, made)
-        return made.to(self._device) if self._device is not None and isinstance(made, nn.Module) else made
+        if not isinstance(made, nn.Module):
+            return made
+        if self._options.run.compile:
+            made.compile(dynamic=False)
+        return made if self._device is None else made.to(self._device)
 
     def _make_module(self, stage: Stage, blocks: dict[str, Any]) -> StageModule:
         plan, schedule = self._plan, self._plan.schedule
@@ -145,6 +149,7 @@ class StageBuilder:
         loss = self._loss_of(stage) if ways.has_loss else None
         seed, hands_on = self._options.run.seed, bool(ways.outputs)
         module = StageModule(blocks, loss, where, seed, self._low, hands_on, self._device)
+        self._options.precision.kernels.check_device(module.device)
         if module.trained and stage.index in schedule.frozen:
             raise ConfigError(
                 f"{where} is frozen in the schedule, but {next(iter(module.trained))} wants gradients; set "

@@ -1,7 +1,8 @@
 """Offloading of activations: the saved tensors of a graph are moved away for a while (OFFLOAD) and back (FETCH).
 
 They go to the memory of the rank's own host (on the CPU they are there already; only their role in the memory account
-changes), or to another rank, which keeps them between HOLD and RETURN.
+changes), or to another rank, which keeps them between HOLD and RETURN. An accelerator moves them beside its work: a
+FETCH is issued some actions before the backward, and that alone waits for it, on the device.
 """
 
 from __future__ import annotations
@@ -12,7 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from penstock.comm.core.side_stream import Done, SideStream
 from penstock.stage.autograd.saved_bytes import SavedBytes, has_memory, storage_sizes
+
+_HOST = torch.device("cpu")
 
 
 @dataclass
@@ -45,9 +49,12 @@ class ActivationOffload(SavedBytes):
 
     Args:
         known: addresses of memory that lives anyway, such as weights; it is never moved.
+        side: copies beside the work of the device; None where the host computes.
     """
 
-    def __init__(self, known: set[int]) -> None:
+    def __init__(self, known: set[int], side: SideStream | None = None) -> None:
+        self._side = side
+        self._arriving: Done | None = None  # when what comes back is there
         self._places: dict[int, _StorageSlot] = {}
         self._pinned: set[int] = set()
         super().__init__(known, self._record, _unpack)
@@ -57,16 +64,31 @@ class ActivationOffload(SavedBytes):
         for tensor in tensors:
             self._pinned.update(storage_sizes([tensor]))
 
-    def move(self, device: torch.device | None) -> int:
-        """Move all recorded storages to a device, or back if None, and return their bytes."""
-        nbytes = 0
+    def move(self, *, away: bool) -> int:
+        """Move all recorded storages to the memory of the host, or back, and return their bytes."""
+        side, nbytes = self._side, 0
+        if side is not None:
+            side.after_work()  # which makes what is moved away
         for place in self._movable():
-            place.storage = _copied(place.storage, device or place.device)
+            if side is None or place.device != side.device:
+                place.storage = _copied(place.storage, _HOST if away else place.device)
+            else:
+                copied = side.to_host if away else side.to_device
+                place.storage = copied(_bytes(place.storage)).untyped_storage()
             nbytes += place.storage.nbytes()
+        if side is not None:
+            self._arriving = side.mark()
         return nbytes
+
+    def settle(self) -> None:
+        """Have the work that follows on the device wait for what comes back; called before a backward reads it."""
+        if self._arriving is not None and self._side is not None:
+            self._side.before_work(self._arriving)
+            self._arriving = None
 
     def take_bytes(self) -> list[Tensor]:
         """Take all recorded storages out, as tensors of bytes to be sent to another rank, and free them here."""
+        self.settle()
         given = [_bytes(place.storage) for place in self._movable()]
         for place in self._movable():
             place.storage = torch.empty(0).untyped_storage()

@@ -294,6 +294,15 @@ class TrainConfig(Strict):
     precision: Literal["fp32", "bf16", "fp16"] = Field(
         default="fp32", description="what passes compute in; weights are updated in float32"
     )
+    tf32: bool | None = Field(
+        default=None, description="whether GPUs may compute products of float32 in TF32; as torch is set if not set"
+    )
+    sdpa: Literal["flash", "efficient", "cudnn", "math"] | None = Field(
+        default=None, description="backend of attention; torch chooses if not set"
+    )
+    compile: bool = Field(
+        default=False, description="compile each block by torch.compile, for every shape that it gets (takes minutes)"
+    )
     recompute: Literal["none", "block", "stage"] = Field(
         default="none", description="forwards to run again instead of keeping what their backward needs"
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -19,8 +19,17 @@ def state_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
 
 
-def copy_state(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> dict[tuple[str, str], Any]:
+def copy_state(
+    optimizer: torch.optim.Optimizer,
+    parameters: Mapping[str, nn.Parameter],
+    copied: Callable[[Tensor], Tensor] = torch.clone,
+) -> dict[tuple[str, str], Any]:
     """Copy the state, by kind and parameter name: tensors and plain values.
+
+    Args:
+        optimizer: whose.
+        parameters: that it steps, by name.
+        copied: copies a tensor.
 
     Raises:
         CapabilityError: it holds other objects.
@@ -29,7 +38,7 @@ def copy_state(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Par
     for name, parameter in parameters.items():
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
-                found[key, name] = value.clone()
+                found[key, name] = copied(value)
             elif value is None or isinstance(value, bool | int | float | str):
                 found[key, name] = value
             else:

@@ -123,8 +123,11 @@ class Updater:
         """Return the tensors of the optimizer state."""
         return [] if self.optimizer is None else state_tensors(self.optimizer)
 
-    def state(self) -> dict[tuple[str, str], Any]:
+    def state(self, copied: Callable[[Tensor], Tensor] = torch.clone) -> dict[tuple[str, str], Any]:
         """Copy the optimizer state, by kind and parameter: tensors and plain values.
+
+        Args:
+            copied: copies a tensor.
 
         Raises:
             CapabilityError: it holds other objects, or state in its parameter groups.
@@ -135,7 +138,7 @@ class Updater:
                 f"{self.name} changes {', '.join(changed)} in its parameter groups during training; a checkpoint "
                 "holds only state by parameter, so a run could not be resumed from it"
             )
-        return {} if self.optimizer is None else copy_state(self.optimizer, self.parameters)
+        return {} if self.optimizer is None else copy_state(self.optimizer, self.parameters, copied)
 
     def load(self, updates: int, state: Mapping[tuple[str, str], Any]) -> None:
         """Restore a state that `state` returned.
