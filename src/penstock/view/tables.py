@@ -58,40 +58,36 @@ class MethodFacts:
 def facts_of_methods(methods: Iterable[Method], stages: int, microbatches: int) -> list[MethodFacts]:
     """Derive rows of the table, those of methods that have one schedule from one proof."""
     found: list[MethodFacts] = []
-    known: dict[Schedule, MethodFacts] = {}  # by schedule, without its name
+    known: dict[Schedule, dict[str, Any]] = {}  # by schedule, without its name
     for method in methods:
         request = ScheduleRequest(method.name, stages, microbatches)
         try:
             nameless = replace(request.schedule, name="")
-            facts = known[nameless] if nameless in known else _derived(method, request.prove())
+            figures = known[nameless] if nameless in known else _figures(request.prove())
         except ScheduleError as error:
-            found.append(MethodFacts(*_words(method), problem=str(error).split(";")[0]))
+            found.append(replace(_without_figures(method), problem=str(error).split(";")[0]))
             continue
-        known[nameless] = facts
-        found.append(replace(facts, **dict(zip(_WORDS, _words(method), strict=True))))
+        known[nameless] = figures
+        found.append(replace(_without_figures(method), **figures))
     return found
 
 
-_WORDS = ("name", "title", "source", "order", "rule", "correction", "buffers")
-
-
-def _words(method: Method) -> tuple[str, str, str, str, str, str, int]:
+def _without_figures(method: Method) -> MethodFacts:
     """Return what a row has from the table of methods itself."""
     buffers = CORRECTIONS[method.correction].buffers
-    return method.name, method.title, method.source, method.order, method.rule, method.correction, buffers
+    return MethodFacts(method.name, method.title, method.source, method.order, method.rule, method.correction, buffers)
 
 
-def _derived(method: Method, proof: Proof) -> MethodFacts:
-    """Derive a row from a proof."""
+def _figures(proof: Proof) -> dict[str, Any]:
+    """Derive the figures of a row from a proof."""
     costs = Costs.uniform(proof.schedule, forward=1.0, backward_input=1.0, backward_weight=1.0)
     ranks = range(proof.schedule.ranks)
-    return MethodFacts(
-        *_words(method),
-        weight_copies=[_copies_on(proof, rank) for rank in ranks],
-        delay=[delay_on(proof, rank) for rank in ranks],
-        activations=[float(a) for a in proof.activations],
-        bubble=max(steady_bubble(proof.lowered, costs, proof.steady_from + 2), 0.0),
-    )
+    return {
+        "weight_copies": [_copies_on(proof, rank) for rank in ranks],
+        "delay": [delay_on(proof, rank) for rank in ranks],
+        "activations": [float(a) for a in proof.activations],
+        "bubble": max(steady_bubble(proof.lowered, costs, proof.steady_from + 2), 0.0),
+    }
 
 
 def _copies_on(proof: Proof, rank: int) -> float:
