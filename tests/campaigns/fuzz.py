@@ -91,7 +91,7 @@ def commands() -> tuple[str, ...]:
         "sample nowhere --prompt x --seed 1 --temperature 0.5", "compare 1f1b --lr 1e-3 --keys",
         "train --resume nowhere --set stages=2", "train 1f1b --data nowhere --set lr=1",
         "show --file nowhere.py --text",
-        "simulate 1f1b --per-stage nowhere --batches 2", "compare --out nowhere --keys",
+        "simulate 1f1b --per-stage nowhere --batches 2",
         "launch --print slurm 2bw --stages 4 --machines 2 --cpus 2 --set out=x", "show 2bw --stages 2 --svg nowhere",
     )  # fmt: skip
 

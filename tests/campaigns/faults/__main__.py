@@ -1,191 +1,97 @@
-"""Workers that are killed or stopped at random moments, in many seeded trials: `make faults`.
+"""Faults of every kind at random moments of runs, in many seeded cases: `make faults`.
 
-    PYTHONPATH=tests python -m campaigns.faults                    # 60 trials, about half an hour on two cores
-    PYTHONPATH=tests python -m campaigns.faults --trials 4 --seed 7
+    PYTHONPATH=tests python -m campaigns.faults                          # 220 cases, 45 minutes or more on two cores
+    PYTHONPATH=tests python -m campaigns.faults --cases 8 --seed 7       # eight of them
+    PYTHONPATH=tests python -m campaigns.faults --from 100 --out FILE    # go on with the case of this number
 
-In 50 trials workers are killed, in ten more one is stopped. Every other trial with kills, and those with stops, have no
-restarts: the job must end in time with a report of every worker, leave no process and no broken checkpoint behind, and
-`penstock train --resume` must end with the weights of an undisturbed run, bit for bit. The others have restarts; they
-must tell the reports, and end with those weights by themselves.
+Signals of all kinds to workers, launchers, fork servers and hosts; full disks; damaged files (`kinds.py`). Each case
+must end in time and with the exit code and the words that its kind has, leave neither processes nor temporary files
+nor broken checkpoints behind, and have the weights of an undisturbed run in the end, bit for bit, by itself or after
+`penstock train --resume`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import random
-import signal
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from campaigns.trial import (
-    STALL,
-    Fault,
-    Outcome,
-    Shape,
-    judge_failure,
-    judge_restarts,
-    judge_success,
-    run,
-)
+from campaigns.faults.cases import draw
+from campaigns.faults.kinds import KINDS
+from campaigns.faults.trial import Trials
 
-SHAPES = (
-    Shape("2bw", 2),
-    Shape("1f1b", 3),
-    Shape("stash", 2, every=5),
-    Shape("2bw", 3, every=3),
-    Shape("2bw", 2, width=2),
-    Shape("1f1b", 2),
-    Shape("2bw", 2, patience=2),
-)
-KILLS = 50  # the trials after those are of workers that are stopped
-STARTING = 6.0  # seconds in which a worker starts, roughly
-RESUMED = 2  # one of so many failed runs is resumed
-DRAWS = 3  # a trial whose run ends before its fault is drawn again, so often
+CASES = 220
+DRAWS = 3  # a case whose run ends before its fault is drawn again, so often
 
 
-@dataclass(frozen=True)
-class Trial:
-    """One trial.
-
-    Attributes:
-        restarts: of the job; 0 if it is to give up.
-    """
-
-    number: int
-    shape: Shape
-    faults: tuple[Fault, ...]
-    restarts: int
+def carry_out(trials: Trials, number: int, seed: int) -> dict[str, Any]:
+    """The record of a case; if its fault came too late, of the same with another moment."""
+    for again in range(DRAWS):
+        case = draw(number, seed, again)
+        row = trials.carry_out(case, f"case {number}.{again}")
+        if row["in_time"] or row["wrong"]:
+            break
+    return {"seed": seed, **row}
 
 
-def draw(number: int, seed: int, again: int = 0) -> Trial:
-    """The trial of a number."""
-    dice = random.Random(f"{seed}/{number}/{again}")
-    shape = dice.choice(SHAPES)
-    stalled = number >= KILLS
-    restarts = 0 if stalled or number % 2 == 0 else 2
-    count = 2 if restarts and dice.random() < 0.3 else 1
-    faults = tuple(_draw_fault(dice, shape, signal.SIGSTOP if stalled else signal.SIGKILL) for _ in range(count))
-    return Trial(number, shape, faults, restarts)
-
-
-def _draw_fault(dice: random.Random, shape: Shape, number: signal.Signals) -> Fault:
-    rank, when = dice.randrange(shape.workers), dice.random()
-    if when < 0.15:
-        return Fault(rank, number, None, dice.uniform(0, STARTING))
-    if when < 0.85:
-        return Fault(rank, number, dice.randint(1, shape.lines - 1), dice.uniform(0, 0.05))
-    return Fault(rank, number, shape.lines - 10, dice.uniform(0, 1.0))
-
-
-class Campaign:
-    """All trials of one call, in a folder."""
-
-    def __init__(self, folder: Path, console: Console) -> None:
-        self._folder, self._console = folder, console
-        self._undisturbed: dict[Shape, Path] = {}
-        self._text = folder / "text.txt"
-        self._text.write_text("the quick brown fox jumps over the lazy dog. " * 400)
-
-    def carry_out(self, trial: Trial, place: str) -> tuple[Outcome, dict[str, Any]]:
-        """Run a trial and judge it."""
-        undisturbed = self.undisturbed(trial.shape)
-        settings = self._settings(trial.shape) | {"restarts": trial.restarts}
-        if any(fault.number == signal.SIGSTOP for fault in trial.faults):
-            settings["timeout"] = STALL
-        outcome = run(self._folder / place, settings, trial.faults)
-        resumed = False
-        if not outcome.faults or trial.restarts:
-            wrong = judge_success(undisturbed, outcome) + judge_restarts(trial.shape, trial.faults, outcome)
-        else:
-            wrong = judge_failure(trial.shape, trial.faults[0], outcome)
-            if trial.number // 2 % RESUMED == 0:
-                resumed = True
-                again = run(self._folder / f"{place}-resumed", settings, resume=outcome.folder)
-                wrong += [f"resumed: {what}" for what in judge_success(undisturbed, again)]
-        said = {key: value for key, value in asdict(outcome).items() if key != "folder"}
-        faults = [str(fault) for fault in trial.faults]
-        return outcome, {
-            "trial": trial.number, "shape": trial.shape.name, "faults": faults, "restarts": trial.restarts,
-            "resumed": resumed, "wrong": wrong, "outcome": said,
-        }  # fmt: skip
-
-    def undisturbed(self, shape: Shape) -> Path:
-        """The run folder of a run to which nothing happened."""
-        if shape not in self._undisturbed:
-            outcome = run(self._folder / f"undisturbed {shape.name}", self._settings(shape))
-            if outcome.code != 0:
-                raise RuntimeError(f"the undisturbed run of {shape.name} failed: {outcome.err}")
-            self._undisturbed[shape] = outcome.folder
-        return self._undisturbed[shape]
-
-    def _settings(self, shape: Shape) -> dict[str, Any]:
-        return {**shape.settings(), "data": str(self._text)}
-
-
-def tabulate(found: list[dict[str, Any]]) -> Table:
-    """One line per trial."""
-    table = Table("trial", "run", "what happened", "restarts", "exit", "ended after", "verdict")
-    for row in found:
-        seconds, wrong = row["outcome"]["seconds"], row["wrong"]
-        verdict = "[red]" + "; ".join(wrong).replace("[", r"\[") if wrong else "[green]as it should"
-        if not row["outcome"]["faults"]:
-            verdict += " (over before)"
-        elif row["resumed"] and not wrong:
-            verdict += ", resumed too"
-        table.add_row(
-            str(row["trial"]),
-            row["shape"],
-            "\n".join(row["faults"]),
-            str(row["restarts"]),
-            str(row["outcome"]["code"]),
-            "" if seconds is None else f"{seconds:.1f} s",
-            verdict,
-        )
+def summarize(rows: list[dict[str, Any]]) -> Table:
+    """A line for each group of kinds."""
+    groups = defaultdict(list)
+    for row in rows:
+        groups[row["kind"].partition(":")[0]].append(row)
+    table = Table("faults", "cases", "as they should", "came too late", "longest end", "wrong")
+    for name, found in sorted(groups.items()):
+        good = [row for row in found if not row["wrong"]]
+        ends = [row["ended_after"] for row in found if row["ended_after"] is not None]
+        bad = ", ".join(str(row["case"]) for row in found if row["wrong"])
+        late = sum(not row["in_time"] for row in found)
+        table.add_row(name, str(len(found)), str(len(good)), str(late), f"{max(ends, default=0):.1f} s", bad)
     return table
 
 
 def main() -> None:
-    """Carry out a campaign; exit code 1 if a trial ended as it should not."""
+    """Carry out a campaign; exit code 1 if a case ended as it should not."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trials", type=int, default=60)
+    parser.add_argument("--cases", type=int, default=CASES, help="number of cases")
+    parser.add_argument("--from", type=int, default=0, dest="first", help="number of the first case")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", type=int, nargs="+", help="numbers of the trials to carry out")
-    parser.add_argument("--out", type=Path, help="write the raw outcome of every trial to this JSON file")
-    parser.add_argument("--keep", type=Path, help="do everything in this folder, and leave it there")
+    parser.add_argument("--only", type=int, nargs="+", help="numbers of the cases to carry out")
+    parser.add_argument("--kind", help="only cases whose kind has this in its name")
+    parser.add_argument("--out", type=Path, help="append the record of every case to this file, as a line of JSON")
+    parser.add_argument("--keep", type=Path, help="do everything in this folder, and leave what went wrong there")
     arguments = parser.parse_args()
-    console, found = Console(), []
-    begun = time.monotonic()
+    console, rows, begun = Console(), [], time.monotonic()
+    numbers = arguments.only or range(arguments.first, arguments.cases)
+    if arguments.kind:
+        numbers = [n for n in numbers if arguments.kind in draw(n, arguments.seed).kind.name]
+    console.print(f"{len(numbers)} cases of {len(KINDS)} kinds, seed {arguments.seed}")
     with tempfile.TemporaryDirectory(prefix="penstock-faults-") as temporary:
         folder = arguments.keep or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        campaign = Campaign(folder, console)
-        for number in arguments.only or range(arguments.trials):
-            for again in range(DRAWS):
-                trial = draw(number, arguments.seed, again)
-                outcome, row = campaign.carry_out(trial, f"trial {number}.{again}")
-                if outcome.faults or row["wrong"]:
-                    break
-            found.append(row)
-            verdict = "; ".join(row["wrong"]) or "as it should"
-            line = f"{number}: {trial.shape.name}, {', '.join(row['faults'])}, restarts {trial.restarts}: {verdict}"
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
+        trials = Trials(folder)
+        for number in numbers:
+            row = carry_out(trials, number, arguments.seed)
+            rows.append(row)
+            verdict = "; ".join(row["wrong"]) or ("as it should" if row["in_time"] else "over before")
+            line = f"{number}: {row['kind']} (rank {row['rank']}), {row['shape']}, {row['moment']}: {verdict} "
+            console.print(f"{line}({row['seconds']} s)", markup=False, highlight=False, soft_wrap=True)
             if arguments.out:
-                arguments.out.write_text(json.dumps(found, indent=1))
-    console.print(tabulate(found))
-    bad = sum(bool(row["wrong"]) for row in found)
-    console.print(f"{bad} of {len(found)} trials ended as they should not; {time.monotonic() - begun:.0f} s")
-    idle = sum(not row["outcome"]["faults"] for row in found)
-    if idle > len(found) // 10:
-        console.print(f"in {idle} trials no fault came in time: too many to say anything")
-    sys.exit(1 if bad or idle > len(found) // 10 else 0)
+                with arguments.out.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+    console.print(summarize(rows))
+    bad, late = sum(bool(row["wrong"]) for row in rows), sum(not row["in_time"] for row in rows)
+    console.print(f"{bad} of {len(rows)} cases ended as they should not; {time.monotonic() - begun:.0f} s")
+    if late > len(rows) // 10:
+        console.print(f"in {late} cases the fault came too late: too many to say anything")
+    sys.exit(1 if bad or late > len(rows) // 10 else 0)
 
 
 if __name__ == "__main__":
