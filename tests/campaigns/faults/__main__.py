@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 import tempfile
 import time
@@ -68,6 +69,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="append the record of every case to this file, as a line of JSON")
     parser.add_argument("--keep", type=Path, help="do everything in this folder, and leave what went wrong there")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGQUIT, signal.SIGHUP):  # jobs would inherit that a background job or nohup ignores them
+        signal.signal(number, signal.SIG_DFL)
     console, rows, begun = Console(), [], time.monotonic()
     numbers = arguments.only or range(arguments.first, arguments.cases)
     if arguments.kind:
