@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import _pytree as pytree
 
-from penstock.errors import ConfigError
+from penstock.errors import CapabilityError, ConfigError
 
 PrecisionName = Literal["fp32", "bf16", "fp16"]
+_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def low_precision(precision: PrecisionName) -> torch.dtype | None:
@@ -23,7 +24,7 @@ def low_precision(precision: PrecisionName) -> torch.dtype | None:
     """
     if precision not in get_args(PrecisionName):
         raise ConfigError(f"precision must be one of {', '.join(get_args(PrecisionName))}; got {precision!r}")
-    return {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    return next((dtype for dtype, name in _NAMES.items() if name == precision), None)
 
 
 def kept_full(module: nn.Module) -> Iterator[nn.Parameter]:
@@ -44,3 +45,28 @@ def cast(value: Any, precision: torch.dtype | None) -> Any:
     return pytree.tree_map(
         lambda x: x.to(precision) if isinstance(x, Tensor) and x.dtype == torch.float32 else x, value
     )
+
+
+def check_formats(error: RuntimeError, where: str, value: Any, precision: torch.dtype | None) -> None:
+    """Explain what a block has raised, if it was given float32 where its weights are of a lower precision.
+
+    Args:
+        error: what it has raised.
+        where: the block.
+        value: what it was given.
+        precision: of its weights; None for their own.
+
+    Raises:
+        CapabilityError: that is the reason.
+    """
+    said = str(error)
+    mixed = any(isinstance(x, Tensor) and x.dtype == torch.float32 for x in pytree.tree_leaves(value))
+    if precision is None or not mixed or not ("dtype" in said or "scalar type" in said):
+        return
+    low = str(precision).removeprefix("torch.")
+    raise CapabilityError(
+        f"{where}: the block before it returned float32, but with precision={_NAMES[precision]!r} its weights are "
+        f"{low}, and torch does not compute with both ({said}). Only the inputs of the model are cast, not at every "
+        "operation as under torch.autocast: let the block before end with .to(x.dtype), x being its input, or let this "
+        f"one begin with .to(torch.{low})"
+    ) from error
