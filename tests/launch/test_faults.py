@@ -52,6 +52,7 @@ def trials(tmp_path_factory: pytest.TempPathFactory) -> Trials:
         ("worker: SIGSEGV", 1, Moment("steady", 60, 0.0)),
         ("worker, restarts: SIGKILL", 0, Moment("steady", 30, 0.0)),
         ("disk: full for good", 0, Moment("steady", 20, 0.0)),
+        ("disk: the folder of checkpoints is blocked, two torchruns", 0, Moment("steady", 20, 0.0)),
         ("files: stage of the newest checkpoint, flip", 0, Moment("steady", 40, 0.0)),
     ],
 )
