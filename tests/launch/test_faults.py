@@ -16,7 +16,7 @@ import torch
 
 from campaigns.faults.cases import Case, Moment, draw
 from campaigns.faults.job import workers_of
-from campaigns.faults.judge import Outcome, Wanted, judge_end, judge_same
+from campaigns.faults.judge import Outcome, Wanted, judge_end, judge_same, reports
 from campaigns.faults.kinds import KINDS, kind_named
 from campaigns.faults.shapes import BATCHES, Shape
 from campaigns.faults.trial import Trials
@@ -152,3 +152,9 @@ def until(true: Callable[[], bool], seconds: float) -> None:
     while not true():
         assert time.monotonic() < patience
         time.sleep(0.1)
+
+
+def test_what_a_survivor_says_of_a_call_of_all_ranks_counts() -> None:
+    why = "a peer is dead or stalled, or has not made this call, which all ranks make together (Timed out)"
+    assert reports(f"TransportError: rank 1, sharing the CPUs: {why}", silence=False)
+    assert not reports("TransportError: something broke", silence=False)
