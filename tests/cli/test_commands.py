@@ -11,7 +11,8 @@ from rich.console import Console
 from penstock.cli import main
 from penstock.errors import ConfigError
 from penstock.schedule.methods.table import METHODS
-from penstock.view.tables import methods_table
+from penstock.schedule.proof.check import check
+from penstock.view.tables import facts_of_methods, methods_table
 from support.command_line import run, start
 
 FORWARDS = (  # a predicted copy for forwards
@@ -47,6 +48,20 @@ def test_methods_as_json(monkeypatch, capsys):
         "gap-aware": 2,
         "error-feedback": 1,
     }
+
+
+def test_methods_of_one_schedule_share_its_proof(monkeypatch):
+    """Those that differ in their correction only; so all of them are listed in half a second."""
+    proven = []
+    monkeypatch.setattr("penstock.schedule.build.check", lambda schedule: proven.append(schedule) or check(schedule))
+    rows = [METHODS[name] for name in ("spike", "1f1b", "pipemare", "2bw", "gpipe")]
+    found = facts_of_methods(rows, 3, 4)
+    assert [facts.name for facts in found] == [row.name for row in rows]
+    assert [schedule.name for schedule in proven] == ["spike", "1f1b", "2bw", "gpipe"]
+    alone = [facts for row in rows for facts in facts_of_methods([row], 3, 4)]
+    assert found == alone
+    assert found[0].weight_copies == found[2].weight_copies
+    assert (found[0].title, found[0].correction) != (found[2].title, found[2].correction)
 
 
 def test_methods_as_a_table_names_what_is_illegal(monkeypatch, capsys):

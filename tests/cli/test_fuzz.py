@@ -10,7 +10,7 @@ from penstock.errors import ConfigError
 
 def test_nothing_but_documented_errors() -> None:
     findings = fuzz(300, start=1)
-    assert findings.tried > 200
+    assert findings.tried >= 300
     assert not findings.found, report(findings)
 
 

@@ -13,6 +13,7 @@ from support.command_line import run
 from support.time_limit import time_limit
 
 LONG = "9" * 5000
+NAME = "f" * 300  # longer than a file system allows
 MODEL = ["data=text.txt", "model.layers=2", "model.width=16", "model.heads=2", "model.context=8"]
 
 COMMANDS = [
@@ -24,6 +25,8 @@ COMMANDS = [
     "sample run --seed 1" + "0" * 26, "sample run --length 99999999999", "show \udcff",
     "compare --out o 1f1b:delays=99999999", "compare --out o --lr 1e999", "compare --out o --set methods={1:2}",
     "train --config /dev/zero", "train --resume \udcff", "simulate 1f1b --per-stage /dev/zero",
+    f"train --resume {NAME}", f"sample {NAME}", f"compare --out {NAME}", f"show --file {NAME}.py",
+    f"train --data {NAME}", f"train --config {NAME}", f"show --file {NAME}", f"simulate 1f1b --per-stage {NAME}",
 ]  # fmt: skip
 
 FILES = {

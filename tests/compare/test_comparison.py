@@ -467,7 +467,10 @@ def test_own_files_are_no_data(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         (["methods=1f1b,2bv"], "unknown method '2bv'. Did you mean"),
-        (["methods=interleaved:chunks=2.5"], "interleaved:chunks=2.5: chunks is an option of an order, so it must be a whole number"),
+        (
+            ["methods=interleaved:chunks=2.5"],
+            "interleaved:chunks=2.5: chunks is an option of an order, so it must be a whole number",
+        ),
         (
             ["methods=pipemare:chunks=2"],
             "pipemare:chunks=2: method pipemare has no option 'chunks'; it has in_flight, reschedule, decay",

@@ -1,24 +1,29 @@
-"""Workers that are killed or stopped: the cheapest cases of the campaign (`make faults`)."""
+"""Faults of every kind: the short form of the campaign (`make faults`), and what it would see."""
 
 from __future__ import annotations
 
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import psutil
 import pytest
 import torch
 
-from campaigns.trial import Fault, Shape, judge_failure, judge_folder, run, workers_of
+from campaigns.faults.cases import Case, Moment, draw
+from campaigns.faults.job import workers_of
+from campaigns.faults.judge import Outcome, Wanted, judge_end, judge_same, reports
+from campaigns.faults.kinds import KINDS, kind_named
+from campaigns.faults.shapes import BATCHES, Shape
+from campaigns.faults.trial import Trials
 from penstock.errors import WorkerError
 from penstock.launch.launch import launch_local
 from penstock.train.config.load import validate_config
 from penstock.train.data.windows import batches
-from penstock.train.export.weights_format import load_weights
 from penstock.train.setup.build_pipeline import make_pipeline
 from penstock.train.setup.prepare import prepare
 from support.worker_functions import stop_after_the_end, stop_at_the_end
@@ -28,39 +33,89 @@ pytestmark = pytest.mark.processes
 SHAPE = Shape("2bw", 2)
 
 
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    path = tmp_path / "text.txt"
-    path.write_text("the quick brown fox jumps over the lazy dog. " * 400)
-    return path
-
-
-def test_a_worker_that_is_killed_and_started_again_changes_no_bit(tmp_path: Path, text: Path) -> None:
-    settings = {**SHAPE.settings(), "data": str(text), "batches": 30}
-    outcome = run(tmp_path / "run", {**settings, "restarts": 1}, (Fault(0, signal.SIGKILL, 30, 0.0),))
-    assert outcome.code == 0, outcome.err
-    assert outcome.faults == 1
-    assert "worker 0: reported nothing" in outcome.err  # before all were started again
-    assert not outcome.alive
-    assert judge_folder(outcome.folder) == []
-    prepared = prepare(validate_config(settings))
-    pipeline = make_pipeline(prepared)  # all in this process, which is the same, bit for bit
+@pytest.fixture(scope="module")
+def trials(tmp_path_factory: pytest.TempPathFactory) -> Trials:
+    """Compares with a run of one process, which has the same weights, bit for bit."""
+    made = Trials(tmp_path_factory.mktemp("faults"))
+    prepared = prepare(validate_config({**SHAPE.settings(), "data": str(made.text)}))
+    pipeline = make_pipeline(prepared)
     count, size = prepared.microbatches, prepared.config.microbatch_size
-    assert len(list(pipeline.run(batches(prepared.windows, 0, 30, count, size)))) == 30
-    found, wanted = load_weights(outcome.folder), pipeline.state_dict()
-    assert found.keys() == wanted.keys()
-    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    reports = list(pipeline.run(batches(prepared.windows, 0, BATCHES, count, size)))
+    losses = {report.batch: report.loss for report in reports if report.loss is not None}
+    made.undisturbed[SHAPE] = Wanted(pipeline.state_dict(), losses)
+    return made
 
 
-def test_a_worker_that_stalls_is_named_and_its_peers_say_what_they_waited_for(tmp_path: Path, text: Path) -> None:
-    settings = {**SHAPE.settings(), "data": str(text), "batches": 100_000, "timeout": 5.0}
-    fault = Fault(1, signal.SIGSTOP, 20, 0.0)
-    outcome = run(tmp_path / "run", settings, (fault,))
-    assert judge_failure(SHAPE, fault, outcome) == []
+@pytest.mark.parametrize(
+    ("name", "rank", "moment"),
+    [
+        ("worker: SIGSEGV", 1, Moment("steady", 60, 0.0)),
+        ("worker, restarts: SIGKILL", 0, Moment("steady", 30, 0.0)),
+        ("disk: full for good", 0, Moment("steady", 20, 0.0)),
+        ("disk: the folder of checkpoints is blocked, two torchruns", 0, Moment("steady", 20, 0.0)),
+        ("files: stage of the newest checkpoint, flip", 0, Moment("steady", 40, 0.0)),
+    ],
+)
+def test_a_fault_changes_no_bit(trials: Trials, name: str, rank: int, moment: Moment) -> None:
+    """The short form of `make faults`."""
+    found = trials.carry_out(Case(0, kind_named(name), SHAPE, rank, moment), name)
+    assert found["wrong"] == []
+    assert found["in_time"]
+
+
+def test_a_worker_that_stalls_is_named_and_its_peers_say_what_they_waited_for(trials: Trials) -> None:
+    case = Case(0, kind_named("worker: SIGSTOP"), SHAPE, 1, Moment("steady", 20, 0.0))
+    outcome = trials.run(case, "stalls", {"batches": 100_000, "timeout": 5.0})
+    assert judge_end(case, outcome) == []
     assert "error: worker 1 is stalled or dead: it reported nothing" in outcome.err
     assert "lane from rank 1 to rank 0" in outcome.err or "the control lane of all stages" in outcome.err
     assert outcome.seconds is not None
     assert outcome.seconds < 40  # elastic would wait for half a minute after the time-out
+
+
+def test_every_kind_of_fault_is_drawn_at_every_depth_and_width() -> None:
+    """In 220 cases; a case depends on its number and the seed alone."""
+    cases = [draw(number, seed=0) for number in range(220)]
+    assert {case.kind for case in cases} == set(KINDS)
+    assert len({kind.name for kind in KINDS}) == len(KINDS) > 100
+    assert {case.shape.stages for case in cases} == {2, 3, 4}
+    assert {case.shape.width for case in cases} == {1, 2}
+    assert {case.moment.when for case in cases} == {"start", "steady", "saving", "ending"}
+    assert all(case.rank < case.shape.workers for case in cases)
+    assert sum(case.shape.workers > 4 for case in cases) < 20
+    assert [draw(number, seed=0) for number in range(0, 220, 7)] == cases[::7]
+    assert str(draw(3, seed=0)) != str(draw(3, seed=1))
+
+
+def test_the_campaign_sees_what_is_wrong(trials: Trials, tmp_path: Path) -> None:
+    case = Case(0, kind_named("worker: SIGKILL"), SHAPE, 1, Moment("steady", 20, 0.0))
+    report = "error: worker 1 failed with exit code -9: Signal 9 (SIGKILL) received by PID 5\n  worker 0: "
+    was_at = "TransportError: rank 0, stage 0, F14: the gradient lane from rank 1 to rank 0 broke: reset"
+    good = Outcome(tmp_path, [1], 1.0, True, 20, err=report + was_at)
+    assert judge_end(case, good) == []
+    for changes, wrong in (
+        ({"codes": [0]}, "exit codes [0], not (1,)"),
+        ({"codes": [None]}, "it hangs"),
+        ({"seconds": 100.0}, "it took 100.0 s to end, not 60"),
+        ({"left": ["process 7 (sleeping)"]}, "left behind: process 7"),
+        ({"left": ["temporary pymp-x"]}, "left behind: temporary pymp-x"),
+        ({"err": good.err.replace("worker 1", "worker 0")}, "it does not say"),
+        ({"err": report + "Error: something"}, "worker 0 has not reported"),
+        ({"err": good.err + "\nTraceback"}, "it prints a traceback"),
+    ):
+        assert any(said.startswith(wrong) for said in judge_end(case, replace(good, **changes))), wrong
+    alone = trials.undisturbed[SHAPE]
+    first, *_ = alone.weights
+    ended = Outcome(tmp_path, [0])
+    for end, wrong in (
+        (alone, []),
+        (Wanted(alone.weights | {first: alone.weights[first] + 1}, alone.losses), ["1 of 15 tensors differ"]),
+        (Wanted(alone.weights | {"x": torch.ones(1)}, alone.losses), ["0 of 15 tensors differ"]),
+        (Wanted(alone.weights, alone.losses | {3: 0.5}), ["the losses of batches [3] differ"]),
+    ):
+        with mock.patch.object(Wanted, "of", return_value=end):
+            found = judge_same(alone, ended, (0,))
+        assert [said[: len(start)] for said, start in zip(found, wrong, strict=True)] == wrong
 
 
 @pytest.mark.smoke
@@ -97,3 +152,9 @@ def until(true: Callable[[], bool], seconds: float) -> None:
     while not true():
         assert time.monotonic() < patience
         time.sleep(0.1)
+
+
+def test_what_a_survivor_says_of_a_call_of_all_ranks_counts() -> None:
+    why = "a peer is dead or stalled, or has not made this call, which all ranks make together (Timed out)"
+    assert reports(f"TransportError: rank 1, sharing the CPUs: {why}", silence=False)
+    assert not reports("TransportError: something broke", silence=False)

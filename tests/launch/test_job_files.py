@@ -1,12 +1,13 @@
 """Files for clusters: what is in them, and that the batch script does what it says.
 
-They were checked by hand against the schemas of Kubernetes 1.37 (kubernetes-validate, strict) and of SkyPilot 0.14.
+SkyPilot has its schema only in the package itself, with all that it needs, so the fields of a task are listed here.
 """
 
 from __future__ import annotations
 
 import ast
 import os
+import re
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -39,6 +40,42 @@ def test_the_manifest_gives_every_pod_its_place() -> None:
     place = job_place(environment)
     assert place == JobPlace("the launcher", 3, 4, f"{job['metadata']['name']}-0.penstock-2bw", 29500, 0, 1)
     assert container["resources"]["limits"] == {"cpu": "3"}
+
+
+@pytest.mark.parametrize("gpus", [0, 1])
+def test_the_manifest_is_one_by_the_schema_of_kubernetes(gpus: int) -> None:
+    """Also of the oldest version that is still in wide use; unknown fields are refused."""
+    validator = pytest.importorskip("kubernetes_validate")
+    text = job_file("kubernetes", replace(PLAN, gpus=gpus))
+    for version in ("1.31", validator.latest_version()):
+        for resource in yaml.safe_load_all(text):
+            validator.validate(resource, version, strict=True)
+        wrong = yaml.safe_load(text.split("---\n")[1].replace("backoffLimit: 0", "backOffLimit: 0"))
+        with pytest.raises(validator.ValidationError):
+            validator.validate(wrong, version, strict=True)
+
+
+def test_names_are_those_of_pods_and_services(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """At most 63 letters, digits and dashes, with the number of the pod behind the name of the job."""
+    file = tmp_path / "an_order_of_my_own_whose_file_has_a_name_that_says_all_there_is_to_say.py"
+    file.write_text("from penstock.schedule.orders.one_f_one_b import one_f_one_b as order\n")
+    given = ("--file", file, "--stages", 2, "--set", "out=/runs")
+    code, out, err = run(monkeypatch, capsys, "launch", "--print", "kubernetes", *given)
+    assert code == 0, err
+    service, job = yaml.safe_load_all(out)
+    assert service["metadata"]["name"] == job["metadata"]["name"]
+    assert re.fullmatch(r"[a-z][-a-z0-9]{0,55}[a-z0-9]", job["metadata"]["name"])  # and -12345
+
+
+def test_the_task_has_the_fields_of_skypilot() -> None:
+    task = yaml.safe_load(job_file("skypilot", replace(PLAN, gpus=1)))
+    kinds = {"name": str, "num_nodes": int, "resources": dict, "setup": str, "run": str}
+    assert {key: type(value) for key, value in task.items()} == kinds
+    assert re.fullmatch(r"[a-zA-Z]([-_.a-zA-Z0-9]*[a-zA-Z0-9])?", task["name"])
+    assert re.fullmatch(r"\d+\+?", task["resources"]["cpus"])
+    assert re.fullmatch(r"[-\w]+(:\d+)?", task["resources"]["accelerators"])
 
 
 def test_the_task_starts_torchrun_on_every_machine(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from penstock.errors import ConfigError, DataError
+import penstock
+from penstock.errors import CapabilityError, ConfigError, DataError
 from support.cases import METHODS, Case, make_batches, make_pipeline, mixed
 from support.pool import Pool
 from support.runtime_faults import Fails, divide_by_zero, refuses_to_go_on, what_happens, with_block
@@ -162,3 +165,33 @@ def test_a_stage_that_begins_in_place_is_refused_with_the_remedy() -> None:
     blocks = mixed() | {"norm": nn.ReLU(inplace=True)}  # the first block of the second stage
     with pytest.raises(ConfigError, match=r"stage 1 on rank 1: a block writes in place .*inplace=False"):
         list(make_pipeline(Case("1f1b", 2, 2), blocks=blocks).run(make_batches(Case("1f1b", 2, 2))))
+
+
+class _Float(nn.Module):
+    """As Llama's norms and many heads do."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.float()
+
+
+@pytest.mark.parametrize("stages", [1, 2])  # in front of a block of the same stage, or of the next one
+@pytest.mark.parametrize("second", [partial(nn.Linear, 3, 3), partial(nn.LayerNorm, 3)])
+def test_a_block_that_returns_float32_to_weights_in_bf16_is_named(stages: int, second: Callable[[], nn.Module]) -> None:
+    """Where plain torch says only `mat1 and mat2 must have the same dtype`."""
+    blocks = {"one": nn.Sequential(nn.Linear(3, 3), _Float()), "two": second()}
+    pipeline = penstock.Pipeline(
+        blocks, method="1f1b", stages=stages, microbatches=2, precision="bf16",
+        loss=nn.functional.mse_loss, optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
+    )  # fmt: skip
+    said = "block 'two': the block before it returned float32, but with precision='bf16' its weights are bfloat16"
+    with pytest.raises(CapabilityError, match=said):
+        list(pipeline.run([(torch.ones(4, 3), torch.ones(4, 3))]))
+
+
+def test_the_last_block_may_return_float32_for_the_loss() -> None:
+    blocks = [nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3), _Float())]
+    pipeline = penstock.Pipeline(
+        blocks, method="1f1b", stages=2, microbatches=2, precision="bf16",
+        loss=nn.functional.mse_loss, optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
+    )  # fmt: skip
+    assert len(list(pipeline.run([(torch.ones(4, 3), torch.ones(4, 3))]))) == 1

@@ -14,7 +14,7 @@ from penstock.schedule.methods.written import written_method
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import simulate_schedule
 from penstock.view.svg import timeline_svg
-from penstock.view.tables import method_facts
+from penstock.view.tables import facts_of_methods
 from penstock.view.text import draw_timeline
 
 PAGE = Path(__file__).parents[2] / "docs" / "orders.md"
@@ -55,7 +55,8 @@ def figures() -> str:
         except ScheduleError:
             continue
         found = simulate_schedule(proof, Costs.uniform(proof.schedule, 1.0, 1.0, 1.0))
-        copies = max(method_facts(row, STAGES, MICROBATCHES).weight_copies or [])
+        (facts,) = facts_of_methods([row], STAGES, MICROBATCHES)
+        copies = max(facts.weight_copies or [])
         held = f"{max(found.activations):g}"
         lines.append(f"| `{name}` | {found.bubble.bubble:.3f} | {held} | {copies:g} | {found.volume:g} |")
     return "\n".join(lines) + "\n"

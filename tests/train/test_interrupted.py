@@ -14,7 +14,7 @@ import psutil
 import pytest
 import torch
 
-from campaigns.trial import workers_of
+from campaigns.faults.job import workers_of
 from penstock.checkpoint.format import checkpoints
 from penstock.train.export.weights_format import load_weights
 from support.command_line import only_folder, settings

@@ -12,6 +12,7 @@ import typer
 from penstock.cli.options import Changes, ConfigFile, DataPath, Microbatches4, OptionalMethod, OrderFile, Stages2
 from penstock.cli.train import changes_of
 
+_LONGEST_NAME = 57  # characters; a host name may have 63, of which -NUMBER of a pod takes up to six
 Launcher = Annotated[
     str, typer.Option("--print", metavar="LAUNCHER", help="slurm, kubernetes, skypilot or ray.", show_default=False)
 ]
@@ -51,7 +52,7 @@ def launch(
         given += [] if value is None else [f"--{option}", str(value)]
     for change in changes or ():
         given += [] if change.startswith("out=") else ["--set", change]
-    name = re.sub(r"[^a-z0-9]+", "-", f"penstock-{settings.row.name}".lower()).strip("-")
+    name = re.sub(r"[^a-z0-9]+", "-", f"penstock-{settings.row.name}".lower())[:_LONGEST_NAME].strip("-")
     ranks = settings.stages * settings.width
     gpus = int(settings.device.startswith("cuda"))  # `auto` takes what there is
     plan = JobPlan(name, given, settings.out, machines, ranks, settings.model_dump(), cpus, gpus, image)

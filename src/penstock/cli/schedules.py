@@ -139,9 +139,10 @@ def methods(stages: MaybeStages = None, microbatches: MaybeMicrobatches = None, 
         print_json(methods_json(stages, microbatches))
     else:
         console = Console()
-        if not console.is_terminal:  # do not cut or wrap for programs that read the output
+        width = console.width if console.is_terminal else None
+        if width is None:  # do not cut or wrap for programs that read the output
             console = Console(width=UNBOUNDED)
-        console.print(methods_table(stages, microbatches, console.width))
+        console.print(methods_table(stages, microbatches, width))
         console.print(combines_table())
 
 

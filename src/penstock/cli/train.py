@@ -24,6 +24,7 @@ from penstock.cli.options import (
 )
 from penstock.cli.output import print_words
 from penstock.errors import ConfigError, InterruptedRunError, WorkerError
+from penstock.job.agent import starts_again
 from penstock.job.place import is_worker
 from penstock.launch.torchrun import is_first_to_say
 from penstock.schedule.ir.limits import MOST_BATCHES
@@ -90,7 +91,8 @@ def train(
     For example: penstock train 1f1b --stages 4 --microbatches 8 --data my.txt --set optimizer.lr=0.001
 
     Ctrl-C ends the run after the batches in flight, with a checkpoint; a second Ctrl-C ends it at once.
-    Exit code 3: the run has finished, but none of its checkpoints could be written.
+    Exit code 3: the run has finished, but none of its checkpoints could be written (1 of torchrun, whatever its workers
+    exit with, and 0 while it has restarts left, as it would train again).
 
     Started by a launcher (torchrun --no-python --nproc-per-node 2 penstock train ..., srun, mpirun), this process joins
     that job as one of its workers instead.
@@ -188,7 +190,9 @@ def _work(values: dict[str, Any], folder: str | None, restart: bool, drain: str 
     observer = TerminalObserver(lasting_console())
     try:
         place, request = (Path(path) if path else None for path in (folder, drain))
-        run(validate_config(values), place, observer, request, restart=restart)
+        # Workers that elastic starts again would train all batches once more, and on the same disk.
+        must_save = request is None and not starts_again(os.environ)
+        run(validate_config(values), place, observer, request, restart=restart, must_save=must_save)
     finally:
         observer.close()
 

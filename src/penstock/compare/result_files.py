@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ def joined(config: ComparisonConfig, folder: Path) -> ComparisonConfig:
         ConfigError: unknown method, or an order of one's own has changed.
         DataError: the folder's description is damaged.
     """
-    if not (folder / INDEX).exists():
+    if not os.path.exists(folder / INDEX):  # unlike Path.exists, False for a name that is too long
         return config
     there, given = _read(folder / INDEX), config.model_fields_set
     named = [contender.label for contender in contenders(config)] if "methods" in given else []
@@ -93,9 +94,9 @@ class Records:
             "lr": list(config.rates),
             "tune": config.tune,
         }
-        if (folder / INDEX).exists():
+        if os.path.exists(folder / INDEX):
             self._compare(_read(folder / INDEX)["shared"])
-        elif folder.is_dir() and any(not path.name.startswith(".") for path in folder.iterdir()):
+        elif os.path.isdir(folder) and any(not path.name.startswith(".") for path in folder.iterdir()):
             raise ConfigError(
                 f"--out {str(folder)!r} has other files in it but no comparison; give a new or empty folder"
             )

@@ -28,6 +28,16 @@ def end_agent(environment: Mapping[str, str]) -> None:
         os.kill(_agent(), signal.SIGTERM)
 
 
+def starts_again(environment: Mapping[str, str]) -> bool:
+    """Return whether the agent of this worker would start all workers again if this one failed.
+
+    Args:
+        environment: the variables of this process.
+    """
+    count, most = (environment.get(f"TORCHELASTIC_{name}", "0") for name in ("RESTART_COUNT", "MAX_RESTARTS"))
+    return count.isdecimal() and most.isdecimal() and int(count) < int(most)
+
+
 def _agent() -> int:
     """Return the process id of the agent: the nearest ancestor that was not itself started by one.
 

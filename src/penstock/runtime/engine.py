@@ -27,6 +27,7 @@ from penstock.runtime.execute.evaluation import Evaluating, EvaluationData, Eval
 from penstock.runtime.execute.executor import Executor
 from penstock.runtime.execute.run_loop import Run, drive_all, drive_one
 from penstock.runtime.execute.span_borders import SpanBorders
+from penstock.runtime.plan.kernels import Kernels
 from penstock.runtime.rank.batch_source import Batches, BatchSource
 from penstock.runtime.rank.reports import Report
 from penstock.runtime.rank.scheduled_batches import Schedules
@@ -38,7 +39,6 @@ from penstock.schedule.machine.batch_border import border_fault
 from penstock.schedule.methods.combine import REDUCE, Combine
 from penstock.schedule.proof.check import Proof
 from penstock.schedule.proof.stage_spec import stage_specs
-from penstock.stage.precision import Kernels
 from penstock.stage.stage_weights import TrainedWeights
 from penstock.weights.corrections.base import Correction
 from penstock.weights.decision import add_shares

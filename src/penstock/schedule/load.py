@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import os
 import sys
 import traceback
 from pathlib import Path
@@ -114,7 +115,9 @@ def load_function(path: Path) -> OrderFunction:
         ConfigError: the file cannot be imported, or it is ambiguous which of its functions is the order.
     """
     spec = importlib.util.spec_from_file_location(f"penstock order in {path.stem}", path)
-    if spec is None or spec.loader is None or not path.is_file():
+    if (
+        spec is None or spec.loader is None or not os.path.isfile(path)
+    ):  # unlike Path.is_file, False for a name that is too long
         raise ConfigError(f"there is no Python file {str(path)!r}")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up

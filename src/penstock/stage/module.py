@@ -26,7 +26,7 @@ from penstock.stage.autograd.activation_offload import ActivationOffload
 from penstock.stage.autograd.deferred_weight_grads import DeferredWeightGrads
 from penstock.stage.checks.changed_modules import check_changes, find_parameters, take_over_values
 from penstock.stage.loss import LossFunction, sum_and_weight
-from penstock.stage.precision import cast, kept_full
+from penstock.stage.precision import cast, check_formats, kept_full
 from penstock.stage.rng import BlockRng, RngKey
 
 _TRAINABLE = (torch.float32, torch.float64, torch.complex64, torch.complex128)
@@ -250,6 +250,9 @@ class StageModule:
                         f"raised in block {name!r}, which got a {type(value).__name__}: a block takes what the one "
                         "before returned; put a function between them, such as lambda pair: pair[0]"
                     )
+                raise
+            except RuntimeError as error:
+                check_formats(error, f"{self.where}, block {name!r}", value, self.precision)
                 raise
         return value
 

@@ -1,24 +1,19 @@
-"""The precision that passes compute in, the cast of their inputs, and settings of torch that choose their kernels."""
+"""The precision that passes compute in, and the cast of their inputs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import _pytree as pytree
 
-from penstock.errors import ConfigError
+from penstock.errors import CapabilityError, ConfigError
 
 PrecisionName = Literal["fp32", "bf16", "fp16"]
-SdpaName = Literal["flash", "efficient", "cudnn", "math"]
-_Step = TypeVar("_Step")
+_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def low_precision(precision: PrecisionName) -> torch.dtype | None:
@@ -29,7 +24,7 @@ def low_precision(precision: PrecisionName) -> torch.dtype | None:
     """
     if precision not in get_args(PrecisionName):
         raise ConfigError(f"precision must be one of {', '.join(get_args(PrecisionName))}; got {precision!r}")
-    return {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    return next((dtype for dtype, name in _NAMES.items() if name == precision), None)
 
 
 def kept_full(module: nn.Module) -> Iterator[nn.Parameter]:
@@ -52,87 +47,26 @@ def cast(value: Any, precision: torch.dtype | None) -> Any:
     )
 
 
-@dataclass(frozen=True)
-class Kernels:
-    """Settings of torch that hold for a whole process: they are made while passes run, and taken back in between.
+def check_formats(error: RuntimeError, where: str, value: Any, precision: torch.dtype | None) -> None:
+    """Explain what a block has raised, if it was given float32 where its weights are of a lower precision.
 
-    Attributes:
-        tf32: whether GPUs may round the factors of float32 products to 10 bits of mantissa, in matrix products,
-            convolutions and recurrent layers (`torch.backends.cuda.matmul.fp32_precision` and its like); None leaves
-            that as it is.
-        sdpa: the one backend of `torch.nn.functional.scaled_dot_product_attention` that is allowed; None leaves the
-            choice to torch.
+    Args:
+        error: what it has raised.
+        where: the block.
+        value: what it was given.
+        precision: of its weights; None for their own.
+
+    Raises:
+        CapabilityError: that is the reason.
     """
-
-    tf32: bool | None = None
-    sdpa: SdpaName | None = None
-
-    def check(self) -> None:
-        """Refuse what is no such setting.
-
-        Raises:
-            ConfigError: it is none.
-        """
-        if self.tf32 is not None and not isinstance(self.tf32, bool):
-            raise ConfigError(f"tf32 must be True, False, or None (as torch is set); got {self.tf32!r:.80}")
-        if self.sdpa is not None and self.sdpa not in get_args(SdpaName):
-            raise ConfigError(
-                f"sdpa must be one of {', '.join(get_args(SdpaName))}, or None (torch chooses); got {self.sdpa!r:.80}"
-            )
-
-    def check_device(self, device: torch.device) -> None:
-        """Refuse what a device does not have.
-
-        Raises:
-            ConfigError: the backend is one of GPUs, and the device is the CPU.
-        """
-        if device.type == "cpu" and self.sdpa in ("efficient", "cudnn"):
-            raise ConfigError(f"sdpa={self.sdpa} is a backend of GPUs, but ranks compute on the CPU; use flash or math")
-
-    @contextmanager
-    def applied(self) -> Iterator[None]:
-        """Make the settings, and take them back at the end."""
-        with ExitStack() as stack:
-            if self.sdpa is not None:
-                stack.enter_context(sdpa_kernel(_BACKENDS[self.sdpa]))
-            if self.tf32 is not None:
-                stack.enter_context(_float32_products("tf32" if self.tf32 else "ieee"))
-            yield
-
-    def during(self, steps: Iterator[_Step]) -> Iterator[_Step]:
-        """Return an iterator that makes the settings while it works, not while its caller does."""
-        return steps if self == Kernels() else self._each(steps)
-
-    def _each(self, steps: Iterator[_Step]) -> Iterator[_Step]:
-        while True:
-            with self.applied():
-                try:
-                    step = next(steps)
-                except StopIteration:
-                    return
-            yield step
-
-
-_BACKENDS = MappingProxyType(
-    {
-        "flash": SDPBackend.FLASH_ATTENTION,
-        "efficient": SDPBackend.EFFICIENT_ATTENTION,
-        "cudnn": SDPBackend.CUDNN_ATTENTION,
-        "math": SDPBackend.MATH,
-    }
-)
-
-
-@contextmanager
-def _float32_products(precision: str) -> Iterator[None]:
-    """Meanwhile GPUs take the factors of float32 products in this precision: "ieee" or "tf32"."""
-    backends: Any = torch.backends  # their attributes are made when they are looked up
-    places = [backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn]
-    before = [place.fp32_precision for place in places]
-    try:
-        for place in places:
-            place.fp32_precision = precision
-        yield
-    finally:
-        for place, value in zip(places, before, strict=True):
-            place.fp32_precision = value
+    said = str(error)
+    mixed = any(isinstance(x, Tensor) and x.dtype == torch.float32 for x in pytree.tree_leaves(value))
+    if precision is None or not mixed or not ("dtype" in said or "scalar type" in said):
+        return
+    low = str(precision).removeprefix("torch.")
+    raise CapabilityError(
+        f"{where}: the block before it returned float32, but with precision={_NAMES[precision]!r} its weights are "
+        f"{low}, and torch does not compute with both ({said}). Only the inputs of the model are cast, not at every "
+        "operation as under torch.autocast: let the block before end with .to(x.dtype), x being its input, or let this "
+        f"one begin with .to(torch.{low})"
+    ) from error

@@ -45,7 +45,8 @@ from penstock.train.setup.build_pipeline import make_pipeline
 from penstock.train.setup.early_stopping import Patience
 from penstock.train.setup.lr_schedule import rate_schedule
 from penstock.train.setup.prepare import Prepared, prepare
-from penstock.train.setup.run_folder import note_changes, set_aside_run
+from penstock.train.setup.recorded import recorded
+from penstock.train.setup.run_folder import check_is_saved, note_changes, set_aside_run
 from penstock.train.troubles import Troubles
 
 _SAMPLED_PARAMETERS = 200_000_000  # largest model to sample from at the end, as one rank must load all of it
@@ -60,6 +61,7 @@ def train(
     drain: Path | None = None,
     *,
     restart: bool = False,
+    must_save: bool = False,
 ) -> None:
     """Train as one rank of a launched job; the rank with the last stage reports.
 
@@ -70,8 +72,10 @@ def train(
         observer: called on the reporting rank only.
         drain: a file whose existence requests the run to end early; None to handle signals instead.
         restart: begin again: what the folder has of the run is set aside.
+        must_save: raise an error if the run has ended, but none of its checkpoints could be written.
 
     Raises:
+        UnsavedRunError: so it is, and `must_save` is set.
         ConfigError: the number of processes of the job is not that of the pipelines' ranks.
         PenstockError: see `prepare` and `Pipeline`.
     """
@@ -83,7 +87,10 @@ def train(
             place = folder or shared_folder(config, store)
             if restart and dist.get_rank() == 0 and first_of_the_job(store, "restart"):
                 set_aside_run(place)
+            start = recorded(place).size  # before any rank has written more; a collective follows
             _Loop(prepared, place, store, observer, request).run()
+        if must_save and config.checkpoint.every is not None:
+            check_is_saved(place, start)
 
 
 class _Loop:

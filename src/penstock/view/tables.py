@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from typing import Any
 
@@ -13,7 +13,9 @@ from rich.text import Text
 
 from penstock.errors import ScheduleError
 from penstock.idle_time import TimeSplit
-from penstock.schedule.build import prove
+from penstock.schedule.build import ScheduleRequest
+from penstock.schedule.ir.gc_pause import no_collection
+from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.methods.combine import COMBINES
 from penstock.schedule.methods.corrections import CORRECTIONS
 from penstock.schedule.methods.table import METHODS, Method
@@ -52,24 +54,40 @@ class MethodFacts:
     problem: str | None = None
 
 
-def method_facts(method: Method, stages: int, microbatches: int) -> MethodFacts:
-    """Derive a row of the table."""
-    names = (method.name, method.title, method.source, method.order, method.rule, method.correction)
+@no_collection
+def facts_of_methods(methods: Iterable[Method], stages: int, microbatches: int) -> list[MethodFacts]:
+    """Derive rows of the table, those of methods that have one schedule from one proof."""
+    found: list[MethodFacts] = []
+    known: dict[Schedule, dict[str, Any]] = {}  # by schedule, without its name
+    for method in methods:
+        request = ScheduleRequest(method.name, stages, microbatches)
+        try:
+            nameless = replace(request.schedule, name="")
+            figures = known[nameless] if nameless in known else _figures(request.prove())
+        except ScheduleError as error:
+            found.append(replace(_without_figures(method), problem=str(error).split(";")[0]))
+            continue
+        known[nameless] = figures
+        found.append(replace(_without_figures(method), **figures))
+    return found
+
+
+def _without_figures(method: Method) -> MethodFacts:
+    """Return what a row has from the table of methods itself."""
     buffers = CORRECTIONS[method.correction].buffers
-    try:
-        proof = prove(method.name, stages, microbatches)
-    except ScheduleError as error:
-        return MethodFacts(*names, buffers, problem=str(error).split(";")[0])
+    return MethodFacts(method.name, method.title, method.source, method.order, method.rule, method.correction, buffers)
+
+
+def _figures(proof: Proof) -> dict[str, Any]:
+    """Derive the figures of a row from a proof."""
     costs = Costs.uniform(proof.schedule, forward=1.0, backward_input=1.0, backward_weight=1.0)
-    ranks = range(stages)
-    return MethodFacts(
-        *names,
-        buffers,
-        weight_copies=[_copies_on(proof, rank) for rank in ranks],
-        delay=[delay_on(proof, rank) for rank in ranks],
-        activations=[float(a) for a in proof.activations],
-        bubble=max(steady_bubble(proof.lowered, costs, proof.steady_from + 2), 0.0),
-    )
+    ranks = range(proof.schedule.ranks)
+    return {
+        "weight_copies": [_copies_on(proof, rank) for rank in ranks],
+        "delay": [delay_on(proof, rank) for rank in ranks],
+        "activations": [float(a) for a in proof.activations],
+        "bubble": max(steady_bubble(proof.lowered, costs, proof.steady_from + 2), 0.0),
+    }
 
 
 def _copies_on(proof: Proof, rank: int) -> float:
@@ -87,7 +105,7 @@ def delay_on(proof: Proof, rank: int) -> float:
 
 def methods_json(stages: int, microbatches: int) -> list[dict[str, Any]]:
     """Return every row as plain values."""
-    return [asdict(method_facts(method, stages, microbatches)) for method in METHODS.values()]
+    return [asdict(facts) for facts in facts_of_methods(METHODS.values(), stages, microbatches)]
 
 
 def methods_table(stages: int, microbatches: int, width: int | None = None) -> Group:
@@ -99,7 +117,7 @@ def methods_table(stages: int, microbatches: int, width: int | None = None) -> G
         width: width of the terminal in characters: columns that do not fit are left out, descriptive ones first. None
             for all columns.
     """
-    facts = [method_facts(method, stages, microbatches) for method in METHODS.values()]
+    facts = facts_of_methods(METHODS.values(), stages, microbatches)
     problems = list(dict.fromkeys(f.problem for f in facts if f.problem is not None))
     title = f"methods at {counted(stages, 'stage')} and {counted(microbatches, 'microbatch')}"
     left_out: list[str] = []

@@ -20,13 +20,14 @@ from penstock.comm.collective.polling import Waits
 from penstock.errors import ConfigError
 from penstock.partition.block_delays import Delays
 from penstock.partition.sequence_slices import EQUAL_SLICES, Slicing
+from penstock.runtime.plan.kernels import Kernels, SdpaName
 from penstock.runtime.update.divergence import Divergence
 from penstock.schedule.methods.combine import REDUCE, Combine
 from penstock.schedule.transforms.batch_ops import what_decides
 from penstock.schedule.transforms.recompute import Segments
 from penstock.short_repr import ShortRepr
 from penstock.stage.autograd.recompute import RecomputeMode, check_recompute
-from penstock.stage.precision import Kernels, PrecisionName, SdpaName, low_precision
+from penstock.stage.precision import PrecisionName, low_precision
 from penstock.weights.corrections.base import Correction
 from penstock.weights.decision import LossScale, Policy
 from penstock.weights.optim.lr_schedulers import SchedulerFactory, check_factory

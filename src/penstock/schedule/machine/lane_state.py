@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from penstock.schedule.machine.instructions import Message
 
@@ -43,6 +43,17 @@ class LaneState:
     taking: set[Message] = field(default_factory=set)
     freed: list[float] = field(default_factory=list)
     free: float = 0.0
+
+    def copy(self) -> LaneState:
+        """Return an independent lane in the same state."""
+        return replace(
+            self,
+            sends=self.sends.copy(),
+            recvs=self.recvs.copy(),
+            recent=self.recent.copy(),
+            taking=self.taking.copy(),
+            freed=self.freed.copy(),
+        )
 
     def room_to_send(self) -> float | None:
         """Return since when another SEND may be posted; None while too many are outstanding."""

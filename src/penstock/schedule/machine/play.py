@@ -319,7 +319,7 @@ class Machine:
         twin = copy.copy(self)
         twin.clock = list(self.clock)
         twin._queues = [deque(_Segment(s.instructions, s.t, s.place) for s in queue) for queue in self._queues]
-        twin._lanes = copy.deepcopy(self._lanes)
+        twin._lanes = [lane.copy() for lane in self._lanes]
         twin._arrived = [dict(a) for a in self._arrived]
         twin._collectives = self._collectives.copy()
         return twin

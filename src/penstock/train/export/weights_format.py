@@ -87,7 +87,7 @@ def load_index(folder: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: there is none, or it is damaged, or its schema is another one.
     """
-    if not (folder / FOLDER / INDEX).exists():
+    if not os.path.exists(folder / FOLDER / INDEX):  # unlike Path.exists, False for a name that is too long
         raise CheckpointError(
             f"no saved weights in {str(folder)!r}: there is no {FOLDER}/{INDEX}; a run writes it when it has finished"
         )

@@ -52,7 +52,7 @@ def check_is_run(folder: Path) -> None:
     Raises:
         ConfigError: there is nothing of this name, or it is something else; names the newest run in it if there is one.
     """
-    if not folder.exists():
+    if not os.path.exists(folder):  # unlike Path.exists, False for a name that is too long
         raise ConfigError(
             f"there is no folder {str(folder)!r} to resume a run from; a run names its folder when it ends"
         )
