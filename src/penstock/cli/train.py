@@ -19,7 +19,9 @@ from penstock.cli.options import (
     ListKeys,
     Microbatches4,
     OptionalMethod,
+    OrderCorrection,
     OrderFile,
+    OrderRule,
     Stages2,
 )
 from penstock.cli.output import print_words
@@ -70,6 +72,8 @@ def train(
         int | None, typer.Option(metavar="T", help="Updates to make; 1000 if not given.", min=1, max=MOST_BATCHES)
     ] = None,
     file: OrderFile = None,
+    rule: OrderRule = None,
+    correction: OrderCorrection = None,
     data: DataPath = None,
     changes: Changes = None,
     config: ConfigFile = None,
@@ -98,7 +102,10 @@ def train(
     if keys:
         print_train_keys()
         return
-    named = changes_of(method, file, changes, stages=stages, microbatches=microbatches, batches=batches, data=data)
+    own = {"rule": rule, "corrected_by": correction}
+    named = changes_of(
+        method, file, changes, stages=stages, microbatches=microbatches, batches=batches, data=data, **own
+    )
     if restart and resume is None:
         raise ConfigError("--restart begins the run of a folder again; give the folder with --resume")
     if is_worker(os.environ):

@@ -21,7 +21,7 @@ def order_of(order: str, schedule: Schedule, recompute: str = "none", segments: 
         recompute, segments: as in `penstock.runtime.pipeline.Pipeline`.
     """
     rule = RULES[schedule.rule]
-    depends = rule.forward in (Source.NEWEST, Source.ADMISSION) and order not in KNOWN
+    depends = rule.forward in (Source.NEWEST, Source.ADMISSION, Source.COPY) and order not in KNOWN
     delays = _updates_before_own(schedule, Op.F) if depends else None
     if recompute == "none" or rule.recompute is not Source.NEWEST:
         return USUAL._replace(delays=delays)  # a recomputed forward reads the same weights, so it changes nothing
