@@ -240,6 +240,9 @@ _BY_RULE = MappingProxyType(
 )
 """For every rule that needs no correction, a method with its equations; the delays of an order are derived from it."""
 
+_OF_ITS_ORDER = ("ftpipe-aggregated",)
+"""Corrections whose reference knows one order only."""
+
 _STASHED = "predicted-stash"
 """The rule under which corrections predict for backwards what forwards read, where a choice is theirs."""
 
@@ -253,6 +256,11 @@ def _method_of_reference(config: TrainConfig) -> str:
     if config.schedule is None:
         return config.row.name
     rule, correction = config.row.rule, config.row.correction
+    if correction in _OF_ITS_ORDER:
+        raise ConfigError(
+            f"{config.row.name}: there is no reference for orders of your own with correction {correction!r}, which "
+            f"predicts from the gradients of the order of 1F1B; verify method {correction}"
+        )
     if correction != "none":
         return correction  # the method that is called like it has its equations
     if rule not in _BY_RULE:
