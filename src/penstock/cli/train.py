@@ -164,10 +164,12 @@ def _launch(settings: TrainConfig, resume: Path | None, restart: bool) -> None:
     from penstock.train.setup.prepare import make_run_folder
     from penstock.train.setup.recorded import recorded
     from penstock.train.setup.run_folder import check_is_saved, how_to_go_on
+    from penstock.train.setup.taken_back import ConfigBefore
     from penstock.view.lasting_stream import lasting_console
 
     folder = resume or make_run_folder(settings)
     start = 0 if restart else recorded(folder).size
+    before = None if resume is None or restart else ConfigBefore(folder, settings)
     workers, console = settings.stages * settings.width, lasting_console()
     try:
         launch_local(
@@ -179,7 +181,8 @@ def _launch(settings: TrainConfig, resume: Path | None, restart: bool) -> None:
     except (WorkerError, InterruptedRunError) as error:
         if console.is_terminal:
             console.line()  # a worker that was killed has left the cursor behind its live display
-        error.hint = how_to_go_on(folder)
+        failed = isinstance(error, WorkerError) and before is not None
+        error.hint = (before.advice() if failed and before is not None else None) or how_to_go_on(folder)
         raise
     finally:
         console.show_cursor()  # a killed worker could not

@@ -112,8 +112,8 @@ def _missing(first: int, begins: Sequence[bool], lacks: Sequence[bool]) -> DataE
     if not all(begins) or not any(lacks):
         return None
     return DataError(
-        f"rank {list(lacks).index(True)} has no batch, but rank {first} has: every rank needs the same batches (a generator "
-        "that was used up? a DistributedSampler?)"
+        f"rank {list(lacks).index(True)} has no batch, but rank {first} has: every rank needs the same batches (a "
+        "generator that was used up? a DistributedSampler?)"
     )
 
 
