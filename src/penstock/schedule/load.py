@@ -58,7 +58,9 @@ def prove_file(
                 )
             return _prove_function(path, stages, microbatches, options, rule)
         text = _text_of(path)
-        return extend(from_torch_csv(text, path.stem) if path.suffix == ".csv" else parse_schedule(text, str(path)))
+        if path.suffix == ".csv":
+            return extend(from_torch_csv(text, path.stem))
+        return extend(parse_schedule(text, str(path), path.stem))
     except PenstockError as error:
         if str(path) in str(error):
             raise

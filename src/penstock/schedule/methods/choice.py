@@ -57,9 +57,8 @@ def method(name: str, **options: Any) -> MethodChoice:
     unknown = [option for option in options if option not in {*of_order, *of_correction}]
     if "sync" in unknown:
         raise ConfigError(
-            f"method {row.name} has no option 'sync': sync is for comparisons (penstock compare 2bw:sync=50); in a "
-            f"run, penstock train {row.name} --set sync.batches={options['sync']}; in Python, pipeline.switch('{row.name}') "
-            "after some batches of 1f1b"
+            f"method {row.name} has no option 'sync': sync is for comparisons (penstock compare {row.name}:sync=50); "
+            f"in a run: --set sync.batches={options['sync']}; in Python, pipeline.switch('{row.name}') after 1f1b"
         )
     if unknown:
         raise ConfigError(no_option(f"method {row.name}", unknown[0], [*of_order, *of_correction]))
