@@ -14,4 +14,16 @@ and simulated without torch.
 import lazy_loader
 
 __version__ = "0.1.0"
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+_attribute, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+
+
+def __getattr__(name: str) -> object:
+    """Load a public name when it is first used; say what to write in place of one that other libraries have."""
+    try:
+        return _attribute(name)
+    except AttributeError:
+        from penstock.names_of_others import instead_of
+
+        if (instead := instead_of(name)) is None:
+            raise
+        raise AttributeError(f"penstock has no {name}: {instead}") from None

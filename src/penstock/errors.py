@@ -88,6 +88,4 @@ class InterruptedRunError(PenstockError):
 
     def __init__(self, number: int) -> None:
         self.signal = signal.Signals(number)
-        super().__init__(
-            f"{self.signal.name} has ended the run at once; what it has done since its last checkpoint is lost"
-        )
+        super().__init__(f"{self.signal.name} has ended the run at once")

@@ -394,15 +394,15 @@ DEFECTS = (
     Defect(
         "a run on an order of one's own keeps the name of its file instead of the schedule",
         "train",
-        'return f"# {path}{said}\\n{str(proof.schedule).strip()}\\n"',
-        'return f"{path}{said}"',
+        'return f"# {path}{said}{ruled}\\n{str(proof.schedule).strip()}\\n"',
+        'return f"{path}{said}{ruled}"',
         ("tests/train/test_own_schedules.py",),
     ),
     Defect(
         "a method that is given to a run on an order of one's own is trained beside it",
         "train",
-        "            values[other] = None\n",
-        "            pass\n",
+        "            values |= {other: None, ",
+        "            values |= {",
         ("tests/train/test_own_schedules.py",),
     ),
     # --- verify -------------------------------------------------------------------------------------------------------

@@ -305,3 +305,10 @@ def test_a_method_or_a_file(monkeypatch: Any, capsys: Any, tmp_path: Path) -> No
     assert (code, "there is no Python file" in said) == (2, True)
     code, _, said = run(monkeypatch, capsys, "show", "--file", tmp_path / "none.txt")
     assert (code, "cannot read a schedule from" in said) == (2, True)
+
+
+def test_a_text_without_a_name_is_called_like_its_file(monkeypatch: Any, capsys: Any, tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("microbatches 2\nnodes 0@0\nrank 0: F0 B0 F1 B1\n")
+    code, out, _ = run(monkeypatch, capsys, "show", "--file", tmp_path / "mine.txt")
+    assert code == 0
+    assert out.startswith("mine: 1 stage, 2 microbatches")

@@ -76,20 +76,6 @@ def test_the_code_of_the_start_page_runs(tmp_path: Path, monkeypatch: pytest.Mon
     assert [path.name for path in (tmp_path / "runs/mine/checkpoints").iterdir()] == ["batch-00000060"]
 
 
-def test_the_code_for_an_order_of_ones_own_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    code = next(code for code in code_on("orders.md") if "make_schedule(lambda" in code)
-    monkeypatch.chdir(tmp_path)
-    names: dict[str, Any] = {"penstock": penstock, "loss": nn.functional.mse_loss}
-    names |= {"optimizer": lambda named: torch.optim.AdamW(named, lr=1e-3)}
-    names["blocks"] = [nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1)]
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        exec(compile(code, "orders.md", "exec"), names)
-    assert printed.getvalue().startswith("(Fraction(8, 1), Fraction(8, 1)")
-    eights = [[(torch.randn(2, 4), torch.randn(2, 1)) for _ in range(8)]]
-    assert [report.batch for report in names["pipeline"].run(eights)] == [0]
-    assert str(penstock.load_schedule("mine.txt")) == str(names["schedule"])
-
-
 def run_distributed_readme(group: dist.ProcessGroup, folder: str) -> str:
     """The README's script on this rank, after the parts of the first snippet that it builds on."""
     names = readme_names() | {"penstock": penstock, "group": group}

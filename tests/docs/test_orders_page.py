@@ -24,10 +24,6 @@ def test_every_order_is_drawn(name: str) -> None:
     assert f"$ penstock show {name}" in PAGE.read_text()
 
 
-def test_the_example_is_shown_as_it_is() -> None:
-    assert (PAGE.parents[1] / "examples" / "my_order.py").read_text() in PAGE.read_text()
-
-
 def test_a_drawing_tells_chunks_and_directions_apart() -> None:
     assert "|F0a|F0b|" in drawing("zb-v --stages 1 --microbatches 2")
     chimera = drawing("chimera --stages 2 --microbatches 2")

@@ -474,3 +474,41 @@ def test_what_was_trained_before_a_failure_is_saved(
     assert resumed.batches == 3
     assert_equal(weights_of(resumed), weights_of(pipeline))
     assert caplog.text == ""
+
+
+class LaterRankFails:
+    """A loader that fails on one rank only, when it is iterated over or when it is asked for its first batch."""
+
+    def __init__(self, how: str) -> None:
+        self._how = how
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._how == "iter":
+            raise DiskError("the disk of the user")
+        return failing(0) if self._how == "next" else iter(())
+
+
+def begin_on_failing(group: dist.ProcessGroup, how: str) -> Any:
+    pipeline, errors = make_pipeline("2bw", group), []
+    loader = LaterRankFails(how) if dist.get_rank(group) == STAGES - 1 else make_loader(16, 8)
+    for call in (lambda: list(pipeline.run(loader)), lambda: pipeline.evaluate(loader)):
+        try:
+            call()
+        except (DiskError, DataError) as error:
+            errors.append(f"{type(error).__name__}: {error}")
+    return errors, pipeline.batches, [report.batch for report in pipeline.run(make_loader(16, 8))]
+
+
+@pytest.mark.parametrize("how", ["iter", "next", "empty"])
+def test_a_loader_that_fails_at_once_on_a_later_rank_is_told_to_all(pool: Pool, how: str) -> None:
+    """Before any of them begins a batch; the pipeline remains as it was."""
+    found = pool.submit(begin_on_failing, how, ranks=2, fresh=True)
+    first, last = (errors for errors, _, _ in found)
+    assert [(batches, more) for _, batches, more in found] == [(0, [0, 1])] * 2
+    if how == "empty":
+        said = "DataError: rank 1 has no batch, but rank 0 has: every rank needs the same batches"
+        assert len(first) == 2
+        assert all(error.startswith(said) for error in (*first, *last))
+        return
+    assert first == ["DataError: rank 1 could not begin (DiskError: the disk of the user)"] * 2
+    assert last == ["DiskError: the disk of the user"] * 2

@@ -10,11 +10,12 @@ from itertools import product
 import pytest
 
 from penstock.errors import ScheduleError
-from penstock.schedule.build import call_order, make_schedule, prove
+from penstock.schedule.build import make_schedule, prove
 from penstock.schedule.ir.order import options_of
 from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.methods.table import METHODS
 from penstock.schedule.orders import ORDERS
+from penstock.schedule.own_order import call_order
 from penstock.schedule.proof.check import check
 from penstock.schedule.text import parse_schedule
 from penstock.simulate.costs import Costs

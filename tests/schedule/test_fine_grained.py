@@ -6,11 +6,12 @@ from fractions import Fraction
 
 import pytest
 
-from penstock.schedule.build import call_order, extend, prove
+from penstock.schedule.build import extend, prove
 from penstock.schedule.ir.order import Order
 from penstock.schedule.ir.schedule import Op
 from penstock.schedule.machine.lower import lower
 from penstock.schedule.orders import ORDERS
+from penstock.schedule.own_order import call_order
 from penstock.simulate.costs import Costs
 from penstock.simulate.long_run import steady_bubble
 from penstock.simulate.simulate import simulate_schedule

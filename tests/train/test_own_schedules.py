@@ -91,13 +91,19 @@ def test_what_does_not_go_with_an_order_of_ones_own(order: Path, text: Path, cha
 
 
 @pytest.mark.parametrize("rule", ["predicted", "blended"])
-def test_a_rule_that_needs_a_correction_is_for_methods(rule: str, tmp_path: Path, text: Path) -> None:
+def test_a_rule_that_needs_a_correction_is_trained_with_one(rule: str, tmp_path: Path, text: Path) -> None:
     method = {"predicted": "spectrain", "blended": "i-timeprest"}[rule]
     penstock.make_schedule(method, 2, 4).save(tmp_path / "mine.txt")
     with pytest.raises(
-        ConfigError, match=f"rule '{rule}' reads weights that a correction makes, which only methods have"
+        ConfigError, match=f"rule '{rule}' reads weights that a correction makes; name it with --correction: {method}"
     ):
         prepare(load_config(None, [f"schedule={tmp_path / 'mine.txt'}", f"data={text}"]))
+    own = f"schedule={tmp_path / 'mine.txt'}:correction={method}"
+    prepared = prepare(load_config(None, [own, f"data={text}"]))
+    assert prepared.config.corrected_by == prepared.config.row.correction == method
+    assert prepared.plan.options.staleness.correction is not None
+    again = load_config(None, [own, f"data={text}", "method=1f1b", "schedule=null"])
+    assert (again.method, again.corrected_by) == ("1f1b", None)
 
 
 def test_a_run_folder_holds_what_it_takes_to_go_on(order: Path, tmp_path: Path) -> None:
@@ -117,7 +123,7 @@ def test_a_run_folder_holds_what_it_takes_to_go_on(order: Path, tmp_path: Path) 
         ("microbatches=8", "but microbatches is 8; set microbatches to 4, or give a file with another one"),
         (
             "options={ahead: 1}",
-            "options: a schedule that has been read takes none; leave them out, or give --file again",
+            "options: a schedule that has been read takes none; leave it out, or give --file too",
         ),
         (f"schedule={order}", "line 1: ValueError: it has changed"),
     ):

@@ -16,7 +16,8 @@ from penstock.errors import ConfigError, InterruptedRunError, WorkerError
 from penstock.train.config.load import load_config
 from penstock.train.metrics_file import Metrics
 from penstock.train.setup.prepare import check_resume
-from penstock.train.setup.run_folder import note_changes, set_aside_run, write_config
+from penstock.train.setup.run_folder import how_to_go_on, note_changes, set_aside_run, write_config
+from penstock.train.setup.taken_back import ConfigBefore
 from support.command_line import run as run_command
 
 
@@ -241,3 +242,45 @@ def test_a_run_without_any_checkpoint_ends_with_a_code_of_its_own(monkeypatch, c
     (trained / "metrics.jsonl").unlink()
     monkeypatch.setattr("penstock.launch.launch.launch_local", lambda *_, **__: leave(trained, 7))
     assert run_command(monkeypatch, capsys, "train", "--resume", trained, "--restart")[0] == 0
+
+
+def record_batches(run: Path, batches: int) -> None:
+    with (run / "metrics.jsonl").open("a") as file:
+        file.writelines(f'{{"batch": {batch}, "loss": 1.0}}\n' for batch in range(batches))
+
+
+def test_how_much_is_trained_again_is_said(tmp_path: Path) -> None:
+    """A checkpoint that holds everything does not sound like a loss."""
+    leave(tmp_path, 5)
+    record_batches(tmp_path, 5)
+    assert how_to_go_on(tmp_path) == (
+        f"to resume from the checkpoint after 5 batches:\n  penstock train --resume {tmp_path}"
+    )
+    record_batches(tmp_path, 7)
+    assert "after 5 batches (it was 7 batches far, so 2 are trained again):" in how_to_go_on(tmp_path)
+    assert str(InterruptedRunError(signal.SIGINT)) == "SIGINT has ended the run at once"
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_a_value_with_which_no_batch_was_trained_is_not_kept(tmp_path: Path, by_hand: bool) -> None:
+    """The advice does not repeat what has just failed."""
+    write_config(load_config(None, ["timeout=30"]), tmp_path)
+    leave(tmp_path, 5)
+    record_batches(tmp_path, 5)
+    path = tmp_path / "config.yaml"
+    if by_hand:
+        path.write_text(path.read_text().replace("timeout: 30.0", "timeout: 0.001"))
+    texts = path.read_text(), (tmp_path / ".config.yaml").read_text()
+    now = load_config(path, [] if by_hand else ["timeout=0.001"])
+    before = ConfigBefore(tmp_path, now)
+    note_changes(now, tmp_path, 5)  # as the resumed run does
+    assert "# From batch 5 on: timeout=0.001" in path.read_text()
+    advice = before.advice() or ""
+    assert (path.read_text(), (tmp_path / ".config.yaml").read_text()) == texts
+    assert advice.startswith("no batch was trained with timeout=0.001 (before: 30.0), ")
+    assert advice.endswith(f"  penstock train --resume {tmp_path}" + (" --set timeout=30.0" if by_hand else ""))
+    before = ConfigBefore(tmp_path, now)
+    note_changes(now, tmp_path, 5)
+    record_batches(tmp_path, 6)
+    assert before.advice() is None
+    assert ConfigBefore(tmp_path, now).advice() is None  # nothing has changed

@@ -93,9 +93,9 @@ def on_screen(written):
     return lines
 
 
-def summary(folder):
+def summary(folder, now=100):
     split = split_time(simulated("1f1b", 2, 2, 1))
-    return RunSummary(folder, 3, 100, 1.0, 2.0, 2.0, 3.0, 0.1, {0: {"weights": 1}}, split)
+    return RunSummary(folder, 3, 100, now, 1.0, 2.0, 2.0, 3.0, 0.1, {0: {"weights": 1}}, split)
 
 
 @pytest.mark.parametrize("terminal", [True, False])
@@ -111,6 +111,18 @@ def test_a_change_of_method_is_said_once(tmp_path, terminal):
     observer.close()
     said = "back from 20 batches to 7; 1f1b from batch 7 on (diverged at batch 12: the loss was nan)"
     assert [line for line in screen() if "1f1b" in line] == [said]
+
+
+@pytest.mark.parametrize("now", [100, 25])
+def test_tokens_are_those_of_the_whole_run(tmp_path, now):
+    """Of a resumed one those of this call, too, as its time and its tokens per second are of that."""
+    _, observer, screen = begun(tmp_path, terminal=False)
+    observer.finished(summary(tmp_path, now), simulated("1f1b", 2, 2, 1), None)
+    observer.close()
+    told = "3 batches, 100 tokens in 0:00:01 (100 tokens/s)"
+    if now == 25:
+        told = "3 batches, 100 tokens; 25 of them now, in 0:00:01 (25 tokens/s)"
+    assert told in " ".join(" ".join(screen()).split())
 
 
 @pytest.mark.parametrize(("ranks", "width", "whole"), [(2, 80, True), (6, 80, False), (6, 120, True), (32, 120, False)])

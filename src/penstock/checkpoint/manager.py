@@ -52,6 +52,20 @@ class Loaded(NamedTuple):
     extra: Mapping[str, Any]
 
 
+def _check_arguments(pipeline: Any, folder: Any) -> None:
+    """Refuse what is no pipeline, such as the folder in its place.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    if isinstance(pipeline, str | Path):
+        raise ConfigError(f"the pipeline comes first: penstock.Checkpoints(pipeline, {str(pipeline)!r})")
+    if not hasattr(pipeline, "snapshots"):
+        raise ConfigError(f"Checkpoints takes the pipeline, not a {type(pipeline).__name__}")
+    if not isinstance(folder, str | Path):
+        raise ConfigError(f"Checkpoints takes the name of a folder, such as 'runs/mine'; got {folder!r:.80}")
+
+
 class Checkpoints:
     """Saves a pipeline to a folder that all ranks can access, and loads the newest checkpoint from there.
 
@@ -94,6 +108,7 @@ class Checkpoints:
         timeout: float = 300.0,
         tell: Callable[[int, str | None], None] = _warn,
     ) -> None:
+        _check_arguments(pipeline, folder)
         self._pipeline, self._folder, self._grid = pipeline, Path(folder), pipeline.grid
         self.damaged: list[str] = []
         if keep < 1:

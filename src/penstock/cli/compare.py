@@ -19,7 +19,9 @@ from penstock.cli.options import (
     ListKeys,
     MaybeMicrobatches,
     MethodNames,
+    OrderCorrection,
     OrderFiles,
+    OrderRule,
     Stages8,
 )
 from penstock.cli.output import print_json
@@ -38,6 +40,8 @@ def compare(
         int | None, typer.Option(metavar="T", help="Updates to make; 300 if not given.", min=1, max=MOST_BATCHES)
     ] = None,
     files: OrderFiles = None,
+    rule: OrderRule = None,
+    correction: OrderCorrection = None,
     data: DataPath = None,
     task: Annotated[
         str | None,
@@ -85,7 +89,7 @@ def compare(
     others = {"data": data, "task": task, "seeds": seeds, "lr": lr, "tune": tune}
     given = {"methods": ",".join(methods) if methods else None} | sizes | others
     values = None if config is None else read_yaml(config)
-    _compare(comparison_config(changes or [], given, files or (), values), out, as_json)
+    _compare(comparison_config(changes or [], given, files or (), values, rule, correction), out, as_json)
 
 
 def _compare(settings: ComparisonConfig, out: Path, as_json: bool) -> None:

@@ -9,7 +9,17 @@ from typing import Annotated
 
 import typer
 
-from penstock.cli.options import Changes, ConfigFile, DataPath, Microbatches4, OptionalMethod, OrderFile, Stages2
+from penstock.cli.options import (
+    Changes,
+    ConfigFile,
+    DataPath,
+    Microbatches4,
+    OptionalMethod,
+    OrderCorrection,
+    OrderFile,
+    OrderRule,
+    Stages2,
+)
 from penstock.cli.train import changes_of
 
 _LONGEST_NAME = 57  # characters; a host name may have 63, of which -NUMBER of a pod takes up to six
@@ -30,6 +40,8 @@ def launch(
         str, typer.Option(metavar="IMAGE", help="A container image with penstock, for kubernetes.")
     ] = "IMAGE",
     file: OrderFile = None,
+    rule: OrderRule = None,
+    correction: OrderCorrection = None,
     data: DataPath = None,
     changes: Changes = None,
     config: ConfigFile = None,
@@ -45,9 +57,10 @@ def launch(
     from penstock.train.config.load import load_config
 
     named = {"stages": stages, "microbatches": microbatches, "batches": batches, "data": data}
-    settings = load_config(config, changes_of(method, file, changes, **named))
+    own = {"rule": rule, "corrected_by": correction}
+    settings = load_config(config, changes_of(method, file, changes, **named, **own))
     given = [method] if method is not None else []
-    paths: dict[str, Path | str | None] = {"config": config, "file": file}
+    paths: dict[str, Path | str | None] = {"config": config, "file": file, "rule": rule, "correction": correction}
     for option, value in {**paths, **named}.items():
         given += [] if value is None else [f"--{option}", str(value)]
     for change in changes or ():

@@ -46,6 +46,24 @@ Stages8 = Annotated[
 ]
 
 OrderFile = Annotated[Path | None, typer.Option("--file", metavar="FILE", help=f"{_OWN}.")]
+OrderRule = Annotated[
+    str | None,
+    typer.Option(
+        "--rule",
+        metavar="NAME",
+        help="Version rule of an order in Python: flush (if not given), double-buffer, stash, newest, or another "
+        "[bold]version rule[/bold] of penstock methods.",
+    ),
+]
+OrderCorrection = Annotated[
+    str | None,
+    typer.Option(
+        "--correction",
+        metavar="NAME",
+        help="Correction of an order of your own, where its rule needs or allows one, such as spectrain, "
+        "pipemare:reschedule=100.",
+    ),
+]
 OrderFiles = Annotated[list[str] | None, typer.Option("--file", metavar="FILE", help=f"{_OWN}. Also several times.")]
 DataPath = Annotated[
     str | None,

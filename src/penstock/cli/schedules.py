@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from rich.console import Console
 
-from penstock.cli.options import AsJson, MaybeMicrobatches, MaybeStages, MethodName, OrderFile
+from penstock.cli.options import (
+    AsJson,
+    MaybeMicrobatches,
+    MaybeStages,
+    MethodName,
+    OrderCorrection,
+    OrderFile,
+    OrderRule,
+)
 from penstock.cli.output import print_json
 from penstock.errors import ConfigError
 
@@ -42,9 +50,8 @@ Segments = Annotated[
 
 def _prove(
     method: str | None,
-    file: Path | None,
-    stages: int | None,
-    microbatches: int | None,
+    own: tuple[Path | None, str | None, str | None],
+    sizes: tuple[int | None, int | None],
     changes: list[str] | None,
     segments: str | None,
     order: str | None,
@@ -53,16 +60,22 @@ def _prove(
 ) -> tuple[Proof, InFlightChoice | None]:
     """Prove the schedule of a method or in a file, with recompute if asked for; and how `auto` was decided.
 
-    `costs` are those of so many ranks together: an order that is searched for given times gets them as options.
+    Args:
+        method: with its options.
+        own: a file, its version rule and its correction.
+        sizes: stages and microbatches.
+        changes, segments, order: as given.
+        costs: of so many ranks together: an order that is searched for given times gets them as options.
     """
     from penstock.schedule.build import ScheduleRequest, extend
     from penstock.schedule.ir.in_flight import read_in_flight
-    from penstock.schedule.load import holds_function, prove_file
-    from penstock.schedule.methods.written import split_options, whole_numbers, written_method
+    from penstock.schedule.methods.table import find_method
+    from penstock.schedule.methods.written import written_method
     from penstock.simulate.auto_in_flight import choose_in_flight
     from penstock.simulate.costs import of_every_rank
     from penstock.simulate.search_options import with_search_options
 
+    (file, rule, correction), (stages, microbatches) = own, sizes
     if (method is None) == (file is None):
         raise ConfigError("give either a METHOD (penstock methods lists them) or --file")
     if file is not None and order is not None:
@@ -71,12 +84,13 @@ def _prove(
     if in_flight is not None:
         options["in_flight"] = read_in_flight(in_flight)
     if file is not None:
-        path, given = split_options(str(file))
-        if holds_function(Path(path)):
-            stages, microbatches = stages or 4, microbatches or 8
-        proof = prove_file(Path(path), stages, microbatches, options | whole_numbers(given))
+        proof = _prove_own(file, rule, correction, stages, microbatches, options)
     else:
         chosen = written_method(method or "")
+        row = find_method(chosen.name)
+        for what, value, its in (("rule", rule, row.rule), ("correction", correction, row.correction)):
+            if value is not None:
+                raise ConfigError(f"{what}: method {row.name!r} has its own, {its}; --{what} goes with --file")
         options = with_search_options(chosen.name, order, {**chosen.options, **options}, *costs)
         request = ScheduleRequest(chosen.name, stages or 4, microbatches or 8, order=order, options=options)
         request, choice = choose_in_flight(request, of_every_rank(costs[0], request.stages))
@@ -86,6 +100,30 @@ def _prove(
     if segments != "auto" and not (segments.isascii() and segments.isdigit() and len(segments) < 10):
         raise ConfigError(f"--segments takes a number of stages, or auto; got {segments!r:.80}")
     return extend(proof, recomputes=True, segments="auto" if segments == "auto" else int(segments)), choice
+
+
+def _prove_own(
+    file: Path,
+    rule: str | None,
+    correction: str | None,
+    stages: int | None,
+    microbatches: int | None,
+    options: dict[str, Any],
+) -> Proof:
+    """Prove the schedule in a file, under a version rule, and check that a correction goes with it."""
+    from penstock.schedule.ir.rules import RULES
+    from penstock.schedule.load import holds_function, prove_file
+    from penstock.schedule.methods.corrections import correction_fault
+    from penstock.schedule.methods.written import written_order
+
+    own = written_order(str(file), rule, correction)
+    path = Path(own.file)
+    if holds_function(path):
+        stages, microbatches = stages or 4, microbatches or 8
+    proof = prove_file(path, stages, microbatches, {**options, **own.options}, own.rule)
+    if own.correction is not None and (fault := correction_fault(RULES[proof.schedule.rule], own.correction)):
+        raise ConfigError(f"{path}: {fault}")
+    return proof
 
 
 def _order_options(changes: list[str] | None) -> dict[str, Any]:
@@ -161,6 +199,8 @@ def show(
     in_flight: InFlightNumber = None,
     latency: Annotated[float, typer.Option(help="Time of a message.", min=0)] = 0.0,
     file: OrderFile = None,
+    rule: OrderRule = None,
+    correction: OrderCorrection = None,
     text: Annotated[bool, typer.Option("--text", help="Print the text form, which --file reads, instead.")] = False,
     as_json: AsJson = False,
     svg: Annotated[Path | None, typer.Option(help="Also write the drawing to this SVG file.")] = None,
@@ -178,7 +218,8 @@ def show(
 
     times = forward, backward / 2, backward / 2
     share = Costs((StageCost(*times),), latency), 1
-    proof, choice = _prove(method, file, stages, microbatches, changes, segments, order, in_flight, share)
+    own, sizes = (file, rule, correction), (stages, microbatches)
+    proof, choice = _prove(method, own, sizes, changes, segments, order, in_flight, share)
     schedule = proof.schedule
     span = batches or (3 if any(program.epilogue for program in schedule.programs) else 1)
     simulation = simulate_schedule(proof, Costs.uniform(schedule, *times, latency=latency), span)
@@ -251,6 +292,8 @@ def simulate(
     segments: Segments = None,
     in_flight: InFlightNumber = None,
     file: OrderFile = None,
+    rule: OrderRule = None,
+    correction: OrderCorrection = None,
     window: WindowSize = None,
     as_json: AsJson = False,
 ) -> None:
@@ -266,7 +309,8 @@ def simulate(
     else:
         share = Costs((StageCost(forward, backward_input, backward_weight),), latency, transfer), 1
     share = replace(share[0], left=left), share[1]
-    proof, choice = _prove(method, file, stages, microbatches, changes, segments, order, in_flight, share)
+    own, sizes = (file, rule, correction), (stages, microbatches)
+    proof, choice = _prove(method, own, sizes, changes, segments, order, in_flight, share)
     if per_stage is not None:
         costs = read_stage_costs(per_stage, proof.schedule.num_stages, latency, transfer)
     else:

@@ -19,7 +19,9 @@ from penstock.cli.options import (
     ListKeys,
     Microbatches4,
     OptionalMethod,
+    OrderCorrection,
     OrderFile,
+    OrderRule,
     Stages2,
 )
 from penstock.cli.output import print_words
@@ -71,6 +73,8 @@ def train(
         int | None, typer.Option(metavar="T", help="Updates to make; 1000 if not given.", min=1, max=MOST_BATCHES)
     ] = None,
     file: OrderFile = None,
+    rule: OrderRule = None,
+    correction: OrderCorrection = None,
     data: DataPath = None,
     changes: Changes = None,
     config: ConfigFile = None,
@@ -100,7 +104,10 @@ def train(
     if keys:
         print_train_keys()
         return
-    named = changes_of(method, file, changes, stages=stages, microbatches=microbatches, batches=batches, data=data)
+    own = {"rule": rule, "corrected_by": correction}
+    named = changes_of(
+        method, file, changes, stages=stages, microbatches=microbatches, batches=batches, data=data, **own
+    )
     if restart and resume is None:
         raise ConfigError("--restart begins the run of a folder again; give the folder with --resume")
     if is_worker(os.environ):
@@ -159,10 +166,12 @@ def _launch(settings: TrainConfig, resume: Path | None, restart: bool) -> None:
     from penstock.train.setup.prepare import make_run_folder
     from penstock.train.setup.recorded import recorded
     from penstock.train.setup.run_folder import check_is_saved, how_to_go_on
+    from penstock.train.setup.taken_back import ConfigBefore
     from penstock.view.lasting_stream import lasting_console
 
     folder = resume or make_run_folder(settings)
     start = 0 if restart else recorded(folder).size
+    before = None if resume is None or restart else ConfigBefore(folder, settings)
     workers, console = settings.stages * settings.width, lasting_console()
     try:
         launch_local(
@@ -174,7 +183,8 @@ def _launch(settings: TrainConfig, resume: Path | None, restart: bool) -> None:
     except (WorkerError, InterruptedRunError) as error:
         if console.is_terminal:
             console.line()  # a worker that was killed has left the cursor behind its live display
-        error.hint = how_to_go_on(folder)
+        failed = isinstance(error, WorkerError) and before is not None
+        error.hint = (before.advice() if failed and before is not None else None) or how_to_go_on(folder)
         raise
     finally:
         console.show_cursor()  # a killed worker could not

@@ -17,7 +17,9 @@ from penstock.cli.options import (
     ListKeys,
     Microbatches4,
     OptionalMethod,
+    OrderCorrection,
     OrderFile,
+    OrderRule,
     Stages2,
 )
 from penstock.cli.output import print_json, print_words
@@ -33,6 +35,8 @@ def verify(
         int, typer.Option(metavar="T", help="Batches to train; delays show from the third one on.", min=1, max=10**6)
     ] = 4,
     file: OrderFile = None,
+    rule: OrderRule = None,
+    correction: OrderCorrection = None,
     data: DataPath = None,
     changes: Changes = None,
     config: ConfigFile = None,
@@ -51,8 +55,9 @@ def verify(
     if keys:
         print_train_keys()
         return
+    own = {"rule": rule, "corrected_by": correction}
     settings = load_config(
-        config, changes_of(method, file, changes, stages=stages, microbatches=microbatches, data=data)
+        config, changes_of(method, file, changes, stages=stages, microbatches=microbatches, data=data, **own)
     )
     with Console(stderr=True).status(f"training {batches} batches, again and again"):
         found = run(settings, batches)

@@ -18,7 +18,15 @@ from penstock.schedule.ir.limits import MOST_BATCHES, MOST_MICROBATCHES, MOST_ST
 from penstock.schedule.ir.order import options_of as order_options
 from penstock.schedule.methods.corrections import CORRECTIONS, options_of
 from penstock.schedule.methods.table import Method, find_method
-from penstock.schedule.methods.written import split_options, whole_numbers
+from penstock.schedule.methods.written import (
+    CORRECTION,
+    RULE,
+    Written,
+    numbers_of,
+    split_options,
+    whole_numbers,
+    written_order,
+)
 from penstock.schedule.orders import ORDERS
 from penstock.train.config.load import apply_change, validate
 from penstock.train.config.own_schedule import is_file, own_row, read_own_schedule, size_fault
@@ -140,7 +148,12 @@ _OF_SOME_RUNS = ("methods", "schedules", "seeds", "lr", "tune")
 
 
 def comparison_config(
-    changes: Sequence[str], given: dict[str, Any], files: Sequence[str] = (), values: Mapping[str, Any] | None = None
+    changes: Sequence[str],
+    given: dict[str, Any],
+    files: Sequence[str] = (),
+    values: Mapping[str, Any] | None = None,
+    rule: str | None = None,
+    correction: str | None = None,
 ) -> ComparisonConfig:
     """Make a checked configuration.
 
@@ -149,6 +162,7 @@ def comparison_config(
         given: values of options of their own, which override `changes`; None where an option was not given.
         files: orders of one's own, with options after colons; they are compared after the methods that are given.
         values: of a configuration file, which all the others override.
+        rule, correction: of those files that name none.
 
     Raises:
         ConfigError: lists every unknown key (with the nearest known one) and every value of a wrong type or range; also
@@ -163,11 +177,21 @@ def comparison_config(
         if isinstance(values.get(key), str | float | int):
             values[key] = _listed(key, str(values[key]), kind)
     config = validate(ComparisonConfig, values)
-    own = [_own_entry(file) for file in files]
+    own = [_own_entry(file, rule, correction) for file in files]
+    for key, value in ((RULE, rule), (CORRECTION, correction)):
+        if value is not None and not files:
+            row = find_method(split_options(config.methods[0])[0])
+            raise ConfigError(f"{key}: method {row.name!r} has its own, {getattr(row, key)}; it is for a --file")
     schedules = {**config.schedules, **{name: read for _, name, read in own}}
     for name, text in schedules.items():
         if is_file(text):
-            schedules[name] = read_own_schedule(text, config.stages, config.microbatches, {})
+            written = written_order(text)
+            if written.correction != written_order(name).correction:
+                raise ConfigError(
+                    f"schedules: {name!r}: of an order with a correction, the name says so, too: "
+                    f"{name}:{CORRECTION}={written.correction}"
+                )
+            schedules[name] = read_own_schedule(written, config.stages, config.microbatches)
         if fault := size_fault(schedules[name], {"stages": config.stages, "microbatches": config.microbatches}):
             raise ConfigError(f"{name}: {fault}; all methods are compared with one size")
     named = [*(config.methods if "methods" in values or not own else ()), *(label for label, _, _ in own)]
@@ -175,16 +199,21 @@ def comparison_config(
     return config.model_copy(update={"schedules": schedules, **given_here})
 
 
-def _own_entry(file: str) -> tuple[str, str, str]:
+def _own_entry(file: str, rule: str | None, correction: str | None) -> tuple[str, str, str]:
     """Return the label of an order of one's own, its name, which is that of its file, and what is to be read."""
-    path, options = split_options(file)
+    path, options = split_options(file, (RULE, CORRECTION))
     ours = "".join(f":{option}={_written(options.pop(option))}" for option in (SYNC, DELAYS) if option in options)
-    said = _with_options("", options)
+    written = written_order(_with_options(path, options), rule, correction)
+    choices = {name: value for name, value in ((RULE, written.rule), (CORRECTION, written.correction)) if value}
+    said = _with_options("", {**written.options, **choices, **written.correcting})
     return f"{Path(path).name}{said}{ours}", f"{Path(path).name}{said}", f"{path}{said}"
 
 
-def _with_options(name: str, options: Mapping[str, Any]) -> str:
-    return ":".join([name, *(f"{option}={_written(options[option])}" for option in sorted(options))])
+def _with_options(name: str, options: Mapping[str, Written]) -> str:
+    """Write options after a name: those of an order, its rule, its correction, the options of that, each sorted."""
+    correcting = CORRECTIONS[str(options[CORRECTION])].options if options.get(CORRECTION) in CORRECTIONS else ()
+    ordered = sorted(options, key=lambda option: (option in correcting, option == CORRECTION, option == RULE, option))
+    return ":".join([name, *(f"{option}={_written(options[option])}" for option in ordered)])
 
 
 def _listed(key: str, text: str, kind: type) -> list[Any]:
@@ -255,7 +284,7 @@ def parse_contender(text: str, schedules: Mapping[str, str] = NO_SCHEDULES) -> C
     Raises:
         ConfigError: unknown method, or options of another form.
     """
-    name, options = split_options(text)
+    name, options = split_options(text, (RULE, CORRECTION))
     ours = {}
     for option, means, limit in (
         (SYNC, "batches that 1f1b trains first", MOST_BATCHES),
@@ -271,15 +300,19 @@ def parse_contender(text: str, schedules: Mapping[str, str] = NO_SCHEDULES) -> C
         raise ConfigError(f"methods: {text!r}: delays and sync cannot be combined; leave one of them out")
     own = _with_options(name, options)
     if own in schedules:
-        row = replace(own_row(schedules[own]), name=own)
-        return Contender(row, (), ours[SYNC], ours[DELAYS], schedules[own])
-    return Contender(find_method(name), tuple(sorted(options.items())), ours[SYNC], ours[DELAYS])
+        written = written_order(own)
+        correcting = written.correcting
+        others = {option: value for option, value in options.items() if option not in correcting}
+        row = replace(own_row(schedules[own], written.correction), name=_with_options(name, others))
+        return Contender(row, tuple(sorted(correcting.items())), ours[SYNC], ours[DELAYS], schedules[own])
+    for option, value in options.items():
+        if isinstance(value, str):
+            raise ConfigError(f"methods: {text!r}: {option}={value} is for an order of your own, given with --file")
+    return Contender(find_method(name), tuple(sorted(numbers_of(options).items())), ours[SYNC], ours[DELAYS])
 
 
-def _written(value: Any) -> str:
-    if isinstance(value, tuple | str):
-        return write_in_flight(value)
-    return "null" if value is None else f"{value:.12g}"
+def _written(value: Written) -> str:
+    return "null" if value is None else f"{value:.12g}" if isinstance(value, int | float) else write_in_flight(value)
 
 
 def contenders(config: ComparisonConfig) -> list[Contender]:

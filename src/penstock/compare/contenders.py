@@ -16,7 +16,7 @@ from penstock.schedule.proof.check import Proof
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import simulate_schedule
 from penstock.timeline import Timeline
-from penstock.train.config.own_schedule import schedule_in
+from penstock.train.config.own_schedule import own_schedule
 from penstock.train.setup.lr_schedule import rate_schedule
 from penstock.train.setup.optimizers import check_hidden, optimizer_factory
 from penstock.weights.corrections.registry import make_correction
@@ -108,7 +108,7 @@ def _plans(config: ComparisonConfig, task: Task, contender: Contender) -> tuple[
     correction = make_correction(row.correction, contender.for_correction, config.batches, config.lr_schedule.warm_up)
     request: ScheduleRequest | Schedule
     if contender.schedule is not None:
-        request = schedule_in(contender.schedule)
+        request = own_schedule(contender.schedule, row.correction)
     else:
         request = ScheduleRequest(row.name, config.stages, config.microbatches, options=contender.for_order)
     options = PipelineOptions().changed(

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
+from inspect import signature
+from typing import Any, TypeVar
+
 from penstock.checks import did_you_mean
+
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 _MODES = "run() has the blocks in training mode, and evaluate() in evaluation mode; leave the call out"
 _LOOP = "for report in pipeline.run(loader): ... trains: forward, backward and update of every batch"
@@ -58,6 +65,58 @@ ARGUMENTS = {
 """What other libraries call an argument -> what it is called here."""
 
 
+_RUNS = "pass data to pipeline.run: for report in pipeline.run(loader): ..."
+_EPOCHS = "go through the data again: for epoch in range(2): for report in pipeline.run(loader): ..."
+_FEWER = "pipeline.run trains as long as its data last: itertools.islice(loader, 100) has 100 batches"
+_HELD_OUT = "during a run: evaluate=penstock.Evaluating(50, validation_loader); after it: pipeline.evaluate(loader)"
+_SAVES = "checkpoints = penstock.Checkpoints(pipeline, folder), then pipeline.run(loader, save=checkpoints.every(100))"
+
+ADVICE = {
+    **dict.fromkeys(("epochs", "num_epochs", "n_epochs", "max_epochs", "num_train_epochs"), _EPOCHS),
+    **dict.fromkeys(("steps", "max_steps", "num_steps", "iterations", "num_batches", "batches", "train_iters"), _FEWER),
+    **dict.fromkeys(("dataloader", "data_loader", "train_loader", "loader", "dataset", "training_data", "data"), _RUNS),
+    **dict.fromkeys(("validation_loader", "val_loader", "eval_loader", "eval_dataset", "validation"), _HELD_OUT),
+    **dict.fromkeys(("checkpoints", "save_every", "save_steps", "checkpoint_dir", "output_dir"), _SAVES),
+    **dict.fromkeys(
+        ("batch_size", "micro_batch_size", "microbatch_size"),
+        "a batch has as many samples as the loader puts into it; microbatches= says into how many parts it is split",
+    ),
+    **dict.fromkeys(
+        ("lr", "learning_rate", "weight_decay"),
+        "it belongs to the optimizer: optimizer=lambda named: torch.optim.AdamW(named, lr=1e-3)",
+    ),
+    **dict.fromkeys(
+        ("rank", "world_size", "num_gpus", "n_gpus"),
+        "torchrun starts the processes; pass group=torch.distributed.group.WORLD",
+    ),
+}
+"""What other libraries have as an argument and Penstock has not -> how to do that here."""
+
+
+def positional(given: int) -> str:
+    """Return the message for more arguments without a name than `Pipeline(...)` takes."""
+    return (
+        "Pipeline takes the blocks and a schedule by position; give the others by name: Pipeline(blocks, "
+        f"method='1f1b', stages=2, microbatches=4, loss=..., optimizer=...); got {given} by position"
+    )
+
+
+def names_checked(function: Method) -> Method:
+    """Let a method say how to do what an argument means that other libraries have."""
+    known = list(signature(function).parameters)[1:]
+
+    @wraps(function)
+    def checked(*arguments: Any, **given: Any) -> Any:
+        for name in given:
+            if name not in known:
+                advice = _SAVES if name == "checkpoint" else ADVICE.get(name)
+                hint = f"; {advice}" if advice else f".{did_you_mean(name, known)}"
+                raise TypeError(f"{function.__name__} has no argument {name!r}{hint}")
+        return function(*arguments, **given)
+
+    return checked  # type: ignore[return-value]
+
+
 def no_argument(name: str, known: list[str]) -> str:
     """Return the message for an argument that `Pipeline(...)` does not have.
 
@@ -65,6 +124,8 @@ def no_argument(name: str, known: list[str]) -> str:
         name: of the argument.
         known: those that it has.
     """
+    if name in ADVICE:
+        return f"Pipeline takes no argument {name!r}; {ADVICE[name]}"
     hint = f" Did you mean {ARGUMENTS[name]!r}?" if name in ARGUMENTS else did_you_mean(name, known)
     return f"Pipeline takes no argument {name!r}.{hint}"
 

@@ -24,7 +24,7 @@ from penstock.comm.p2p.transport import Channel
 from penstock.comm.transports import Transports, choose_transports
 from penstock.errors import ConfigError
 from penstock.partition.blocks import Blocks, check_same_blocks, named_blocks
-from penstock.runtime.attribute_hints import NO_CALL, NO_PICKLE, missing, no_argument
+from penstock.runtime.attribute_hints import NO_CALL, NO_PICKLE, missing, names_checked, no_argument, positional
 from penstock.runtime.engine import Engine
 from penstock.runtime.execute.evaluation import Evaluating, check_evaluating
 from penstock.runtime.inspection import Inspection
@@ -228,8 +228,10 @@ class Pipeline(Inspection):
 
     if not TYPE_CHECKING:  # or type checkers would take every name
 
-        def __new__(cls, *_, **given):
+        def __new__(cls, *places, **given):
             """Refuse arguments of other libraries, before Python asks for those that are missing."""
+            if len(places) > 2:
+                raise TypeError(positional(len(places)))
             known = signature(cls.__init__).parameters
             unknown = [name for name in given if name not in known]
             if unknown:
@@ -255,6 +257,7 @@ class Pipeline(Inspection):
 
     # --- running ----------------------------------------------------------------------------------------------------
 
+    @names_checked
     def run(self, batches: Batches, *, save: Saving | None = None, evaluate: Evaluating | None = None) -> TrainingRun:
         """Train on batches, and yield a report for each.
 

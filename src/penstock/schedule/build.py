@@ -3,33 +3,20 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any
 
-from penstock.checks import check_whole
+from penstock.checks import did_you_mean
 from penstock.errors import ConfigError, ScheduleError
-from penstock.schedule.ir.in_flight import AUTO, AUTO_DELAYED, check_in_flight
-from penstock.schedule.ir.limits import check_sizes
-from penstock.schedule.ir.ops import PASSES
-from penstock.schedule.ir.order import (
-    NO_OPTIONS,
-    Options,
-    Order,
-    OrderFunction,
-    check_options,
-    make_order,
-    name_of,
-    options_of,
-)
+from penstock.schedule.ir.order import NO_OPTIONS, Options, OrderFunction
 from penstock.schedule.ir.rules import RULES
-from penstock.schedule.ir.schedule import Action, Op, Schedule, format_action, passes, straight
+from penstock.schedule.ir.schedule import Op, Schedule
 from penstock.schedule.methods.table import compatible, find_method
-from penstock.schedule.orders import CHAINS, ORDERS
+from penstock.schedule.orders import ORDERS
 from penstock.schedule.orders.forward_only import forward_through
+from penstock.schedule.own_order import call_order
 from penstock.schedule.proof.check import Proof, check, check_versions
-from penstock.schedule.text import parse_action
 from penstock.schedule.transforms.apply_rule import apply_rule
 from penstock.schedule.transforms.batch_ops import (
     with_averages,
@@ -343,7 +330,9 @@ def _build(
             raise ConfigError(f"unknown order {function!r}; known: {', '.join(ORDERS)}")
         function = ORDERS[function]
     if rule_name not in RULES:
-        raise ConfigError(f"unknown version rule {rule_name!r}; known: {', '.join(RULES)}")
+        raise ConfigError(
+            f"unknown version rule {rule_name!r}.{did_you_mean(rule_name, RULES)} Known: {', '.join(RULES)}"
+        )
     asked = f"method {name}" if order is None and not callable(method) else None
     made = call_order(function, stages, microbatches, options, asked)
     reason = compatible(made, RULES[rule_name], *choices)
@@ -367,80 +356,3 @@ def _with_window(schedule: Schedule, window: int) -> Schedule:
     if isinstance(window, bool) or not isinstance(window, int) or window < 1:
         raise ConfigError(f"window must be a whole number of messages, at least 1; got {window!r}")
     return replace(schedule, window=window)
-
-
-def call_order(
-    function: OrderFunction,
-    stages: int,
-    microbatches: int,
-    options: Options = NO_OPTIONS,
-    asked: str | None = None,
-) -> Order:
-    """Call an order function and bring what it returns into the form of an `Order`.
-
-    `asked` is the method whose order it is, if one was asked for by its name.
-
-    Raises:
-        ConfigError: a number is not positive, or the order does not have such an option.
-        ScheduleError: the function returned something that is not an order.
-    """
-    name = name_of(function, ORDERS)
-    check_options(function, options, ORDERS, asked)
-    defaults, ours = options_of(function), function in ORDERS.values()
-    if function in CHAINS:
-        options = _with_in_flight(name, options, stages)
-    for what, value in (("stages", stages), ("microbatches", microbatches), *options.items()):
-        if isinstance(value, tuple) and function in CHAINS:
-            continue
-        least = 0 if what in options and (not ours or defaults[what] == 0) else 1
-        check_whole(f"{name}: {what}", value, least)
-    check_sizes(name, stages, microbatches, {**defaults, **options})
-    result: Any = function(stages, microbatches, **options)
-    if isinstance(result, Order):
-        return result
-    if isinstance(result, Iterator):  # of a function that yields the passes of one rank after the other
-        result = list(result)
-    if not isinstance(result, Sequence) or isinstance(result, str):
-        hint = "; end the function with return" if result is None else ""
-        raise ScheduleError(
-            f"{name}: expected an Order, or a list with the passes of each rank, got {result!r:.80}{hint}"
-        )
-    if len(result) != stages:
-        raise ScheduleError(f"{name}: asked for {stages} stages, it returned the passes of {len(result)} ranks")
-    ranks = [[_as_action(a, rank, name) for a in _split(actions, rank, name)] for rank, actions in enumerate(result)]
-    for action in (p for actions in ranks for a in actions for p in passes(a) if p.op in PASSES):
-        if not all(0 <= number < microbatches for number in action.unit.microbatches):
-            raise ScheduleError(
-                f"{name}: rank {action.stage.rank}, {format_action(action, relative=True, stage=False)}: a batch has "
-                f"{microbatches} microbatches, numbered from 0 to {microbatches - 1}"
-            )
-    return make_order(ranks, stages=straight(len(result)))
-
-
-def _with_in_flight(name: str, options: Options, stages: int) -> Options:
-    """Bring microbatches in flight into the form that orders take; `auto` is their default: messages take no time."""
-    given = options.get("in_flight")
-    if given is None:
-        return options
-    if given in (AUTO, AUTO_DELAYED):
-        return {option: value for option, value in options.items() if option != "in_flight"}
-    return {**options, "in_flight": check_in_flight(f"{name}: in_flight", given, stages)}
-
-
-def _split(actions: object, rank: int, name: str) -> Iterable[object]:
-    if isinstance(actions, str):
-        return actions.split()
-    if not isinstance(actions, Iterable):
-        raise ScheduleError(f"{name}: expected the passes of rank {rank}, got {actions!r:.80}")
-    return actions
-
-
-def _as_action(action: object, rank: int, name: str) -> Action:
-    if isinstance(action, Action):
-        return action
-    if not isinstance(action, str):
-        raise ScheduleError(f"{name}: expected a pass on rank {rank}, such as 'F0', got {action!r:.80}")
-    try:
-        return parse_action(action, straight(rank + 1), rank)
-    except ScheduleError as error:
-        raise ScheduleError(f"{name}: rank {rank}: {error}") from None

@@ -26,7 +26,11 @@ def holds_function(path: Path) -> bool:
 
 
 def prove_file(
-    path: Path, stages: int | None = None, microbatches: int | None = None, options: Options = NO_OPTIONS
+    path: Path,
+    stages: int | None = None,
+    microbatches: int | None = None,
+    options: Options = NO_OPTIONS,
+    rule: str | None = None,
 ) -> Proof:
     """Load the schedule in a file and prove it.
 
@@ -35,6 +39,7 @@ def prove_file(
             or the only function. `*.csv` as `torch.distributed.pipelining` writes it. Otherwise, the text form.
         stages, microbatches, options: arguments of the function; the other forms hold a finished schedule, which takes
             none.
+        rule: the version rule under which the function's order is run, "flush" if None; the text form names its own.
 
     Raises:
         ConfigError: the file cannot be read, its function fails or lacks arguments, or it takes none and some are
@@ -42,7 +47,7 @@ def prove_file(
         ScheduleError: the schedule is wrong; the message names the action at fault.
     """
     sizes = {"stages": stages, "microbatches": microbatches}
-    given = [*(name for name, size in sizes.items() if size is not None), *options]
+    given = [*(name for name, size in sizes.items() if size is not None), *options, *([] if rule is None else ["rule"])]
     if given and not holds_function(path):
         raise ConfigError(f"{path} holds a finished schedule; leave {in_words(given, 'and')} out")
     try:
@@ -52,9 +57,11 @@ def prove_file(
                     f"the order in {str(path)!r} is a function of stages and microbatches; give both, such as "
                     f"load_schedule({str(path)!r}, stages=4, microbatches=8)"
                 )
-            return _prove_function(path, stages, microbatches, options)
+            return _prove_function(path, stages, microbatches, options, rule)
         text = _text_of(path)
-        return extend(from_torch_csv(text, path.stem) if path.suffix == ".csv" else parse_schedule(text, str(path)))
+        if path.suffix == ".csv":
+            return extend(from_torch_csv(text, path.stem))
+        return extend(parse_schedule(text, str(path), path.stem))
     except PenstockError as error:
         if str(path) in str(error):
             raise
@@ -62,7 +69,7 @@ def prove_file(
         raise type(error)(f"{path}: {said}") from error.__cause__
 
 
-def _prove_function(path: Path, stages: int, microbatches: int, options: Options) -> Proof:
+def _prove_function(path: Path, stages: int, microbatches: int, options: Options, rule: str | None) -> Proof:
     """Prove what the order function in a Python file returns."""
     function = load_function(path)
     taken = inspect.signature(function)
@@ -71,7 +78,7 @@ def _prove_function(path: Path, stages: int, microbatches: int, options: Options
     except TypeError:
         raise ConfigError(f"{path}: the function must take (stages, microbatches), but takes {taken}") from None
     try:
-        return prove(_named(function, path.stem), stages, microbatches, options=options)
+        return prove(_named(function, path.stem), stages, microbatches, rule=rule, options=options)
     except PenstockError:
         raise
     except (Exception, SystemExit) as error:

@@ -62,12 +62,13 @@ _WORDS = ("schedule", "rule", "microbatches", "nodes", "edges", "frozen", "segme
 _SPLIT_PARTS = re.compile(r"\+(?=[A-Z])")
 
 
-def parse_schedule(text: str, where: str = "schedule") -> Schedule:
+def parse_schedule(text: str, where: str = "schedule", unnamed: str = "unnamed") -> Schedule:
     """Parse a schedule from its text form.
 
     Args:
         text: the text form, as described in the module.
         where: a file name for error messages.
+        unnamed: what it is called if it does not say so.
 
     Raises:
         ScheduleError: the text is malformed; the message names the line and the token.
@@ -93,7 +94,7 @@ def parse_schedule(text: str, where: str = "schedule") -> Schedule:
             if word in header:
                 raise ScheduleError(f"{where}:{number}: the line {word!r} appears twice")
             header[word] = rest.strip()
-    return _assemble(header, lines, where)
+    return _assemble({"schedule": unnamed, **header}, lines, where)
 
 
 def _assemble(header: dict[str, str], lines: dict[tuple[str, int], tuple[int, str]], where: str) -> Schedule:
@@ -126,7 +127,7 @@ def _assemble(header: dict[str, str], lines: dict[tuple[str, int], tuple[int, st
 
     programs = tuple(Program(actions("rank", r), actions("drain", r)) for r in range(ranks))
     edges = _edges(header["edges"], where) if "edges" in header else chain(1 + max(n.index for n in stages))
-    name, m = header.get("schedule", "unnamed"), _integer(header["microbatches"], where)
+    name, m = header["schedule"], _integer(header["microbatches"], where)
     if m < 1:
         raise ScheduleError(f"{where}: a batch needs at least 1 microbatch, got {m}")
     units = sum(p.unit.count for program in programs for part in program for p in split_fused(part))

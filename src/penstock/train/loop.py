@@ -404,7 +404,8 @@ class _Loop:
         summary = RunSummary(
             folder=self.folder,
             batches=self.pipeline.batches,
-            tokens=self._trained * self.tokens_per_batch,
+            tokens=self.pipeline.batches * self.tokens_per_batch,
+            tokens_now=self._trained * self.tokens_per_batch,
             seconds=seconds,
             loss=self._loss,
             **validation,

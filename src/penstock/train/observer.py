@@ -56,6 +56,8 @@ class RunSummary:
     """The results at the end of a run.
 
     Attributes:
+        tokens: of all batches of the run.
+        tokens_now: of those that were trained since the run was started or resumed last, in `seconds`.
         entropy: unigram entropy of the held-out text, in nats per token, which a model without context would reach.
         peak_bytes: per rank, the most bytes of each kind.
         time: how the time of training was spent.
@@ -67,6 +69,7 @@ class RunSummary:
     folder: Path
     batches: int
     tokens: int
+    tokens_now: int
     seconds: float
     loss: float | None
     validation_loss: float | None

@@ -113,7 +113,7 @@ def _decides(prepared: Prepared) -> bool:
 
 def _allowed(prepared: Prepared) -> float:
     """Return the relative difference that is allowed from the reference: 0, unless the run rounds differently."""
-    if prepared.config.row.name == "gap-aware":  # a gap is the difference of weights that are nearly the same
+    if prepared.config.row.correction == "gap-aware":  # a gap is the difference of weights that are nearly the same
         return 10 * TOLERANCE
     schedule = prepared.plan.schedule
     rounds = schedule.slices > 1 or not _sums_in_order(schedule)  # other sums, or the same in another order
@@ -223,7 +223,7 @@ def _run_reference(prepared: Prepared, count: int) -> tuple[Reference, WatchedFa
         parts=_parts(plan.schedule, config.width),
         tied=TIED_EMBEDDINGS if config.model.tied and num_stages > 1 else {},
         precision=low_precision(config.precision),
-        options=_options(plan.options.staleness.correction),
+        options=_options(plan.options.staleness.correction, config.row.rule),
         order=order_of(
             "" if "in_flight" in config.options else config.row.order, plan.plain, config.recompute, config.segments
         ),
@@ -239,9 +239,16 @@ _BY_RULE = MappingProxyType(
         "stash": "stash",
         "vertical-sync": "vertical-sync",
         "newest": "newest",
+        "admitted-newest": "timeprest",
     }
 )
 """For every rule that needs no correction, a method with its equations; the delays of an order are derived from it."""
+
+_OF_ITS_ORDER = ("ftpipe-aggregated",)
+"""Corrections whose reference knows one order only."""
+
+_STASHED = "predicted-stash"
+"""The rule under which corrections predict for backwards what forwards read, where a choice is theirs."""
 
 
 def _method_of_reference(config: TrainConfig) -> str:
@@ -252,7 +259,14 @@ def _method_of_reference(config: TrainConfig) -> str:
     """
     if config.schedule is None:
         return config.row.name
-    rule = config.row.rule
+    rule, correction = config.row.rule, config.row.correction
+    if correction in _OF_ITS_ORDER:
+        raise ConfigError(
+            f"{config.row.name}: there is no reference for orders of your own with correction {correction!r}, which "
+            f"predicts from the gradients of the order of 1F1B; verify method {correction}"
+        )
+    if correction != "none":
+        return correction  # the method that is called like it has its equations
     if rule not in _BY_RULE:
         raise ConfigError(
             f"{config.row.name}: there is no reference for orders of your own under rule {rule!r}; there is one for "
@@ -261,9 +275,13 @@ def _method_of_reference(config: TrainConfig) -> str:
     return _BY_RULE[rule]
 
 
-def _options(correction: Correction | None) -> dict[str, Any]:
-    """Return the options of a correction under the reference's names."""
+def _options(correction: Correction | None, rule: str) -> dict[str, Any]:
+    """Return the options of a correction, under a version rule, in the reference's names."""
     match correction:
+        case PipelinedBackprop() if rule in (_STASHED, "stash"):
+            return {"backward": "stash"}
+        case FTPipe() if rule == _STASHED and not correction.decays and correction.ahead:
+            return {"backward": "stash"}
         case PipeMare():
             return {"reschedule": correction.reschedule, "decay": correction.decay}
         case FTPipe() if correction.decays or not correction.ahead:

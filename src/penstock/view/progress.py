@@ -155,11 +155,12 @@ class TerminalObserver:
             self.console.print()
             self.console.print(time_table(summary.time))
         print_(bytes_table(summary.peak_bytes, "peak bytes", self.console.width))
+        now = "" if summary.tokens_now == summary.tokens else f"; {summary.tokens_now:,} of them now,"
         if summary.again is not None:
             print_(f"{summary.again} updates were undone and repeated")
         print_(
-            f"\n{summary.batches} batches, {summary.tokens:,} tokens in {_duration(summary.seconds)} "
-            f"({summary.tokens / summary.seconds:,.0f} tokens/s), bubble {summary.bubble:.1%}"
+            f"\n{summary.batches} batches, {summary.tokens:,} tokens{now} in {_duration(summary.seconds)} "
+            f"({summary.tokens_now / summary.seconds:,.0f} tokens/s), bubble {summary.bubble:.1%}"
         )
         if sample is not None:
             print_(f"more text: penstock sample {summary.folder}", markup=False)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from penstock.checks import check_whole
+from penstock.checks import check_whole, is_whole
 from penstock.comm.core.wait import Wait
 from penstock.errors import ConfigError, DataError
 from penstock.runtime.execute.executor import Executor
@@ -56,6 +56,11 @@ def check_evaluating(evaluate: Any) -> None:
     if not isinstance(evaluate, Evaluating):
         raise ConfigError(
             f"evaluate must be penstock.Evaluating(every=50, data=loader), every so many batches; got {evaluate!r:.80}"
+        )
+    if is_whole(evaluate.data):
+        raise ConfigError(
+            f"evaluate: the number of batches comes first: penstock.Evaluating({evaluate.data}, loader), to evaluate "
+            f"every {evaluate.data} batches"
         )
     check_whole("evaluate: every", evaluate.every)
     if isinstance(evaluate.data, Iterator):

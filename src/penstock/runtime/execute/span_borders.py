@@ -49,11 +49,16 @@ class SpanBorders:
             stage.weights.begin_span(batches)
         asked = self._grid.group is None or self._grid.local[0].rank == first
         begins = failure is None and (not asked or source.begins())
+        lacks = failure is None and not asked and source.lacks_first()
         failure = failure or source.failure
-        mine: list[Any] = [begins, _text(failure), settings_by_hand(self._ranks)]
+        mine: list[Any] = [begins, _text(failure), lacks, settings_by_hand(self._ranks)]
         told = self._gather(mine, "agreeing to start")  # the others must hear of a failure before it is raised here
-        failed = _failed_elsewhere([text for _, text, _ in told], "begin")
-        for reason in (failure, failed):
+        failed = _failed_elsewhere([text for _, text, _, _ in told], "begin")
+        for reason in (
+            failure,
+            failed,
+            _missing(first, [begin for begin, *_ in told], [lack for _, _, lack, _ in told]),
+        ):
             if reason is not None:
                 raise reason
         settings = [settings for *_, settings in told]
@@ -101,6 +106,16 @@ class SpanBorders:
 
     def _gather(self, mine: list[Any], what: str) -> list[Any]:
         return [mine] if self._grid.group is None else gather_json(mine, what, self._grid.control)
+
+
+def _missing(first: int, begins: Sequence[bool], lacks: Sequence[bool]) -> DataError | None:
+    """What all ranks raise where the data of one of them, of all by rank, have no batch although the first has one."""
+    if not all(begins) or not any(lacks):
+        return None
+    return DataError(
+        f"rank {list(lacks).index(True)} has no batch, but rank {first} has: every rank needs the same batches (a "
+        "generator that was used up? a DistributedSampler?)"
+    )
 
 
 def _text(failure: Exception | None) -> str | None:

@@ -100,6 +100,10 @@ class BatchSource:
         """Return True if there is a first batch and no stop was requested before it; else `failure` may say why."""
         return not self._stop.agreed and self._comes(0)
 
+    def lacks_first(self) -> bool:
+        """Return True if this process reads data, but there is no first batch; `failure` may say why."""
+        return self._reads > 0 and not self._comes(0)
+
     def has(self, batch: int) -> bool:
         """Return True if batch number `batch` of the span exists, fetching batches up to it.
 

@@ -55,6 +55,11 @@ def method(name: str, **options: Any) -> MethodChoice:
     row = find_method(name)
     of_order, of_correction = options_of(ORDERS[row.order]), CORRECTIONS[row.correction].options
     unknown = [option for option in options if option not in {*of_order, *of_correction}]
+    if "sync" in unknown:
+        raise ConfigError(
+            f"method {row.name} has no option 'sync': sync is for comparisons (penstock compare {row.name}:sync=50); "
+            f"in a run: --set sync.batches={options['sync']}; in Python, pipeline.switch('{row.name}') after 1f1b"
+        )
     if unknown:
         raise ConfigError(no_option(f"method {row.name}", unknown[0], [*of_order, *of_correction]))
     correction = {k: v for k, v in options.items() if k in of_correction}

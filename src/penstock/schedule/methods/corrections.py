@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal
 
-from penstock.checks import no_option
+from penstock.checks import did_you_mean, no_option
 from penstock.errors import ConfigError
+from penstock.schedule.ir.rules import VersionRule
 
 
 @dataclass(frozen=True)
@@ -194,6 +195,33 @@ _TABLE = (
 
 CORRECTIONS: Mapping[str, CorrectionSpec] = MappingProxyType({row.name: row for row in _TABLE})
 """Every correction by its name."""
+
+
+def find_correction(name: str) -> CorrectionSpec:
+    """Return the row of a correction.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    if name not in CORRECTIONS:
+        raise ConfigError(
+            f"unknown correction {name!r}.{did_you_mean(name, CORRECTIONS)} Known: {', '.join(CORRECTIONS)}"
+        )
+    return CORRECTIONS[name]
+
+
+def correction_fault(rule: VersionRule, correction: str) -> str | None:
+    """Return why a correction does not go with a version rule; None if it does.
+
+    Rules under which passes read derived copies need a correction, which makes these.
+    """
+    rules = CORRECTIONS[correction].rules
+    if rules and rule.name not in rules:
+        return f"correction {correction!r} needs version rule {' or '.join(rules)}, not {rule.name!r}"
+    if correction == "none" and (rule.copies_forward or rule.copies_backward):
+        makers = ", ".join(name for name, row in CORRECTIONS.items() if rule.name in row.rules)
+        return f"rule {rule.name!r} reads weights that a correction makes; name it with --correction: {makers}"
+    return None
 
 
 def options_of(correction: str, given: Mapping[str, float | None]) -> dict[str, float | None]:

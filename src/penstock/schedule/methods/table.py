@@ -18,7 +18,7 @@ from penstock.errors import ConfigError
 from penstock.schedule.ir.order import Order
 from penstock.schedule.ir.rules import Source, VersionRule
 from penstock.schedule.methods.combine import COMBINES, combine_fault
-from penstock.schedule.methods.corrections import CORRECTIONS, options_of
+from penstock.schedule.methods.corrections import CORRECTIONS, correction_fault, options_of
 from penstock.schedule.orders.nf1b import one_version_fault
 
 
@@ -414,7 +414,10 @@ def compatible(
 ) -> str | None:
     """Return why these choices cannot be combined, or None if they can."""
     if rule.forward is Source.BATCH and order.endless:
-        return f"rule {rule.name!r} empties the pipeline after each batch, but the order lets batches overlap"
+        return (
+            f"rule {rule.name!r} empties the pipeline after each batch, but the order lets batches overlap; name "
+            "another rule, such as double-buffer"
+        )
     for what, value, known in (
         ("correction", correction, tuple(CORRECTIONS)),
         ("sharding", sharding, ("replicated",)),
@@ -422,7 +425,6 @@ def compatible(
     ):
         if value not in known:
             return f"{what} {value!r} is not supported; known: {', '.join(known)}"
-    rules = CORRECTIONS[correction].rules
-    if rules and rule.name not in rules:
-        return f"correction {correction!r} needs version rule {' or '.join(rules)}, not {rule.name!r}"
+    if correction != "none" and (fault := correction_fault(rule, correction)):
+        return fault
     return combine_fault(combine, rule.name, correction)

@@ -11,6 +11,16 @@ from penstock.schedule.ir.ops import OPS
 from penstock.schedule.ir.schedule import Action, Schedule, existing
 
 
+class MicrobatchCount(Fraction):
+    """A number of microbatches, exactly; shown as people write numbers."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        """Return 3 for 3, 5.5 for 11/2."""
+        return f"{float(self):.12g}"
+
+
 class Activations:
     """Counts the activations that each rank holds, in units of 1 / `scale` microbatches on the rank's whole share.
 
@@ -51,7 +61,7 @@ class Activations:
 
     def peaks(self) -> tuple[Fraction, ...]:
         """Return the most held on each rank, in microbatches on its whole share."""
-        return tuple(Fraction(peak, self.scale) for peak in self.peak)
+        return tuple(MicrobatchCount(peak, self.scale) for peak in self.peak)
 
     def copy(self) -> Activations:
         """Return an independent copy."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
@@ -14,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 from penstock.checks import check_text, in_short, in_words
 from penstock.errors import ConfigError
 from penstock.schedule.methods.table import find_method
-from penstock.schedule.methods.written import written_method
+from penstock.schedule.methods.written import written_correction, written_method, written_order
 from penstock.train.config.key_reference import correction_keys, known_keys, order_keys, suggested_keys
 from penstock.train.config.own_schedule import is_file, read_own_schedule, schedule_in, size_fault
 from penstock.train.config.schema import TrainConfig
@@ -45,7 +46,7 @@ def load_config(path: Path | None, changes: Sequence[str]) -> TrainConfig:
         apply_change(TrainConfig, given, change)
     for one, other in (("method", "schedule"), ("schedule", "method")):
         if given.get(one) is not None and given.get(other) is None:
-            values[other] = None
+            values |= {other: None, "rule": given.get("rule"), "corrected_by": given.get("corrected_by")}
     values = with_method_options(values)
     config = validate_config(with_settings(values))
     return _with_own_schedule(config, values)
@@ -63,20 +64,42 @@ def _with_own_schedule(config: TrainConfig, values: Mapping[str, Any]) -> TrainC
     if text is None:
         if config.method is None:
             raise ConfigError("method: give one (penstock methods lists them), or a schedule of your own with --file")
-        return config
+        return _without_own(config)
     if values.get("method") is not None:
         raise ConfigError(f"give either a method or a schedule of your own; leave method={values['method']} out")
     if is_file(text):
-        text, again = read_own_schedule(text, config.stages, config.microbatches, config.options), ""
+        own = written_order(text, config.rule, config.corrected_by)
+        own = replace(own, options={**config.options, **own.options})
+        text, again = read_own_schedule(own, config.stages, config.microbatches), ""
+        name, correcting = own.correction, own.correcting
     else:
         again = ", or give a file with another one (--file)"
-        if config.options:
-            raise ConfigError("options: a schedule that has been read takes none; leave them out, or give --file again")
+        for key in ("options", "rule"):
+            if getattr(config, key):
+                raise ConfigError(f"{key}: a schedule that has been read takes none; leave it out, or give --file too")
+        name, correcting = written_correction(config.corrected_by) if config.corrected_by else (None, {})
     if fault := size_fault(text, {key: values.get(key) for key in ("stages", "microbatches")}):
         raise ConfigError(f"{fault}{again}")
     found = schedule_in(text)
-    sizes = {"stages": found.ranks, "microbatches": found.microbatches}
-    return config.model_copy(update={"method": None, "schedule": text, "options": {}, **sizes})
+    read = {"stages": found.ranks, "microbatches": found.microbatches, "options": {}, "rule": None}
+    corrected = {"corrected_by": name, "correction": {**config.correction, **correcting}}
+    return config.model_copy(update={"method": None, "schedule": text, **read, **corrected})
+
+
+def _without_own(config: TrainConfig) -> TrainConfig:
+    """Return the configuration of a method, which has neither a rule nor a correction that is not its own.
+
+    Raises:
+        ConfigError: it has one.
+    """
+    row = config.row
+    for key, value, its in (("rule", config.rule, row.rule), ("correction", config.corrected_by, row.correction)):
+        if value is not None:
+            raise ConfigError(
+                f"{key}: method {row.name!r} has its own, {its}; leave {value!r} out, or give an order of your own "
+                "(--file)"
+            )
+    return config
 
 
 def with_method_options(values: Mapping[str, Any]) -> dict[str, Any]:

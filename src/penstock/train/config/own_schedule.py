@@ -11,10 +11,13 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from penstock.errors import ConfigError
+from penstock.schedule.ir.rules import RULES
 from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.load import holds_function, prove_file
+from penstock.schedule.methods.corrections import correction_fault
 from penstock.schedule.methods.table import Method
-from penstock.schedule.methods.written import split_options, whole_numbers
+from penstock.schedule.methods.written import WrittenOrder
 from penstock.schedule.text import parse_schedule
 
 
@@ -28,10 +31,23 @@ def schedule_in(text: str) -> Schedule:
     return parse_schedule(text)
 
 
-def own_row(text: str) -> Method:
-    """Return what stands for a row of the method table: the name and the rule of a schedule of one's own."""
+def own_row(text: str, correction: str | None = None) -> Method:
+    """Return what stands for a row of the method table: name, rule and correction of a schedule of one's own."""
     schedule = schedule_in(text)
-    return Method(schedule.name, "an order of your own", "", "", schedule.rule)
+    return Method(schedule.name, "an order of your own", "", "", schedule.rule, correction or "none")
+
+
+def own_schedule(text: str, correction: str | None) -> Schedule:
+    """Return a schedule of one's own that can be trained.
+
+    Raises:
+        ConfigError: its rule and its correction do not go together, or the rule needs one.
+        ScheduleError: it cannot be read.
+    """
+    schedule = schedule_in(text)
+    if fault := correction_fault(RULES[schedule.rule], correction or "none"):
+        raise ConfigError(f"{schedule.name}: {fault}")
+    return schedule
 
 
 def is_file(schedule: str) -> bool:
@@ -39,24 +55,23 @@ def is_file(schedule: str) -> bool:
     return "\n" not in schedule
 
 
-def read_own_schedule(file: str, stages: int, microbatches: int, options: Mapping[str, int]) -> str:
+def read_own_schedule(own: WrittenOrder, stages: int, microbatches: int) -> str:
     """Read the schedule in a file, prove it, and return it as text, with the name of the file in its first line.
 
     Args:
-        file: its name, with options of the order after colons if there are any.
+        own: the file, with the options and the rule of its order.
         stages, microbatches: of the pipeline; only functions take them.
-        options: of the order; those in the name of the file go before them.
 
     Raises:
         ConfigError: the file cannot be read, its function fails, or it holds a finished schedule and options are given.
         ScheduleError: the schedule is wrong.
     """
-    path, own = split_options(file)
-    given = {**options, **whole_numbers(own)}
-    takes = holds_function(Path(path))  # the sizes of a finished schedule are compared by `size_fault`
-    proof = prove_file(Path(path), stages if takes else None, microbatches if takes else None, given)
-    said = "".join(f":{name}={value}" for name, value in given.items())
-    return f"# {path}{said}\n{str(proof.schedule).strip()}\n"
+    path = Path(own.file)
+    takes = holds_function(path)  # the sizes of a finished schedule are compared by `size_fault`
+    proof = prove_file(path, stages if takes else None, microbatches if takes else None, own.options, own.rule)
+    said = "".join(f":{name}={value}" for name, value in own.options.items())
+    ruled = "" if own.rule is None else f":rule={own.rule}"
+    return f"# {path}{said}{ruled}\n{str(proof.schedule).strip()}\n"
 
 
 def size_fault(text: str, sizes: Mapping[str, Any]) -> str | None:

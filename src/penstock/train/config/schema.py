@@ -270,6 +270,16 @@ class TrainConfig(Strict):
         description="an order of your own (--file): a Python file with a function (stages, microbatches) -> order, a "
         "schedule as text, or torch's CSV",
     )
+    rule: str | None = Field(
+        default=None,
+        description="version rule of an order of your own in Python (--rule), a `version rule` of `penstock methods`; "
+        "flush if not set",
+    )
+    corrected_by: str | None = Field(
+        default=None,
+        description="correction of an order of your own (--correction), such as spectrain, or with options, as in "
+        "pipemare:reschedule=100",
+    )
     stages: int = Field(default=2, ge=1, le=MOST_STAGES, description="d, ranks of the pipeline")
     options: OrderOptions = Field(default={}, description="of the method's order, such as {chunks: 4}")
     correction: dict[str, Number | None] = Field(
@@ -373,8 +383,8 @@ class TrainConfig(Strict):
 
     @property
     def row(self) -> Method:
-        """The row of the method table; with a schedule of one's own, one that has its name and its rule."""
-        return find_method(self.method or "") if self.schedule is None else own_row(self.schedule)
+        """The row of the method table; with a schedule of one's own, one with its name, rule and correction."""
+        return find_method(self.method or "") if self.schedule is None else own_row(self.schedule, self.corrected_by)
 
     @property
     def delayed(self) -> bool:

@@ -21,7 +21,7 @@ from penstock.schedule.ir.rules import RULES, Source
 from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.methods.table import find_method
 from penstock.schedule.methods.wave_lags import place_of, record_fault
-from penstock.train.config.own_schedule import schedule_in
+from penstock.train.config.own_schedule import own_schedule
 from penstock.train.config.schema import TrainConfig
 from penstock.train.data.corpus import Corpus, load_corpus
 from penstock.train.data.windows import Windows
@@ -138,15 +138,9 @@ def _own_schedule(config: TrainConfig) -> Schedule:
     """The schedule of a user's own.
 
     Raises:
-        ConfigError: it needs what only a method of the table brings.
+        ConfigError: its rule and its correction do not go together, or the rule needs one.
     """
-    schedule = schedule_in(config.schedule or "")
-    rule = RULES[schedule.rule]
-    if rule.copies_forward or rule.copies_backward:
-        raise ConfigError(
-            f"{schedule.name}: rule {rule.name!r} reads weights that a correction makes, which only methods have; take "
-            "a method with this rule (penstock methods), or write the order under another rule"
-        )
+    schedule = own_schedule(config.schedule or "", config.corrected_by)
     if config.undo == "in-place":
         raise ConfigError("undo=in-place: a schedule of your own says so itself, with rule provisional-in-place")
     return schedule

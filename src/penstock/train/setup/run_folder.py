@@ -138,13 +138,14 @@ def set_aside_run(folder: Path) -> None:
 
 def how_to_go_on(folder: Path) -> str:
     """Return the hint for a run that has ended early: how to resume it."""
-    batch = saved_batches(folder)
+    batch, more = saved_batches(folder), recorded(folder).batches
     if batch is None:
         return (
             f"there is no checkpoint in {folder} to resume from yet; to begin again there:\n"
             f"  penstock train --resume {folder} --restart"
         )
-    return f"to resume from the checkpoint after {batch} batches:\n  penstock train --resume {folder}"
+    further = "" if more <= batch else f" (it was {more} batches far, so {more - batch} are trained again)"
+    return f"to resume from the checkpoint after {batch} batches{further}:\n  penstock train --resume {folder}"
 
 
 def write_config(config: TrainConfig, folder: Path, history: Sequence[str] = ()) -> None:
@@ -222,7 +223,21 @@ def _differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> Changes:
 
 def in_short(changes: Changes) -> str:
     """Return changes in one line."""
-    return ", ".join(f"{key}={_written(c['now'])} (before: {_written(c['before'])})" for key, c in changes.items())
+    return ", ".join(f"{option_of(key, c['now'])} (before: {_written(c['before'])})" for key, c in changes.items())
+
+
+def changed_since(folder: Path, now: TrainConfig) -> Changes:
+    """Return in what a configuration differs from the one that was written into a run folder last."""
+    try:
+        before = _as_written(folder)
+    except ConfigError:  # damaged
+        before = None
+    return {} if before is None else _differing(_flat(before), _flat(now))
+
+
+def option_of(key: str, value: Any) -> str:
+    """Return a key with its value, as `--set` reads it."""
+    return f"{key}={_written(value)}"
 
 
 def note_changes(config: TrainConfig, folder: Path, batch: int) -> Changes:

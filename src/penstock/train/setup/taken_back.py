@@ -1,0 +1,42 @@
+"""Takes a changed configuration back where a run that was resumed with it has failed before its first batch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from penstock.files import read_text, write_whole
+from penstock.train.config.schema import TrainConfig
+from penstock.train.config.yaml_file import LARGEST
+from penstock.train.setup.recorded import recorded
+from penstock.train.setup.run_folder import CONFIG, WRITTEN, changed_by_hand, changed_since, in_short, option_of
+
+
+class ConfigBefore:
+    """The configuration of a run as it was before the run is resumed.
+
+    Args:
+        folder: of the run.
+        now: the configuration that it is resumed with.
+    """
+
+    def __init__(self, folder: Path, now: TrainConfig) -> None:
+        self._folder, self._size = folder, recorded(folder).size
+        self._changes = changed_since(folder, now)
+        self._by_hand = changed_by_hand(folder) if self._changes else {}
+        self._texts = {
+            name: read_text(folder / name, LARGEST) for name in (CONFIG, WRITTEN) if (folder / name).exists()
+        }
+
+    def advice(self) -> str | None:
+        """Take back what has changed if no batch was trained with it; return how to go on, None if nothing changed."""
+        if not self._changes or recorded(self._folder, self._size).batches:
+            return None
+        for name, text in self._texts.items():
+            write_whole(self._folder / name, text)
+        back = [option_of(key, change["before"]) for key, change in self._by_hand.items()]
+        if back:
+            said = f"and to go on as before, change {CONFIG} back, or:"
+        else:
+            said = "which the run has not kept; to go on as before:"
+        resumed = " ".join([f"  penstock train --resume {self._folder}", *(f"--set {option}" for option in back)])
+        return f"no batch was trained with {in_short(self._changes)}, {said}\n{resumed}"
