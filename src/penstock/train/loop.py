@@ -44,7 +44,7 @@ from penstock.train.process_group import first_of_the_job, process_group, shared
 from penstock.train.setup.build_pipeline import make_pipeline
 from penstock.train.setup.early_stopping import Patience
 from penstock.train.setup.lr_schedule import rate_schedule
-from penstock.train.setup.prepare import Prepared, prepare
+from penstock.train.setup.prepare import Prepared, prepare_unproven
 from penstock.train.setup.run_folder import note_changes, set_aside_run
 from penstock.train.troubles import Troubles
 
@@ -73,13 +73,14 @@ def train(
 
     Raises:
         ConfigError: the number of processes of the job is not that of the pipelines' ranks.
-        PenstockError: see `prepare` and `Pipeline`.
+        PenstockError: see `prepare_unproven`, `Prepared.proven` and `Pipeline`.
     """
     request = DrainRequest(drain)
     with request.handle_signals():
-        prepared = prepare(config)
+        prepared = prepare_unproven(config)
         keep_freed_memory()
         with process_group(config) as store:
+            prepared = prepared.proven(dist.group.WORLD)  # once for all ranks, and before there is a folder
             place = folder or shared_folder(config, store)
             if restart and dist.get_rank() == 0 and first_of_the_job(store, "restart"):
                 set_aside_run(place)

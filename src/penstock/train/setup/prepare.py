@@ -11,11 +11,13 @@ from functools import partial
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from penstock.errors import ConfigError, PenstockError
 from penstock.models.gpt import GPTConfig, gpt_blocks, preset
 from penstock.partition.sequence_slices import Slicing, equal_time_lengths
-from penstock.runtime.plan.plan import PipelinePlan, UnprovenPlan
+from penstock.runtime.plan.plan import UnprovenPlan
+from penstock.runtime.setup.shared_proof import prove_plan
 from penstock.schedule.build import ScheduleRequest
 from penstock.schedule.ir.rules import RULES, Source
 from penstock.schedule.ir.schedule import Schedule
@@ -46,7 +48,7 @@ class Prepared:
     Attributes:
         config: as the user gave it.
         model: its shape, with the vocabulary of the data filled in.
-        plan: of its pipeline, under its method.
+        plan: of its pipeline, under its method; proven once `proven` has been called.
         windows: the data.
         others: the plans under methods that go on before or after that one, by phase
             (`penstock.train.setup.phase_plan`).
@@ -54,13 +56,30 @@ class Prepared:
 
     config: TrainConfig
     model: GPTConfig
-    plan: PipelinePlan
+    plan: UnprovenPlan
     windows: Windows
-    others: Mapping[str, PipelinePlan] = field(default_factory=dict)
+    others: Mapping[str, UnprovenPlan] = field(default_factory=dict)
 
-    def plan_of(self, phase: str) -> PipelinePlan:
+    def plan_of(self, phase: str) -> UnprovenPlan:
         """The plan under the method of a phase."""
         return self.others.get(phase, self.plan)
+
+    def proven(self, control: dist.ProcessGroup | None = None) -> Prepared:
+        """The same with its schedules proven; between processes once for all, which call this together.
+
+        Args:
+            control: a process group on the CPU; None to prove them here.
+
+        Raises:
+            ConfigError: ranks have different plans, or the method of another phase cannot be proven.
+            ScheduleError: too few microbatches for the method (the message names the smallest number).
+            TransportError: a peer is dead.
+        """
+        plan, others = prove_plan(self.plan, control), {}
+        for phase, other in self.others.items():
+            with _of_phase(phase):
+                others[phase] = prove_plan(other, control)
+        return replace(self, plan=plan, others=others)
 
     @property
     def microbatches(self) -> int:
@@ -74,15 +93,28 @@ class Prepared:
 
 
 def prepare(config: TrainConfig, *, local: bool = False) -> Prepared:
-    """Check a configuration against the method table, the model and the data; what takes long comes last.
+    """Check a configuration, and prove its schedules; what takes long comes last.
 
     Args:
         config: of the run.
         local: all of its processes will run on this machine, which must be able to hold them.
 
     Raises:
-        ConfigError: no such method, a shape that cannot be, too few blocks for the stages.
+        ConfigError, DataError: see `prepare_unproven`.
         ScheduleError: too few microbatches for the method (the message names the smallest number).
+    """
+    return prepare_unproven(config, local=local).proven()
+
+
+def prepare_unproven(config: TrainConfig, *, local: bool = False) -> Prepared:
+    """Check a configuration against the method table, the model and the data, but for the proof of its schedules.
+
+    Args:
+        config, local: as of `prepare`.
+
+    Raises:
+        ConfigError: no such method, a shape that cannot be, too few blocks for the stages.
+        ScheduleError: the schedule cannot be built.
         DataError: the text is missing, unreadable or too short.
     """
     if local:
@@ -113,11 +145,7 @@ def prepare(config: TrainConfig, *, local: bool = False) -> Prepared:
     for phase, other in others.items():
         with _of_phase(phase):
             drafts[phase] = draft.followed_by(other, None)
-    plan, proven = draft.prove(), {}
-    for phase, following in drafts.items():
-        with _of_phase(phase):
-            proven[phase] = following.prove()
-    return Prepared(config, model, plan, windows, proven)
+    return Prepared(config, model, draft, windows, drafts)
 
 
 def _schedule(config: TrainConfig) -> ScheduleRequest | Schedule:
