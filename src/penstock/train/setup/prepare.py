@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 from penstock.errors import ConfigError, PenstockError
-from penstock.models.gpt import GPTConfig, gpt_blocks, preset
+from penstock.models.gpt import gpt_blocks
+from penstock.models.gpt_shape import GPTConfig
 from penstock.partition.sequence_slices import Slicing, equal_time_lengths
 from penstock.runtime.plan.plan import UnprovenPlan
 from penstock.runtime.setup.shared_proof import prove_plan
@@ -27,6 +28,7 @@ from penstock.train.config.own_schedule import schedule_in
 from penstock.train.config.schema import TrainConfig
 from penstock.train.data.corpus import Corpus, load_corpus
 from penstock.train.data.windows import Windows
+from penstock.train.setup.enough_blocks import check_blocks, shape_of
 from penstock.train.setup.machine_memory import check_memory, check_workers
 from penstock.train.setup.optimizers import optimizer_factory
 from penstock.train.setup.phase_plan import FALLBACK, SYNC
@@ -117,6 +119,7 @@ def prepare_unproven(config: TrainConfig, *, local: bool = False) -> Prepared:
         ScheduleError: the schedule cannot be built.
         DataError: the text is missing, unreadable or too short.
     """
+    check_blocks(config)
     if local:
         check_workers(config)
     request, others = _schedule(config), _other_methods(config)
@@ -256,14 +259,12 @@ def _check_optimizer(config: TrainConfig, draft: UnprovenPlan) -> None:
 
 def model_shape(config: TrainConfig, corpus: Corpus) -> GPTConfig:
     """The GPT's shape: the preset with what the configuration changes."""
-    section = config.model
-    changes = {name: getattr(section, name) for name in ("layers", "width", "heads", "context", "vocabulary")}
-    changes["vocabulary"] = changes["vocabulary"] or corpus.vocabulary
-    if changes["vocabulary"] < corpus.vocabulary:
+    vocabulary = config.model.vocabulary or corpus.vocabulary
+    if vocabulary < corpus.vocabulary:
         raise ConfigError(
-            f"model.vocabulary is {changes['vocabulary']}, but {corpus.name} holds tokens up to {corpus.vocabulary - 1}"
+            f"model.vocabulary is {vocabulary}, but {corpus.name} holds tokens up to {corpus.vocabulary - 1}"
         )
-    return preset(section.preset, **{name: value for name, value in changes.items() if value is not None})
+    return shape_of(config, vocabulary)
 
 
 def make_run_folder(config: TrainConfig) -> Path:
