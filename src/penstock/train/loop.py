@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from penstock.checkpoint.manager import Checkpoints
 from penstock.comm.collective.gather import gather_json
+from penstock.comm.collective.hand_out import from_first
 from penstock.errors import CheckpointError, DataError, EndedError, PenstockError
 from penstock.idle_time import split_time
 from penstock.job.agent import end_agent
@@ -77,10 +79,10 @@ def train(
     """
     request = DrainRequest(drain)
     with request.handle_signals():
-        prepared = prepare_unproven(config)
         keep_freed_memory()
         with process_group(config) as store:
-            prepared = prepared.proven(dist.group.WORLD)  # once for all ranks, and before there is a folder
+            once = partial(from_first, what="looking for the largest token", group=dist.group.WORLD)
+            prepared = prepare_unproven(config, once=once).proven(dist.group.WORLD)  # before there is a folder
             place = folder or shared_folder(config, store)
             if restart and dist.get_rank() == 0 and first_of_the_job(store, "restart"):
                 set_aside_run(place)
@@ -106,7 +108,7 @@ class _Loop:
         self.pipeline = make_pipeline(prepared, dist.group.WORLD)
         request.doing = lambda: self.pipeline.doing
         self.metrics, self.troubles = Metrics(folder), Troubles(store)
-        self._fingerprint = prepared.windows.corpus.fingerprint
+        self._fingerprint = from_first(lambda: prepared.windows.corpus.fingerprint, "reading the text", None)
         self.checkpoints = Checkpoints(
             self.pipeline,
             folder,

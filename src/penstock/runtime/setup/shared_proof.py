@@ -6,17 +6,13 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-from penstock import errors
-from penstock.comm.collective.hand_out import hand_out
-from penstock.errors import PenstockError, ScheduleError, TransportError
+from penstock.comm.collective.hand_out import HandedOut, hand_out
 from penstock.runtime.plan.plan import PipelinePlan, UnprovenPlan
 from penstock.runtime.setup.same_plan import check_same_plan
 from penstock.schedule.build import evaluation_of
 from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.proof.check import Proof, check
 from penstock.schedule.rank_proof import common_part, own_part, rank_proof
-
-_WHAT = "proving the schedule"
 
 
 def prove_plan(plan: UnprovenPlan, control: dist.ProcessGroup | None) -> PipelinePlan:
@@ -57,24 +53,11 @@ def prove_evaluation_once(schedule: Schedule, control: dist.ProcessGroup | None)
 
 def _prove_once(schedule: Schedule, prove: Callable[[], Proof], control: dist.ProcessGroup) -> Proof:
     """Prove a schedule, which all ranks have, on rank 0; parallel pipelines have one after the other's ranks."""
-    rank, depth = dist.get_rank(control), schedule.ranks
-    if rank:
-        common, own = hand_out(None, None, _WHAT, control)
-        if "failed" in common:
-            raise _failure(*common["failed"])
-        return rank_proof(schedule, rank % depth, common, own)
-    try:
-        proof = prove()
-    except Exception as error:
-        hand_out({"failed": [type(error).__name__, str(error)]}, None, _WHAT, control)
-        raise
-    hand_out(common_part(proof), lambda other: own_part(proof, other % depth), _WHAT, control)
-    return proof
+    depth, made = schedule.ranks, list[Proof]()
 
+    def make() -> HandedOut:
+        made.append(prove())
+        return HandedOut(common_part(made[0]), lambda other: own_part(made[0], other % depth))
 
-def _failure(kind: str, said: str) -> PenstockError:
-    """What rank 0 has raised, to be raised on this rank as well."""
-    made = getattr(errors, kind, None)
-    if isinstance(made, type) and issubclass(made, ScheduleError):
-        return made(said)
-    return TransportError(f"rank 0, {_WHAT}, failed: {kind}: {said}")
+    common, own = hand_out(make, "proving the schedule", control)
+    return made[0] if made else rank_proof(schedule, dist.get_rank(control) % depth, common, own)

@@ -26,7 +26,7 @@ from penstock.schedule.methods.table import find_method
 from penstock.schedule.methods.wave_lags import place_of, record_fault
 from penstock.train.config.own_schedule import schedule_in
 from penstock.train.config.schema import TrainConfig
-from penstock.train.data.corpus import Corpus, load_corpus
+from penstock.train.data.corpus import Corpus, Once, load_corpus
 from penstock.train.data.windows import Windows
 from penstock.train.setup.enough_blocks import check_blocks, shape_of
 from penstock.train.setup.machine_memory import check_memory, check_workers
@@ -108,11 +108,12 @@ def prepare(config: TrainConfig, *, local: bool = False) -> Prepared:
     return prepare_unproven(config, local=local).proven()
 
 
-def prepare_unproven(config: TrainConfig, *, local: bool = False) -> Prepared:
+def prepare_unproven(config: TrainConfig, *, local: bool = False, once: Once = lambda look: look()) -> Prepared:
     """Check a configuration against the method table, the model and the data, but for the proof of its schedules.
 
     Args:
         config, local: as of `prepare`.
+        once: looks for the largest token, which takes reading all of them, once for all ranks; see `load_corpus`.
 
     Raises:
         ConfigError: no such method, a shape that cannot be, too few blocks for the stages.
@@ -125,7 +126,7 @@ def prepare_unproven(config: TrainConfig, *, local: bool = False) -> Prepared:
     request, others = _schedule(config), _other_methods(config)
     _check_meetings(config)
     known = None if local else config.model.vocabulary  # the launcher looks through all tokens, for all ranks
-    corpus = load_corpus(config.data, partial(is_of_a_run, Path(config.out)), known)
+    corpus = load_corpus(config.data, partial(is_of_a_run, Path(config.out)), known, once)
     model = model_shape(config, corpus)
     if local:
         check_memory(config, model)
