@@ -12,7 +12,8 @@ from .errors import (
     VersionError as VersionError,
 )
 from .idle_time import TimeSplit as TimeSplit, split_time as split_time
-from .models.gpt import GPTConfig as GPTConfig, gpt_blocks as gpt_blocks, language_loss as language_loss
+from .models.gpt import gpt_blocks as gpt_blocks, language_loss as language_loss
+from .models.gpt_shape import GPTConfig as GPTConfig
 from .partition.blocks import LazyBlock as LazyBlock
 from .partition.sequence_slices import Slicing as Slicing, equal_time_lengths as equal_time_lengths
 from .proven_schedule import (

@@ -86,6 +86,38 @@ def test_restored_from_shared_files_training_goes_on_with_the_same_bits(tmp_path
         assert tensor.equal(resumed.state_dict()[name]), name
 
 
+def test_a_run_that_goes_on_does_not_write_them_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train(tmp_path, 2)
+    before, written = set(numbers(tmp_path)), list[str]()
+    write = disk.write_tensors
+
+    def counted(path: Path, tensors: Any) -> Any:
+        written.append(path.name)
+        return write(path, tensors)
+
+    monkeypatch.setattr(disk, "write_tensors", counted)
+    train(tmp_path, 4)
+    assert FILE not in written
+    assert len(written) == 4
+    assert set(numbers(tmp_path)) == before
+    assert Checkpoint(checkpoints(tmp_path)[-1]).tensor(WEIGHT).equal(make().state_dict()["0.0.weight"])
+
+
+def test_a_run_that_goes_on_with_other_ones_writes_these(tmp_path: Path) -> None:
+    train(tmp_path, 2)
+    layer = frozen_layer()
+    pipeline = make(layer=layer)
+    found = penstock.Checkpoints(pipeline, tmp_path, keep=3)
+    found.load()
+    torch.nn.init.ones_(layer.weight)
+    for _ in pipeline.run(batches()[2:3], save=found.every(1)):
+        pass
+    assert found.wait() is None
+    *_, before, newest = map(Checkpoint, checkpoints(tmp_path))
+    assert newest.tensor(WEIGHT).equal(torch.ones(4, 4))
+    assert before.tensor(WEIGHT).equal(make().state_dict()["0.0.weight"])
+
+
 @pytest.mark.parametrize("traceless", [False, True])
 def test_frozen_parameters_that_are_changed_get_a_file_of_their_own(tmp_path: Path, traceless: bool) -> None:
     layer = frozen_layer()

@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 from penstock.errors import ConfigError
-from penstock.models.gpt import PRESETS, GPTConfig, gpt_blocks, language_loss, preset, rotary_table, rotate
+from penstock.models.gpt import gpt_blocks, language_loss, rotary_table, rotate
+from penstock.models.gpt_shape import PRESETS, GPTConfig, preset
 
 SHAPE = GPTConfig(layers=2, width=32, heads=4, context=16, vocabulary=11)
 

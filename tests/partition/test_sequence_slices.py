@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from penstock.errors import ConfigError, DataError
-from penstock.models.gpt import GPTConfig, gpt_blocks
+from penstock.models.gpt import gpt_blocks
+from penstock.models.gpt_shape import GPTConfig
 from penstock.partition.sequence_slices import Slicing, equal_lengths, equal_time_lengths
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.plan.options import Partition

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock.models.gpt import GPTConfig, gpt_blocks, language_loss
+from penstock.models.gpt import gpt_blocks, language_loss
+from penstock.models.gpt_shape import GPTConfig
 from penstock.runtime.pipeline import Pipeline
 from penstock.schedule.build import make_schedule
 from penstock.stage.autograd.recompute import RecomputeMode

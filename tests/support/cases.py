@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from penstock.comm.collective.all_reduce import Reduce
-from penstock.models.gpt import GPTConfig, gpt_blocks
+from penstock.models.gpt import gpt_blocks
+from penstock.models.gpt_shape import GPTConfig
 from penstock.partition.blocks import LazyBlock
 from penstock.runtime.pipeline import Pipeline
 from penstock.schedule.build import make_schedule

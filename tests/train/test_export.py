@@ -8,7 +8,8 @@ import torch
 
 from penstock.checkpoint.index import write_index
 from penstock.errors import CheckpointError, ConfigError
-from penstock.models.gpt import GPTConfig, gpt_blocks
+from penstock.models.gpt import gpt_blocks
+from penstock.models.gpt_shape import GPTConfig
 from penstock.train.export.sample import generate, load_model, sample_text
 from penstock.train.export.weights_format import load_index, load_weights, save_index, save_stage
 from penstock.train.setup.prepare import describe_model

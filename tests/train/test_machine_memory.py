@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.models.gpt import preset
+from penstock.models.gpt_shape import preset
 from penstock.train.config.load import load_config
 from penstock.train.setup import machine_memory
 from penstock.train.setup.machine_memory import check_memory, check_workers

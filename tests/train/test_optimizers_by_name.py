@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from penstock.errors import CapabilityError, ConfigError
-from penstock.models.gpt import GPTConfig, gpt_blocks
+from penstock.models.gpt import gpt_blocks
+from penstock.models.gpt_shape import GPTConfig
 from penstock.partition.blocks import LazyBlock
 from penstock.train.config.load import load_config
 from penstock.train.config.schema import OptimizerName, OptimizerSection, TrainConfig

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -11,11 +14,14 @@ from penstock.compare.config import comparison_config, contenders
 from penstock.compare.contenders import enter
 from penstock.compare.tasks import make_task
 from penstock.errors import ConfigError, PenstockError
+from penstock.models.gpt import gpt_blocks
+from penstock.models.gpt_shape import count_blocks, preset
 from penstock.runtime.plan.options import PipelineOptions
 from penstock.schedule import build
 from penstock.train.config.load import load_config
 from penstock.train.config.schema import TrainConfig
 from penstock.train.data.corpus import load_corpus
+from penstock.train.setup import prepare as prepare_module
 from penstock.train.setup.pipeline_options import pipeline_options
 from penstock.train.setup.prepare import model_shape, prepare
 
@@ -82,6 +88,40 @@ def test_the_command_says_at_once_that_there_are_too_few_blocks(
         cli.main()
     assert ended.value.code == 2
     assert "which cannot be cut into 100 stages" in " ".join(capsys.readouterr().err.split())
+
+
+def test_the_text_is_not_read_for_a_model_of_too_few_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[object] = []
+    monkeypatch.setattr(prepare_module, "load_corpus", lambda *given: reads.append(given))
+    monkeypatch.setattr(prepare_module, "UnprovenPlan", None)
+    with pytest.raises(ConfigError, match=r"6 blocks, .* 100 stages.*or set model\.layers to at least 98"):
+        prepare(load_config(None, ["method=2bw", "stages=100", "microbatches=100"]))
+    assert not reads
+
+
+def test_nor_is_torch_imported() -> None:
+    """Which takes most of the time until the command says so."""
+    script = """
+        import sys
+        from penstock import cli
+        sys.argv = ["penstock", "train", "2bw", "--stages", "100", "--microbatches", "100"]
+        try:
+            cli.main()
+        finally:
+            print(*(name for name in ("torch", "numpy") if name in sys.modules))
+    """
+    ended = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert ended.returncode == 2, ended.stderr
+    assert "6 blocks" in ended.stderr
+    assert not ended.stdout.strip()
+
+
+def test_blocks_are_counted_as_they_are_made() -> None:
+    for layers in (1, 5):
+        shape = preset("tiny", layers=layers)
+        assert count_blocks(shape) == len(gpt_blocks(shape, seed=0))
 
 
 @pytest.mark.parametrize("method", ["2bw", "2bw:sync=2"])

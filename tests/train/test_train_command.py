@@ -17,7 +17,8 @@ from penstock.checkpoint.manager import Checkpoints
 from penstock.errors import WorkerError
 from penstock.launch import launch
 from penstock.launch.launch import _start_method, launch_local
-from penstock.models.gpt import gpt_blocks, language_loss, preset
+from penstock.models.gpt import gpt_blocks, language_loss
+from penstock.models.gpt_shape import preset
 from penstock.train.config.load import load_config
 from penstock.train.data.corpus import load_corpus
 from penstock.train.data.windows import Windows, batches

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ConfigError, VersionError
-from penstock.models.gpt import GPTConfig
+from penstock.models.gpt_shape import GPTConfig
 from penstock.partition.blocks import LazyBlock
 from penstock.runtime.plan import options as options_module
 from penstock.schedule.methods.table import METHODS

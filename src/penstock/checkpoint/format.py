@@ -45,6 +45,7 @@ class Checkpoint:
         share: (i, n) to verify the checksum of every n-th file from the i-th on; None to verify none.
 
     Attributes:
+        files: size and SHA-256 of each file, by name.
         facts: what is the same on all stages; "values" holds optimizer state that is not tensors.
         names: of all tensors.
         extra: added by the training loop.
@@ -59,6 +60,7 @@ class Checkpoint:
         self._homes: dict[str, str] = index["tensors"]
         self._files = indexes.TensorFiles(folder)
         self.names: Collection[str] = self._homes.keys()
+        self.files: Mapping[str, Any] = index["files"]
         self.facts: Mapping[str, Any] = index["facts"]
         self.extra: Mapping[str, Any] = index["extra"]
         if share is not None:

@@ -9,15 +9,20 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from penstock.checkpoint import format as disk
 from penstock.files import open_regular
+
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+"""Of a file that is not there."""
 
 
 class FrozenFile:
@@ -25,13 +30,15 @@ class FrozenFile:
 
     Args:
         run: the run's folder.
+        batch: of the checkpoint that the run goes on from, if that has such a file.
+        written: the size and SHA-256 of that file.
     """
 
-    def __init__(self, run: Path) -> None:
+    def __init__(self, run: Path, batch: int = -1, written: Mapping[str, Any] = NOTHING) -> None:
         self._run = run
-        self._digest = b""
-        self._batch = -1  # of the last checkpoint that has the file
-        self._written: dict[str, Any] = {}
+        self._digest = b""  # not known of a file that this object has not written
+        self._batch = batch  # of the last checkpoint that has the file
+        self._written = dict(written)
 
     def put(self, batch: int, name: str, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         """Put the file into the checkpoint of `batch` that is being written; return its size and SHA-256.
@@ -44,7 +51,9 @@ class FrozenFile:
         Raises:
             OSError: it cannot be written.
         """
-        path, digest = disk.part_of(disk.place_of(self._run, batch)) / name, _digest(tensors)
+        path, digest = disk.part_of(disk.place_of(self._run, batch)) / name, _digest(tensors.items())
+        if self._written and not self._digest:
+            self._digest = _digest_of(disk.place_of(self._run, self._batch) / name)
         if digest != self._digest or not self._link(path):
             self._written = disk.write_tensors(path, tensors)
         self._digest, self._batch = digest, batch
@@ -64,10 +73,19 @@ class FrozenFile:
         return False
 
 
-def _digest(tensors: Mapping[str, Tensor]) -> bytes:
-    """Return the SHA-256 of tensors, with their names, types and shapes."""
+def _digest_of(path: Path) -> bytes:
+    """Return the digest of the tensors in a file; an empty one if it cannot be read."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return _digest((name, file.get_tensor(name)) for name in sorted(file.keys()))
+    except (OSError, SafetensorError):
+        return b""
+
+
+def _digest(tensors: Iterable[tuple[str, Tensor]]) -> bytes:
+    """Return the SHA-256 of tensors, with their names, types and shapes, in the order of the names."""
     found = hashlib.sha256()
-    for name, tensor in tensors.items():
+    for name, tensor in tensors:
         found.update(repr((name, tensor.dtype, tuple(tensor.shape))).encode())
         found.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return found.digest()

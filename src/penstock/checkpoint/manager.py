@@ -205,7 +205,7 @@ class Checkpoints:
                 f"the index in {str(newest.folder)!r} is whole, but not of the form that this version of penstock "
                 f"writes: {error!r}"
             ) from error
-        self._written = newest.batch
+        self._written = self._writer.goes_on_from(newest)
         return Loaded(newest.batch, newest.extra)
 
     def save(self) -> None:

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from penstock.checkpoint import format as disk
-from penstock.checkpoint.frozen_file import FrozenFile
+from penstock.checkpoint.frozen_file import NOTHING, FrozenFile
 from penstock.checkpoint.index import INDEX
 from penstock.comm.core.background import Background
 from penstock.comm.core.ticket import Ticket
@@ -138,11 +138,17 @@ class Writer:
         self._completes = parts[0] in own
         self._written: Counter[int] = Counter()  # files written, by batch
         self._frozen: dict[Part, FrozenFile] = {}
+        self._begun, self._files = -1, NOTHING  # the checkpoint that the run goes on from
         self._thread = Background("checkpoint")
         self._pending: list[Ticket] = []
         self._rooms: dict[int, bool] = {}  # of the last two batches, as stages of one process may be one apart
         self._completed: int | None = None  # the last batch whose checkpoint this process has completed
         self.batch = -1
+
+    def goes_on_from(self, checkpoint: disk.Checkpoint) -> int:
+        """Say from which checkpoint the run goes on, whose frozen parameters may be linked to; return its batch."""
+        self._begun, self._files = checkpoint.batch, checkpoint.files
+        return self._begun
 
     def make_room(self, batch: int) -> bool:
         """Wait until snapshots of earlier batches are written, so that there is at most one copy of the weights.
@@ -208,8 +214,9 @@ class Writer:
                 part["files"][name] = disk.write_tensors(folder / name, tensors)
                 part["tensors"] = dict.fromkeys(tensors, name)
             if frozen:
-                shared = self._frozen.setdefault((snapshot.stage, snapshot.place), FrozenFile(self._run))
                 name = _file_name("frozen", snapshot)
+                begun = FrozenFile(self._run, self._begun, self._files.get(name, NOTHING))
+                shared = self._frozen.setdefault((snapshot.stage, snapshot.place), begun)
                 part["files"][name] = shared.put(snapshot.batch, name, frozen)
                 part["tensors"] |= dict.fromkeys(frozen, name)
             del tensors, frozen

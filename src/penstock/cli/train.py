@@ -133,26 +133,37 @@ def _checked(
     Raises:
         PenstockError: something is wrong.
     """
-    from penstock.comm.core.devices import find_device
     from penstock.train.config.load import load_config
-    from penstock.train.setup.prepare import check_resume, prepare
-    from penstock.train.setup.run_folder import CONFIG, changed_by_hand, check_is_run, check_own_files, in_short
+    from penstock.train.setup.enough_blocks import check_blocks
 
-    if resume is not None:
-        check_is_run(resume)
-        check_own_files(resume)
-        if config is None and (by_hand := changed_by_hand(resume)):
-            said = f"{resume / CONFIG} was changed by hand: {in_short(by_hand)}"
-            if is_first_to_say(said):
-                print_words(Console(stderr=True), Text(said))
-        config = config or resume / CONFIG
-    settings = load_config(config, changes)
+    settings = load_config(config if resume is None else _config_of(resume, config), changes)
+    check_blocks(settings)
+    from penstock.comm.core.devices import find_device  # not before, as these import torch
+    from penstock.train.setup.prepare import check_resume, prepare
+
     if resume is not None and not restart:
         check_resume(settings, resume)
     if local:
         find_device(settings.device)  # refuses one that is not there
         prepare(settings, local=True)
     return settings
+
+
+def _config_of(run: Path, config: Path | None) -> Path:
+    """Return the file with the configuration of a run that goes on: the one that is given, or the run's own.
+
+    Raises:
+        ConfigError: the folder is none of a run, or a file in it is not a regular one.
+    """
+    from penstock.train.setup.run_folder import CONFIG, changed_by_hand, check_is_run, check_own_files, in_short
+
+    check_is_run(run)
+    check_own_files(run)
+    if config is None and (by_hand := changed_by_hand(run)):
+        said = f"{run / CONFIG} was changed by hand: {in_short(by_hand)}"
+        if is_first_to_say(said):
+            print_words(Console(stderr=True), Text(said))
+    return config or run / CONFIG
 
 
 def _launch(settings: TrainConfig, resume: Path | None, restart: bool) -> None:

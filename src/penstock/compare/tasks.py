@@ -18,7 +18,8 @@ from penstock.checks import did_you_mean
 from penstock.compare.config import ComparisonConfig
 from penstock.compare.digits import DigitsTask
 from penstock.errors import ConfigError
-from penstock.models.gpt import gpt_blocks, language_loss, preset
+from penstock.models.gpt import gpt_blocks, language_loss
+from penstock.models.gpt_shape import preset
 from penstock.partition.blocks import LazyBlock
 from penstock.train.data.corpus import load_corpus
 from penstock.train.data.windows import Windows

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 
@@ -15,59 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from penstock.checks import check_whole
-from penstock.errors import ConfigError
-from penstock.models.limits import LARGEST
+from penstock.models.gpt_shape import GPTConfig
 from penstock.partition.blocks import LazyBlock
-
-
-@dataclass(frozen=True)
-class GPTConfig:
-    """The shape of a GPT, for `gpt_blocks`.
-
-    Attributes:
-        layers: the number of transformer layers.
-        width: D, the size of hidden states; a multiple of 2 H.
-        heads: H, the number of attention heads of a layer.
-        context: the longest sequence, in tokens.
-        vocabulary: V, the number of tokens.
-    """
-
-    layers: int
-    width: int
-    heads: int
-    context: int = 1024
-    vocabulary: int = 256
-
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            check_whole(f"model.{name}", value, 1, LARGEST[name])
-        if self.width % (2 * self.heads):
-            raise ConfigError(
-                f"model.width {self.width} must be a multiple of twice model.heads ({2 * self.heads}), as rotary "
-                "positions rotate pairs of a head's entries"
-            )
-
-    @property
-    def parameters(self) -> int:
-        """Number of trained parameters, with input and output embedding counted separately."""
-        layer = 12 * self.width**2 + 2 * self.width
-        return self.layers * layer + 2 * self.vocabulary * self.width + self.width
-
-
-PRESETS: Mapping[str, GPTConfig] = MappingProxyType(
-    {
-        "tiny": GPTConfig(layers=4, width=128, heads=4, context=128),
-        "small": GPTConfig(layers=8, width=256, heads=8, context=256),
-        "124m": GPTConfig(layers=12, width=768, heads=12, vocabulary=51200),
-        "355m": GPTConfig(layers=24, width=1024, heads=16, vocabulary=51200),
-        "1.3b": GPTConfig(layers=24, width=2048, heads=16, context=2048, vocabulary=51200),
-        "2.2b": GPTConfig(layers=32, width=2304, heads=32, context=2048, vocabulary=51200),
-        "3.8b": GPTConfig(layers=32, width=3072, heads=32, context=2048, vocabulary=51200),
-    }
-)
-"""Shapes by name; the four large ones are those of PipeDream-2BW's evaluation (arXiv 2006.09503)."""
-
 
 KeysValues = tuple[Tensor, Tensor]
 """Keys and values of the tokens so far, each (B, H, L, K)."""
@@ -194,14 +142,3 @@ def language_loss(logits_BLV: Tensor, targets_BL: Tensor) -> tuple[Tensor, float
     """Return the sum of the cross-entropy over all tokens, in nats, and their number: a loss for `Pipeline`."""
     total = F.cross_entropy(logits_BLV.flatten(0, 1).float(), targets_BL.flatten(), reduction="sum")
     return total, float(targets_BL.numel())
-
-
-def preset(name: str, **changes: int) -> GPTConfig:
-    """Return a shape by name, with some numbers changed.
-
-    Raises:
-        ConfigError: no such preset.
-    """
-    if name not in PRESETS:
-        raise ConfigError(f"unknown model preset {name!r}; known: {', '.join(PRESETS)}")
-    return replace(PRESETS[name], **changes)

@@ -35,7 +35,6 @@ from penstock.runtime.rank.snapshot import Saving, Snapshot, take_snapshot
 from penstock.runtime.setup.rank_state import RankState
 from penstock.runtime.update.events import Evaluated
 from penstock.schedule.ir.rules import RULES
-from penstock.schedule.machine.batch_border import border_fault
 from penstock.schedule.methods.combine import REDUCE, Combine
 from penstock.schedule.proof.check import Proof
 from penstock.schedule.proof.stage_spec import stage_specs
@@ -103,7 +102,7 @@ class Engine:
             raise ConfigError("training needs gradients, but run() was called under torch.no_grad()")
         self.check_idle()
         self._stop.reset()
-        stays_full = border_fault(self._proof.lowered) is None and not self._combine.spec.drains
+        stays_full = self._proof.border_fault() is None and not self._combine.spec.drains
         if (save is None and evaluate is None) or stays_full:
             yield from self._train_once(batches, save, evaluate, meets=evaluate is not None)
             return
@@ -224,8 +223,8 @@ class Engine:
         """
         bases = RULES[proof.schedule.rule].bases
         if evaluate is not None:
-            since = self.batches + 1 - (self._bases if border_fault(self._proof.lowered) is None else 0)
-            drains = border_fault(proof.lowered) is not None
+            since = self.batches + 1 - (self._bases if self._proof.border_fault() is None else 0)
+            drains = proof.border_fault() is not None
             until = self.batches + 1 if drains else self.batches - (self._bases == bases == 2)
             for version in range(since, until):
                 if evaluate.wants(version) and (version == self.batches or self.keeps_older):

@@ -39,15 +39,15 @@ from penstock.runtime.plan.options import (
     Staleness,
     UpdateOptions,
 )
-from penstock.runtime.plan.plan import PipelinePlan
+from penstock.runtime.plan.plan import UnprovenPlan
 from penstock.runtime.plan.requirements import schedule_of
 from penstock.runtime.rank.batch_source import Batches
 from penstock.runtime.rank.restore import SavedState, check_names, check_pipelines, restore
 from penstock.runtime.rank.snapshot import Saving, Snapshot, check_saving
 from penstock.runtime.setup.assemble import make_ranks
+from penstock.runtime.setup.shared_proof import prove_evaluation_once, prove_plan
 from penstock.runtime.training_run import TrainingRun
 from penstock.runtime.update.divergence import Divergence
-from penstock.schedule.build import prove_evaluation
 from penstock.schedule.ir.rules import RULES
 from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.methods.choice import MethodChoice
@@ -179,12 +179,12 @@ class Pipeline(Inspection):
         width, group = from_mesh(mesh, width, schedule_of(request).ranks, group)
         if group is None:
             warn_if_alone()
-        plan = PipelinePlan.make(named, request, options.changed(width=width, correction=correction))
+        plan = UnprovenPlan.of(named, request, options.changed(width=width, correction=correction))
         self._build(plan, blocks, named, loss, optimizer, group)
 
     def _build(
         self,
-        plan: PipelinePlan,
+        draft: UnprovenPlan,
         blocks: Blocks,
         named: Mapping[str, Any],
         loss: LossFunction | Mapping[int, LossFunction],
@@ -194,11 +194,12 @@ class Pipeline(Inspection):
         """Build the ranks of this process and their communicators."""
         self._given = blocks, named
         check_loss(loss)  # on all ranks alike, so that none waits for one that has refused it
-        parallel, timeout = plan.options.data_parallel, plan.options.run.timeout
+        parallel, timeout = draft.options.data_parallel, draft.options.run.timeout
+        self.grid = RankGrid(parallel.width, draft.schedule.ranks, group, timeout)
+        plan = prove_plan(draft, self.grid.control)
         self._plan, self.proof, self.schedule, self.parts = plan, plan.proof, plan.schedule, plan.parts
         self.timeout, self.combine = timeout, parallel.combine
         self.delays, self.backward_delays = plan.delays.by_block, (plan.backward_delays or plan.delays).by_block
-        self.grid = RankGrid(parallel.width, self.schedule.ranks, group, timeout)
         holders = holders_of(self.schedule, parallel.width).values()
         alike = groups_of_holders(self.grid, holders, parallel.mesh, timeout) if parallel.fast else {}
         self._ranks = make_ranks(named, plan, self.grid, loss, optimizer)
@@ -206,7 +207,8 @@ class Pipeline(Inspection):
         for stage in {stage.key.index: stage for stage in self._by_place()}.values():
             if isinstance(stage.weights, TrainedWeights):
                 stage.weights.hooks = self._hooks
-        evaluation, self._transports = prove_evaluation(self.schedule), self._choose_transports()
+        evaluation = prove_evaluation_once(self.schedule, self.grid.control)
+        self._transports = self._choose_transports()
         self._transports.prepare(Channel.TRAINING, self.proof.lowered.lanes)
         self._transports.prepare(Channel.EVALUATION, evaluation.lowered.lanes)
         polling = choose_polling(plan.options.run.waits, self.grid.control)
@@ -447,19 +449,21 @@ class Pipeline(Inspection):
             check_evaluating(evaluate)
         depth, microbatches = self.schedule.ranks, self.schedule.microbatches
         request, correction = request_for(schedule, method, correction, depth, microbatches)
-        self._continue(self._plan.followed_by(request, correction).prove(), evaluate)
+        self._continue(self._plan.followed_by(request, correction), evaluate)
 
-    def _continue(self, plan: PipelinePlan, evaluate: Evaluating | None) -> None:
+    def _continue(self, draft: UnprovenPlan, evaluate: Evaluating | None) -> None:
         """Continue under a plan that may follow the present one."""
         self._engine.check_idle()
-        proof, correction = plan.proof, plan.options.staleness.correction
-        for state in self._ranks:
-            state.check_switch(proof, correction)
+        schedule, correction = draft.schedule, draft.options.staleness.correction
         if self.grid.group is not None:
-            name = f"{proof.schedule.name} ({proof.schedule.rule})" + ("" if correction is None else f", {correction}")
+            name = f"{schedule.name} ({schedule.rule})" + ("" if correction is None else f", {correction}")
             told = gather_json(name, "agreeing on another method", self.grid.control)
             if len(set(told)) > 1:
                 raise ConfigError(f"ranks were given different schedules to go on with: {', '.join(told)}")
+        plan = prove_plan(draft, self.grid.control)
+        proof = plan.proof
+        for state in self._ranks:
+            state.check_switch(proof, correction)
         self._transports.prepare(Channel.TRAINING, proof.lowered.lanes)
         self._engine.switch(proof, correction, evaluate)  # may evaluate first, under the schedule of before
         self._plan, self.proof, self.schedule = plan, proof, proof.schedule
@@ -478,7 +482,7 @@ Pipeline.__signature__ = signature(partial(Pipeline.__init__, None))  # type: ig
 
 
 def pipeline_of(
-    plan: PipelinePlan,
+    plan: UnprovenPlan,
     blocks: Blocks,
     loss: LossFunction | Mapping[int, LossFunction],
     optimizer: OptimizerFactory,
@@ -487,7 +491,7 @@ def pipeline_of(
     """The pipeline of a plan, of which nothing is checked again.
 
     Args:
-        plan: made of the same blocks.
+        plan: made of the same blocks; proven here if it has not been.
         blocks, loss, optimizer, group: as of `Pipeline`.
 
     Raises:
@@ -512,12 +516,12 @@ def check_idle(pipeline: Pipeline, instead: str = "") -> None:
     pipeline._engine.check_idle(instead)
 
 
-def continue_under(pipeline: Pipeline, plan: PipelinePlan, evaluate: Evaluating | None = None) -> None:
+def continue_under(pipeline: Pipeline, plan: UnprovenPlan, evaluate: Evaluating | None = None) -> None:
     """Let a pipeline go on under another plan of it, as `Pipeline.switch` does, without checking the plan again.
 
     Args:
         pipeline: whose run is over.
-        plan: of the same blocks, proven; its present one follows it, or is followed by it.
+        plan: of the same blocks; its present one follows it, or is followed by it. Proven here if it has not been.
         evaluate: as of `Pipeline.switch`.
 
     Raises:

@@ -260,14 +260,18 @@ def _check_segments(schedule: Schedule, segments: Segments) -> None:
 
 def prove_evaluation(schedule: Schedule) -> Proof:
     """Build and prove the forward-only schedule by which the model of another one is evaluated."""
+    return check(evaluation_of(schedule))
+
+
+def evaluation_of(schedule: Schedule) -> Schedule:
+    """Build the forward-only schedule by which the model of another one is evaluated."""
     order = forward_through(
         tuple(stage for stage in schedule.stages if not stage.direction),
         schedule.edges,
         schedule.ranks,
         schedule.microbatches,
     )
-    made = apply_rule(replace(order, frozen=schedule.frozen), RULES["frozen"], schedule.microbatches, "evaluation")
-    return check(made)
+    return apply_rule(replace(order, frozen=schedule.frozen), RULES["frozen"], schedule.microbatches, "evaluation")
 
 
 def smallest_microbatches(

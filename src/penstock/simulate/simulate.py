@@ -17,6 +17,7 @@ from penstock.schedule.machine.play import Machine
 from penstock.schedule.machine.window_search import lower_freely, unlimited
 from penstock.schedule.proof.activations import Activations, most_held
 from penstock.schedule.proof.check import Proof, check, too_narrow
+from penstock.schedule.rank_proof import RankProof
 from penstock.simulate.costs import Costs
 from penstock.simulate.messages import count_messages, receive_buffers
 from penstock.timeline import Bubble, Interval, Timeline
@@ -107,6 +108,8 @@ def simulate_schedule(
         ScheduleError: the schedule is not legal, or some ranks would wait for ever with this window.
         ConfigError: `batches` or `window` is below 1, or the costs are for another number of stages.
     """
+    if isinstance(schedule, RankProof):  # the messages of the other ranks are needed as well
+        schedule = schedule.schedule
     proof = schedule if isinstance(schedule, Proof) else check(schedule)
     if batches < 1:
         raise ConfigError(f"batches must be at least 1, got {batches}")

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from penstock.checkpoint.manager import Checkpoints
 from penstock.comm.collective.gather import gather_json
+from penstock.comm.collective.hand_out import from_first
 from penstock.errors import CheckpointError, DataError, EndedError, PenstockError
 from penstock.idle_time import split_time
 from penstock.job.agent import end_agent
@@ -44,7 +46,7 @@ from penstock.train.process_group import first_of_the_job, process_group, shared
 from penstock.train.setup.build_pipeline import make_pipeline
 from penstock.train.setup.early_stopping import Patience
 from penstock.train.setup.lr_schedule import rate_schedule
-from penstock.train.setup.prepare import Prepared, prepare
+from penstock.train.setup.prepare import Prepared, prepare_unproven
 from penstock.train.setup.recorded import recorded
 from penstock.train.setup.run_folder import check_is_saved, note_changes, set_aside_run
 from penstock.train.troubles import Troubles
@@ -77,13 +79,14 @@ def train(
     Raises:
         UnsavedRunError: so it is, and `must_save` is set.
         ConfigError: the number of processes of the job is not that of the pipelines' ranks.
-        PenstockError: see `prepare` and `Pipeline`.
+        PenstockError: see `prepare_unproven`, `Prepared.proven` and `Pipeline`.
     """
     request = DrainRequest(drain)
     with request.handle_signals():
-        prepared = prepare(config)
         keep_freed_memory()
         with process_group(config) as store:
+            once = partial(from_first, what="looking for the largest token", group=dist.group.WORLD)
+            prepared = prepare_unproven(config, once=once).proven(dist.group.WORLD)  # before there is a folder
             place = folder or shared_folder(config, store)
             if restart and dist.get_rank() == 0 and first_of_the_job(store, "restart"):
                 set_aside_run(place)
@@ -112,7 +115,7 @@ class _Loop:
         self.pipeline = make_pipeline(prepared, dist.group.WORLD)
         request.doing = lambda: self.pipeline.doing
         self.metrics, self.troubles = Metrics(folder), Troubles(store)
-        self._fingerprint = prepared.windows.corpus.fingerprint
+        self._fingerprint = from_first(lambda: prepared.windows.corpus.fingerprint, "reading the text", None)
         self.checkpoints = Checkpoints(
             self.pipeline,
             folder,

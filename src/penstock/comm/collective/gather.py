@@ -49,14 +49,14 @@ def gather_json(value: Any, what: str, group: dist.ProcessGroup | None) -> list[
     with collective(what, group):
         while level < size and not rank & level:
             if rank + level < size:
-                gathered += _receive(messages, rank + level)
+                gathered += receive_json(messages, rank + level)
             level *= 2
         if rank:
-            _send(messages, gathered, rank - level)
-            gathered = _receive(messages, rank - level)
+            send_json(messages, gathered, rank - level)
+            gathered = receive_json(messages, rank - level)
         while level := level // 2:
             if rank + level < size:
-                _send(messages, gathered, rank + level)
+                send_json(messages, gathered, rank + level)
     for peer, (said, _) in enumerate(gathered):
         if said != what:
             raise TransportError(
@@ -65,13 +65,23 @@ def gather_json(value: Any, what: str, group: dist.ProcessGroup | None) -> list[
     return [one for _, one in gathered]
 
 
-def _send(messages: TaggedGroup, value: Any, rank: int) -> None:
+def send_json(messages: TaggedGroup, value: Any, rank: int) -> None:
+    """Send a JSON value to a rank, and wait until it is sent.
+
+    Raises:
+        RuntimeError: the peer is dead, or does not take it in time.
+    """
     block = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
     size = torch.tensor([block.numel()])
     messages.finish([messages.send(size, rank), messages.send(block, rank)])
 
 
-def _receive(messages: TaggedGroup, rank: int) -> Any:
+def receive_json(messages: TaggedGroup, rank: int) -> Any:
+    """Receive a JSON value from a rank.
+
+    Raises:
+        RuntimeError: the peer is dead, or sends nothing in time.
+    """
     size = torch.zeros(1, dtype=torch.int64)
     messages.finish([messages.receive(size, rank)])
     block = torch.empty(int(size), dtype=torch.uint8)

@@ -17,6 +17,7 @@ class Tag(IntEnum):
     Clocks are compared under tag 0 before anything else is sent. The lanes of the schedule use `LANES` and all above.
     """
 
+    PARTS = 4
     STATE = 5
     GATHER = 6
     INITIAL_WEIGHTS = 7

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, ScheduleError
 from penstock.partition.block_delays import BlockDelays, resolve_both
 from penstock.partition.blocks import check_enough, cut_blocks
 from penstock.partition.shared_memory import check_memory
@@ -104,9 +104,19 @@ class UnprovenPlan:
         Raises:
             ScheduleError: the schedule is wrong; where only m is too small, the message names the smallest legal m.
         """
-        given = self.given.prove() if isinstance(self.given, ScheduleRequest) else self.given
-        proof = prove_with_all_actions(given, self.options, _stages_of(self.ties))
-        return PipelinePlan(**self._values() | {"given": given, "schedule": proof.schedule}, proof=proof)
+        given = self.given
+        plain = given.schedule if isinstance(given, ScheduleRequest) else given
+        try:
+            proof = prove_with_all_actions(plain, self.options, _stages_of(self.ties))
+        except ScheduleError:
+            if isinstance(given, ScheduleRequest):
+                given.prove()  # raises, with the smallest legal m, if what was asked for is wrong by itself
+            raise
+        return self.proven(proof)
+
+    def proven(self, proof: Proof) -> PipelinePlan:
+        """The plan with a proof of its schedule that is there already."""
+        return PipelinePlan(**self._values() | {"schedule": proof.schedule}, proof=proof)
 
     def followed_by(self, given: GivenSchedule, correction: Correction | None) -> UnprovenPlan:
         """The plan under which the same stages go on with another schedule.

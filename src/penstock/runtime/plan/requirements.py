@@ -14,6 +14,7 @@ from penstock.schedule.ir.rules import RULES
 from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.methods.choice import MethodChoice
 from penstock.schedule.proof.check import Proof
+from penstock.schedule.rank_proof import RankProof
 from penstock.schedule.transforms.batch_ops import check_together
 from penstock.schedule.transforms.unfuse import taken_apart
 
@@ -66,7 +67,8 @@ def prove_with_all_actions(given: Schedule | Proof, options: PipelineOptions, ti
     """
     whole = schedule_of(given)
     plain = taken_apart(whole)
-    return extend(given if plain is whole else plain, **_additions(plain, options, tied))
+    known = plain is whole and not isinstance(given, RankProof)  # which is of one rank only
+    return extend(given if known else plain, **_additions(plain, options, tied))
 
 
 def _additions(plain: Schedule, options: PipelineOptions, tied: Collection[int]) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from penstock.comm.core.recorder import Recorder
 from penstock.partition.blocks import deal
 from penstock.runtime.plan.plan import PipelinePlan
 from penstock.runtime.setup.rank_state import RankState
-from penstock.runtime.setup.same_plan import check_same_plan
 from penstock.runtime.setup.stage_copies import check_equal
 from penstock.runtime.setup.tied_weights import equalise
 from penstock.runtime.update.stop_request import StopRequest
@@ -41,7 +40,6 @@ def make_ranks(
         TransportError: a peer is dead.
     """
     origin = time.perf_counter() if grid.group is None else common_origin(grid.control)
-    check_same_plan(plan, grid)
     here = [(key.pipeline, stage) for key in grid.local for stage in plan.schedule.on_rank(key.rank)]
     dealt = deal(named, plan.parts, here)
     stop = StopRequest()

@@ -4,28 +4,31 @@ from __future__ import annotations
 
 import zlib
 
+import torch.distributed as dist
+
 from penstock.comm.collective.gather import gather_json
-from penstock.comm.core.rank_grid import RankGrid
 from penstock.errors import ConfigError
-from penstock.runtime.plan.plan import PipelinePlan
+from penstock.runtime.plan.plan import UnprovenPlan
 
 
-def check_same_plan(plan: PipelinePlan, grid: RankGrid) -> None:
+def check_same_plan(plan: UnprovenPlan, control: dist.ProcessGroup) -> None:
     """Make sure that all processes build the same pipeline; all call this together.
+
+    Args:
+        plan: of this one.
+        control: a process group on the CPU.
 
     Raises:
         ConfigError: their methods, microbatches or blocks differ.
         TransportError: a peer is dead.
     """
-    if grid.group is None:
-        return
     schedule = plan.schedule
     mine = (
         f"{schedule.name} ({schedule.rule}), {schedule.num_stages} stages, {schedule.microbatches} microbatches, "
         f"{sum(map(len, plan.parts))} blocks"
     )
     details = zlib.crc32(f"{schedule}\n{plan.parts}".encode())
-    found = gather_json([mine, details], "comparing pipelines", grid.control)
+    found = gather_json([mine, details], "comparing pipelines", control)
     for rank, (other, others) in enumerate(found):
         if other != mine:
             raise ConfigError(f"ranks build different pipelines: this one {mine}; rank {rank} {other}")

@@ -37,6 +37,7 @@ from penstock.schedule.ir.schedule import (
     since,
     split_fused,
 )
+from penstock.schedule.machine.batch_border import border_fault
 from penstock.schedule.machine.instructions import Lowered
 from penstock.schedule.machine.lower import lower
 from penstock.schedule.machine.play import Machine
@@ -103,6 +104,10 @@ class Proof:
         """The schedule that was checked."""
         return self.lowered.schedule
 
+    def border_fault(self) -> str | None:
+        """Say why nothing may be run at the borders of batches; None if it may."""
+        return border_fault(self.lowered)
+
     def versions_on(self, rank: int) -> int:
         """Return the most weight versions that a stage of this rank has alive at once."""
         return max((self.stages[n].versions for n in self.schedule.on_rank(rank)), default=0)
@@ -129,7 +134,8 @@ def check(schedule: Schedule, lookahead: int | None = None, window: int | None =
         lowered = lower(schedule, lookahead, chosen) if chosen is not None else lower_freely(schedule)
         if lookahead is not None and chosen is None:
             lowered = lower(schedule, lookahead, lowered.window)
-        _prove_progress(lowered)
+        if chosen is not None or lookahead is not None or not _ends_with_batches(lowered):
+            _prove_progress(lowered)  # else two batches have been played in search of the window, and nobody waited
     except ScheduleError as error:
         raise error if chosen is None else _with_more_room(schedule, chosen, error) from None
     books, steady_from = _prove_versions(schedule)
@@ -205,15 +211,14 @@ def _transient(schedule: Schedule) -> int:
 def _prove_progress(lowered: Lowered) -> None:
     """Play the messages: raise an error if a rank waits forever in a span of some length."""
     machine, transient = Machine(lowered), _transient(lowered.schedule)
-    parks = any(lane.payload is Payload.PARKED for lane in lowered.lanes)  # where RECVs may have to wait for buffers
     machine.play_period(-1, more=True)
     before = machine.state(0)
     for t in range(_LIMIT + 2 * transient):
         twin = machine.copy()
         twin.play_period(t, more=False)
         twin.play_epilogue(t + 1)
-        if not any(program.epilogue for program in lowered.programs) and not parks:
-            return  # no message crosses a border, and RECVs that are posted early cannot block
+        if _ends_with_batches(lowered):
+            return
         other = machine.copy() if any(program.rejected for program in lowered.programs) else None
         machine.play_period(t, more=True)
         state = machine.state(t + 1)
@@ -225,6 +230,13 @@ def _prove_progress(lowered: Lowered) -> None:
     raise ScheduleError(
         f"{lowered.schedule.name}: after {t + 1} batches the messages in transit at a batch border still change"
     )
+
+
+def _ends_with_batches(lowered: Lowered) -> bool:
+    """Whether a batch is played like the one before it, so that one tells of all."""
+    # No message crosses a border then, and RECVs that are posted early cannot block but where activations are parked.
+    parks = any(lane.payload is Payload.PARKED for lane in lowered.lanes)
+    return not parks and not any(program.epilogue for program in lowered.programs)
 
 
 def _prove_rejection(machine: Machine, t: int, accepted: object) -> None:

@@ -10,6 +10,7 @@ import sysconfig
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
@@ -23,6 +24,10 @@ _LARGEST_VOCABULARY = 1 << 24
 _RAW = MappingProxyType({".bin": "<u2", ".u32": "<u4"})  # files of tokens alone
 SKIPPED_FOLDERS = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib2to3"})
 """Parts that not every interpreter ships; they are left out, so that the corpus is the same everywhere."""
+
+
+Once = Callable[[Callable[[], int]], int]
+"""Returns what a function returns, which need not be called in this process."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +56,10 @@ class Corpus:
 
 
 def load_corpus(
-    path: str | None = None, skip: Callable[[Path], bool] = lambda _: False, vocabulary: int | None = None
+    path: str | None = None,
+    skip: Callable[[Path], bool] = lambda _: False,
+    vocabulary: int | None = None,
+    once: Once = lambda look: look(),
 ) -> Corpus:
     """Load the training text.
 
@@ -61,6 +69,8 @@ def load_corpus(
         skip: returns True for files of a folder to leave out.
         vocabulary: above all tokens of an array, which is then not read as a whole; samples are checked instead, when
             they are read. None to find the largest token.
+        once: calls a function that reads all tokens of an array, and returns what it does; on the ranks of a job, what
+            it has returned on the only one that calls it.
 
     Raises:
         DataError: the path does not exist, cannot be read, or holds no text.
@@ -85,7 +95,7 @@ def load_corpus(
                 f"{path!r} is neither a file nor a folder; give a text file, a folder, or an array of tokens"
             )
         if place.suffix == ".npy" or place.suffix in _RAW:
-            return _tokens_corpus(place, vocabulary)
+            return _tokens_corpus(place, vocabulary, once)
         data = place.read_bytes()
         if not _is_text(data):
             raise DataError(
@@ -144,7 +154,7 @@ def _bytes_corpus(data: bytes, name: str) -> Corpus:
     return Corpus(name, np.frombuffer(data, dtype=np.uint8), 256, text=True)
 
 
-def _tokens_corpus(path: Path, vocabulary: int | None) -> Corpus:
+def _tokens_corpus(path: Path, vocabulary: int | None, once: Once) -> Corpus:
     """Map an array of tokens from disk; without a vocabulary it is read once, to find the largest."""
     if path.suffix == ".npy" and not _begins_as_array(path):
         raise DataError(f"cannot read tokens from {str(path)!r}: it is not an array as numpy.save writes it")
@@ -160,6 +170,11 @@ def _tokens_corpus(path: Path, vocabulary: int | None) -> Corpus:
         )
     if vocabulary is not None:
         return Corpus(str(path), tokens, vocabulary, text=False)
+    return Corpus(str(path), tokens, once(partial(_look_through, path, tokens)), text=False)
+
+
+def _look_through(path: Path, tokens: NDArray[np.integer]) -> int:
+    """Return the largest token plus one, which takes reading all of them."""
     if np.issubdtype(tokens.dtype, np.signedinteger) and int(tokens.min()) < 0:
         raise DataError(f"{str(path)!r} holds negative tokens")
     vocabulary = int(tokens.max()) + 1
@@ -168,7 +183,7 @@ def _tokens_corpus(path: Path, vocabulary: int | None) -> Corpus:
             f"{str(path)!r} holds {vocabulary - 1}, but the numbers of tokens end below {_LARGEST_VOCABULARY}; is it "
             "an array of tokens?"
         )
-    return Corpus(str(path), tokens, vocabulary, text=False)
+    return vocabulary
 
 
 def _raw_tokens(path: Path) -> NDArray[np.integer]:

@@ -14,7 +14,8 @@ from torch import nn
 
 from penstock.checks import check_text, in_short
 from penstock.errors import CheckpointError, ConfigError
-from penstock.models.gpt import GPTConfig, gpt_blocks
+from penstock.models.gpt import gpt_blocks
+from penstock.models.gpt_shape import GPTConfig
 from penstock.train.export.weights_format import fill_module, load_index, load_weights
 
 

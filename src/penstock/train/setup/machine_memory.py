@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from penstock.errors import ConfigError
-from penstock.models.gpt import GPTConfig
+from penstock.models.gpt_shape import GPTConfig
 from penstock.train.config.schema import TrainConfig
 
 _MOST_WORKERS = 120

@@ -11,11 +11,14 @@ from functools import partial
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from penstock.errors import ConfigError, PenstockError
-from penstock.models.gpt import GPTConfig, gpt_blocks, preset
+from penstock.models.gpt import gpt_blocks
+from penstock.models.gpt_shape import GPTConfig
 from penstock.partition.sequence_slices import Slicing, equal_time_lengths
-from penstock.runtime.plan.plan import PipelinePlan, UnprovenPlan
+from penstock.runtime.plan.plan import UnprovenPlan
+from penstock.runtime.setup.shared_proof import prove_plan
 from penstock.schedule.build import ScheduleRequest
 from penstock.schedule.ir.rules import RULES, Source
 from penstock.schedule.ir.schedule import Schedule
@@ -23,8 +26,9 @@ from penstock.schedule.methods.table import find_method
 from penstock.schedule.methods.wave_lags import place_of, record_fault
 from penstock.train.config.own_schedule import own_schedule
 from penstock.train.config.schema import TrainConfig
-from penstock.train.data.corpus import Corpus, load_corpus
+from penstock.train.data.corpus import Corpus, Once, load_corpus
 from penstock.train.data.windows import Windows
+from penstock.train.setup.enough_blocks import check_blocks, shape_of
 from penstock.train.setup.machine_memory import check_memory, check_workers
 from penstock.train.setup.optimizers import optimizer_factory
 from penstock.train.setup.phase_plan import FALLBACK, SYNC
@@ -46,7 +50,7 @@ class Prepared:
     Attributes:
         config: as the user gave it.
         model: its shape, with the vocabulary of the data filled in.
-        plan: of its pipeline, under its method.
+        plan: of its pipeline, under its method; proven once `proven` has been called.
         windows: the data.
         others: the plans under methods that go on before or after that one, by phase
             (`penstock.train.setup.phase_plan`).
@@ -54,13 +58,30 @@ class Prepared:
 
     config: TrainConfig
     model: GPTConfig
-    plan: PipelinePlan
+    plan: UnprovenPlan
     windows: Windows
-    others: Mapping[str, PipelinePlan] = field(default_factory=dict)
+    others: Mapping[str, UnprovenPlan] = field(default_factory=dict)
 
-    def plan_of(self, phase: str) -> PipelinePlan:
+    def plan_of(self, phase: str) -> UnprovenPlan:
         """The plan under the method of a phase."""
         return self.others.get(phase, self.plan)
+
+    def proven(self, control: dist.ProcessGroup | None = None) -> Prepared:
+        """The same with its schedules proven; between processes once for all, which call this together.
+
+        Args:
+            control: a process group on the CPU; None to prove them here.
+
+        Raises:
+            ConfigError: ranks have different plans, or the method of another phase cannot be proven.
+            ScheduleError: too few microbatches for the method (the message names the smallest number).
+            TransportError: a peer is dead.
+        """
+        plan, others = prove_plan(self.plan, control), {}
+        for phase, other in self.others.items():
+            with _of_phase(phase):
+                others[phase] = prove_plan(other, control)
+        return replace(self, plan=plan, others=others)
 
     @property
     def microbatches(self) -> int:
@@ -74,23 +95,38 @@ class Prepared:
 
 
 def prepare(config: TrainConfig, *, local: bool = False) -> Prepared:
-    """Check a configuration against the method table, the model and the data; what takes long comes last.
+    """Check a configuration, and prove its schedules; what takes long comes last.
 
     Args:
         config: of the run.
         local: all of its processes will run on this machine, which must be able to hold them.
 
     Raises:
-        ConfigError: no such method, a shape that cannot be, too few blocks for the stages.
+        ConfigError, DataError: see `prepare_unproven`.
         ScheduleError: too few microbatches for the method (the message names the smallest number).
+    """
+    return prepare_unproven(config, local=local).proven()
+
+
+def prepare_unproven(config: TrainConfig, *, local: bool = False, once: Once = lambda look: look()) -> Prepared:
+    """Check a configuration against the method table, the model and the data, but for the proof of its schedules.
+
+    Args:
+        config, local: as of `prepare`.
+        once: looks for the largest token, which takes reading all of them, once for all ranks; see `load_corpus`.
+
+    Raises:
+        ConfigError: no such method, a shape that cannot be, too few blocks for the stages.
+        ScheduleError: the schedule cannot be built.
         DataError: the text is missing, unreadable or too short.
     """
+    check_blocks(config)
     if local:
         check_workers(config)
     request, others = _schedule(config), _other_methods(config)
     _check_meetings(config)
     known = None if local else config.model.vocabulary  # the launcher looks through all tokens, for all ranks
-    corpus = load_corpus(config.data, partial(is_of_a_run, Path(config.out)), known)
+    corpus = load_corpus(config.data, partial(is_of_a_run, Path(config.out)), known, once)
     model = model_shape(config, corpus)
     if local:
         check_memory(config, model)
@@ -113,11 +149,7 @@ def prepare(config: TrainConfig, *, local: bool = False) -> Prepared:
     for phase, other in others.items():
         with _of_phase(phase):
             drafts[phase] = draft.followed_by(other, None)
-    plan, proven = draft.prove(), {}
-    for phase, following in drafts.items():
-        with _of_phase(phase):
-            proven[phase] = following.prove()
-    return Prepared(config, model, plan, windows, proven)
+    return Prepared(config, model, draft, windows, drafts)
 
 
 def _schedule(config: TrainConfig) -> ScheduleRequest | Schedule:
@@ -222,14 +254,12 @@ def _check_optimizer(config: TrainConfig, draft: UnprovenPlan) -> None:
 
 def model_shape(config: TrainConfig, corpus: Corpus) -> GPTConfig:
     """The GPT's shape: the preset with what the configuration changes."""
-    section = config.model
-    changes = {name: getattr(section, name) for name in ("layers", "width", "heads", "context", "vocabulary")}
-    changes["vocabulary"] = changes["vocabulary"] or corpus.vocabulary
-    if changes["vocabulary"] < corpus.vocabulary:
+    vocabulary = config.model.vocabulary or corpus.vocabulary
+    if vocabulary < corpus.vocabulary:
         raise ConfigError(
-            f"model.vocabulary is {changes['vocabulary']}, but {corpus.name} holds tokens up to {corpus.vocabulary - 1}"
+            f"model.vocabulary is {vocabulary}, but {corpus.name} holds tokens up to {corpus.vocabulary - 1}"
         )
-    return preset(section.preset, **{name: value for name, value in changes.items() if value is not None})
+    return shape_of(config, vocabulary)
 
 
 def make_run_folder(config: TrainConfig) -> Path:

@@ -1,0 +1,116 @@
+"""A proof in parts: what one rank of a pipeline needs of it, as plain values that can be sent to that rank.
+
+A job proves a schedule once. Every rank then gets what all have in common (the facts of the stages, the routes, the
+window) and the lowered program of its own, whose actions are in the text form of `penstock.schedule.text`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from penstock.schedule.ir.schedule import Payload, Schedule, format_action
+from penstock.schedule.machine.instructions import Instruction, Lowered, LoweredProgram, Message, Route
+from penstock.schedule.proof.check import Proof, StageFacts
+from penstock.schedule.proof.stage_state import Delay
+from penstock.schedule.text import parse_action
+
+Json = Any
+"""A value of numbers, texts, lists and None, as `json.loads` returns it."""
+
+
+@dataclass(frozen=True, repr=False)
+class RankProof(Proof):
+    """A proof as one rank holds it, which another one has made: `lowered` has the program of that rank only.
+
+    Attributes:
+        border: why nothing may be run between two batches; None if it may.
+    """
+
+    border: str | None = None
+
+    def border_fault(self) -> str | None:
+        """Say why nothing may be run at the borders of batches; None if it may."""
+        return self.border
+
+
+def common_part(proof: Proof) -> Json:
+    """Return what all ranks need of a proof: it grows with the stages, not with the microbatches."""
+    return {
+        "window": proof.lowered.window,
+        "steady": proof.steady_from,
+        "border": proof.border_fault(),
+        "activations": [[each.numerator, each.denominator] for each in proof.activations],
+        "facts": [_facts(proof.stages[stage]) for stage in proof.schedule.stages],
+        "routes": [
+            [r.payload.value, r.source.index, r.source.direction, r.target.index, r.target.direction, r.count, r.slice]
+            for r in proof.lowered.routes
+        ],
+    }
+
+
+def own_part(proof: Proof, rank: int) -> Json:
+    """Return the lowered program of one rank: its period, its epilogue, and the period with a rejected version."""
+    return [[_written(instruction) for instruction in part] for part in proof.lowered.programs[rank]]
+
+
+def rank_proof(schedule: Schedule, rank: int, common: Json, own: Json) -> RankProof:
+    """Put the proof of a schedule together on one rank.
+
+    Args:
+        schedule: equal to the one that has been proven.
+        rank: of whom `own` is.
+        common: what `common_part` returned.
+        own: what `own_part` returned.
+    """
+    at = schedule.stage_at
+    routes = tuple(
+        Route(Payload(payload), at[source, a], at[target, b], count, tuple(piece) if piece else None)
+        for payload, source, a, target, b, count, piece in common["routes"]
+    )
+    mine = LoweredProgram(*(tuple([_read(each, schedule, rank) for each in part]) for part in own))
+    nothing = LoweredProgram((), ())
+    programs = tuple(mine if other == rank else nothing for other in range(schedule.ranks))
+    facts = [
+        StageFacts(versions, copies, gradients, buffers, Delay(*delay), recompute)
+        for versions, copies, gradients, buffers, delay, recompute in common["facts"]
+    ]
+    return RankProof(
+        Lowered(schedule, routes, programs, common["window"]),
+        dict(zip(schedule.stages, facts, strict=True)),
+        tuple(Fraction(*each) for each in common["activations"]),
+        common["steady"],
+        common["border"],
+    )
+
+
+def _facts(facts: StageFacts) -> Json:
+    numbers = facts.versions, facts.copies, facts.gradients, facts.buffers
+    return [*numbers, list(facts.delay), facts.recompute_delay]
+
+
+def _written(instruction: Instruction) -> Json:
+    """Write an instruction: a text alone where it has no messages."""
+    action, route, needs, ahead, awaits = instruction
+    text = format_action(action, relative=True)
+    if route < 0 and not needs and not awaits:
+        return text
+    return [text, route, _flat(needs), int(ahead), _flat(awaits)]
+
+
+def _flat(messages: Sequence[Message]) -> list[int]:
+    return [number for message in messages for number in message]
+
+
+def _read(written: Json, schedule: Schedule, rank: int) -> Instruction:
+    if isinstance(written, str):
+        return Instruction(parse_action(written, schedule.stages, rank))
+    text, route, needs, ahead, awaits = written
+    action = parse_action(text, schedule.stages, rank)
+    return Instruction(action, route, _messages(needs), bool(ahead), _messages(awaits))
+
+
+def _messages(numbers: Sequence[int]) -> tuple[Message, ...]:
+    return tuple([Message(*pair) for pair in zip(numbers[::2], numbers[1::2], strict=True)])

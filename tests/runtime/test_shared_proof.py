@@ -1,0 +1,114 @@
+"""A job proves each schedule once: rank 0 does, the others get their part, and all hear if it is wrong."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from penstock.errors import ConfigError, PenstockError
+from penstock.runtime.pipeline import Pipeline
+from penstock.schedule.build import make_schedule, prove
+from penstock.schedule.machine.instructions import LoweredProgram
+from penstock.schedule.proof import check as proofs
+from penstock.simulate.costs import Costs
+from penstock.simulate.simulate import simulate_schedule
+from support.cases import Case, make_pipeline
+from support.pool import Pool
+
+pytestmark = pytest.mark.processes
+
+
+def plain(name: str | None, group: dist.ProcessGroup | None, m: int | None, **changes) -> Pipeline:
+    torch.manual_seed(0)
+    blocks = [torch.nn.Linear(3, 3) for _ in range(4)]
+    return Pipeline(
+        blocks,
+        method=name,
+        microbatches=m,
+        group=group,
+        **changes,
+        loss=torch.nn.functional.mse_loss,
+        optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
+    )
+
+
+def count_proofs(group: dist.ProcessGroup, case: Case, second: str) -> tuple[int, int, list[bool]]:
+    """Make a pipeline, train, and go on under another method; how often each rank has proven anything."""
+    with mock.patch.object(proofs, "_prove_versions", wraps=proofs._prove_versions) as proven:
+        pipeline = plain(case.method, group, case.m, stages=case.depth, data_parallel=case.width)
+        built = proven.call_count
+        batch = torch.ones(12, 3), torch.ones(12, 3)
+        list(pipeline.run([batch] * 3))
+        pipeline.switch(method=second)
+        list(pipeline.run([batch] * 3))
+        pipeline.evaluate([batch])
+    nothing = LoweredProgram((), ())
+    return built, proven.call_count, [program != nothing for program in pipeline.proof.lowered.programs]
+
+
+@pytest.mark.parametrize(("case", "ranks"), [(Case("2bw", 3, 3), 3), (Case("1f1b", 2, 3, width=2), 4)])
+def test_one_rank_proves_for_all(pool: Pool, case: Case, ranks: int) -> None:
+    """The training and the evaluation; the other method; and each rank has the program of its own place only."""
+    first, *others = pool.submit(count_proofs, case, "stash", ranks=ranks)
+    assert first == (2, 3, [True] * case.depth)
+    for rank, found in enumerate(others, 1):
+        assert found == (0, 0, [rank % case.depth == other for other in range(case.depth)])
+
+
+def wrong_schedule(group: dist.ProcessGroup) -> str:
+    with pytest.raises(PenstockError) as caught:
+        plain("2bw", group, 1)
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def test_all_ranks_hear_that_a_schedule_is_wrong(pool: Pool) -> None:
+    first, *others = pool.submit(wrong_schedule, ranks=4)
+    assert first.startswith("ScheduleError: 2bw with 4 stages needs at least 3 microbatches per batch, got 1")
+    assert others == [first] * 3
+
+
+def breaks_while_proving(group: dist.ProcessGroup) -> str:
+    broken = mock.Mock(side_effect=MemoryError("no room"))
+    with mock.patch.object(proofs, "_prove_versions", broken), pytest.raises(Exception, match="no room") as caught:
+        plain("2bw", group, 4)
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def test_ranks_do_not_wait_for_a_proof_that_has_broken_down(pool: Pool) -> None:
+    said = "TransportError: rank 0, proving the schedule, failed: MemoryError: no room"
+    assert pool.submit(breaks_while_proving, ranks=2) == ["MemoryError: no room", said]
+
+
+def different_orders(group: dist.ProcessGroup) -> str:
+    """Both call their method 1f1b, with as many stages and microbatches."""
+    window = 3 + dist.get_rank(group)
+    with pytest.raises(ConfigError) as caught:
+        plain(None, group, None, schedule=make_schedule("1f1b", 2, 4, window=window))
+    return str(caught.value)
+
+
+def test_ranks_with_different_schedules_are_told_so(pool: Pool) -> None:
+    first, second = pool.submit(different_orders, ranks=2)
+    assert "this one and rank 1 have 1f1b (flush), 2 stages, 4 microbatches, 4 blocks, but not the same order" in first
+    assert "this one and rank 0 have 1f1b" in second
+
+
+def proof_elsewhere(group: dist.ProcessGroup, case: Case) -> tuple[list[float | None], float]:
+    """Take the proof of a pipeline to a pipeline in this process, and to the simulator."""
+    proof = make_pipeline(case, group).proof
+    here = plain(None, None, None, schedule=proof)
+    batch = torch.ones(12, 3), torch.ones(12, 3)
+    simulated = simulate_schedule(proof, Costs.uniform(proof.schedule))
+    return [report.loss for report in here.run([batch] * 2)], simulated.bubble.bubble
+
+
+def test_a_proof_of_one_rank_serves_elsewhere(pool: Pool) -> None:
+    case = Case("1f1b", 2, 4)
+    first, second = pool.submit(proof_elsewhere, case, ranks=2)
+    assert first == second
+    whole = prove("1f1b", 2, 4)
+    assert first[1] == simulate_schedule(whole, Costs.uniform(whole.schedule)).bubble.bubble
+    assert None not in first[0]
