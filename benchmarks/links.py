@@ -31,6 +31,7 @@ from typing import Any, NamedTuple, NoReturn
 from benchmarks.network.arms import CASES, DIVIDED, MAKERS, TINY, Case
 from benchmarks.network.compare import print_comparison
 from benchmarks.network.hosts import LINKS, Link, Network, why_not
+from benchmarks.network.probe import MESSAGE
 from benchmarks.network.report import group, print_summary
 from benchmarks.network.team import Team
 from benchmarks.throughput import RESULTS, open_raw, read_raw
@@ -107,9 +108,10 @@ def check(network: Network, links: Sequence[Link], seconds: float) -> Iterator[d
     """Measure links with a plain socket between two hosts, for about so many seconds each, and print what was found."""
     for link in links:
         found = network.probe(link, int(seconds * 125_000 * (link.mbit or 10_000)))
+        message, rtt = (f"{1e3 * found[name]:.2f} ms" for name in ("message", "rtt"))
         print(
-            f"{link.name}: {found['mbit']:.1f} Mbit/s of payload, {1e3 * found['rtt']:.2f} ms there and back, "
-            f"{found['sent'] / 1e6:.2f} MB sent by the interface",
+            f"{link.name}: {found['mbit']:.1f} Mbit/s of payload, {MESSAGE >> 10} KiB in {message}, there and back in "
+            f"{rtt}, {found['sent'] / 1e6:.2f} MB sent by the interface",
             flush=True,
         )
         yield {"probe": link.name, **found}

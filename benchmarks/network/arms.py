@@ -122,7 +122,9 @@ class ReplicasArm(_DividedArm):
 
     def wrap(self, whole: nn.Sequential) -> nn.Module:
         """Make replicas."""
-        return DistributedDataParallel(whole, process_group=dist.new_group(), gradient_as_bucket_view=True)
+        # The tables of rotary positions are buffers, the same on every rank.
+        options = {"broadcast_buffers": False, "gradient_as_bucket_view": True}
+        return DistributedDataParallel(whole, process_group=dist.new_group(), **options)
 
     def summing(self, last: bool) -> AbstractContextManager[None]:
         """Sum gradients over the ranks with the last microbatch of a batch only."""

@@ -41,6 +41,11 @@ def stage_costs(row: Row, stages: int) -> tuple[StageCost, ...]:
     return tuple(found)
 
 
+def schedule_of(row: Row) -> ProvenSchedule:
+    """The schedule of a turn; one that has been chosen at run time must be told by `row["ranks"][0]["activations"]`."""
+    return make_schedule(METHODS[row["arm"]], case_named(row["case"]).hosts, row["m"])
+
+
 def predict(row: Row, proof: ProvenSchedule) -> float:
     """Return the seconds that the simulator finds for a turn."""
     case, link = case_named(row["case"]), LINKS[row["link"]]
@@ -57,11 +62,9 @@ def print_comparison(rows: Iterable[Row]) -> None:
     turns: dict[tuple[str, str, str], list[tuple[float, float]]] = {}
     for row in rows:
         if row["arm"] in METHODS:
-            case = case_named(row["case"])
-            proof = make_schedule(METHODS[row["arm"]], case.hosts, case.m)
-            per = 1e3 * case.m / row["microbatches"]
+            per = 1e3 * row["m"] / row["microbatches"]
             found = turns.setdefault((row["case"], row["link"], row["arm"]), [])
-            found.append((per * row["seconds"], per * predict(row, proof)))
+            found.append((per * row["seconds"], per * predict(row, schedule_of(row))))
     print("\nmeasured against the simulator with the measured passes; medians of the rounds\n")
     print("| case | link | arm | measured, ms per batch | simulated | measured / simulated | within 10 % |")
     print("|---|---|---|---|---|---|---|")

@@ -96,6 +96,7 @@ class Network:
         self.hosts = hosts
         self._stem = f"{PREFIX}-{os.getpid()}-"
         self._relay: subprocess.Popen[str] | None = None
+        self._link: Link | None = None
 
     def __enter__(self) -> Network:
         """Make everything.
@@ -130,7 +131,7 @@ class Network:
 
     def set(self, link: Link) -> None:
         """Make this the link of every host; connections stay."""
-        if link.mbit is None:
+        if link.mbit is None or link == self._link:
             return
         self._stop_relay()
         burst = max(8_000, 32 * link.mbit)  # what may pass at once: 8 kB, and 256 microseconds at high rates
@@ -142,12 +143,13 @@ class Network:
             self._ip("switch", "link", "set", f"port{host}", *joined)
         if link.delay:
             self._start_relay(link.delay)
+        self._link = link
 
     def probe(self, link: Link, nbytes: int) -> dict[str, float]:
         """Measure a link with a plain socket between the first two hosts, or through the loopback.
 
         Returns:
-            mbit: the rate of the payload; rtt: seconds of a round trip; sent: bytes counted by the interface.
+            What `benchmarks.network.probe.send` returns; and sent: bytes counted by the interface.
         """
         self.set(link)
         alone = link.mbit is None

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from benchmarks.network.arms import CASES, MAKERS, MODELS, TINY, case_named
+from benchmarks.network.arms import CASES, MAKERS, MODELS, STREAMS, TINY, case_named
 from benchmarks.network.compare import stage_costs
 from benchmarks.network.hosts import LINKS
 from benchmarks.throughput import interval
@@ -23,7 +23,7 @@ def group(rows: Iterable[dict[str, Any]]) -> Turns:
     turns: Turns = {}
     for row in sorted(rows, key=lambda row: row["round"]):
         turns.setdefault((row["case"], row["link"], row["arm"]), []).append(row)
-    whole = min(len(found) for found in turns.values())
+    whole = min((len(found) for found in turns.values()), default=0)
     return {key: found[:whole] for key, found in turns.items()}
 
 
@@ -60,12 +60,38 @@ def print_summary(turns: Turns) -> None:
         _table(
             links, arms, lambda link, arm, case=case: f"{1e-3 * statistics.median(_sent(turns[case, link, arm])):.0f}"
         )
+    print_answer(turns)
     print("\nwhat was to be reached; ratios of throughput within a round, median (95 % interval)\n")
     print("| aim | case | link | at least | reached | |")
     print("|---|---|---|---|---|---|")
     for aim in aims(turns):
         verdict = "yes" if statistics.median(aim.found) >= aim.least else "no"
         print(f"| {aim.what} | {aim.case} | {aim.link} | {aim.least} | {_cell(aim.found, 3)} | {verdict} |")
+
+
+def print_answer(turns: Turns) -> None:
+    """Which method on which link, on one screen: the fastest of all, and of those that change no result."""
+    links = [link for link in LINKS if any(link == other for _, other, _ in turns)]
+    print("\nthe fastest method, and its median throughput / that of torch 1f1b there and of itself on the loopback\n")
+    print("| case | of | " + " | ".join(links) + " |")
+    print("|---" * (len(links) + 2) + "|")
+    for case in dict.fromkeys(case.name for case in (*CASES, *TINY) if any(case.name == name for name, _, _ in turns)):
+        for kind, left_out in (("all", ()), ("synchronous", STREAMS)):
+            cells = [_fastest(turns, case, link, left_out) for link in links]
+            print(f"| {case} | {kind} | " + " | ".join(cells) + " |")
+
+
+def _fastest(turns: Turns, case: str, link: str, left_out: Sequence[str]) -> str:
+    medians = {
+        arm: statistics.median(map(rate, rows))
+        for (name, other, arm), rows in turns.items()
+        if (name, other) == (case, link) and arm not in left_out
+    }
+    if not medians:
+        return ""
+    best = max(medians, key=medians.__getitem__)
+    found = [ratios(turns, case, (link, best), under) for under in ((link, TORCH), (LOOPBACK, best))]
+    return ", ".join([best, *(f"{statistics.median(of):.2f}" if of else "-" for of in found)])
 
 
 class Aim(NamedTuple):

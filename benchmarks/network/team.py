@@ -98,7 +98,8 @@ class Team:
             stdout=subprocess.PIPE,
             text=True,
             cwd=ROOT,
-            env={**os.environ, "GLOO_SOCKET_IFNAME": interface},
+            # A namespace has no names of hosts, which torch would warn of.
+            env={**os.environ, "GLOO_SOCKET_IFNAME": interface, "TORCH_CPP_LOG_LEVEL": "ERROR"},
             start_new_session=True,  # Ctrl-C is for the benchmark, which ends them
         )
 

@@ -90,7 +90,8 @@ def recorded(engine: Arm, start: float) -> dict[str, Any]:
 
     Returns:
         work: "stage:operation" -> number and mean seconds; waits: reason -> seconds in all; messages: lane -> number,
-        and mean and median seconds from posting to completion. The timeline itself would be gathered over the link.
+        and mean and median seconds from posting to completion; activations: the most microbatches in flight, per rank.
+        The timeline itself would be gathered over the link.
     """
     if not isinstance(engine, PenstockArm):
         return {}
@@ -115,20 +116,19 @@ def recorded(engine: Arm, start: float) -> dict[str, Any]:
             lane: [len(times), sum(times) / len(times), sorted(times)[len(times) // 2]]
             for lane, times in messages.items()
         },
+        "activations": [float(held) for held in engine.pipeline.proof.activations],
     }
 
 
 def serve(worker: Worker, answers: TextIO) -> None:
-    """Obey until the input ends; an error is an answer, too, and the last one."""
+    """Obey until the input ends; an error is an answer, too."""
     for line in sys.stdin:
         command = json.loads(line)
         try:
-            answer = getattr(worker, command.pop("do"))(**command)
+            answer = json.dumps(getattr(worker, command.pop("do"))(**command))
         except Exception:
-            answers.write(json.dumps({"error": traceback.format_exc()}) + "\n")
-            answers.flush()
-            return
-        answers.write(json.dumps(answer) + "\n")
+            answer = json.dumps({"error": traceback.format_exc()})
+        answers.write(answer + "\n")
         answers.flush()
 
 
@@ -145,7 +145,7 @@ def main() -> None:
     try:
         serve(worker, answers)
     finally:
-        os._exit(0)  # a stream that is not drained would wait for its peers
+        os._exit(0)  # a stream that is not drained would wait for its peers; what failed has been answered
 
 
 if __name__ == "__main__":
