@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ARGS ?=
 
-.PHONY: train check test faults fuzz planted soak lint bench bench-short bench-overhead quality clean
+.PHONY: train check test faults fuzz planted soak lint bench bench-short bench-overhead bench-links quality clean
 
 train: $(STAMP)
 	$(BIN)/penstock train $(ARGS)
@@ -41,6 +41,9 @@ bench-short: $(STAMP)
 
 bench-overhead: $(STAMP)
 	$(BIN)/python -m benchmarks.overhead $(ARGS)
+
+bench-links: $(STAMP)
+	$(BIN)/python -m benchmarks.links $(ARGS)
 
 quality: $(STAMP)
 	$(BIN)/python -m benchmarks.quality $(ARGS)

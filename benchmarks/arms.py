@@ -86,10 +86,10 @@ class Data:
             yield torch.cat([x for x, _ in batch]), torch.cat([y for _, y in batch])
 
 
-def stage_modules(stages: int) -> list[nn.Sequential]:
+def stage_modules(stages: int, shape: GPTConfig = SHAPE) -> list[nn.Sequential]:
     """Split the model into `stages` equal parts; the first also embeds, the last also has the head."""
-    blocks = [block.make() for block in gpt_blocks(SHAPE, seed=0).values()]
-    layers = SHAPE.layers // stages
+    blocks = [block.make() for block in gpt_blocks(shape, seed=0).values()]
+    layers = shape.layers // stages
     ends = [1 + layers * (c + 1) for c in range(stages)]
     ends[-1] = len(blocks)
     starts = [0, *ends[:-1]]
@@ -116,9 +116,17 @@ GPT = Task(stage_modules, mean_loss, make_optimizer)
 class PenstockArm:
     """A method of Penstock; each run is a span, filled once and drained once."""
 
-    def __init__(self, method: str, microbatches: int, data: Data, clip: float | None = None, task: Task = GPT) -> None:
+    def __init__(
+        self,
+        method: str,
+        microbatches: int,
+        data: Data,
+        clip: float | None = None,
+        task: Task = GPT,
+        ranks: int = STAGES,
+    ) -> None:
         self.microbatches, self.data = microbatches, data
-        schedule = make_schedule(method, STAGES, microbatches)
+        schedule = make_schedule(method, ranks, microbatches)
         self.pipeline = Pipeline(
             task.stages(schedule.schedule.num_stages),
             schedule,
@@ -146,8 +154,16 @@ class PenstockStream(PenstockArm):
     run.
     """
 
-    def __init__(self, method: str, microbatches: int, data: Data, clip: float | None = None) -> None:
-        super().__init__(method, microbatches, data, clip)
+    def __init__(
+        self,
+        method: str,
+        microbatches: int,
+        data: Data,
+        clip: float | None = None,
+        task: Task = GPT,
+        ranks: int = STAGES,
+    ) -> None:
+        super().__init__(method, microbatches, data, clip, task, ranks)
         self._reports = self.pipeline.run(data.batches(sys.maxsize, microbatches))
 
     def run(self, batches: int) -> None:
@@ -163,13 +179,13 @@ class PenstockStream(PenstockArm):
 
 
 WHOLE, LOOPED, FOLDED = (
-    lambda rank: [rank],
-    lambda rank: [rank, rank + STAGES],
-    lambda rank: [rank, 2 * STAGES - 1 - rank],
+    lambda rank, _: [rank],
+    lambda rank, ranks: [rank, rank + ranks],
+    lambda rank, ranks: [rank, 2 * ranks - 1 - rank],
 )
-"""Placements: rank -> the indices of its stages."""
+"""Placements: rank, number of ranks -> the indices of its stages."""
 
-TORCH: dict[str, tuple[Any, Callable[[int], list[int]]]] = {
+TORCH: dict[str, tuple[Any, Callable[[int, int], list[int]]]] = {
     "gpipe": (ScheduleGPipe, WHOLE),
     "1f1b": (Schedule1F1B, WHOLE),
     "interleaved": (ScheduleInterleaved1F1B, LOOPED),
@@ -187,8 +203,8 @@ class TorchArm:
     def __init__(self, name: str, microbatches: int, data: Data, task: Task = GPT) -> None:
         self.microbatches, self.data, self.rank = microbatches, data, dist.get_rank()
         kind, place = TORCH[name]
-        held = place(self.rank)
-        count = STAGES * len(held)
+        held = place(self.rank, dist.get_world_size())
+        count = dist.get_world_size() * len(held)
         modules = task.stages(count)
         self.modules = [modules[index] for index in held]
         stages = [PipelineStage(modules[index], index, count, torch.device("cpu")) for index in held]

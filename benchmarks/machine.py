@@ -44,11 +44,11 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def join(rank: int, port: int, ranks: int) -> None:
+def join(rank: int, port: int, ranks: int, address: str = "127.0.0.1") -> None:
     """Join the process group as a rank with one thread."""
     torch.set_num_threads(1)
     penstock.keep_freed_memory()
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
+    dist.init_process_group("gloo", init_method=f"tcp://{address}:{port}", rank=rank, world_size=ranks)
 
 
 def leave() -> None:

@@ -1,0 +1,177 @@
+"""The summary of `benchmarks.links`: throughput and bytes per link and arm, and what was to be reached."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from benchmarks.network.arms import CASES, MAKERS, MODELS, STREAMS, TINY, case_named
+from benchmarks.network.compare import stage_costs
+from benchmarks.network.hosts import LINKS
+from benchmarks.throughput import interval
+
+Turns = dict[tuple[str, str, str], list[dict[str, Any]]]
+"""Case, link, arm -> its turns in the order of rounds."""
+
+AUTO, TORCH = "penstock 2bw auto", "torch 1f1b"
+LOOPBACK = next(name for name, link in LINKS.items() if link.mbit is None)
+
+
+def group(rows: Iterable[dict[str, Any]]) -> Turns:
+    """Sort the turns of a run; a round that was interrupted is left out."""
+    turns: Turns = {}
+    for row in sorted(rows, key=lambda row: row["round"]):
+        turns.setdefault((row["case"], row["link"], row["arm"]), []).append(row)
+    whole = min((len(found) for found in turns.values()), default=0)
+    return {key: found[:whole] for key, found in turns.items()}
+
+
+def rate(row: dict[str, Any]) -> float:
+    """Microbatches per second."""
+    return float(row["microbatches"] / row["seconds"])
+
+
+def ratios(turns: Turns, case: str, over: tuple[str, str], under: tuple[str, str]) -> list[float]:
+    """Throughput of a link and arm over that of others, per round; empty if either was not measured."""
+    pairs = zip(turns.get((case, *over), []), turns.get((case, *under), []), strict=False)
+    return [rate(a) / rate(b) for a, b in pairs]
+
+
+def most_sent(row: dict[str, Any]) -> float:
+    """Bytes that a host sent, of the one that sent most; all ranks of the loopback share its counter."""
+    sent = [float(rank["sent"]) for rank in row["ranks"]]
+    return statistics.fmean(sent) / len(sent) if row["link"] == LOOPBACK else max(sent)
+
+
+def print_summary(turns: Turns) -> None:
+    """Tables as Markdown."""
+    for case in (case.name for case in (*CASES, *TINY)):
+        if case not in {name for name, _, _ in turns}:
+            continue
+        links = list(dict.fromkeys(link for name, link, _ in turns if name == case))
+        links.sort(key=list(LINKS).index)
+        arms = list(dict.fromkeys(arm for name, _, arm in turns if name == case))
+        arms.sort(key=list(MAKERS).index)
+        rounds = len(turns[case, links[0], arms[0]])
+        print(f"\n{case}: microbatches per second, median of {rounds} rounds (95 % interval)\n")
+        _table(links, arms, lambda link, arm, case=case: _cell([rate(row) for row in turns[case, link, arm]], 1))
+        print("\nkB that a host sends per microbatch, the host that sends most\n")
+        _table(
+            links, arms, lambda link, arm, case=case: f"{1e-3 * statistics.median(_sent(turns[case, link, arm])):.0f}"
+        )
+    print_answer(turns)
+    print("\nwhat was to be reached; ratios of throughput within a round, median (95 % interval)\n")
+    print("| aim | case | link | at least | reached | |")
+    print("|---|---|---|---|---|---|")
+    for aim in aims(turns):
+        verdict = "yes" if statistics.median(aim.found) >= aim.least else "no"
+        print(f"| {aim.what} | {aim.case} | {aim.link} | {aim.least} | {_cell(aim.found, 3)} | {verdict} |")
+
+
+def print_answer(turns: Turns) -> None:
+    """Which method on which link, on one screen: the fastest of all, and of those that change no result."""
+    links = [link for link in LINKS if any(link == other for _, other, _ in turns)]
+    print("\nthe fastest method, and its median throughput / that of torch 1f1b there and of itself on the loopback\n")
+    print("| case | of | " + " | ".join(links) + " |")
+    print("|---" * (len(links) + 2) + "|")
+    for case in dict.fromkeys(case.name for case in (*CASES, *TINY) if any(case.name == name for name, _, _ in turns)):
+        for kind, left_out in (("all", ()), ("synchronous", STREAMS)):
+            cells = [_fastest(turns, case, link, left_out) for link in links]
+            print(f"| {case} | {kind} | " + " | ".join(cells) + " |")
+
+
+def _fastest(turns: Turns, case: str, link: str, left_out: Sequence[str]) -> str:
+    medians = {
+        arm: statistics.median(map(rate, rows))
+        for (name, other, arm), rows in turns.items()
+        if (name, other) == (case, link) and arm not in left_out
+    }
+    if not medians:
+        return ""
+    best = max(medians, key=medians.__getitem__)
+    found = [ratios(turns, case, (link, best), under) for under in ((link, TORCH), (LOOPBACK, best))]
+    return ", ".join([best, *(f"{statistics.median(of):.2f}" if of else "-" for of in found)])
+
+
+class Aim(NamedTuple):
+    """What was to be reached, and what was found per round."""
+
+    what: str
+    case: str
+    link: str
+    least: float
+    found: list[float]
+
+
+def aims(turns: Turns) -> list[Aim]:
+    """All aims for which this run has turns."""
+    found = []
+    known = [case.name for case in (*CASES, *TINY)]
+    pairs = {(case, link) for case, link, _ in turns}
+    for name, link in sorted(pairs, key=lambda pair: (known.index(pair[0]), list(LINKS).index(pair[1]))):
+        case = case_named(name)
+        found += _of_link(turns, name, link)
+        one = next((arm for arm in ("penstock 1f1b auto", "penstock 1f1b") if (name, link, arm) in turns), "")
+        for ours, theirs in ((one, TORCH), ("penstock zb-v", "torch zbv")):
+            found.append(_against(turns, name, link, ours, theirs, 1.0))
+        if case.hosts == 2 and case.model == "few" and (link, case.m) in (("100 Mbit/s", 8), ("loopback", 2)):
+            found.append(_against(turns, name, link, AUTO, TORCH, 1.4 if case.m == 8 else 1.45))
+        if case.model == "many" and link == "100 Mbit/s":
+            found.append(_against(turns, name, link, AUTO, "torch ddp", 3.0))
+    return [aim for aim in found if aim.found]
+
+
+def _against(turns: Turns, case: str, link: str, ours: str, theirs: str, least: float) -> Aim:
+    return Aim(f"{ours} / {theirs}", case, link, least, ratios(turns, case, (link, ours), (link, theirs)))
+
+
+def _of_link(turns: Turns, case: str, link: str) -> list[Aim]:
+    """What a link leaves of the throughput of the loopback where a message is hidden, or of its rate where it is not.
+
+    Between them (a message takes longer than a forward, but less than all work on a microbatch) nothing is demanded.
+    """
+    rows, mbit = turns.get((case, link, AUTO), []), LINKS[link].mbit
+    if not rows or mbit is None:
+        return []
+    nbytes = MODELS[case_named(case).model].message
+    passes = [stage for row in rows for stage in stage_costs(row, case_named(case).hosts)]
+    forward = statistics.median(cost.forward for cost in passes)
+    work = statistics.median(cost.forward + cost.backward_input + cost.backward_weight for cost in passes)
+    if LINKS[link].seconds(nbytes) < forward:
+        return [
+            Aim(
+                f"{AUTO} / itself on the loopback",
+                case,
+                link,
+                0.95,
+                ratios(turns, case, (link, AUTO), (LOOPBACK, AUTO)),
+            )
+        ]
+    if LINKS[link].occupied(nbytes) > work:
+        return [
+            Aim(
+                f"{AUTO}: bytes sent / rate of the link",
+                case,
+                link,
+                0.9,
+                [8e-6 * most_sent(row) / row["seconds"] / mbit for row in rows],
+            )
+        ]
+    return []
+
+
+def _sent(rows: Sequence[dict[str, Any]]) -> list[float]:
+    return [most_sent(row) / row["microbatches"] for row in rows]
+
+
+def _table(links: Sequence[str], arms: Sequence[str], cell: Any) -> None:
+    print("| arm | " + " | ".join(links) + " |")
+    print("|---" * (len(links) + 1) + "|")
+    for arm in arms:
+        print(f"| {arm} | " + " | ".join(cell(link, arm) for link in links) + " |")
+
+
+def _cell(values: Sequence[float], digits: int) -> str:
+    median, low, high = interval(values)
+    return f"{median:.{digits}f} ({low:.{digits}f}, {high:.{digits}f})"

@@ -1,0 +1,152 @@
+"""A rank of `benchmarks.links`: a process on one of the hosts, which makes arms and runs turns as it is told.
+
+It reads commands from its standard input, a JSON object per line, and answers each on what was its standard output. It
+ends with the benchmark. Its command line is a JSON object, too: `Place`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from collections import defaultdict
+from pathlib import Path
+from typing import Any, NamedTuple, TextIO
+
+import torch.distributed as dist
+
+from benchmarks.arms import Arm, PenstockArm
+from benchmarks.machine import join
+from benchmarks.network.arms import arms_of, case_named
+from penstock.launch.parent_death import end_with_parent
+
+
+class Place(NamedTuple):
+    """Where a rank is.
+
+    Attributes:
+        rank, ranks: of the process group.
+        address, port: where all meet.
+        interface: whose bytes it counts.
+        parent: the process of the benchmark, with which this one ends.
+    """
+
+    rank: int
+    ranks: int
+    address: str
+    port: int
+    interface: str
+    parent: int
+
+
+class Worker:
+    """The arms of one rank."""
+
+    def __init__(self, place: Place) -> None:
+        self._arms: dict[tuple[str, str], Arm] = {}
+        self._counters = Path("/sys/class/net", place.interface, "statistics")
+
+    def make(self, case: str, arms: list[str]) -> dict[str, Any]:
+        """Make the arms of a case, and warm them up: allocators, optimizer state, shapes."""
+        found = case_named(case)
+        for name, arm in arms_of(found, tuple(arms)):
+            self._arms[case, name] = arm
+            arm.run(max(4 // found.m, 2))
+        return {}
+
+    def turn(self, case: str, arm: str, batches: int) -> dict[str, Any]:
+        """Run batches of an arm from a common start.
+
+        Returns:
+            seconds: on this rank; sent, received: bytes of its interface, the barrier's included; and what the arm's
+            timeline says of the turn (`recorded`).
+        """
+        engine = self._arms[case, arm]
+        before = self._bytes()
+        dist.barrier()
+        start = time.perf_counter()
+        engine.run(batches)
+        seconds = time.perf_counter() - start
+        dist.barrier()  # so that nothing of this turn is under way when the link changes
+        sent, received = (now - then for now, then in zip(self._bytes(), before, strict=True))
+        return {"seconds": seconds, "sent": sent, "received": received, **recorded(engine, start)}
+
+    def close(self) -> dict[str, Any]:
+        """Finish everything that is in flight."""
+        for arm in self._arms.values():
+            arm.close()
+        dist.barrier()
+        return {}
+
+    def _bytes(self) -> tuple[int, int]:
+        sent, received = (int((self._counters / f"{way}_bytes").read_text()) for way in ("tx", "rx"))
+        return sent, received
+
+
+def recorded(engine: Arm, start: float) -> dict[str, Any]:
+    """What the recorder of an arm of Penstock has of the time since `start`; nothing of another arm.
+
+    Returns:
+        work: "stage:operation" -> number and mean seconds; waits: reason -> seconds in all; messages: lane -> number,
+        and mean and median seconds from posting to completion; activations: the most microbatches in flight, per rank.
+        The timeline itself would be gathered over the link.
+    """
+    if not isinstance(engine, PenstockArm):
+        return {}
+    (state,) = engine.pipeline._ranks
+    work, messages, waits = defaultdict[str, list[float]](list), defaultdict[str, list[float]](list), {}
+    for entry in reversed(state.recorder._entries):
+        if len(entry) <= 3:  # a change of memory
+            continue
+        _, lane, begun, ended, what, _, stage, *_ = entry
+        if lane == "compute" and ended < start:  # transfers are recorded some time after their end
+            break
+        if lane != "compute" and begun >= start:
+            messages[lane].append(ended - begun)
+        elif lane == "compute" and what.isupper():
+            work[f"{stage}:{what}"].append(ended - begun)
+        elif lane == "compute":
+            waits[what] = waits.get(what, 0.0) + ended - max(begun, start)
+    return {
+        "work": {name: [len(times), sum(times) / len(times)] for name, times in work.items()},
+        "waits": waits,
+        "messages": {
+            lane: [len(times), sum(times) / len(times), sorted(times)[len(times) // 2]]
+            for lane, times in messages.items()
+        },
+        "activations": [float(held) for held in engine.pipeline.proof.activations],
+    }
+
+
+def serve(worker: Worker, answers: TextIO) -> None:
+    """Obey until the input ends; an error is an answer, too."""
+    for line in sys.stdin:
+        command = json.loads(line)
+        try:
+            answer = json.dumps(getattr(worker, command.pop("do"))(**command))
+        except Exception:
+            answer = json.dumps({"error": traceback.format_exc()})
+        answers.write(answer + "\n")
+        answers.flush()
+
+
+def main() -> None:
+    """Join the others, and serve."""
+    place = Place(**json.loads(sys.argv[1]))
+    end_with_parent()
+    if os.getppid() != place.parent:  # it ended while this process was importing
+        return
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever else is printed is no answer
+    join(place.rank, place.port, place.ranks, place.address)
+    worker = Worker(place)
+    try:
+        serve(worker, answers)
+    finally:
+        os._exit(0)  # a stream that is not drained would wait for its peers; what failed has been answered
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""The benchmark of links: hosts, rates and delays, all arms for a few microbatches, and what is made of a run."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from benchmarks.links import Turn, batches_of, turns_of
+from benchmarks.network.arms import CASES, MAKERS, METHODS, STREAMS, TINY
+from benchmarks.network.compare import predict, stage_costs
+from benchmarks.network.hosts import LINKS, Network, sweep, why_not
+from benchmarks.network.report import aims, group, most_sent
+
+from penstock import make_schedule
+
+ROOT = Path(__file__).parents[1]
+NAME = TINY[0].name
+
+
+@pytest.fixture(scope="session")
+def hosts():
+    if reason := why_not():
+        pytest.skip(reason)
+
+
+def row(arm="penstock 1f1b", link="100 Mbit/s", seconds=2.0, round_=0, **more):
+    """A turn of four batches of two microbatches, with F = 1 and B = 2 on both stages."""
+    work = [{f"{stage}:F": [8, 1.0], f"{stage}:B": [8, 2.0], f"{stage}:STEP": [4, 0.5]} for stage in range(2)]
+    ranks = [{"seconds": seconds, "sent": 1000 * (r + 1), "received": 0, "work": work[r]} for r in range(2)]
+    found = {"case": NAME, "link": link, "arm": arm, "round": round_, "m": 2, "microbatches": 8, "seconds": seconds}
+    return found | {"ranks": ranks} | more
+
+
+@pytest.mark.smoke
+def test_a_turn_as_the_simulator_sees_it():
+    """A batch of 1F1B of two stages and two microbatches takes three times F + B, and an update."""
+    turn = row()
+    costs = stage_costs(turn, 2)
+    assert [(c.forward, c.backward_input + c.backward_weight, c.step) for c in costs] == [(1.0, 3.0 - 1.0, 0.5)] * 2
+    assert predict(turn, make_schedule("1f1b", 2, 2)) == pytest.approx(4 * 9.5, rel=1e-3)
+    # In the steady state of 2bw, four batches of two microbatches, and as many updates.
+    assert predict(row("penstock 2bw"), make_schedule("2bw", 2, 2)) == pytest.approx(4 * 6.5, rel=1e-3)
+
+
+def test_turns_of_all_cases():
+    """Every arm of a case on each of its links; those that divide batches train a quarter."""
+    arguments = type("", (), {"links": list(LINKS), "arms": list(MAKERS)})
+    turns = turns_of(CASES, arguments)
+    assert len(turns) == sum(len(case.arms) * len(case.links or LINKS) for case in CASES)
+    assert batches_of(Turn(CASES[1], LINKS["loopback"], "torch 1f1b"), 64) == 8
+    assert batches_of(Turn(CASES[1], LINKS["loopback"], "torch ddp"), 64) == 2
+    assert set(STREAMS) <= METHODS.keys() <= MAKERS.keys()
+
+
+def test_the_time_of_a_message():
+    assert LINKS["100 Mbit/s"].seconds(125_000) == pytest.approx(0.01)
+    assert LINKS["1 Gbit/s, 5 ms"].seconds(125_000) == pytest.approx(0.006)
+    assert LINKS["1 Gbit/s, 5 ms"].occupied(125_000) == pytest.approx(0.001)
+    assert LINKS["loopback"].seconds(125_000) == 0
+
+
+def test_aims_of_a_run():
+    """Ratios are taken within a round; a round that was interrupted is left out."""
+    arms = {"penstock 2bw auto": 1.0, "penstock 1f1b": 2.0, "torch 1f1b": 3.0}
+    rows = [row(arm, link, s * (1 + r), r) for arm, s in arms.items() for link in LINKS for r in range(2)]
+    rows.append(row("torch 1f1b", "loopback", 9.0, 2))
+    turns = group(rows)
+    assert {len(found) for found in turns.values()} == {2}
+    found = aims(turns)
+    assert [aim.found for aim in found if aim.what == "penstock 1f1b / torch 1f1b"] == [[1.5, 1.5]] * len(LINKS)
+    itself = [aim for aim in found if "itself" in aim.what]
+    assert [aim.link for aim in itself] == [name for name, link in LINKS.items() if link.mbit]
+    assert {ratio for aim in itself for ratio in aim.found} == {1.0}
+
+
+def test_bytes_of_the_host_that_sends_most():
+    """All ranks of the loopback read one counter, which has the bytes of both."""
+    assert most_sent(row()) == 2000
+    assert most_sent(row(link="loopback")) == 750
+
+
+@pytest.mark.processes
+@pytest.mark.usefixtures("hosts")
+@pytest.mark.parametrize("name", [name for name in LINKS if name != "loopback"])
+def test_a_link_has_its_rate_and_its_delay(name):
+    """No socket is faster than the link, no byte earlier than its delay, and the interface counts what was sent."""
+    link = LINKS[name]
+    nbytes = 12_500 * link.mbit  # a tenth of a second
+    with Network(2) as network:
+        found = network.probe(link, nbytes)
+    assert link.mbit / 20 < found["mbit"] < 1.05 * link.mbit
+    assert 2 * link.delay <= found["rtt"] < 2 * link.delay + 0.2
+    assert link.delay < found["message"] < 1
+    assert nbytes < found["sent"] < 1.1 * (nbytes + 2e6)
+
+
+@pytest.mark.processes
+@pytest.mark.usefixtures("hosts")
+def test_nothing_is_left_of_a_network(monkeypatch):
+    """Neither at its end, nor, when the next one is made, of a process that was killed."""
+
+    def left():
+        return [path.name for path in Path("/run/netns").iterdir() if path.name in made]
+
+    network = Network(1)
+    made = [network.namespace(place) for place in (0, "lo", "switch")]
+    with network:
+        assert len(left()) == 3
+    assert left() == []
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    monkeypatch.setattr("os.getpid", lambda: ended.pid)
+    abandoned = Network(1)
+    abandoned.__enter__()
+    made = [abandoned.namespace(place) for place in (0, "lo", "switch")]
+    assert len(left()) == 3
+    sweep()
+    assert left() == []
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.usefixtures("hosts")
+def test_links_of_every_arm(tmp_path):
+    """In a process of its own, as a person starts it, because it begins others inside namespaces."""
+    options = ["--tiny", "--count", "4", "--rounds", "1", "--probe", "0.02", "--out", str(tmp_path)]
+    command = [sys.executable, "-m", "benchmarks.links", *options, "--links", "1 Gbit/s, 5 ms"]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert ran.returncode == 0, ran.stderr
+    (raw,) = tmp_path.iterdir()
+    header, *probes = (json.loads(line) for line in raw.read_text().splitlines())
+    probes, turns = [r for r in probes if "probe" in r], [r for r in probes if "arm" in r]
+    assert {"machine", "command"} <= header.keys()
+    assert [probe["probe"] for probe in probes] == ["1 Gbit/s, 5 ms"]
+    assert {(turn["link"], turn["arm"]) for turn in turns} == {("1 Gbit/s, 5 ms", arm) for arm in MAKERS}
+    for turn in turns:
+        assert 0 < turn["seconds"] < math.inf
+        assert all(rank["sent"] > 0 and rank["received"] > 0 for rank in turn["ranks"])
+        if turn["arm"] in METHODS:
+            stages = make_schedule(METHODS[turn["arm"]], 2, 2).schedule.num_stages
+            assert all(cost.forward > 0 and cost.step > 0 for cost in stage_costs(turn, stages))
+        assert f"| {turn['arm']} | " in ran.stdout
+    assert "measured / simulated" in ran.stdout
