@@ -10,9 +10,10 @@ from rich.console import Console
 
 from penstock.cli import main
 from penstock.errors import ConfigError
-from penstock.schedule.methods.table import METHODS
+from penstock.schedule.methods.table import METHODS, find_method
 from penstock.schedule.proof.check import check
-from penstock.view.tables import facts_of_methods, methods_table
+from penstock.view.method_facts import Links, facts_of_methods
+from penstock.view.tables import methods_table
 from support.command_line import run, start
 
 FORWARDS = (  # a predicted copy for forwards
@@ -327,7 +328,7 @@ def test_a_method_is_named_as_in_show(command, monkeypatch, tmp_path):
         (["mine.py"], "unknown method 'mine.py'. An order of your own goes after --file"),
         (["1f1b", "--stages", "0"], "invalid value for '--stages'"),
         (["1f1b", "--file", "mine.py"], "give either a METHOD (penstock methods lists them) or --file"),
-        (["interleaved:chunk=4"], "has no option 'chunk'; it has chunks, group. Did you mean 'chunks'?"),
+        (["interleaved:chunk=4"], "has no option 'chunk'; it has chunks, group, in_flight. Did you mean 'chunks'?"),
         (["interleaved:chunks"], "a name may be followed by options with numbers"),
     ],
 )
@@ -354,3 +355,17 @@ for command in {commands!r}:
 """
     ran = start("-c", code)
     assert ran.returncode == 0, ran.stderr
+
+
+def test_links_show_what_microbatches_in_flight_cost_and_save():
+    rows = ("2bw", "1f1b", "interleaved", "stash")
+    found = {
+        which: {f.name: f for f in facts_of_methods([find_method(r) for r in rows], 4, 8, links)}
+        for which, links in {"far": Links(0.75), "auto": Links(0.75, "auto"), "near": Links()}.items()
+    }
+    assert found["far"]["2bw"].bubble == pytest.approx(3 / 11)
+    assert found["auto"]["2bw"].bubble == found["near"]["2bw"].bubble == 0
+    assert found["auto"]["2bw"].activations == [7, 5, 3, 1]
+    assert found["auto"]["interleaved"].bubble < found["far"]["interleaved"].bubble
+    assert found["auto"]["1f1b"].bubble < found["far"]["1f1b"].bubble
+    assert found["auto"]["stash"] == found["far"]["stash"]  # whose delay would grow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -163,8 +164,8 @@ def test_what_is_no_number_in_flight_is_refused(given, words):
 
 
 def test_orders_without_a_choice_refuse_auto():
-    with pytest.raises(ConfigError, match="interleaved has no option 'in_flight'"):
-        chosen("interleaved", 8)
+    with pytest.raises(ConfigError, match="timeprest has no option 'in_flight'"):
+        chosen("timeprest", 8)
     with pytest.raises(ConfigError, match="hanayo takes a number of microbatches in flight"):
         chosen("hanayo", 8)
 
@@ -178,3 +179,45 @@ def test_it_is_written_as_it_is_read(text):
 def test_other_texts_are_refused(text):
     with pytest.raises(ConfigError, match="in_flight takes a number"):
         read_in_flight(text)
+
+
+def per_microbatch(request: ScheduleRequest, costs: Costs) -> float:
+    """The time that each more microbatch adds to a flushed batch, over that of its passes on a rank."""
+    ends = []
+    for m in (48, 96):
+        proof = replace(request, microbatches=m).prove()
+        share = costs.stages[0]
+        times = share.forward, share.backward_input, share.backward_weight
+        of_chunks = Costs.uniform(proof.schedule, *times, latency=costs.latency)
+        ends.append(simulate_schedule(proof, of_chunks).bubble.makespan)
+    return (ends[1] - ends[0]) / 48 / sum(times)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_interleaved_needs_larger_groups_and_more_in_flight(seed):
+    draw = random.Random(seed)
+    ranks, chunks, share = (
+        draw.choice((2, 3, 4)),
+        draw.choice((2, 3)),
+        draw.choice(((1, 1, 1), (1, 1.3, 0.8), (2, 1, 1))),
+    )
+    costs = Costs((StageCost(*share),) * ranks, 2 * draw.choice((0.05, 0.3, 0.9, 1.6, 2.5)) * draw.random())
+    asks = ScheduleRequest("interleaved", ranks, 48, options={"chunks": chunks, "in_flight": "auto"})
+    request, _ = choose_in_flight(asks, costs)
+    group, number = request.options["group"], request.options["in_flight"]
+    assert per_microbatch(request, costs) == pytest.approx(1, abs=1e-9)
+    fewer = replace(request, options={**request.options, "in_flight": number - 1})
+    assert per_microbatch(fewer, costs) > 1 + 1e-4
+    if group > ranks:
+        options = {**request.options, "group": group - 1, "in_flight": number - (chunks - 1)}
+        assert per_microbatch(replace(request, options=options), costs) > 1 + 1e-4
+
+
+def test_interleaved_says_which_group_would_do():
+    request, choice = chosen("interleaved", 5)
+    assert request.options == {"in_flight": choice.taken[0], "group": 5}
+    assert "a group has 5 microbatches where 5 would do" not in str(choice)
+    _, choice = choose_in_flight(
+        ScheduleRequest("interleaved", 4, 5, options={"in_flight": "auto"}), Costs(EQUAL.stages, 2.5)
+    )
+    assert "a group has 5 microbatches where 10 would do" in str(choice)

@@ -14,7 +14,7 @@ from penstock.schedule.methods.written import written_method
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import simulate_schedule
 from penstock.view.svg import timeline_svg
-from penstock.view.tables import facts_of_methods
+from penstock.view.method_facts import facts_of_methods
 from penstock.view.text import draw_timeline
 
 PAGE = Path(__file__).parents[2] / "docs" / "orders.md"

@@ -47,6 +47,16 @@ Segments = Annotated[
     ),
 ]
 
+InFlightNumber = Annotated[
+    str | None,
+    typer.Option(
+        "--in-flight",
+        metavar="N|N/N/..|auto",
+        help="Microbatches in flight on the first rank, or on each; auto: as many as hide the time of messages. "
+        "auto+delay: also where that makes weights later.",
+    ),
+]
+
 
 def _prove(
     method: str | None,
@@ -168,19 +178,28 @@ def _window(text: str | None) -> int | Literal["unlimited"] | None:
     return int(text)
 
 
-def methods(stages: MaybeStages = None, microbatches: MaybeMicrobatches = None, as_json: AsJson = False) -> None:
+def methods(
+    stages: MaybeStages = None,
+    microbatches: MaybeMicrobatches = None,
+    latency: Annotated[float, typer.Option(help="Time of a message; a forward takes 1, a backward 2.", min=0)] = 0.0,
+    in_flight: InFlightNumber = None,
+    as_json: AsJson = False,
+) -> None:
     """List every method with what its schedule costs: weight copies, delay, activations, bubble."""
+    from penstock.schedule.ir.in_flight import read_in_flight
+    from penstock.view.method_facts import Links
     from penstock.view.tables import UNBOUNDED, combines_table, methods_json, methods_table
 
     stages, microbatches = stages or 4, microbatches or 8
+    links = Links(latency, None if in_flight is None else read_in_flight(in_flight))
     if as_json:
-        print_json(methods_json(stages, microbatches))
+        print_json(methods_json(stages, microbatches, links))
     else:
         console = Console()
         width = console.width if console.is_terminal else None
         if width is None:  # do not cut or wrap for programs that read the output
             console = Console(width=UNBOUNDED)
-        console.print(methods_table(stages, microbatches, width))
+        console.print(methods_table(stages, microbatches, width, links))
         console.print(combines_table())
 
 
@@ -253,15 +272,6 @@ PerStage = Annotated[
         metavar="FILE",
         help="JSON list with forward, backward_input, backward_weight[, step] of each stage, in place of times given "
         "as options.",
-    ),
-]
-InFlightNumber = Annotated[
-    str | None,
-    typer.Option(
-        "--in-flight",
-        metavar="N|N/N/..|auto",
-        help="Microbatches in flight on the first rank, or on each; auto: as many as hide the time of messages. "
-        "auto+delay: also where that makes weights later.",
     ),
 ]
 WindowSize = Annotated[

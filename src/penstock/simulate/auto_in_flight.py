@@ -14,9 +14,10 @@ from penstock.schedule.ir.order import check_options
 from penstock.schedule.ir.rules import RULES, Source
 from penstock.schedule.methods.table import find_method
 from penstock.schedule.orders import CHAINS, ORDERS
+from penstock.schedule.orders.interleaved import groups_of, interleaved
 from penstock.schedule.proof.check import Proof, check_versions
 from penstock.simulate.costs import Costs
-from penstock.simulate.in_flight import least_in_flight, rank_times
+from penstock.simulate.in_flight import least_in_flight, least_interleaved, rank_times
 
 _SPLIT_ORDERS = ("zb-h1",)
 
@@ -70,6 +71,8 @@ def choose_in_flight(
     assert isinstance(order, str)
     what = f"method {request.method}" if request.order is None else f"order {order}"
     check_options(ORDERS[order], request.options, ORDERS, what)
+    if ORDERS[order] is interleaved:
+        return _interleaved(request, costs)
     if ORDERS[order] not in CHAINS:
         raise ConfigError(f"{what} takes a number of microbatches in flight, such as in_flight=8; got {given!r}")
     if len(costs.stages) != request.stages:
@@ -136,6 +139,22 @@ def _delays(proof: Proof) -> list[float]:
     """Updates between the version that a rank's passes read and the version updated, the longer one of both passes."""
     stages = [proof.schedule.on_rank(rank)[0] for rank in range(proof.schedule.ranks)]
     return [max(proof.stages[s].delay.forward, proof.stages[s].delay.backward) for s in stages]
+
+
+def _interleaved(request: ScheduleRequest, costs: Costs) -> tuple[ScheduleRequest, InFlightChoice]:
+    """Choose the group of interleaved 1F1B, unless it is given, and the passes of chunks in flight."""
+    given, ranks, m = request.options, request.stages, request.microbatches
+    chunks = int(given.get("chunks", 2))
+    slots, group = least_interleaved(
+        rank_times(costs, splits=False), chunks, costs.transfer + costs.latency, costs.transfer
+    )
+    asked = (ranks - 1) * slots + (chunks - 1) * group + 1
+    size = len(groups_of(ranks, m, min(max(given.get("group") or group, ranks), max(m, ranks)))[0])
+    reasons = [] if size >= group else [f"a group has {size} microbatches where {group} would do"]
+    slots = max(min(slots, 2 * size // ranks), 2)
+    taken, plain = (ranks - 1) * slots + (chunks - 1) * size + 1, (ranks - 1) * 2 + (chunks - 1) * min(ranks, m) + 1
+    options = {**given, "group": max(size, ranks), "in_flight": taken}
+    return replace(request, options=options), InFlightChoice((taken,), (asked,), (plain,), tuple(reasons))
 
 
 def with_in_flight(request: ScheduleRequest, numbers: tuple[int, ...]) -> ScheduleRequest:

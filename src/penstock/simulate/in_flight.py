@@ -12,11 +12,17 @@ with the time c of a message and g of what a gradient waits for on the rank behi
 it comes in two). The least w(s) that leaves room for it, from the last rank to the first, is the least at all: a
 smaller D(s + 1) never makes a larger D(s). For p equal ranks w(s) = (p - 1 - s) (1 + ceil(2 c / T)): whole passes
 are put between, so each hop is rounded up by itself.
+
+With v chunks on a rank, in turns and in groups of g microbatches (interleaved 1F1B), a pass of a chunk has a slot of
+T / v for its forward and its backward. A hop forward and one backward together take h slots, a whole number, in which
+the passes and the messages of both have room; and a microbatch is back on the first rank, for its next chunk, g slots
+later, so p hops of either kind take no longer.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -59,7 +65,7 @@ def rank_times(costs: Costs, *, splits: bool) -> list[RankTimes]:
     ]
 
 
-def least_in_flight(times: list[RankTimes], hop: float, transfer: float = 0.0) -> tuple[int, ...]:
+def least_in_flight(times: Sequence[RankTimes], hop: float, transfer: float = 0.0) -> tuple[int, ...]:
     """Return, per rank, the least number of microbatches in flight with which no rank waits for messages.
 
     Args:
@@ -77,3 +83,20 @@ def least_in_flight(times: list[RankTimes], hop: float, transfer: float = 0.0) -
         lead = max(lead, ahead * period + here.forward)
         found.append(ahead + 1)
     return tuple(reversed(found))
+
+
+def least_interleaved(times: Sequence[RankTimes], chunks: int, hop: float, transfer: float = 0.0) -> tuple[int, int]:
+    """Return for interleaved 1F1B the least slots h of a hop there and back, at least 2, and the least group g.
+
+    Args:
+        times: of the whole share of every rank; the slowest ones count for all.
+        chunks: v.
+        hop, transfer: as of `least_in_flight`.
+    """
+    slot = max(max(here.total for here in times) / chunks, transfer)
+    if not slot:
+        return 2, len(times)
+    there = (max(here.forward for here in times) / chunks + hop) / slot
+    back = (max(here.returns for here in times) / chunks + hop) / slot
+    slots = max(math.ceil(there + back - _ROUNDING), 2)
+    return slots, max(math.ceil(len(times) * max(slots / 2, there, back) - _ROUNDING), len(times))

@@ -2,113 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
-from fractions import Fraction
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from penstock.errors import ScheduleError
 from penstock.idle_time import TimeSplit
-from penstock.schedule.build import ScheduleRequest
-from penstock.schedule.ir.gc_pause import no_collection
-from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.methods.combine import COMBINES
-from penstock.schedule.methods.corrections import CORRECTIONS
-from penstock.schedule.methods.table import METHODS, Method
-from penstock.schedule.proof.check import Proof
-from penstock.simulate.costs import Costs
-from penstock.simulate.long_run import steady_bubble
+from penstock.schedule.methods.table import METHODS
 from penstock.simulate.simulate import Simulation
+from penstock.view.method_facts import NO_LINKS, Links, MethodFacts, facts_of_methods
 from penstock.view.words import counted
 
 
-@dataclass(frozen=True)
-class MethodFacts:
-    """A row of `penstock methods`; everything but the names is derived from the schedule.
-
-    Attributes:
-        weight_copies: per rank, weights alive at once, all versions and predicted copies, in units of the rank's whole
-            share of the model.
-        buffers: further buffers of the correction, in the same units; stages without a delay may need none.
-        delay: per rank, updates between the version read by a forward and the version updated, mean over a batch.
-        activations: per rank, microbatches in flight at once, in units of the rank's whole share.
-        bubble: idle / total of one more batch in a long run, with F = 1 and B = 2.
-        problem: why there are no figures for these numbers of stages and microbatches.
-    """
-
-    name: str
-    title: str
-    source: str
-    order: str
-    rule: str
-    correction: str
-    buffers: int
-    weight_copies: list[float] | None = None
-    delay: list[float] | None = None
-    activations: list[float] | None = None
-    bubble: float | None = None
-    problem: str | None = None
-
-
-@no_collection
-def facts_of_methods(methods: Iterable[Method], stages: int, microbatches: int) -> list[MethodFacts]:
-    """Derive rows of the table, those of methods that have one schedule from one proof."""
-    found: list[MethodFacts] = []
-    known: dict[Schedule, dict[str, Any]] = {}  # by schedule, without its name
-    for method in methods:
-        request = ScheduleRequest(method.name, stages, microbatches)
-        try:
-            nameless = replace(request.schedule, name="")
-            figures = known[nameless] if nameless in known else _figures(request.prove())
-        except ScheduleError as error:
-            found.append(replace(_without_figures(method), problem=str(error).split(";")[0]))
-            continue
-        known[nameless] = figures
-        found.append(replace(_without_figures(method), **figures))
-    return found
-
-
-def _without_figures(method: Method) -> MethodFacts:
-    """Return what a row has from the table of methods itself."""
-    buffers = CORRECTIONS[method.correction].buffers
-    return MethodFacts(method.name, method.title, method.source, method.order, method.rule, method.correction, buffers)
-
-
-def _figures(proof: Proof) -> dict[str, Any]:
-    """Derive the figures of a row from a proof."""
-    costs = Costs.uniform(proof.schedule, forward=1.0, backward_input=1.0, backward_weight=1.0)
-    ranks = range(proof.schedule.ranks)
-    return {
-        "weight_copies": [_copies_on(proof, rank) for rank in ranks],
-        "delay": [delay_on(proof, rank) for rank in ranks],
-        "activations": [float(a) for a in proof.activations],
-        "bubble": max(steady_bubble(proof.lowered, costs, proof.steady_from + 2), 0.0),
-    }
-
-
-def _copies_on(proof: Proof, rank: int) -> float:
-    """Count versions and copies of all stages of a rank; one of v chunks counts 1/v, and both directions count."""
-    schedule = proof.schedule
-    held = {n: proof.stages[n].versions + proof.stages[n].copies for n in schedule.on_rank(rank)}
-    return float(sum(Fraction(number, schedule.chunks[n]) for n, number in held.items()))
-
-
-def delay_on(proof: Proof, rank: int) -> float:
-    """Return the updates between the version read by forwards of a rank and the version updated, mean over a batch."""
-    delays = [proof.stages[stage].delay.forward for stage in proof.schedule.on_rank(rank)]
-    return sum(delays) / len(delays)
-
-
-def methods_json(stages: int, microbatches: int) -> list[dict[str, Any]]:
+def methods_json(stages: int, microbatches: int, links: Links = NO_LINKS) -> list[dict[str, Any]]:
     """Return every row as plain values."""
-    return [asdict(facts) for facts in facts_of_methods(METHODS.values(), stages, microbatches)]
+    return [asdict(facts) for facts in facts_of_methods(METHODS.values(), stages, microbatches, links)]
 
 
-def methods_table(stages: int, microbatches: int, width: int | None = None) -> Group:
+def methods_table(stages: int, microbatches: int, width: int | None = None, links: Links = NO_LINKS) -> Group:
     """Return all rows as a table, and below it why methods have no figures for these numbers.
 
     Args:
@@ -116,10 +31,13 @@ def methods_table(stages: int, microbatches: int, width: int | None = None) -> G
         microbatches: microbatches of a batch.
         width: width of the terminal in characters: columns that do not fit are left out, descriptive ones first. None
             for all columns.
+        links: between ranks.
     """
-    facts = facts_of_methods(METHODS.values(), stages, microbatches)
+    facts = facts_of_methods(METHODS.values(), stages, microbatches, links)
     problems = list(dict.fromkeys(f.problem for f in facts if f.problem is not None))
     title = f"methods at {counted(stages, 'stage')} and {counted(microbatches, 'microbatch')}"
+    if links.latency:
+        title += f", messages take {links.latency:g}"
     left_out: list[str] = []
     table = _methods(title, facts, problems, left_out)
     while width is not None and len(left_out) < len(_LEAST_NEEDED) and _natural_width(table) > width:

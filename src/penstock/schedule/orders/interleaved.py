@@ -20,7 +20,9 @@ from penstock.schedule.ir.placement import by_rank, looped
 from penstock.schedule.ir.schedule import Action, Op, Stage
 
 
-def interleaved(stages: int, microbatches: int, *, chunks: int = 2, group: int | None = None) -> Order:
+def interleaved(
+    stages: int, microbatches: int, *, chunks: int = 2, group: int | None = None, in_flight: int | None = None
+) -> Order:
     """Run groups of microbatches through the chunks of a rank in turn, one forward and one backward at a time.
 
     Args:
@@ -28,12 +30,18 @@ def interleaved(stages: int, microbatches: int, *, chunks: int = 2, group: int |
         microbatches: m.
         chunks: v, stages per rank.
         group: g, the microbatches that run through a chunk together; p if None.
+        in_flight: passes of chunks in flight on the first rank, 2 (p - 1) + (v - 1) g + 1 if None; the last rank has
+            (v - 1) g + 1, those between them go down evenly. Over slow links both are to be larger (`group` too:
+            `penstock.simulate.in_flight`).
     """
     placed, groups = looped(stages, chunks), groups_of(stages, microbatches, group)
+    last = (chunks - 1) * len(groups[0])
+    more = 2 * (stages - 1) if in_flight is None else max(in_flight - 1 - last, 0)
     programs = []
     for rank, held in enumerate(by_rank(placed, stages)):
         forwards, backwards = passes_in_turns(held, groups, Op.B)
-        programs.append(alternate(forwards, backwards, 2 * (stages - 1 - rank) + (chunks - 1) * len(groups[0])))
+        ahead = last - (-more * (stages - 1 - rank)) // max(stages - 1, 1)
+        programs.append(alternate(forwards, backwards, ahead))
     return make_order(programs, stages=placed)
 
 
