@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -159,11 +159,21 @@ def _start_method() -> str:
     if sys.platform != "linux" or len(tempfile.gettempdir()) > _LONGEST_FOLDER:
         return "spawn"
     multiprocessing.set_forkserver_preload(["penstock.launch.preload"])
-    main = threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN) if main else None  # inherited by the fork server
-    try:
+    with _ignoring(signal.SIGINT):  # which is inherited
+        with _ignoring(signal.SIGHUP):
+            resource_tracker.ensure_running()  # a closed terminal signals it, too, and without it workers complain
         forkserver.ensure_running()  # in this thread: the server is killed when the thread that started it ends
-    finally:
-        if main:
-            signal.signal(signal.SIGINT, before)
     return "forkserver"
+
+
+@contextmanager
+def _ignoring(number: int) -> Iterator[None]:
+    """Ignore a signal meanwhile, where that can be said: in the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(number, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
