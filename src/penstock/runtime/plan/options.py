@@ -26,7 +26,7 @@ from penstock.schedule.transforms.batch_ops import what_decides
 from penstock.schedule.transforms.recompute import Segments
 from penstock.short_repr import ShortRepr
 from penstock.stage.autograd.recompute import RecomputeMode, check_recompute
-from penstock.stage.precision import PrecisionName, low_precision
+from penstock.stage.precision import BoundaryGradients, PrecisionName, boundary_format, low_precision
 from penstock.weights.corrections.base import Correction
 from penstock.weights.decision import LossScale, Policy
 from penstock.weights.optim.lr_schedulers import SchedulerFactory, check_factory
@@ -93,18 +93,24 @@ class Precision(ShortRepr):
             divided by c, and corrected to the mean by c / N at the update, when the weight N is known. So c never
             matters but for rounding and overflow. The number of microbatches of a batch if None; in low precision the
             nearest power of two is taken.
+        boundary_gradients: what stages hand back to the stages before them: gradients in the format of the activations
+            ("same"), or rounded to bfloat16 ("bf16"), which halves those of float32 on their way between ranks.
+            Every border of two stages counts, also within a rank and within a process, so the numbers depend on where
+            the model is cut, but not on where stages run. Gradients of weights still accumulate in float32.
 
     Raises:
-        ConfigError: an unknown precision, a divisor that is not positive, or values of other types.
+        ConfigError: an unknown precision or format, a divisor that is not positive, or values of other types.
     """
 
     precision: PrecisionName = "fp32"
     loss_scale: LossScale | None = None
     divisor: float | None = None
+    boundary_gradients: BoundaryGradients = "same"
 
     def __post_init__(self) -> None:
         """Check each by itself."""
         low_precision(self.precision)
+        boundary_format(self.boundary_gradients)
         if self.loss_scale is not None and not isinstance(self.loss_scale, LossScale):
             raise ConfigError(
                 "loss_scale must be a LossScale, such as LossScale(initial=1024.0), or None; got "
@@ -118,6 +124,11 @@ class Precision(ShortRepr):
     def low(self) -> torch.dtype | None:
         """The type that parameters are cast to; None where they stay as they are."""
         return low_precision(self.precision)
+
+    @property
+    def between_stages(self) -> torch.dtype | None:
+        """The type that float32 gradients are rounded to between stages; None where they stay as they are."""
+        return boundary_format(self.boundary_gradients)
 
     @property
     def scaling(self) -> LossScale | None:

@@ -261,6 +261,10 @@ class TrainConfig(Strict):
     precision: Literal["fp32", "bf16", "fp16"] = Field(
         default="fp32", description="what passes compute in; weights are updated in float32"
     )
+    boundary_gradients: Literal["same", "bf16"] = Field(
+        default="same",
+        description="what stages hand back: gradients in the format of activations, or rounded to bfloat16",
+    )
     recompute: Literal["none", "block", "stage"] = Field(
         default="none", description="forwards to run again instead of keeping what their backward needs"
     )

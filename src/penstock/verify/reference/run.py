@@ -68,6 +68,7 @@ def train_reference(
     precision: torch.dtype | None = None,
     options: Mapping[str, Any] = MappingProxyType({}),
     order: ReferenceOrder = USUAL,
+    boundary: torch.dtype | None = None,
 ) -> Reference:
     """Train a copy of a model by the equations of a method.
 
@@ -93,6 +94,7 @@ def train_reference(
             None for no T2); bias ("paper" or "adam": XPipe's corrections); backward ("newest" or "stash") of spike
             compensation, linear weight prediction, FTPipe's; average and eps of gap-aware; beta of i-timeprest.
         order: of the passes, where it is not the method's own.
+        boundary: what float32 gradients are rounded to between stages; None for nothing.
 
     Raises:
         ConfigError: unknown method or option; tied parameters, whose stages the method updates differently; an order
@@ -106,7 +108,9 @@ def train_reference(
     for stage in built:
         stage.cast_frozen(precision)
     scale = Scale(scaling)
-    run = Run(built, loss, method, chosen, rate, divisor, drains, clip, scale, seed, parts, tied, precision, order)
+    run = Run(
+        built, loss, method, chosen, rate, divisor, drains, clip, scale, seed, parts, tied, precision, order, boundary
+    )
     for t, batch in enumerate(batches):
         run.train(t, batch)
     return with_end(run.result, built)
@@ -130,6 +134,7 @@ class Run:
     tied: Mapping[str, str]
     precision: torch.dtype | None
     order: ReferenceOrder
+    boundary: torch.dtype | None = None
     result: Reference = field(default_factory=Reference)
     size: int = 0  # microbatches of a batch
     m: int = 0  # microbatches of one pipeline
@@ -204,7 +209,7 @@ class Run:
             self.partials.set_open(self.stages, versions, part, t, done, c, self.result.weights)
         reads = [n.reading.read(n, v) for n, v in zip(self.stages, versions, strict=True)]
         draw = partial(draw_for, self.seed, t, k)
-        rest = draw, self.loss, c, s, self.precision
+        rest = draw, self.loss, c, s, self.precision, self.boundary
         how = self.order.recompute
         if how is not None:
             moments = [self.order.moment(t, i, place, v) for i, v in enumerate(versions)]
