@@ -7,10 +7,10 @@ send each, and shapes may change at any time.
 
 Gloo's handles cannot be asked whether they are done, and a thread that blocks in one of them delays the rank that waits
 for the thread. So a rank looks whether a message stands in its block, and learns from the messages that come back how
-many RECVs its peer has posted: a SEND is taken once its RECV is posted. Where looking does not help, a thread of the lane
-waits for the handles, in order; it also hears that the peer is gone. A message that is as long as the one before is seen
-when its last byte stands in the block, so that on a slow link no rank waits for the rest of a message that it does not
-need yet; one of another length, whose end cannot be known beforehand, when its header does.
+many RECVs its peer has posted: a SEND is taken once its RECV is posted. Where looking does not help, a thread of the
+lane waits for the handles, in order; it also hears that the peer is gone. A message that is as long as the one before
+is seen when its last byte stands in the block, so that on a slow link no rank waits for the rest of a message that it
+does not need yet; one of another length, whose end cannot be known beforehand, when its header does.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from torch import Tensor
 
 from penstock.comm.core.background import Background, settle
 from penstock.comm.core.devices import on_device
+from penstock.comm.core.right_of_way import RightOfWay
 from penstock.comm.core.tagged_group import Tag, TaggedGroup, Work
 from penstock.comm.core.ticket import LATENCY, Polling, Ticket
 from penstock.comm.p2p.message import (
@@ -106,6 +107,7 @@ class SendLane(LaneEnd):
 
     Attributes:
         back: for every payload the lane back from the receiver, whose posted RECVs its messages tell of.
+        way: of the rank; sums wait while a message is under way.
     """
 
     def __init__(
@@ -118,6 +120,7 @@ class SendLane(LaneEnd):
         self._rest_of: deque[tuple[int, Work | None]] = deque()  # second sends, with the number of the message
         self._count = self._taken = 0
         self.back: Sequence[ReceiveLane | None] = [None] * len(CREDITED)
+        self.way = RightOfWay()
         self._lock = threading.Lock()
 
     def send(self, message: TensorMessage) -> Ticket:
@@ -135,6 +138,7 @@ class SendLane(LaneEnd):
         except RuntimeError as error:  # the peer is gone; reported where the ticket is waited for
             ticket.complete(error=error)
             return ticket
+        self.way.message(block.numel())
         with self._lock:
             self._open.append(ticket)
             self._count += 1

@@ -1,10 +1,10 @@
 """Wire format of messages between stages: a header and a pytree of tensors and plain values, in one block of bytes.
 
 Layout: a header of 64 bytes; then, if the structure differs from that of the lane's previous message, its description
-as JSON; then the tensors, each aligned to 64 bytes, so that a received tensor is a view of the block; then a byte that is
-always 1, so that it tells in a block that was 0 there whether all of the message has come. The header names
-batch and microbatch, so that a receiver notices a wrong message, and carries what accompanies the data: whether another
-batch follows, whether the run is to end, a checksum of the samples, the loss weight of the batch, and how many RECVs
+as JSON; then the tensors, each aligned to 64 bytes, so that a received tensor is a view of the block; then a byte that
+is always 1, so that it tells in a block that was 0 there whether all of the message has come. The header names batch
+and microbatch, so that a receiver notices a wrong message, and carries what accompanies the data: whether another batch
+follows, whether the run is to end, a checksum of the samples, the loss weight of the batch, and how many RECVs
 the sender has posted on each of its lanes from the receiver (credits, modulo `CREDIT_RANGE`).
 """
 

@@ -104,9 +104,7 @@ class StageRoutes:
         enters: data enters at this stage.
     """
 
-    def __init__(
-        self, schedule: Schedule, stage: Stage, mailbox: Mailbox, rounded: torch.dtype | None = None
-    ) -> None:
+    def __init__(self, schedule: Schedule, stage: Stage, mailbox: Mailbox, rounded: torch.dtype | None = None) -> None:
         self._rounded = rounded
         neighbors = self._neighbors = neighbors_of(schedule, stage)
         self._stage, self._entrances = stage, entrances(schedule)
