@@ -116,9 +116,12 @@ GPT = Task(stage_modules, mean_loss, make_optimizer)
 class PenstockArm:
     """A method of Penstock; each run is a span, filled once and drained once."""
 
-    def __init__(self, method: str, microbatches: int, data: Data, clip: float | None = None, task: Task = GPT) -> None:
+    def __init__(
+        self, method: str, microbatches: int, data: Data, clip: float | None = None, task: Task = GPT,
+        window: int | None = None,
+    ) -> None:  # fmt: skip
         self.microbatches, self.data = microbatches, data
-        schedule = make_schedule(method, STAGES, microbatches)
+        schedule = make_schedule(method, STAGES, microbatches, window=window)
         self.pipeline = Pipeline(
             task.stages(schedule.schedule.num_stages),
             schedule,

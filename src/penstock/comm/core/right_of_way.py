@@ -2,8 +2,8 @@
 
 Somebody waits for a message, while the sum of a gradient is wanted only by the update. So a sum travels in pieces, few
 of which are under way at a time, and its thread posts no further one while a message of this rank is. Nothing tells a
-rank when a message has arrived, so it reckons with the pace of the pieces: a message of n bytes is under way for n times
-what a byte of a piece has taken. That ends by itself, so no rank waits for another one that waits for the sum.
+rank when a message has arrived, so it reckons with the pace of the pieces: a message of n bytes is under way for n
+times what a byte of a piece has taken. That ends by itself, so no rank waits for another one that waits for the sum.
 """
 
 from __future__ import annotations
