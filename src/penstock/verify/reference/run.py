@@ -73,8 +73,7 @@ def train_reference(
     """Train a copy of a model by the equations of a method.
 
     Args:
-        stages: the model: per stage its blocks by name, applied in a row. A parameter is called
-            `block name.parameter name`; one that a stage holds several times goes by its first name.
+        stages: per stage its blocks by name, applied in a row; parameters are called `block.name`, by the first one.
         loss: (last stage's output, target) -> sum and weight over a microbatch, or a sum of weight 1.
         batches: the microbatches of each batch, equally many in all batches.
         method: one of `METHODS`.
@@ -88,13 +87,12 @@ def train_reference(
         seed: of the random numbers of blocks; torch's generators are left alone if None.
         parts: the microbatches of each parallel pipeline (or of each direction of one); each part sums its gradients
             in the order given, and the sums are added in the order of the parts. One part with all of them if None.
-        precision: of the passes: weights are cast to it, updates are made in their own precision.
+        precision, boundary: of passes, which read weights cast to it; of gradients between stages. None: as they are.
         tied: name of a parameter -> name of the parameter, on an earlier stage, that it shares its value with.
         options: of the method (`methods.OPTIONS`): reschedule (K of T1 in updates, 0 for no T1) and decay (D of T2,
             None for no T2); bias ("paper" or "adam": XPipe's corrections); backward ("newest" or "stash") of spike
             compensation, linear weight prediction, FTPipe's; average and eps of gap-aware; beta of i-timeprest.
         order: of the passes, where it is not the method's own.
-        boundary: what float32 gradients are rounded to between stages; None for nothing.
 
     Raises:
         ConfigError: unknown method or option; tied parameters, whose stages the method updates differently; an order
@@ -107,10 +105,8 @@ def train_reference(
     equal_copies(built, tied)
     for stage in built:
         stage.cast_frozen(precision)
-    scale = Scale(scaling)
-    run = Run(
-        built, loss, method, chosen, rate, divisor, drains, clip, scale, seed, parts, tied, precision, order, boundary
-    )
+    rest = Scale(scaling), seed, parts, tied, precision, order, boundary
+    run = Run(built, loss, method, chosen, rate, divisor, drains, clip, *rest)
     for t, batch in enumerate(batches):
         run.train(t, batch)
     return with_end(run.result, built)
