@@ -124,9 +124,10 @@ class PenstockArm:
         clip: float | None = None,
         task: Task = GPT,
         ranks: int = STAGES,
+        window: int | None = None,
     ) -> None:
         self.microbatches, self.data = microbatches, data
-        schedule = make_schedule(method, ranks, microbatches)
+        schedule = make_schedule(method, ranks, microbatches, window=window)
         self.pipeline = Pipeline(
             task.stages(schedule.schedule.num_stages),
             schedule,

@@ -203,3 +203,18 @@ def test_the_table_of_a_campaign(tmp_path):
 @pytest.mark.parametrize("name", ["text", "text-muon", "text-muon-32", "digits", "digits-1-sgd"])
 def test_the_page_has_what_was_measured(name):
     assert table(name) in (ROOT / "docs/which-method.md").read_text()
+
+
+@pytest.mark.slow
+def test_times_of_messages(run):
+    printed = run("messages", "--batches", 1, "--microbatches", 2, "--layers", 1)
+    assert "arm: 2bw" in printed
+    for part in ("ready", "encode", "post", "way", "held", "needless", "wait", "decode", "use"):
+        assert printed.count(f"\n  {part} ") == 2  # of activations and of gradients
+
+
+@pytest.mark.slow
+def test_error_of_rounded_gradients(run):
+    printed = run("boundary_gradients", "--updates", 2, "--seeds", 1, "--stages", 2)
+    assert "seed 0: first gradients off by " in printed
+    assert "nudged" in printed

@@ -64,6 +64,14 @@ def test_as_json(verify):
     }  # fmt: skip
 
 
+def test_with_rounded_gradients_between_stages(verify):
+    code, out, _ = verify("method=1f1b", "boundary_gradients=bf16", arguments=["--json"])
+    found = json.loads(out)
+    assert code == 0
+    assert found["agrees"] is True
+    assert found["plain_left_out"] == "gradients are rounded to bf16 between stages"
+
+
 @pytest.fixture
 def fault(monkeypatch):
     """The norm share of the last stage is doubled."""

@@ -120,8 +120,8 @@ def test_the_structure_is_sent_only_when_it_changes() -> None:
     for width in (100, 100, 101, 101):
         message = TensorMessage(Header(0, 0, True), {"some name": torch.zeros(width, dtype=torch.uint8)}, (True,))
         sizes.append(codec.encode(message).numel())
-    assert sizes[1] == HEADER_BYTES + 100
-    assert sizes[3] == HEADER_BYTES + 101
+    assert sizes[1] == HEADER_BYTES + 100 + 1
+    assert sizes[3] == HEADER_BYTES + 101 + 1
     assert sizes[0] > sizes[1]
     assert sizes[2] > sizes[3]
 

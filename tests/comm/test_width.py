@@ -153,9 +153,9 @@ def stops_amid_slow_sums(group: dist.ProcessGroup, case: Case, seconds: float) -
     """Rank 1 hands in its share of a batch, then it stops, then the sum of that batch's gradients is there."""
     add = GlooReducer._add
 
-    def add_slowly(self: GlooReducer, *arguments: Any) -> None:
+    def add_slowly(self: GlooReducer, *arguments: Any) -> Iterator[None]:
         time.sleep(seconds)
-        add(self, *arguments)
+        return add(self, *arguments)
 
     GlooReducer._add = add_slowly  # type: ignore[method-assign]
     try:

@@ -23,7 +23,7 @@ from penstock.schedule.build import make_schedule
 from penstock.schedule.ir.schedule import Op, Schedule, passes
 from penstock.schedule.methods.table import find_method
 from penstock.stage.autograd.recompute import RecomputeMode
-from penstock.stage.precision import PrecisionName, low_precision
+from penstock.stage.precision import BoundaryGradients, PrecisionName, boundary_format, low_precision
 from penstock.train.config.schema import OptimizerName, OptimizerSection
 from penstock.train.setup.optimizers import optimizer_factory
 from penstock.verify.pass_order import order_of
@@ -234,6 +234,7 @@ class Case:
         recompute: which forwards are run again.
         seed: of the random numbers of blocks.
         precision: what passes compute in.
+        boundary_gradients: what gradients are rounded to between stages.
         tied: the output embedding is the input embedding.
         width: parallel pipelines; then reports, which are of one of them, are not compared.
         device: on which models and data are.
@@ -258,6 +259,7 @@ class Case:
     recompute: RecomputeMode = "none"
     seed: int = 0
     precision: PrecisionName = "fp32"
+    boundary_gradients: BoundaryGradients = "same"
     tied: bool = False
     width: int = 1
     device: str = "cpu"
@@ -384,6 +386,7 @@ def make_pipeline(case: Case, group: dist.ProcessGroup | None = None, **changes:
         "width": case.width,
         "reduce": case.reduce,
         "precision": case.precision,
+        "boundary_gradients": case.boundary_gradients,
         "tied": TIED[case.model] if case.tied else None,
         "balance": BALANCE[case.schedule.num_stages],
         "correction": case.correction,
@@ -482,6 +485,7 @@ def reference_run(case: Case, batches: int | None = None, options: Mapping[str, 
         scaling=case.scaling,
         seed=case.seed,
         precision=low_precision(case.precision),
+        boundary=boundary_format(case.boundary_gradients),
         tied=TIED[case.model] if case.tied and case.schedule.num_stages > 1 else {},
         options=options or {},
         order=order_of(find_method(case.method).order, case.schedule, case.recompute),

@@ -9,6 +9,7 @@ from penstock.comm.collective.all_reduce import GlooReducer, LocalReducer, Reduc
 from penstock.comm.collective.control_reduce import Add, ControlReduce, GlooControlReduce, LocalControlReduce
 from penstock.comm.collective.wave_exchange import WAVE_TIMEOUT, Exchange, GlooExchange, LocalExchange
 from penstock.comm.core.rank_grid import Holder, RankGrid, RankKey
+from penstock.comm.core.right_of_way import RightOfWay
 from penstock.comm.core.tagged_group import Tag
 from penstock.comm.mesh import Groups
 from penstock.comm.p2p.transport import Channel, Transport
@@ -80,12 +81,14 @@ def connect(
             updates.
     """
     deciding = [Holder(r, spec.stage) for r in range(grid.width) for spec in specs if spec.decides]
-    made = transports.make(lowered, channel)
+    way = RightOfWay()
+    made = transports.make(lowered, channel, way)
     if grid.group is None:
         return _connect_locally(grid, made, deciding, add, combine)
     ((key, transport),) = made.items()
-    reducer = GlooReducer(grid.process, grid.control, holder_groups)
-    ties = GlooReducer(grid.process, grid.control, {}, Tag.TIED_GRADIENTS)  # separate: these sums come in another order
+    reducer = GlooReducer(grid.process, grid.control, holder_groups, way=way)
+    # Separate, because these sums come in another order.
+    ties = GlooReducer(grid.process, grid.control, {}, Tag.TIED_GRADIENTS, way)
     if not combine.apart:
         return {
             key: Communicators(transport, reducer, ties, GlooControlReduce(deciding, grid.process, grid.control, add))
@@ -95,7 +98,7 @@ def connect(
     waves = combine.kind == "wsp"  # pipelines may then be several waves apart, so the thread must not time out
     timeout = WAVE_TIMEOUT if waves else None
     everywhere = GlooControlReduce(deciding, grid.process, grid.control, add, Tag.GLOBAL_CONTROL, timeout)
-    averages = None if waves else GlooReducer(grid.process, grid.control, {}, Tag.AVERAGES)
+    averages = None if waves else GlooReducer(grid.process, grid.control, {}, Tag.AVERAGES, way)
     exchange = GlooExchange(grid.process, grid.control) if waves else None
     return {key: Communicators(transport, reducer, ties, control, averages, everywhere, exchange)}
 

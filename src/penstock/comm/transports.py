@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from penstock.comm.core.rank_grid import RankGrid, RankKey, backends
+from penstock.comm.core.right_of_way import RightOfWay
 from penstock.comm.p2p.gloo import GlooTransport
 from penstock.comm.p2p.local import LocalTransport
 from penstock.comm.p2p.nccl import LaneGroups, NcclTransport, lane_groups
@@ -32,8 +33,14 @@ class Transports(Protocol):
         """Return a schedule with its RECVs where the transport needs them."""
         ...
 
-    def make(self, lowered: Lowered, channel: Channel) -> Mapping[RankKey, Transport]:
-        """Make the transport of every rank of this process, for one span of a schedule."""
+    def make(self, lowered: Lowered, channel: Channel, way: RightOfWay) -> Mapping[RankKey, Transport]:
+        """Make the transport of every rank of this process, for one span of a schedule.
+
+        Args:
+            lowered: the schedule.
+            channel: training or evaluation.
+            way: is told of messages, where sums share a link with them.
+        """
         ...
 
 
@@ -76,7 +83,7 @@ class LocalTransports:
         """Return it as it is: any order will do."""
         return lowered
 
-    def make(self, lowered: Lowered, channel: Channel) -> Mapping[RankKey, Transport]:  # noqa: ARG002
+    def make(self, lowered: Lowered, channel: Channel, way: RightOfWay) -> Mapping[RankKey, Transport]:  # noqa: ARG002
         """Make one for each pipeline."""
         made = {pipeline: LocalTransport() for pipeline in self._grid.pipelines}
         return {key: made[key.pipeline] for key in self._grid.local}
@@ -100,10 +107,10 @@ class GlooTransports:
         """Return it as it is: any order will do."""
         return lowered
 
-    def make(self, lowered: Lowered, channel: Channel) -> Mapping[RankKey, Transport]:
+    def make(self, lowered: Lowered, channel: Channel, way: RightOfWay) -> Mapping[RankKey, Transport]:
         """Make that of the only rank of this process."""
         (key,), first = self._grid.local, _first_of(self._grid)
-        settings = self._grid.control, first, channel, self._device
+        settings = self._grid.control, first, channel, self._device, way
         return {key: GlooTransport(key.rank, lowered.lanes, lowered.window, *settings)}
 
 
@@ -149,11 +156,11 @@ class NcclTransports:
             self._placed[id(lowered)] = lowered, found
         return self._placed[id(lowered)][1]
 
-    def make(self, lowered: Lowered, channel: Channel) -> Mapping[RankKey, Transport]:
+    def make(self, lowered: Lowered, channel: Channel, way: RightOfWay) -> Mapping[RankKey, Transport]:
         """Make that of the only rank of this process."""
         (key,), first = self._grid.local, _first_of(self._grid)
         if channel is Channel.EVALUATION:
-            settings = self._control, first, channel, self._device
+            settings = self._control, first, channel, self._device, way
             return {key: GlooTransport(key.rank, lowered.lanes, lowered.window, *settings)}
         groups = self._groups[channel][key.pipeline]
         return {key: NcclTransport(key.rank, groups, lowered.window, self._control, self._device, first, channel)}

@@ -1,4 +1,4 @@
-"""The precision that passes compute in, and the cast of their inputs."""
+"""The precision that passes compute in, the cast of their inputs, and the format of gradients between stages."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from penstock.errors import CapabilityError, ConfigError
 
 PrecisionName = Literal["fp32", "bf16", "fp16"]
 _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+BoundaryGradients = Literal["same", "bf16"]
 
 
 def low_precision(precision: PrecisionName) -> torch.dtype | None:
@@ -25,6 +26,18 @@ def low_precision(precision: PrecisionName) -> torch.dtype | None:
     if precision not in get_args(PrecisionName):
         raise ConfigError(f"precision must be one of {', '.join(get_args(PrecisionName))}; got {precision!r}")
     return next((dtype for dtype, name in _NAMES.items() if name == precision), None)
+
+
+def boundary_format(name: BoundaryGradients) -> torch.dtype | None:
+    """Return the format that float32 gradients are rounded to between stages; None where they stay as they are.
+
+    Raises:
+        ConfigError: the format is unknown.
+    """
+    if name not in get_args(BoundaryGradients):
+        known = ", ".join(get_args(BoundaryGradients))
+        raise ConfigError(f"boundary_gradients must be one of {known}; got {name!r:.80}")
+    return torch.bfloat16 if name == "bf16" else None
 
 
 def kept_full(module: nn.Module) -> Iterator[nn.Parameter]:

@@ -28,7 +28,7 @@ from penstock.job.cpus import Cpus
 from penstock.models.gpt import TIED_EMBEDDINGS, gpt_blocks, language_loss
 from penstock.schedule.ir.rules import RULES, Source
 from penstock.schedule.ir.schedule import Op, Schedule, Stage, passes
-from penstock.stage.precision import low_precision
+from penstock.stage.precision import boundary_format, low_precision
 from penstock.train.config.schema import TrainConfig
 from penstock.train.data.windows import batches
 from penstock.train.setup.build_pipeline import make_pipeline
@@ -87,10 +87,12 @@ def verify(config: TrainConfig, count: int) -> Verification:
             f"method {config.row.name!r} changes weights after the optimizer's step, where verify cannot observe it; "
             "Penstock's tests compare it with its reference. Verify the method it builds on: 2bw, newest or lwp"
         )
-    if prepared.plan.schedule.slices > 1 and config.precision != "fp32":
+    low = next((name for name in (config.precision, config.boundary_gradients) if name not in ("fp32", "same")), None)
+    if prepared.plan.schedule.slices > 1 and low is not None:
         raise ConfigError(
             f"method {config.row.name!r} adds up slices of sequences, whose rounding differs from the reference's, in "
-            f"{config.precision} by percents, so a comparison would show nothing; verify it with precision=fp32"
+            f"{low} by percents, so a comparison would show nothing; verify it with precision=fp32 and "
+            "boundary_gradients=same"
         )
     kernels = prepared.plan.options.precision.kernels
     with _threads(config), torch.random.fork_rng(devices=[]), kernels.applied():
@@ -140,6 +142,8 @@ def _no_plain(config: TrainConfig) -> str | None:
     method = config.row
     if RULES[method.rule].forward is not Source.BATCH:
         return f"{method.name} reads delayed weights"
+    if config.boundary_gradients != "same":
+        return f"gradients are rounded to {config.boundary_gradients} between stages"
     return None if config.precision == "fp32" else f"it is compared in fp32 only, not in {config.precision}"
 
 
@@ -223,6 +227,7 @@ def _run_reference(prepared: Prepared, count: int) -> tuple[Reference, WatchedFa
         parts=_parts(plan.schedule, config.width),
         tied=TIED_EMBEDDINGS if config.model.tied and num_stages > 1 else {},
         precision=low_precision(config.precision),
+        boundary=boundary_format(config.boundary_gradients),
         options=_options(plan.options.staleness.correction, config.row.rule),
         order=order_of(
             "" if "in_flight" in config.options else config.row.order, plan.plain, config.recompute, config.segments

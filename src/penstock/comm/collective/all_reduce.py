@@ -3,6 +3,7 @@
 Ordered: every member adds the same numbers in the same order, that of the members, so that all ranks, and all ways to
 place them on processes, get the same bits. The tensors are reduced in pieces, each by a reduce-scatter and an
 all-gather: twice the gradient travels, whatever the number of members, and the extra memory is that of a few pieces.
+Messages between stages go first (`penstock.comm.core.right_of_way`).
 
 Fast: torch's all_reduce, which adds in an order of its own. With gloo all members still get the same bits, it needs
 hardly any extra memory, and a sum of two members equals the ordered one.
@@ -10,7 +11,9 @@ hardly any extra memory, and a sum of two members equals the ordered one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Literal, Protocol, get_args
 
@@ -20,14 +23,23 @@ from torch import Tensor
 
 from penstock.comm.core.background import Background
 from penstock.comm.core.rank_grid import Holder, Members
+from penstock.comm.core.right_of_way import RightOfWay
 from penstock.comm.core.tagged_group import Tag, TaggedGroup
 from penstock.comm.core.ticket import Ticket
 from penstock.errors import ConfigError
 
-_PIECE = 1 << 20  # elements that are summed at once
+_PIECE = 1 << 18  # elements that are summed at once: what a message between stages may have to wait for
+_AHEAD = 2  # pieces that are scattered, and as many that are gathered, while one is waited for
+_SUMS = {
+    Tag.GRADIENTS: Tag.GRADIENT_SUMS,
+    Tag.TIED_GRADIENTS: Tag.TIED_GRADIENT_SUMS,
+    Tag.AVERAGES: Tag.AVERAGE_SUMS,
+}  # parts travel under the first tag, their sums under the second, as ranks need not be equally far ahead
 _LANE = "the reduction lane"
 
 Reduce = Literal["ordered", "fast"]
+_Piece = Iterator[None]
+"""A sum of one piece, in three steps."""
 
 
 def is_fast(reduce: Reduce) -> bool:
@@ -92,6 +104,7 @@ class GlooReducer:
         group: with gloo on the CPU; None for the default group.
         fast: ranks of the members -> the group for torch's all_reduce; members without one use the ordered sum.
         tag: of the messages.
+        way: of the rank, whose messages between stages go first.
     """
 
     def __init__(
@@ -100,8 +113,10 @@ class GlooReducer:
         group: dist.ProcessGroup | None,
         fast: Mapping[frozenset[int], dist.ProcessGroup],
         tag: Tag = Tag.GRADIENTS,
+        way: RightOfWay | None = None,
     ) -> None:
-        self._process, self._fast, self._messages = process, fast, TaggedGroup(group, tag)
+        self._process, self._fast, self._way = process, fast, way or RightOfWay()
+        self._parts, self._sums = TaggedGroup(group, tag), TaggedGroup(group, _SUMS[tag])
         self._open: dict[tuple[Members, int], dict[int, tuple[Sequence[Tensor], Ticket]]] = {}
         self._background = Background(_LANE)
 
@@ -131,32 +146,73 @@ class GlooReducer:
             given: position among the members -> tensors, of this process's members.
         """
         fast = self._fast.get(frozenset(ranks)) if len(set(ranks)) == len(ranks) else None
+        if fast is not None:
+            for tensor in next(iter(given.values())):
+                self._way.give()
+                dist.all_reduce(tensor, group=fast)
+            return
+        scattered, gathered = deque[_Piece](), deque[_Piece]()
+        started = 0.0  # since when pieces have been under way without a pause
         for tensors in zip(*given.values(), strict=True):
-            if fast is not None:
-                dist.all_reduce(tensors[0], group=fast)
-                continue
             for pieces in zip(*(torch.split(tensor.reshape(-1), _PIECE) for tensor in tensors), strict=True):
-                self._add(dict(zip(given, pieces, strict=True)), ranks, own)
+                started = 0.0 if self._way.give() else started
+                piece = self._add(dict(zip(given, pieces, strict=True)), ranks, own)
+                next(piece)
+                scattered.append(piece)
+                started = self._advance(scattered, gathered, _AHEAD - 1, started, pieces[0].nbytes)
+        self._advance(scattered, gathered, 0, 0.0, 0)
 
-    def _add(self, pieces: Mapping[int, Tensor], ranks: list[int], own: int) -> None:
-        """Replace one piece of the tensors of this process's members by the sum over all members."""
-        messages, adders = self._messages, list(dict.fromkeys(ranks))  # each process adds a part
+    def _advance(
+        self, scattered: deque[_Piece], gathered: deque[_Piece], ahead: int, started: float, nbytes: int
+    ) -> float:
+        """Go on with the oldest pieces, until at most so many are scattered, and as many gathered.
+
+        Args:
+            scattered, gathered: the pieces that are under way, in order.
+            ahead: how many may be left of each.
+            started: when a piece was last complete, with others under way ever since; 0 if not.
+            nbytes: that travel for a piece.
+
+        Returns:
+            When a piece was last complete, or 0.
+        """
+        while len(scattered) > ahead:
+            piece = scattered.popleft()
+            next(piece)
+            gathered.append(piece)
+            while len(gathered) > ahead:
+                next(gathered.popleft(), None)
+                now = time.perf_counter()
+                if started and nbytes:
+                    self._way.piece(nbytes, now - started)
+                started = now
+        return started
+
+    def _add(self, pieces: Mapping[int, Tensor], ranks: list[int], own: int) -> _Piece:
+        """Replace one piece of the tensors of this process's members by the sum over all members.
+
+        The parts for other processes are on their way at the first stop, the sum of the own part at the second.
+        """
+        adders = list(dict.fromkeys(ranks))  # each process adds a part
+        messages, sums = self._parts, self._sums
         parts = {place: piece.tensor_split(len(adders)) for place, piece in pieces.items()}
         first, mine = next(iter(parts.values())), adders.index(own)
         others = [(i, rank) for i, rank in enumerate(adders) if rank != own]
         shares = [parts[i][mine] if i in parts else torch.empty_like(first[mine]) for i in range(len(ranks))]
         arriving = [messages.receive(shares[i], rank) for i, rank in enumerate(ranks) if i not in parts]
         leaving = [messages.send(part[i], rank) for i, rank in others for part in parts.values()]
+        yield
         messages.finish(arriving)
         total = shares[0]
         for share in shares[1:]:
             total.add_(share)
         first[mine].copy_(total)
         messages.finish(leaving)
-        arriving = [messages.receive(first[i], rank) for i, rank in others]
-        leaving = [messages.send(first[mine], rank) for _, rank in others]
-        messages.finish(arriving)
-        messages.finish(leaving)
+        arriving = [sums.receive(first[i], rank) for i, rank in others]
+        leaving = [sums.send(first[mine], rank) for _, rank in others]
+        yield
+        sums.finish(arriving)
+        sums.finish(leaving)
         whole, *copies = pieces.values()
         for copy in copies:
             copy.copy_(whole)

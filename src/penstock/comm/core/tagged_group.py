@@ -27,7 +27,10 @@ class Tag(IntEnum):
     AVERAGES = 11
     GLOBAL_CONTROL = 12
     WAVES = 13
-    LANES = 16
+    GRADIENT_SUMS = 14
+    TIED_GRADIENT_SUMS = 15
+    AVERAGE_SUMS = 16
+    LANES = 17
 
 
 class _ToDevice:

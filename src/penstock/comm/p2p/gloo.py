@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 
+from penstock.comm.core.right_of_way import RightOfWay
 from penstock.comm.p2p.gloo_lanes import ReceiveLane, SendLane
 from penstock.comm.p2p.message import CREDITED
 from penstock.comm.p2p.transport import Channel
@@ -49,6 +50,7 @@ class GlooTransport(LaneTransport):
         first: group rank of the pipeline's rank 0; the other ranks follow.
         channel: training or evaluation.
         device: where received tensors go; the CPU if None.
+        way: of the rank, which is told of messages.
     """
 
     def __init__(
@@ -60,12 +62,14 @@ class GlooTransport(LaneTransport):
         first: int = 0,
         channel: Channel = Channel.TRAINING,
         device: torch.device | None = None,
+        way: RightOfWay | None = None,
     ) -> None:
         settings = window, group, first, channel
         sends = {lane: SendLane(lane, *settings) for lane in lanes if lane.source == rank}
         receives = {lane: ReceiveLane(lane, *settings, device) for lane in lanes if lane.target == rank}
         super().__init__(sends, receives)
         for lane, sending in sends.items():
+            sending.way = way or sending.way
             sending.back = [receives.get(LaneKey(lane.target, rank, payload)) for payload in CREDITED]
         for lane, receiving in receives.items():
             back = (sends.get(LaneKey(rank, lane.source, payload)) for payload in CREDITED)

@@ -6,9 +6,11 @@ message, the header goes into that block and the rest follows as a second send. 
 send each, and shapes may change at any time.
 
 Gloo's handles cannot be asked whether they are done, and a thread that blocks in one of them delays the rank that waits
-for the thread. So a rank looks whether the header of a message stands in its block, and learns from the messages that
-come back how many RECVs its peer has posted: a SEND is taken once its RECV is posted. Where looking does not help, a
-thread of the lane waits for the handles, in order; it also hears that the peer is gone.
+for the thread. So a rank looks whether a message stands in its block, and learns from the messages that come back how
+many RECVs its peer has posted: a SEND is taken once its RECV is posted. Where looking does not help, a thread of the
+lane waits for the handles, in order; it also hears that the peer is gone. A message that is as long as the one before
+is seen when its last byte stands in the block, so that on a slow link no rank waits for the rest of a message that it
+does not need yet; one of another length, whose end cannot be known beforehand, when its header does.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from torch import Tensor
 
 from penstock.comm.core.background import Background, settle
 from penstock.comm.core.devices import on_device
+from penstock.comm.core.right_of_way import RightOfWay
 from penstock.comm.core.tagged_group import Tag, TaggedGroup, Work
 from penstock.comm.core.ticket import LATENCY, Polling, Ticket
 from penstock.comm.p2p.message import (
@@ -104,6 +107,7 @@ class SendLane(LaneEnd):
 
     Attributes:
         back: for every payload the lane back from the receiver, whose posted RECVs its messages tell of.
+        way: of the rank; sums wait while a message is under way.
     """
 
     def __init__(
@@ -116,6 +120,7 @@ class SendLane(LaneEnd):
         self._rest_of: deque[tuple[int, Work | None]] = deque()  # second sends, with the number of the message
         self._count = self._taken = 0
         self.back: Sequence[ReceiveLane | None] = [None] * len(CREDITED)
+        self.way = RightOfWay()
         self._lock = threading.Lock()
 
     def send(self, message: TensorMessage) -> Ticket:
@@ -133,6 +138,7 @@ class SendLane(LaneEnd):
         except RuntimeError as error:  # the peer is gone; reported where the ticket is waited for
             ticket.complete(error=error)
             return ticket
+        self.way.message(block.numel())
         with self._lock:
             self._open.append(ticket)
             self._count += 1
@@ -174,14 +180,15 @@ class SendLane(LaneEnd):
 class _Received(Ticket):
     """A posted RECV; the block holds its message as soon as that has come."""
 
-    __slots__ = ("_lane", "block", "raw", "work")
+    __slots__ = ("_lane", "block", "expected", "raw", "work")
 
-    def __init__(self, lane: ReceiveLane, nbytes: int) -> None:
+    def __init__(self, lane: ReceiveLane, nbytes: int, expected: int) -> None:
         super().__init__(lane.lane, nbytes)
         self._lane, self.block = lane, torch.empty(nbytes, dtype=torch.uint8)
         self.raw = bytes_of(self.block)
+        self.expected = expected  # bytes of the message, probably
         self.work: Work | None = None
-        expect(self.raw)
+        expect(self.raw, expected)
 
     @property
     def done(self) -> bool:
@@ -214,12 +221,13 @@ class ReceiveLane(LaneEnd):
         self._device = None if device is None or device.type == "cpu" else device
         self._open: deque[_Received] = deque()  # in order, without those that the thread waits for
         self._handed: _Received | None = None  # the last of those
+        self._usual = 0  # bytes of the last message
         self.posted = 0
         self.back: list[tuple[int, SendLane]] = []
 
     def receive(self) -> Ticket:
         """Post a RECV for the next message of the lane."""
-        ticket = _Received(self, self._largest)
+        ticket = _Received(self, self._largest, self._usual)
         try:
             ticket.work = self._messages.receive(ticket.block, self._peer)
         except RuntimeError as error:
@@ -234,7 +242,7 @@ class ReceiveLane(LaneEnd):
         if self._handed is not None and not self._handed._done:
             return
         self._handed = None
-        while self._open and has_come(self._open[0].raw):
+        while self._open and has_come(self._open[0].raw, self._open[0].expected):
             ticket = self._open.popleft()
             settle([ticket], partial(self._finish, ticket))
 
@@ -258,7 +266,7 @@ class ReceiveLane(LaneEnd):
         size, continued, credit = transport_fields(block)
         for place, lane in self.back:
             lane.credit(credit[place])
-        self._largest = max(self._largest, size)
+        self._largest, self._usual = max(self._largest, size), size
         if continued:
             return self.decode(self._with_rest(block, size))
         # Do not keep a block alive if the message uses less than half of it.

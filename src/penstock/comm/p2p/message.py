@@ -1,9 +1,10 @@
 """Wire format of messages between stages: a header and a pytree of tensors and plain values, in one block of bytes.
 
 Layout: a header of 64 bytes; then, if the structure differs from that of the lane's previous message, its description
-as JSON; then the tensors, each aligned to 64 bytes, so that a received tensor is a view of the block. The header names
-batch and microbatch, so that a receiver notices a wrong message, and carries what accompanies the data: whether another
-batch follows, whether the run is to end, a checksum of the samples, the loss weight of the batch, and how many RECVs
+as JSON; then the tensors, each aligned to 64 bytes, so that a received tensor is a view of the block; then a byte that
+is always 1, so that it tells in a block that was 0 there whether all of the message has come. The header names batch
+and microbatch, so that a receiver notices a wrong message, and carries what accompanies the data: whether another batch
+follows, whether the run is to end, a checksum of the samples, the loss weight of the batch, and how many RECVs
 the sender has posted on each of its lanes from the receiver (credits, modulo `CREDIT_RANGE`).
 """
 
@@ -29,6 +30,7 @@ HEADER_BYTES = 64
 _ALIGNMENT = 64  # bytes, of every tensor in a block; kernels may round differently on unaligned data
 _HEADER = struct.Struct("<qqqqdII??5H")
 _CONTINUED = 48  # the byte of the header that marks a message whose rest follows as another send
+_SIZE = struct.Struct("<q")  # of the whole block, at the beginning of the header
 _ARRIVED = 49  # the byte that is always 1, so that it tells in a block that was 0 there whether the header has come
 CREDITED = tuple(Payload)  # the lanes that the credits are about
 CREDIT_RANGE = 1 << 16  # credits are counted modulo this
@@ -109,15 +111,17 @@ class Codec:
         self._received: Structure | None = None
 
     def encode(self, message: TensorMessage, credit: Credits = NO_CREDITS) -> Tensor:
-        """The message as one block (uint8, one dimension, at least `HEADER_BYTES` long)."""
+        """The message as one block (uint8, one dimension, longer than `HEADER_BYTES`)."""
         changed = self._change(message)
         self._described = changed or self._described
         apart = self._separate is not None and self._separate(self._described)
         leaves = [] if apart else leaves_of(message.tree)
         tensors = [as_it_lies(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
-        offsets, size = _place(tensors, HEADER_BYTES + len(changed))
+        offsets, end = _place(tensors, HEADER_BYTES + len(changed))
+        size = end + 1
         block = torch.empty(size, dtype=torch.uint8)
         raw = bytes_of(block)  # writing to it costs a fraction of operations on tensors
+        raw[end] = 1
         h = message.header
         flags = int(h.more) | int(h.stop) << 1 | h.piece << 2
         _HEADER.pack_into(
@@ -292,7 +296,7 @@ def _views(block: Tensor, offset: int, size: int, where: str) -> Callable[[torch
         nonlocal offset
         start = _aligned(offset)
         offset = start + math.prod(shape) * dtype.itemsize
-        if offset > size:
+        if offset >= size:
             raise TransportError(f"{where}: a message of {size} bytes is too short for its tensors ({offset})")
         return block[start:offset].view(dtype).view(shape) if offset > start else torch.empty(shape, dtype=dtype)
 
@@ -311,14 +315,26 @@ def transport_fields(head: Tensor) -> tuple[int, bool, Credits]:
     return size, continued, credit
 
 
-def expect(raw: memoryview) -> None:
-    """Prepare a block that is to be received, so that `has_come` tells when its header is there."""
+def expect(raw: memoryview, size: int) -> None:
+    """Prepare a block that is to be received, so that `has_come` tells when the message is there.
+
+    Args:
+        raw: its memory.
+        size: of the message, as far as can be known; 0 if it is unknown.
+    """
     raw[_ARRIVED] = 0
+    if HEADER_BYTES < size <= len(raw):
+        raw[size - 1] = 0
 
 
-def has_come(raw: memoryview) -> bool:
-    """Return whether the header of a block that is being received is there; the rest may still be on its way."""
-    return raw[_ARRIVED] != 0
+def has_come(raw: memoryview, size: int) -> bool:
+    """Return whether a message is in the block that `expect` has prepared for it.
+
+    Of a message of another size than expected only the header is sure to be there: it may still be on its way.
+    """
+    if not raw[_ARRIVED]:
+        return False
+    return bool(raw[_CONTINUED] or _SIZE.unpack_from(raw)[0] != size or raw[size - 1])
 
 
 def bytes_of(block: Tensor) -> memoryview:

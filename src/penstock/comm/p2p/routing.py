@@ -11,6 +11,7 @@ import math
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from penstock.comm.p2p.mailbox import Mailbox
@@ -97,12 +98,14 @@ class StageRoutes:
         schedule: says which stages feed which.
         stage: of the rank.
         mailbox: of the rank.
+        rounded: the type that float32 gradients are rounded to on their way; None where they stay as they are.
 
     Attributes:
         enters: data enters at this stage.
     """
 
-    def __init__(self, schedule: Schedule, stage: Stage, mailbox: Mailbox) -> None:
+    def __init__(self, schedule: Schedule, stage: Stage, mailbox: Mailbox, rounded: torch.dtype | None = None) -> None:
+        self._rounded = rounded
         neighbors = self._neighbors = neighbors_of(schedule, stage)
         self._stage, self._entrances = stage, entrances(schedule)
         self.enters = not neighbors.inputs
@@ -216,22 +219,35 @@ class StageRoutes:
             return math.nan, False, None
         if len(self._gradients) == 1:
             message = self._gradients[0].take(key)
-            return message.header.weight, message.header.stop, message.tree
+            return message.header.weight, message.header.stop, self._restored(message.tree)
         messages = [buffer.take(key) for buffer in self._gradients]
-        total: Gradients = messages[0].tree
+        total = self._restored(messages[0].tree)
         for message in messages[1:]:
-            total = [_sum(mine, other) for mine, other in zip(total, message.tree, strict=True)]
+            total = [_sum(mine, other) for mine, other in zip(total, self._restored(message.tree), strict=True)]
         weight = next((p.header.weight for p in messages if not math.isnan(p.header.weight)), math.nan)
         return weight, any(p.header.stop for p in messages), total
 
     def put_input_gradients(self, header: Header, gradients: Gradients) -> None:
         """Lay the gradients of a forward's input ready for the stages that it came from."""
+        if self._rounded is not None:
+            gradients = [_cast(gradient, torch.float32, self._rounded) for gradient in gradients]
         place = 0
         sizes = self._sizes.pop((header.first, header.piece), None) or [len(gradients)]
         for buffer, size in zip(self._returned, sizes, strict=False):
             if buffer is not None:
                 buffer.put(TensorMessage(header, gradients[place : place + size]))
             place += size
+
+    def _restored(self, gradients: Gradients) -> Gradients:
+        """Gradients as they were before they were rounded; autograd takes those of other activations back to theirs."""
+        if self._rounded is None:
+            return gradients
+        return [_cast(gradient, self._rounded, torch.float32) for gradient in gradients]
+
+
+def _cast(tensor: Tensor | None, source: torch.dtype, target: torch.dtype) -> Tensor | None:
+    """Cast a tensor of one type to another; others stay as they are."""
+    return tensor.to(target) if tensor is not None and tensor.dtype == source else tensor
 
 
 def _sum(mine: Tensor | None, other: Tensor | None) -> Tensor | None:

@@ -46,7 +46,7 @@ def build_span(
         key: StageSpan(
             state.stages[key],
             spec,
-            StageRoutes(schedule, key, mailbox),
+            StageRoutes(schedule, key, mailbox, state.boundary_gradients),
             StageMemory(memory, state.stages[key].weights),
             is_last=key.index == schedule.num_stages - 1,
             name=f"rank {recorder.rank}, stage {key.name}",

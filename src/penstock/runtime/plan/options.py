@@ -27,7 +27,7 @@ from penstock.schedule.transforms.batch_ops import what_decides
 from penstock.schedule.transforms.recompute import Segments
 from penstock.short_repr import ShortRepr
 from penstock.stage.autograd.recompute import RecomputeMode, check_recompute
-from penstock.stage.precision import PrecisionName, low_precision
+from penstock.stage.precision import BoundaryGradients, PrecisionName, boundary_format, low_precision
 from penstock.weights.corrections.base import Correction
 from penstock.weights.decision import LossScale, Policy
 from penstock.weights.optim.lr_schedulers import SchedulerFactory, check_factory
@@ -97,9 +97,13 @@ class Precision(ShortRepr):
         tf32: whether GPUs may compute products of float32 in TF32; as torch is set if None. Like `sdpa` it holds while
             the passes of this pipeline run, not in between.
         sdpa: the backend of attention, "flash", "efficient", "cudnn" or "math"; torch chooses if None.
+        boundary_gradients: what stages hand back to the stages before them: gradients in the format of the activations
+            ("same"), or rounded to bfloat16 ("bf16"), which halves those of float32 on their way between ranks.
+            Every border of two stages counts, also within a rank and within a process, so the numbers depend on where
+            the model is cut, but not on where stages run. Gradients of weights still accumulate in float32.
 
     Raises:
-        ConfigError: an unknown precision or backend, a divisor that is not positive, or values of other types.
+        ConfigError: an unknown precision, format or backend, a divisor that is not positive, or values of other types.
     """
 
     precision: PrecisionName = "fp32"
@@ -107,11 +111,13 @@ class Precision(ShortRepr):
     divisor: float | None = None
     tf32: bool | None = None
     sdpa: SdpaName | None = None
+    boundary_gradients: BoundaryGradients = "same"
 
     def __post_init__(self) -> None:
         """Check each by itself."""
         low_precision(self.precision)
         self.kernels.check()
+        boundary_format(self.boundary_gradients)
         if self.loss_scale is not None and not isinstance(self.loss_scale, LossScale):
             raise ConfigError(
                 "loss_scale must be a LossScale, such as LossScale(initial=1024.0), or None; got "
@@ -130,6 +136,11 @@ class Precision(ShortRepr):
     def low(self) -> torch.dtype | None:
         """The type that parameters are cast to; None where they stay as they are."""
         return low_precision(self.precision)
+
+    @property
+    def between_stages(self) -> torch.dtype | None:
+        """The type that float32 gradients are rounded to between stages; None where they stay as they are."""
+        return boundary_format(self.boundary_gradients)
 
     @property
     def scaling(self) -> LossScale | None:

@@ -48,6 +48,7 @@ class RankState:
     ) -> None:
         options = plan.options
         self.key, self.recorder, self.slicing, self.stop = key, recorder, options.partition.slicing, stop
+        self.boundary_gradients = options.precision.between_stages
         self.lr_scheduler = options.update.lr_scheduler
         self.snapshots: list[ref[Snapshot]] = []  # that somebody may still have
         self._last = plan.schedule.num_stages - 1

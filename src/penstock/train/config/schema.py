@@ -313,6 +313,10 @@ class TrainConfig(Strict):
     compile: bool = Field(
         default=False, description="compile each block by torch.compile, for every shape that it gets (takes minutes)"
     )
+    boundary_gradients: Literal["same", "bf16"] = Field(
+        default="same",
+        description="what stages hand back: gradients in the format of activations, or rounded to bfloat16",
+    )
     recompute: Literal["none", "block", "stage"] = Field(
         default="none", description="forwards to run again instead of keeping what their backward needs"
     )

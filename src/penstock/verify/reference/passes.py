@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from penstock.verify.reference.stage import ReferenceStage, Weights, cast
 
@@ -34,6 +34,7 @@ def run_microbatch(
     c: float,
     scale: float,
     precision: torch.dtype | None,
+    boundary: torch.dtype | None = None,
 ) -> tuple[float, float]:
     """Add the gradient of one microbatch to that of its part.
 
@@ -45,6 +46,7 @@ def run_microbatch(
         loss: (output, target) -> sum and weight, or a sum of weight 1.
         c, scale: the loss is multiplied by scale / c before its backward.
         precision: of the passes; None for that of the weights.
+        boundary: what float32 gradients are rounded to between stages; None for nothing.
 
     Returns:
         The sum of the loss, and its weight.
@@ -54,6 +56,8 @@ def run_microbatch(
     for stage, weights, (_, others) in zip(stages, leaves, reads, strict=True):
         with nullcontext() if others is None else unguarded():
             x = stage.forward(x, weights, draw)
+        if stage is not stages[-1]:
+            x = rounding_gradients(x, boundary)
     draw("loss")
     sum_, weight = weighted(loss(x, target), target, x)
     for weights, (_, others) in zip(leaves, reads, strict=True):
@@ -88,6 +92,21 @@ def weighted(result: Tensor | tuple[Tensor, float | Tensor], target: Any, output
             weight *= float((rows[0] != -100).double().mean())
         sum_ = result * weight
     return sum_.to(torch.promote_types(sum_.dtype, torch.float32)), float(weight)
+
+
+def rounding_gradients(x: Any, boundary: torch.dtype | None) -> Any:
+    """Return a value between two stages such that its float32 gradients are rounded on their way back."""
+    if boundary is None:
+        return x
+
+    def one(value: Any) -> Any:
+        if not (isinstance(value, Tensor) and value.requires_grad and value.dtype == torch.float32):
+            return value
+        value = value.view_as(value)
+        value.register_hook(lambda gradient: gradient.to(boundary).to(gradient.dtype))
+        return value
+
+    return tree_map(one, x)
 
 
 def unguarded() -> saved_tensors_hooks:

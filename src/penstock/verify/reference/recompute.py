@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from penstock.verify.reference.passes import Loss, leaves_of, replace, unguarded, weighted
+from penstock.verify.reference.passes import Loss, leaves_of, replace, rounding_gradients, unguarded, weighted
 from penstock.verify.reference.stage import ReferenceStage, Weights, cast
 
 Piece = list[tuple[int, str]]
@@ -47,11 +47,12 @@ def run_again(
     c: float,
     scale: float,
     precision: torch.dtype | None,
+    boundary: torch.dtype | None = None,
 ) -> tuple[float, float]:
     """Run a microbatch as `run_microbatch` does, with recompute.
 
     Args:
-        stages, sample, reads, draw, loss, c, scale, precision: see `run_microbatch`.
+        stages, sample, reads, draw, loss, c, scale, precision, boundary: see `run_microbatch`.
         again: per stage, the weights of the second run.
         pieces: the units of recompute, from the first stage to the last.
 
@@ -61,7 +62,7 @@ def run_again(
     x, target = cast(sample[0], precision), sample[1]
     inputs, buffers = _first_run(stages, x, [leaves_of(w, precision) for w, _ in reads], pieces, draw)
     leaves = [leaves_of(w, precision) for w in again]
-    outputs = _second_run(stages, inputs, leaves, pieces, buffers, draw)
+    outputs = _second_run(stages, inputs, leaves, pieces, buffers, draw, boundary)
     draw("loss")
     output = inputs.pop()
     reported, weight = weighted(loss(output, target), target, output)
@@ -109,12 +110,15 @@ def _second_run(
     pieces: list[Piece],
     buffers: Mapping[str, Mapping[str, Tensor]],
     draw: Callable[[str], None],
+    boundary: torch.dtype | None,
 ) -> list[Any]:
     outputs = []
     for piece, x in zip(pieces, inputs[:-1], strict=True):
         for s, name in piece:
             with unguarded(), _as_then(stages[s], name, buffers[name]):
                 x = stages[s].apply(name, x, leaves[s], draw)
+            if stages[s] is not stages[-1] and name == list(stages[s].blocks)[-1]:
+                x = rounding_gradients(x, boundary)
         outputs.append(x)
     return outputs
 

@@ -68,12 +68,12 @@ def train_reference(
     precision: torch.dtype | None = None,
     options: Mapping[str, Any] = MappingProxyType({}),
     order: ReferenceOrder = USUAL,
+    boundary: torch.dtype | None = None,
 ) -> Reference:
     """Train a copy of a model by the equations of a method.
 
     Args:
-        stages: the model: per stage its blocks by name, applied in a row. A parameter is called
-            `block name.parameter name`; one that a stage holds several times goes by its first name.
+        stages: per stage its blocks by name, applied in a row; parameters are called `block.name`, by the first one.
         loss: (last stage's output, target) -> sum and weight over a microbatch, or a sum of weight 1.
         batches: the microbatches of each batch, equally many in all batches.
         method: one of `METHODS`.
@@ -87,7 +87,7 @@ def train_reference(
         seed: of the random numbers of blocks; torch's generators are left alone if None.
         parts: the microbatches of each parallel pipeline (or of each direction of one); each part sums its gradients
             in the order given, and the sums are added in the order of the parts. One part with all of them if None.
-        precision: of the passes: weights are cast to it, updates are made in their own precision.
+        precision, boundary: of passes, which read weights cast to it; of gradients between stages. None: as they are.
         tied: name of a parameter -> name of the parameter, on an earlier stage, that it shares its value with.
         options: of the method (`methods.OPTIONS`): reschedule (K of T1 in updates, 0 for no T1) and decay (D of T2,
             None for no T2); bias ("paper" or "adam": XPipe's corrections); backward ("newest" or "stash") of spike
@@ -105,8 +105,8 @@ def train_reference(
     equal_copies(built, tied)
     for stage in built:
         stage.cast_frozen(precision)
-    scale = Scale(scaling)
-    run = Run(built, loss, method, chosen, rate, divisor, drains, clip, scale, seed, parts, tied, precision, order)
+    rest = Scale(scaling), seed, parts, tied, precision, order, boundary
+    run = Run(built, loss, method, chosen, rate, divisor, drains, clip, *rest)
     for t, batch in enumerate(batches):
         run.train(t, batch)
     return with_end(run.result, built)
@@ -130,6 +130,7 @@ class Run:
     tied: Mapping[str, str]
     precision: torch.dtype | None
     order: ReferenceOrder
+    boundary: torch.dtype | None = None
     result: Reference = field(default_factory=Reference)
     size: int = 0  # microbatches of a batch
     m: int = 0  # microbatches of one pipeline
@@ -204,7 +205,7 @@ class Run:
             self.partials.set_open(self.stages, versions, part, t, done, c, self.result.weights)
         reads = [n.reading.read(n, v) for n, v in zip(self.stages, versions, strict=True)]
         draw = partial(draw_for, self.seed, t, k)
-        rest = draw, self.loss, c, s, self.precision
+        rest = draw, self.loss, c, s, self.precision, self.boundary
         how = self.order.recompute
         if how is not None:
             moments = [self.order.moment(t, i, place, v) for i, v in enumerate(versions)]
