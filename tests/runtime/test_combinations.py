@@ -98,7 +98,7 @@ Check = Callable[[Case, Features], None]
 
 @cache
 def _reference(case: Case) -> Reference:
-    return reference_run(case, options=_options(case.correction))
+    return reference_run(case, options=_options(case.correction, case.schedule.rule))
 
 
 def wanted(case: Case) -> Reference:
@@ -344,7 +344,7 @@ def chained(case: Case, phases: Sequence[Phase]) -> Reference:
                 divisor=case.divisor,
                 clip=case.clip,
                 parts=parts_of(case),
-                options=_options(correction),
+                options=_options(correction, METHODS[method].rule),
                 order=order_of(METHODS[method].order, make_schedule(method, case.depth, case.m)),
             )
         begin, states = result.versions[-1] | result.buffers, result.optimizers
