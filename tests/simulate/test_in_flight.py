@@ -178,3 +178,25 @@ def test_it_is_written_as_it_is_read(text):
 def test_other_texts_are_refused(text):
     with pytest.raises(ConfigError, match="in_flight takes a number"):
         read_in_flight(text)
+
+
+def test_hops_may_have_times_of_their_own_there_and_back():
+    """One slow link costs what a slow hop there and back costs, whichever of both ways takes the time."""
+    times = rank_times(EQUAL, splits=False)
+    assert least_in_flight(times, 0.75) == least_in_flight(times, [(0.75, 0.75)] * 3) == (7, 5, 3, 1)
+    assert least_in_flight(times, [(0, 0), (1.5, 0), (0, 0)]) == (5, 4, 2, 1)
+    assert least_in_flight(times, [(0, 0), (0, 1.5), (0, 0)]) == (5, 4, 2, 1)
+    assert least_in_flight(times, [(0, 0), (0, 0), (2, 2)]) == (6, 5, 4, 1)
+
+
+def test_a_wait_that_is_not_worth_a_microbatch_is_left():
+    times = rank_times(EQUAL, splits=False)
+    assert least_in_flight(times, 0.03, leave=0.02) == (4, 3, 2, 1)
+    assert least_in_flight(times, 0.05, leave=0.02) > (4, 3, 2, 1)
+
+
+def test_a_longer_delay_that_is_accepted_is_said():
+    assert "the weights that rank 0 reads are 0.75 instead of 0.375 updates late" in str(
+        chosen("stash", 8, "auto+delay")[1]
+    )
+    assert chosen("2bw", 8, "auto+delay")[1].later == ""
