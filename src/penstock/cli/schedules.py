@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from rich.console import Console
 
-from penstock.cli.options import AsJson, MaybeMicrobatches, MaybeStages, MethodName, OrderFile
+from penstock.cli.options import (
+    AsJson,
+    InFlightNumber,
+    MaybeMicrobatches,
+    MaybeStages,
+    MethodName,
+    OrderFile,
+)
 from penstock.cli.output import print_json
 from penstock.errors import ConfigError
 
@@ -211,15 +218,6 @@ PerStage = Annotated[
         metavar="FILE",
         help="JSON list with forward, backward_input, backward_weight[, step] of each stage, in place of times given "
         "as options.",
-    ),
-]
-InFlightNumber = Annotated[
-    str | None,
-    typer.Option(
-        "--in-flight",
-        metavar="N|N/N/..|auto",
-        help="Microbatches in flight on the first rank, or on each; auto: as many as hide the time of messages. "
-        "auto+delay: also where that makes weights later.",
     ),
 ]
 WindowSize = Annotated[

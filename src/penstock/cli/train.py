@@ -16,6 +16,7 @@ from penstock.cli.options import (
     Changes,
     ConfigFile,
     DataPath,
+    InFlightNumber,
     ListKeys,
     Microbatches4,
     OptionalMethod,
@@ -70,6 +71,7 @@ def train(
         int | None, typer.Option(metavar="T", help="Updates to make; 1000 if not given.", min=1, max=MOST_BATCHES)
     ] = None,
     file: OrderFile = None,
+    in_flight: InFlightNumber = None,
     data: DataPath = None,
     changes: Changes = None,
     config: ConfigFile = None,
@@ -98,7 +100,10 @@ def train(
     if keys:
         print_train_keys()
         return
-    named = changes_of(method, file, changes, stages=stages, microbatches=microbatches, batches=batches, data=data)
+    numbers: dict[str, str | None] = {"options.in_flight": in_flight}
+    named = changes_of(
+        method, file, changes, stages=stages, microbatches=microbatches, batches=batches, data=data, **numbers
+    )
     if restart and resume is None:
         raise ConfigError("--restart begins the run of a folder again; give the folder with --resume")
     if is_worker(os.environ):

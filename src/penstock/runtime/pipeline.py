@@ -509,9 +509,9 @@ class Pipeline(Inspection):
 
     def _adapt(self, evaluate: Evaluating | None) -> None:
         """Choose the microbatches in flight by what the batches so far have taken; all ranks do it together."""
-        plan, batch, m = self._plan, self.batches, self.schedule.microbatches
+        plan, batch = self._plan, self.batches
         assert plan.auto is not None
-        measured = measured_by_all(self._ranks[0].recorder, self.grid, range(batch - MEASURED, batch), m)
+        measured = measured_by_all(self._ranks[0].recorder, self.grid, range(batch - MEASURED, batch))
         if measured is None:
             return
         found = adapt(plan, measured, batch)

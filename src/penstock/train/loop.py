@@ -125,6 +125,7 @@ class _Loop:
         self._ending = False
         self._loss: float | None = None  # of the last batch
         self._meter = BubbleMeter(self.ranks)
+        self._in_flight = self.pipeline.in_flight  # as it was reported last, also before a run was resumed
 
     def _begin_from(self, found: Mapping[str, Any] | None) -> None:
         """Start where the pipeline is, with the extra data of its checkpoint, if it was loaded from one."""
@@ -221,6 +222,7 @@ class _Loop:
         for report in self.pipeline.run(self._data(), save=save, evaluate=self._evaluating()):
             try:
                 self._post()
+                self._tell_in_flight()
                 if self.request.asked:
                     self._stop()
                 if self.reports:
@@ -233,7 +235,16 @@ class _Loop:
                 raise
         if self.reports:
             self.metrics.add_updates(self.pipeline.decided())
+        self._tell_in_flight()
         self._evaluated(self.pipeline.evaluated())
+
+    def _tell_in_flight(self) -> None:
+        """Report the microbatches in flight that were found for the links, once."""
+        found = self.pipeline.in_flight
+        if self.reports and found is not None and found != self._in_flight:
+            self._in_flight = found
+            self.metrics.add(in_flight=found.numbers, **found.state())
+            self.observer.adapted(found)
 
     def _stop(self) -> None:
         """End the run early, as requested."""

@@ -8,14 +8,13 @@ from penstock.comm.core.recorder import Recorder
 from penstock.runtime.in_flight.measure import Measured, measure_rank, merge, messages_of_rank
 
 
-def measured_by_all(recorder: Recorder, grid: RankGrid, batches: range, microbatches: int) -> Measured | None:
+def measured_by_all(recorder: Recorder, grid: RankGrid, batches: range) -> Measured | None:
     """Return what all ranks have measured, the same on all of them; all call this together.
 
     Args:
         recorder: of the rank in this process.
         grid: all ranks, each in a process of its own.
         batches: counted from the start of training.
-        microbatches: m.
 
     Returns:
         The times; None where a rank has measured nothing.
@@ -24,6 +23,6 @@ def measured_by_all(recorder: Recorder, grid: RankGrid, batches: range, microbat
         TransportError: a peer is dead.
     """
     recording = recorder.recording()
-    told = gather_json(measure_rank(recording, batches, microbatches), "measuring passes", grid.control)
+    told = gather_json(measure_rank(recording, batches), "measuring passes", grid.control)
     messages = gather_json(messages_of_rank(recording, told), "measuring messages", grid.control)
     return merge(told, messages, grid.depth)

@@ -1,8 +1,10 @@
 """What the first batches have taken: passes of every rank, and messages from SEND to the end of the wait for them.
 
-Only messages that a receiver waited for tell how long they were under way, as others may have lain ready; and where no
-rank waits for a lane, it hides nothing that more microbatches in flight could bring. So such a lane counts as 0. At
-most 16 messages of a lane are told, so what ranks tell each other does not grow with the batch.
+Only a message that its receiver waited for tells how long it was under way; of another one, which lay ready, the pass
+that takes it says how long at most. A lane counts with the median of the first, unless a quarter of the others were
+faster: then those that were waited for are exceptions, such as where a process had lost its core for a while. A lane
+that nobody waited for counts as 0, as more microbatches in flight could bring nothing there. At most 16 messages of
+each kind are told of a lane, so what ranks tell each other does not grow with the batch.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from penstock.simulate.in_flight import RankTimes
 from penstock.timeline import Interval, Waiting
 
 _PASSES = ("F", "B", "I", "W", "R")
+_TAKES = {"F": (Payload.ACTIVATION, -1), "B": (Payload.GRADIENT, 1), "I": (Payload.GRADIENT, 1)}  # from which rank
 _MOST = 16  # messages of a lane
 _ACTIVATIONS = "activations"
 
@@ -45,18 +48,17 @@ class Measured(NamedTuple):
         return max(here.total for here in self.times)
 
 
-def measure_rank(recording: Mapping[str, Any], batches: range, microbatches: int) -> dict[str, Any]:
+def measure_rank(recording: Mapping[str, Any], batches: range) -> dict[str, Any]:
     """Return what one rank has measured, as plain values.
 
     Args:
         recording: of the rank (`penstock.comm.core.recorder.Recorder.recording`).
         batches: counted from the start of training; the first one of each span, which fills the pipeline, is left out
             where others follow it.
-        microbatches: m.
 
     Returns:
-        Under "passes" the median seconds of each kind of pass, under "nbytes" the peak of activations, under "waits"
-        the messages waited for: the global rank of the sender, the span, what was sent, and when the wait ended.
+        Under "passes" the median seconds of each kind of pass, under "nbytes" the peak of activations, under "taken"
+        messages: the global rank of the sender, the span, what was sent, by when it had come, whether somebody waited.
     """
     intervals = [Interval(*interval) for interval in recording["intervals"]]
     passes = [i for i in intervals if i.is_work and i.what in _PASSES and i.batch in batches]
@@ -68,24 +70,26 @@ def measure_rank(recording: Mapping[str, Any], batches: range, microbatches: int
     for one in passes:
         if one.batch != first.get(one.span):
             seconds[one.what].append(one.end - one.start)
-    waits: dict[tuple[int, str], list[Any]] = defaultdict(list)
-    for one in intervals:
-        if one.what == Waiting.MESSAGE and one.span in spans:
-            sent = one.cause.partition(": ")[2]
-            payload, _, number = sent.partition(" ")
-            if number.isdigit() and not (one.span in first and int(number) < microbatches):
-                waits[one.peer, payload].append([one.peer, one.span, sent, one.end])
+    waits = {(one.span, one.cause.partition(": ")[2]): one.end for one in intervals if one.what == Waiting.MESSAGE}
+    taken: dict[tuple[str, bool], list[Any]] = defaultdict(list)
+    for one in passes:
+        if one.batch != first.get(one.span) and one.what in _TAKES:
+            payload, step = _TAKES[one.what]
+            sent = f"{payload} {one.microbatch}"
+            end = waits.get((one.span, sent))
+            waited = end is not None
+            taken[payload, waited].append([one.rank + step, one.span, sent, end if waited else one.start, waited])
     since = min((one.start for one in passes), default=0.0)
     held = [amount for when, amount in recording["memory"].get(_ACTIVATIONS, ()) if when >= since]
     return {
         "passes": {what: median(found) for what, found in seconds.items()},
-        "waits": [wait for found in waits.values() for wait in _spread(found)],
+        "taken": [message for found in taken.values() for message in _spread(found)],
         "nbytes": max(held, default=0),
     }
 
 
 def messages_of_rank(recording: Mapping[str, Any], told: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """Return how long messages of one rank have been under way: receiver, payload and seconds of each.
+    """Return how long messages of one rank have been under way: receiver, payload, seconds, whether it was waited for.
 
     Args:
         recording: of the sender.
@@ -98,10 +102,10 @@ def messages_of_rank(recording: Mapping[str, Any], told: Sequence[Mapping[str, A
     }
     found = []
     for receiver, part in enumerate(told):
-        for sender, span, sent, end in part["waits"]:
+        for sender, span, sent, end, waited in part["taken"]:
             posted = sends.get((span, receiver, sent)) if sender == recording["rank"] else None
             if posted is not None:
-                found.append([receiver, sent.partition(" ")[0], max(end - posted, 0.0)])
+                found.append([receiver, sent.partition(" ")[0], max(end - posted, 0.0), waited])
     return found
 
 
@@ -115,11 +119,11 @@ def merge(told: Sequence[Mapping[str, Any]], messages: Sequence[Iterable[Any]], 
     """
     if any("F" not in part["passes"] for part in told):
         return None
-    seconds: dict[tuple[int, str], list[float]] = defaultdict(list)
+    seconds: dict[tuple[int, str], tuple[list[float], list[float]]] = defaultdict(lambda: ([], []))
     for rank, found in enumerate(messages):
-        for receiver, payload, time in found:
-            seconds[min(rank, receiver), payload].append(time)
-    lanes = {lane: median(found) for lane, found in seconds.items()}
+        for receiver, payload, time, waited in found:
+            seconds[min(rank, receiver), payload][waited].append(time)
+    lanes = {lane: _typical(*found) for lane, found in seconds.items()}
 
     def slowest(rank: int, *kinds: str) -> float:
         return max(float(sum(part["passes"].get(kind, 0.0) for kind in kinds)) for part in told[rank::depth])
@@ -132,6 +136,13 @@ def merge(told: Sequence[Mapping[str, Any]], messages: Sequence[Iterable[Any]], 
         tuple((hop(r, Payload.ACTIVATION), hop(r, Payload.GRADIENT)) for r in range(depth - 1)),
         tuple(max(part["nbytes"] for part in told[rank::depth]) for rank in range(depth)),
     )
+
+
+def _typical(ready: list[float], waited: list[float]) -> float:
+    """The time of a message, from those of messages that lay ready, at most, and of those that were waited for."""
+    if not waited:
+        return 0.0
+    return min([median(waited), *sorted(ready)[len(ready) // 4 :][:1]])
 
 
 def _spread(found: list[Any]) -> list[Any]:
