@@ -9,7 +9,7 @@ import pytest
 from penstock.errors import ConfigError, ScheduleError
 from penstock.schedule.build import ScheduleRequest, make_schedule, prove
 from penstock.schedule.ir.in_flight import check_in_flight, in_flight_on, read_in_flight, write_in_flight
-from penstock.simulate.auto_in_flight import choose_in_flight
+from penstock.simulate.auto_in_flight import as_allowed, choose_in_flight, most_of_a_run
 from penstock.simulate.costs import Costs, StageCost
 from penstock.simulate.in_flight import least_in_flight, rank_times
 from penstock.simulate.long_run import steady_bubble
@@ -200,3 +200,10 @@ def test_a_longer_delay_that_is_accepted_is_said():
         chosen("stash", 8, "auto+delay")[1]
     )
     assert chosen("2bw", 8, "auto+delay")[1].later == ""
+
+
+def test_a_run_takes_two_batches_more_than_its_ranks_at_most():
+    request = ScheduleRequest("stash", 3, 4, options={"in_flight": "auto+delay"})
+    choice = as_allowed(request, (61, 31, 1), at_most=most_of_a_run(3, 4))
+    assert choice.taken == (11, 11, 1)
+    assert "a run takes at most 11, those of its 3 ranks and of two batches" in str(choice)

@@ -101,13 +101,24 @@ def choose_in_flight(
     return with_in_flight(request, choice.taken), choice
 
 
-def as_allowed(request: ScheduleRequest, asked: tuple[int, ...], most: Sequence[int] | None = None) -> InFlightChoice:
+def most_of_a_run(stages: int, microbatches: int) -> int:
+    """Return how many microbatches a run has in flight on a rank at most, whatever its links ask for.
+
+    So weights are read later by two updates at most, and decisions reach every rank in a known time.
+    """
+    return stages + 2 * microbatches
+
+
+def as_allowed(
+    request: ScheduleRequest, asked: tuple[int, ...], most: Sequence[int] | None = None, at_most: int | None = None
+) -> InFlightChoice:
     """Return the microbatches in flight that links ask for, as far as batch, memory and delay allow.
 
     Args:
         request: which asks for `auto`.
         asked: what links ask for.
         most: microbatches that the memory of each rank allows.
+        at_most: of a run; any number if None.
     """
     plain = tuple(in_flight_on(request.stages, request.stages))
     assert isinstance(request.method, str)
@@ -116,6 +127,9 @@ def as_allowed(request: ScheduleRequest, asked: tuple[int, ...], most: Sequence[
     if most is not None and any(a > b for a, b in zip(taken, most, strict=True)):
         taken = tuple(max(n, 1) for n in accumulate(map(min, taken, most), min))
         reasons.append(f"memory allows {write_in_flight(tuple(most))}")
+    if at_most is not None and taken[0] > at_most:
+        taken = tuple(min(n, at_most) for n in taken)
+        reasons.append(f"a run takes at most {at_most}, those of its {request.stages} ranks and of two batches")
     taken, why = _as_batches_allow(request, taken, asked)
     reasons += why
     if taken > plain:

@@ -42,7 +42,7 @@ from penstock.train.observer import Observer, Progress, RunSummary
 from penstock.train.phase_switcher import Phases
 from penstock.train.process_group import first_of_the_job, process_group, shared_folder
 from penstock.train.setup.build_pipeline import make_pipeline
-from penstock.train.setup.early_stopping import Patience
+from penstock.train.setup.early_stopping import Patience, known_in_run
 from penstock.train.setup.lr_schedule import rate_schedule
 from penstock.train.setup.prepare import Prepared, prepare
 from penstock.train.setup.run_folder import note_changes, set_aside_run
@@ -144,7 +144,7 @@ class _Loop:
             self.metrics.add(damaged_checkpoint=fault)
             self.troubles.passed_over(fault)
         config = self.config
-        self._patience = Patience(config.evaluate.patience, config.stages, config.microbatches)
+        self._patience = Patience(config.evaluate.patience, known_in_run(config))
         for evaluation in self.pipeline.evaluations:
             self._patience.record(evaluation.version, evaluation.loss)
 

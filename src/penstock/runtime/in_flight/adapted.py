@@ -12,7 +12,7 @@ from penstock.runtime.plan.plan import PipelinePlan
 from penstock.schedule.build import ScheduleRequest
 from penstock.schedule.ir.in_flight import write_in_flight
 from penstock.schedule.proof.check import Proof
-from penstock.simulate.auto_in_flight import InFlightChoice, as_allowed, splits, with_in_flight
+from penstock.simulate.auto_in_flight import InFlightChoice, as_allowed, most_of_a_run, splits, with_in_flight
 from penstock.simulate.costs import Costs, StageCost
 from penstock.simulate.in_flight import RankTimes, least_in_flight
 from penstock.simulate.simulate import simulate_schedule
@@ -88,7 +88,7 @@ def adapt(plan: PipelinePlan, measured: Measured, batch: int) -> AdaptedInFlight
     assert request is not None
     asked = least_in_flight(measured.times, measured.hops, leave=_LEAVE)
     most = None if limit is None else _most(plan.proof, measured.nbytes, limit, asked)
-    choice = as_allowed(request, asked, most)
+    choice = as_allowed(request, asked, most, most_of_a_run(request.stages, request.microbatches))
     window = _window(request, choice.taken, measured)
     try:
         plan.adapted(choice.taken, window)
