@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 import pytest
 import torch.distributed as dist
 
-from penstock.errors import DataError
+from penstock.errors import ConfigError, DataError
 from penstock.runtime.execute.evaluation import Evaluating
 from penstock.runtime.in_flight.adapted import MEASURED, AdaptedInFlight
 from penstock.runtime.pipeline import Pipeline
+from penstock.runtime.plan.options import InFlight
 from penstock.runtime.rank.snapshot import Saving, Snapshot
 from penstock.schedule.build import ScheduleRequest
 from support.cases import (
@@ -181,6 +182,9 @@ def test_delays_grow_where_that_is_allowed_and_a_resumed_run_has_the_same_bits(p
     whole, rest = (together([each.outcome for each in ran]) for ran in (first, again))
     assert_equal_tensors(rest.weights, whole.weights, "weights")
     assert rest.reports == whole.reports[batch:]
+    if batch > MEASURED:
+        alone = run(None, case, {"in_flight": "auto+delay"}, every=3, kept=saved(first, batch))
+        assert_equal_tensors(alone.outcome.weights, whole.weights, "weights in one process")
 
 
 @pytest.mark.parametrize("how", [{"stop": 0}, {"fails": 3}])
@@ -218,7 +222,7 @@ def test_in_one_process_messages_take_no_time() -> None:
     assert_same(ran.outcome, expected(replace(CASE, spans=(5,))))
 
 
-def test_it_is_written_as_it_is_read(pool: Pool) -> None:
+def test_what_was_found_is_written_as_it_is_read(pool: Pool) -> None:
     found = run_on_ranks(pool, CASE)[0].found
     assert found is not None
     assert AdaptedInFlight.of_state(found.state()) == found
@@ -229,3 +233,24 @@ def test_numbers_are_given_to_the_order_of_a_method() -> None:
     case = replace(CASE, spans=(3,))
     assert pipeline_of(None, case, Recording(OPTIMIZERS["adamw"]), in_flight=3).proof.activations == (3, 1)
     assert ScheduleRequest("2bw", 2, 4, options={"in_flight": 3}).prove().activations == (3, 1)
+
+
+def test_a_finished_schedule_takes_no_microbatches_in_flight() -> None:
+    with pytest.raises(ConfigError, match=r"in_flight='auto' is an option of the order of a method"):
+        make_pipeline(CASE, in_flight="auto")
+    with pytest.raises(ConfigError, match="in_flight_bytes must be positive"):
+        InFlight("auto", -1)
+    with pytest.raises(ConfigError, match="in_flight takes a number"):
+        InFlight("often")
+
+
+def runs_on_a_number(group: dist.ProcessGroup) -> str:
+    pipeline = pipeline_of(group, CASE, Recording(OPTIMIZERS["adamw"]))
+    with pytest.raises(DataError) as caught:
+        list(pipeline.run(5))  # type: ignore[arg-type]
+    return str(caught.value)
+
+
+def test_what_is_no_data_is_refused_as_ever(pool: Pool) -> None:
+    said = pool.submit(runs_on_a_number, ranks=2)
+    assert "batches must be an iterable of batches" in said[0]

@@ -119,6 +119,15 @@ def test_waits_that_are_exceptions_do_not_count() -> None:
     assert found.hops[0][0] == pytest.approx(0.5)
 
 
+def test_the_first_batch_of_a_span_does_not_count_where_others_follow() -> None:
+    parts = recordings([{"F": 0.1, "B": 0.2}] * 2, {(0, "activation"): 0.4}, 2)
+    told = [measure_rank(part, range(2)) for part in parts]  # the first was slow
+    found = merge(told, [messages_of_rank(part, told) for part in parts], 2)
+    assert found is not None
+    assert found.times[0] == pytest.approx((0.1, 0.2, 0))
+    assert found.hops[0][0] == pytest.approx(0.4)
+
+
 def test_the_only_batch_of_a_span_counts_and_others_do_not() -> None:
     parts = recordings([{"F": 0.1, "B": 0.2}] * 2, {}, 2)
     told = [measure_rank(part, range(2, 3)) for part in parts]

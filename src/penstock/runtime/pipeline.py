@@ -523,7 +523,7 @@ class Pipeline(Inspection):
     def _adopt(self, evaluate: Evaluating | None) -> None:
         """Go on with what has been found for the present plan, if anything has."""
         found = self.in_flight
-        if found is None or self.grid.group is None:
+        if found is None:
             return
         plan = self._plan.adapted(found.numbers, found.window)
         if plan.schedule == replace(self.schedule, window=plan.schedule.window):
