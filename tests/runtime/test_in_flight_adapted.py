@@ -20,6 +20,7 @@ from support.cases import (
     Case,
     Outcome,
     Recording,
+    add_decisions,
     assert_equal_tensors,
     assert_same,
     expected,
@@ -90,11 +91,13 @@ def run(
         try:
             for report in pipeline.run(batches(), save=save, evaluate=evaluate):
                 outcome.reports.append((report.batch, report.loss, report.weight))
+                add_decisions(outcome, case, report.decided)
                 evaluated += [(found.version, found.loss) for found in report.evaluated]
                 if report.batch == stop:
                     pipeline.stop()
         except (ZeroDivisionError, DataError):
             pass
+        add_decisions(outcome, case, pipeline.decided())
         evaluated += [(found.version, found.loss) for found in pipeline.evaluated()]
         numbers = [float(held) for held in pipeline.proof.activations]
     return Ran(
@@ -254,3 +257,19 @@ def runs_on_a_number(group: dist.ProcessGroup) -> str:
 def test_what_is_no_data_is_refused_as_ever(pool: Pool) -> None:
     said = pool.submit(runs_on_a_number, ranks=2)
     assert "batches must be an iterable of batches" in said[0]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("1f1b", 2, 4, spans=(6,), skips=(), clip=0.6, recompute="stage"),
+        Case("zb-h1", 2, 4, spans=(6,), skips=(), clip=0.6),
+        Case("2bw", 2, 4, spans=(6,), skips=(1,), clip=0.6, precision="bf16"),
+    ],
+    ids=lambda case: case.method,
+)
+def test_the_bits_are_the_same_with_other_options(pool: Pool, case: Case) -> None:
+    ran = run_on_ranks(pool, case)
+    assert ran[0].found is not None
+    assert case.recompute != "none" or ran[0].found.numbers == (3, 1)
+    assert_same(together([each.outcome for each in ran]), expected(case))

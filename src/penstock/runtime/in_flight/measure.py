@@ -132,7 +132,7 @@ def merge(told: Sequence[Mapping[str, Any]], messages: Sequence[Iterable[Any]], 
         return max(lanes.get((row, payload.value), 0.0) for row in range(rank, len(told), depth))
 
     return Measured(
-        tuple(RankTimes(slowest(r, "F"), slowest(r, "B", "I"), slowest(r, "W", "R")) for r in range(depth)),
+        tuple(RankTimes(slowest(r, "F"), slowest(r, "R", "B", "I"), slowest(r, "W")) for r in range(depth)),
         tuple((hop(r, Payload.ACTIVATION), hop(r, Payload.GRADIENT)) for r in range(depth - 1)),
         tuple(max(part["nbytes"] for part in told[rank::depth]) for rank in range(depth)),
     )
