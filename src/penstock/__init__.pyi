@@ -27,6 +27,7 @@ from .runtime.malloc import keep_freed_memory as keep_freed_memory
 from .runtime.pipeline import Pipeline as Pipeline
 from .runtime.plan.options import (
     DataParallel as DataParallel,
+    InFlight as InFlight,
     Partition as Partition,
     Precision as Precision,
     Recompute as Recompute,

@@ -21,7 +21,7 @@ from penstock.checkpoint.writer import LocalPosts, Part, Posts, StorePosts, Writ
 from penstock.errors import CheckpointError
 from penstock.runtime.rank.snapshot import Snapshot
 from penstock.train.metrics_file import Metrics
-from penstock.train.setup.early_stopping import Patience
+from penstock.train.setup.early_stopping import Patience, known_after
 
 
 def snapshot(batch: int, index: int = 0, pipeline: int = 0, **tensors: torch.Tensor) -> Snapshot:
@@ -444,7 +444,7 @@ def test_patience_counts_a_version_once() -> None:
 
 def test_patience_leaves_time_for_what_is_under_way() -> None:
     """With one microbatch per batch, on 8 stages 7 batches are under way."""
-    patience = Patience(1, depth=8, microbatches=1)
+    patience = Patience(1, known_after(8, 1))
     patience.record(2, None)
     assert patience.end == 2 + 6 + 7
 

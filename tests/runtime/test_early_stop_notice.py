@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from penstock.runtime.execute.evaluation import Evaluating
-from penstock.train.setup.early_stopping import Patience
+from penstock.train.setup.early_stopping import Patience, known_after
 from support.cases import Case, make_batches, make_pipeline
 from support.pool import Pool
 from support.smallest_batch import least
@@ -50,6 +50,6 @@ def test_all_ranks_hear_in_time(pool: Pool, method: str, depth: int, more: int, 
     for heard in pool.submit(announced, case, 3, ranks=depth * width):
         assert len(heard) >= 4
         for version, asked in heard.items():
-            patience = Patience(1, depth, m)
+            patience = Patience(1, known_after(depth, m))
             patience.record(version, None)
             assert asked <= patience.end

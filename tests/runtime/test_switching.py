@@ -546,15 +546,25 @@ def test_all_ranks_hear_of_the_same_trouble(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "depth", "m"),
-    [("1f1b", 4, 2), ("gpipe", 2, 1), ("2bw", 4, 3), ("2bw-eager", 4, 6), ("stash", 4, 1), ("vertical-sync", 3, 1)],
+    ("method", "depth", "m", "more"),
+    [
+        ("1f1b", 4, 2, 0),
+        ("gpipe", 2, 1, 0),
+        ("2bw", 4, 3, 0),
+        ("2bw-eager", 4, 6, 0),
+        ("stash", 4, 1, 0),
+        ("vertical-sync", 3, 1, 0),
+        ("stash", 2, 1, 11),
+        ("vertical-sync", 3, 2, 9),
+    ],
 )
-def test_whoever_reads_data_hears_of_trouble_in_time(method: str, depth: int, m: int) -> None:
+def test_whoever_reads_data_hears_of_trouble_in_time(method: str, depth: int, m: int, more: int) -> None:
     """So that a run may end before the same batch everywhere: on the first and the last stage."""
-    case = case_of([(method, 16)], depth, m, spikes=(3,), clip=1.0)
+    options = (("in_flight", depth + more),) if more else ()
+    case = case_of([(method, 24)], depth, m, spikes=(3,), clip=1.0, options=options)
     pipeline, heard = make_pipeline(case, loss=poisoned_loss, divergence=Divergence()), []
     pipeline.look_out()
-    limit = 3 + known_after(depth, m)
+    limit = 3 + known_after(depth + more, m)
 
     def data() -> Iterator[Any]:
         for number, batch in enumerate(make_batches(case)):
@@ -564,7 +574,7 @@ def test_whoever_reads_data_hears_of_trouble_in_time(method: str, depth: int, m:
             yield batch
 
     list(pipeline.run(data()))
-    assert heard == list(range(heard[0], 16))
+    assert heard == list(range(heard[0], 24))
     assert 3 < heard[0] <= limit
 
 

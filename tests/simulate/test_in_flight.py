@@ -10,7 +10,7 @@ import pytest
 from penstock.errors import ConfigError, ScheduleError
 from penstock.schedule.build import ScheduleRequest, make_schedule, prove
 from penstock.schedule.ir.in_flight import check_in_flight, in_flight_on, read_in_flight, write_in_flight
-from penstock.simulate.auto_in_flight import choose_in_flight
+from penstock.simulate.auto_in_flight import as_allowed, choose_in_flight, most_of_a_run
 from penstock.simulate.costs import Costs, StageCost
 from penstock.simulate.in_flight import least_in_flight, rank_times
 from penstock.simulate.long_run import steady_bubble
@@ -221,3 +221,32 @@ def test_interleaved_says_which_group_would_do():
         ScheduleRequest("interleaved", 4, 5, options={"in_flight": "auto"}), Costs(EQUAL.stages, 2.5)
     )
     assert "a group has 5 microbatches where 10 would do" in str(choice)
+
+
+def test_hops_may_have_times_of_their_own_there_and_back():
+    """One slow link costs what a slow hop there and back costs, whichever of both ways takes the time."""
+    times = rank_times(EQUAL, splits=False)
+    assert least_in_flight(times, 0.75) == least_in_flight(times, [(0.75, 0.75)] * 3) == (7, 5, 3, 1)
+    assert least_in_flight(times, [(0, 0), (1.5, 0), (0, 0)]) == (5, 4, 2, 1)
+    assert least_in_flight(times, [(0, 0), (0, 1.5), (0, 0)]) == (5, 4, 2, 1)
+    assert least_in_flight(times, [(0, 0), (0, 0), (2, 2)]) == (6, 5, 4, 1)
+
+
+def test_a_wait_that_is_not_worth_a_microbatch_is_left():
+    times = rank_times(EQUAL, splits=False)
+    assert least_in_flight(times, 0.03, leave=0.02) == (4, 3, 2, 1)
+    assert least_in_flight(times, 0.05, leave=0.02) > (4, 3, 2, 1)
+
+
+def test_a_longer_delay_that_is_accepted_is_said():
+    assert "the weights that rank 0 reads are 0.75 instead of 0.375 updates late" in str(
+        chosen("stash", 8, "auto+delay")[1]
+    )
+    assert chosen("2bw", 8, "auto+delay")[1].later == ""
+
+
+def test_a_run_takes_two_batches_more_than_its_ranks_at_most():
+    request = ScheduleRequest("stash", 3, 4, options={"in_flight": "auto+delay"})
+    choice = as_allowed(request, (61, 31, 1), at_most=most_of_a_run(3, 4))
+    assert choice.taken == (11, 11, 1)
+    assert "a run takes at most 11, those of its 3 ranks and of two batches" in str(choice)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from penstock.runtime.plan.options import DataParallel, Partition, Precision, Recompute, Staleness
+from penstock.runtime.plan.options import DataParallel, InFlight, Partition, Precision, Recompute, Staleness
 
 GROUPS = {
     "data_parallel": DataParallel,
@@ -14,6 +14,7 @@ GROUPS = {
     "recompute": Recompute,
     "staleness": Staleness,
     "partition": Partition,
+    "in_flight": InFlight,
 }
 
 

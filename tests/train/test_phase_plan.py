@@ -50,6 +50,12 @@ def test_phases_that_are_planned(sections: dict[str, Any], wanted: str) -> None:
         assert end < 8 or end == math.inf or found.phase(int(end)) != found.phase(t)
 
 
+@pytest.mark.parametrize(("in_flight", "more"), [(2, 0), (10, 4), ((9, 1), 3), ("auto", 2)])
+def test_trouble_is_heard_of_later_with_more_in_flight(in_flight: Any, more: int) -> None:
+    found = course(fallback={"when": ["spike"]}, options={"in_flight": in_flight})
+    assert found.end(3, Trouble(10, "why")) == 10 + LAG + more
+
+
 def test_trouble_ends_the_main_phase_when_all_have_heard_of_it() -> None:
     found = course(sync={"batches": 3}, fallback={"when": ["spike"], "batches": 4})
     trouble = Trouble(10, "why")

@@ -9,6 +9,10 @@ from rich.console import Console
 from rich.text import Text
 
 from penstock.idle_time import split_time
+from penstock.runtime.in_flight.adapted import AdaptedInFlight
+from penstock.runtime.in_flight.measure import Measured
+from penstock.simulate.auto_in_flight import InFlightChoice
+from penstock.simulate.in_flight import RankTimes
 from penstock.train.config.load import load_config
 from penstock.train.observer import Progress, RunSummary, Switched
 from penstock.train.setup.prepare import prepare
@@ -183,3 +187,12 @@ def test_without_a_terminal_a_line_holds_every_figure():
         "batch 250 of 1000", "loss -", "1,234 tokens/s", "bubble -", "lr 3.00e-03", "ETA 0:00:30",
         "live bytes by stage 2.0 kB + 2.0 MB\n",
     ]  # fmt: skip
+
+
+def test_microbatches_in_flight_that_were_found_are_a_line():
+    measured = Measured((RankTimes(0.05, 0.1), RankTimes(0.05, 0.09)), ((0.041, 0.03),), (2000, 1000))
+    console = Console(file=StringIO(), width=80)
+    TerminalObserver(console).adapted(AdaptedInFlight(4, InFlightChoice((3, 1), (3, 1), (2, 1)), 2, measured))
+    assert console.file.getvalue() == (
+        "in flight: 3/1 instead of 2/1: messages take 41 ms, a forward and backward 150 ms\n"
+    )

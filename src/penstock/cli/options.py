@@ -45,6 +45,16 @@ Stages8 = Annotated[
     int | None, typer.Option("--stages", metavar="N", min=1, max=MOST_STAGES, help=f"{_STAGES}; 8 if not given.")
 ]
 
+InFlightNumber = Annotated[
+    str | None,
+    typer.Option(
+        "--in-flight",
+        metavar="N|N/N/..|auto",
+        help="Microbatches in flight on the first rank, or on each; auto: as many as hide the time of messages. "
+        "auto+delay: also where that makes weights later.",
+    ),
+]
+
 OrderFile = Annotated[Path | None, typer.Option("--file", metavar="FILE", help=f"{_OWN}.")]
 OrderRule = Annotated[
     str | None,

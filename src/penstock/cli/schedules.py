@@ -11,6 +11,7 @@ from rich.console import Console
 
 from penstock.cli.options import (
     AsJson,
+    InFlightNumber,
     MaybeMicrobatches,
     MaybeStages,
     MethodName,
@@ -44,16 +45,6 @@ Segments = Annotated[
         "--segments",
         metavar="N|auto",
         help="Recompute forwards before their backwards, N stages from one input; auto: square root of the stages.",
-    ),
-]
-
-InFlightNumber = Annotated[
-    str | None,
-    typer.Option(
-        "--in-flight",
-        metavar="N|N/N/..|auto",
-        help="Microbatches in flight on the first rank, or on each; auto: as many as hide the time of messages. "
-        "auto+delay: also where that makes weights later.",
     ),
 ]
 

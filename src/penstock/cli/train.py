@@ -16,6 +16,7 @@ from penstock.cli.options import (
     Changes,
     ConfigFile,
     DataPath,
+    InFlightNumber,
     ListKeys,
     Microbatches4,
     OptionalMethod,
@@ -75,6 +76,7 @@ def train(
     file: OrderFile = None,
     rule: OrderRule = None,
     correction: OrderCorrection = None,
+    in_flight: InFlightNumber = None,
     data: DataPath = None,
     changes: Changes = None,
     config: ConfigFile = None,
@@ -104,7 +106,7 @@ def train(
     if keys:
         print_train_keys()
         return
-    own = {"rule": rule, "corrected_by": correction}
+    own = {"rule": rule, "corrected_by": correction, "options.in_flight": in_flight}
     named = changes_of(
         method, file, changes, stages=stages, microbatches=microbatches, batches=batches, data=data, **own
     )

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import islice
+from typing import NamedTuple
 
 import torch
 
@@ -28,7 +29,7 @@ from penstock.runtime.execute.executor import Executor
 from penstock.runtime.execute.run_loop import Run, drive_all, drive_one
 from penstock.runtime.execute.span_borders import SpanBorders
 from penstock.runtime.plan.kernels import Kernels
-from penstock.runtime.rank.batch_source import Batches, BatchSource
+from penstock.runtime.rank.batch_source import Batches, BatchSource, Portions
 from penstock.runtime.rank.reports import Report
 from penstock.runtime.rank.scheduled_batches import Schedules
 from penstock.runtime.rank.snapshot import Saving, Snapshot, take_snapshot
@@ -41,6 +42,18 @@ from penstock.schedule.proof.stage_spec import stage_specs
 from penstock.stage.stage_weights import TrainedWeights
 from penstock.weights.corrections.base import Correction
 from penstock.weights.decision import add_shares
+
+
+class Halt(NamedTuple):
+    """A moment of a run at which the pipeline is drained, for all ranks to do something together.
+
+    Attributes:
+        at: the batch before which that is.
+        act: what they do; it may switch to another schedule.
+    """
+
+    at: int
+    act: Callable[[], None]
 
 
 class Engine:
@@ -96,23 +109,61 @@ class Engine:
 
     # --- training ---------------------------------------------------------------------------------------------------
 
-    def train(self, batches: Batches, save: Saving | None, evaluate: Evaluating | None) -> Generator[Report]:
-        """Train on batches, in one span or, where the pipeline must be drained on the way, several."""
+    def train(
+        self,
+        batches: Batches,
+        save: Saving | None,
+        evaluate: Evaluating | None,
+        halts: Callable[[], Halt | None] = lambda: None,
+    ) -> Generator[Report]:
+        """Train on batches, in one span or, where the pipeline must be drained on the way, several.
+
+        Args:
+            batches: the data.
+            save, evaluate: on the way.
+            halts: asked when the run begins whether it halts on the way.
+        """
         if not torch.is_grad_enabled():
             raise ConfigError("training needs gradients, but run() was called under torch.no_grad()")
         self.check_idle()
         self._stop.reset()
+        halt = halts()
+        if halt is None:
+            yield from self._train_spans(batches, save, evaluate, meets=False)
+            return
+        parts = Portions(batches)
+        # A snapshot from there is taken afterwards, so that a run that resumes from it goes on alike.
+        before = None if save is None else save._replace(make_room=lambda b: b != halt.at and save.make_room(b))
+        left = yield from self._train_spans(parts.next(halt.at - self.batches), before, evaluate, meets=True)
+        if left or self.batches < halt.at:
+            return
+        with self._together():
+            halt.act()
+        if save is not None and save.wants(self.batches) and save.make_room(self.batches):
+            for snapshot in self.snapshots():
+                save.sink(snapshot)
+        yield from self._train_spans(parts.next(), save, evaluate, meets=False)
+
+    def _train_spans(
+        self, batches: Batches, save: Saving | None, evaluate: Evaluating | None, *, meets: bool
+    ) -> Generator[Report, None, bool]:
+        """Train in as many spans as snapshots and evaluations ask for; returns whether somebody has left, if it meets.
+
+        Args:
+            batches: the data.
+            save, evaluate: on the way.
+            meets: ranks hear afterwards who has left.
+        """
         stays_full = self._proof.border_fault() is None and not self._combine.spec.drains
         if (save is None and evaluate is None) or stays_full:
-            yield from self._train_once(batches, save, evaluate, meets=evaluate is not None)
-            return
+            return (yield from self._train_once(batches, save, evaluate, meets=meets or evaluate is not None))
         rest = iter(batches)
         while True:
             size = min(plan.every - self.batches % plan.every for plan in (save, evaluate) if plan is not None)
             before = self.batches
             left = yield from self._train_once(islice(rest, size), None, None, meets=True)
             if left or self.batches - before < size:
-                return
+                return left
             if evaluate is not None and evaluate.wants(self.batches):
                 self._evaluate_now(evaluate, self.batches)
             if save is not None and save.wants(self.batches) and save.make_room(self.batches):
@@ -237,6 +288,10 @@ class Engine:
         except BaseException as error:
             self.break_off(error)  # some stages may have been switched
             raise
+
+    def widen(self, proof: Proof) -> None:
+        """Continue under the same schedule with another window, of which stages know nothing."""
+        self._proof, self.schedule = proof, proof.schedule
 
     def _evaluate_now(self, evaluate: Evaluating, version: int) -> None:
         """Evaluate one of the versions that exist, with the pipeline drained."""

@@ -6,7 +6,9 @@ numbers, bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from inspect import signature
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -25,12 +27,15 @@ from penstock.comm.transports import Transports, choose_transports
 from penstock.errors import ConfigError
 from penstock.partition.blocks import Blocks, check_same_blocks, named_blocks
 from penstock.runtime.attribute_hints import NO_CALL, NO_PICKLE, missing, names_checked, no_argument, positional
-from penstock.runtime.engine import Engine
+from penstock.runtime.engine import Engine, Halt
 from penstock.runtime.execute.evaluation import Evaluating, check_evaluating
+from penstock.runtime.in_flight.adapted import MEASURED, Adaptations, AdaptedInFlight, adapt
+from penstock.runtime.in_flight.agree import measured_by_all
 from penstock.runtime.inspection import Inspection
-from penstock.runtime.plan.method_choice import default_stages, request_for
+from penstock.runtime.plan.method_choice import default_stages, request_for, with_options
 from penstock.runtime.plan.options import (
     DataParallel,
+    InFlight,
     Partition,
     PipelineOptions,
     Precision,
@@ -39,7 +44,7 @@ from penstock.runtime.plan.options import (
     Staleness,
     UpdateOptions,
 )
-from penstock.runtime.plan.plan import UnprovenPlan
+from penstock.runtime.plan.plan import PipelinePlan, UnprovenPlan
 from penstock.runtime.plan.requirements import schedule_of
 from penstock.runtime.rank.batch_source import Batches
 from penstock.runtime.rank.restore import SavedState, check_names, check_pipelines, restore
@@ -60,6 +65,9 @@ from penstock.weights.corrections.base import Correction
 from penstock.weights.optim.lr_schedulers import SchedulerFactory
 from penstock.weights.optim.optimizer_factory import OptimizerFactory
 from penstock.weights.update_hooks import UpdateHook, UpdateHooks
+
+_LOG = logging.getLogger(__name__)
+IN_FLIGHT = "in_flight"  # among the facts of a saved state
 
 
 class Pipeline(Inspection):
@@ -107,6 +115,9 @@ class Pipeline(Inspection):
             of your own choice.
         partition: the number of blocks of each stage; or a `Partition`, with tied parameters and slices of sequences.
             Stages are balanced by the cost of blocks if None.
+        in_flight: how many microbatches are in flight on each rank, where the order of `method` has that option: of the
+            first rank, or a number for each; or "auto", as many as the links between processes ask for, measured in
+            the first batches (`Pipeline.in_flight`); or an `InFlight`, with a limit of the memory for it.
         divergence: what counts as a divergence, for `Pipeline.trouble`.
         seed: of the random numbers that blocks draw, such as dropout.
         group: a process group with one process per rank, the ranks of a pipeline next to each other; None to run all
@@ -152,6 +163,7 @@ class Pipeline(Inspection):
         data_parallel: int | DataParallel = 1,
         staleness: Correction | Staleness | None = None,
         partition: Sequence[int] | Partition | None = None,
+        in_flight: int | Sequence[int] | str | InFlight | None = None,
         divergence: Divergence | None = None,
         seed: int = 0,
         group: dist.ProcessGroup | None = None,
@@ -166,6 +178,7 @@ class Pipeline(Inspection):
             recompute if isinstance(recompute, Recompute) else Recompute(recompute),
             staleness if isinstance(staleness, Staleness) else Staleness(staleness),
             partition if isinstance(partition, Partition) else Partition(partition),
+            in_flight if isinstance(in_flight, InFlight) else InFlight(in_flight),
             UpdateOptions(max_grad_norm, lr_scheduler, ema_decay, divergence),
             RunOptions(seed, timeout, device, waits),
         )
@@ -176,6 +189,7 @@ class Pipeline(Inspection):
             raise ConfigError("a schedule has its stages and microbatches; leave stages and microbatches out")
         depth = partial(default_stages, width, group, mesh) if stages is None else stages
         request, correction = request_for(schedule, method, correction, depth, microbatches)
+        request = with_options(request, options.in_flight.in_flight)
         width, group = from_mesh(mesh, width, schedule_of(request).ranks, group)
         if group is None:
             warn_if_alone()
@@ -202,7 +216,7 @@ class Pipeline(Inspection):
         self.delays, self.backward_delays = plan.delays.by_block, (plan.backward_delays or plan.delays).by_block
         holders = holders_of(self.schedule, parallel.width).values()
         alike = groups_of_holders(self.grid, holders, parallel.mesh, timeout) if parallel.fast else {}
-        self._ranks = make_ranks(named, plan, self.grid, loss, optimizer)
+        self._ranks, self._adaptations = make_ranks(named, plan, self.grid, loss, optimizer), Adaptations()
         self._hooks = UpdateHooks()
         for stage in {stage.key.index: stage for stage in self._by_place()}.values():
             if isinstance(stage.weights, TrainedWeights):
@@ -310,7 +324,9 @@ class Pipeline(Inspection):
                     f"evaluate: every is {evaluate.every}, but pipelines meet every {self.combine.every} batches, and "
                     "in between each has weights of its own; evaluate every multiple of it"
                 )
-        return TrainingRun(self._engine.train(batches, save, evaluate), self.stop)
+        if save is not None:
+            save = save._replace(sink=partial(self._sink, save.sink))
+        return TrainingRun(self._engine.train(batches, save, evaluate, partial(self._halts, evaluate)), self.stop)
 
     def evaluate(self, batches: Batches, *, averaged: bool = False) -> tuple[float, float] | None:
         """Return the mean loss on batches under the newest weights, and its weight, on all ranks.
@@ -378,7 +394,16 @@ class Pipeline(Inspection):
 
     def snapshots(self) -> list[Snapshot]:
         """Return a snapshot of every stage in this process, between two runs; together they are a saved state."""
-        return self._engine.snapshots()
+        found: list[Snapshot] = []
+        for snapshot in self._engine.snapshots():
+            self._sink(found.append, snapshot)
+        return found
+
+    def _sink(self, sink: Callable[[Snapshot], None], snapshot: Snapshot) -> None:
+        """Hand on a snapshot, with the microbatches in flight that have been found."""
+        known = self._adaptations.state()
+        snapshot.facts.update({IN_FLIGHT: known} if known else {})
+        sink(snapshot)
 
     def load(self, saved: SavedState) -> None:
         """Continue from a saved state, bit for bit; it may be of another depth, width or method.
@@ -399,6 +424,8 @@ class Pipeline(Inspection):
             )
         check_names(saved, [n for part in self.parts for n in part])
         check_pipelines(saved, self.combine, self.grid.width)
+        self._adaptations.load(saved.facts.get(IN_FLIGHT, {}))
+        self._adopt(None)
         older = RULES[self.schedule.rule].bases == 2 and any(name.startswith("older/") for name in saved.names)
         try:
             for state in self._ranks:
@@ -461,12 +488,65 @@ class Pipeline(Inspection):
             if len(set(told)) > 1:
                 raise ConfigError(f"ranks were given different schedules to go on with: {', '.join(told)}")
         plan = prove_plan(draft, self.grid.control)
-        proof = plan.proof
         for state in self._ranks:
-            state.check_switch(proof, correction)
+            state.check_switch(plan.proof, correction)
+        self._take(plan, evaluate)
+        self._adopt(evaluate)
+
+    def _take(self, plan: PipelinePlan, evaluate: Evaluating | None) -> None:
+        proof = plan.proof
         self._transports.prepare(Channel.TRAINING, proof.lowered.lanes)
-        self._engine.switch(proof, correction, evaluate)  # may evaluate first, under the schedule of before
-        self._plan, self.proof, self.schedule = plan, proof, proof.schedule
+        # It may evaluate first, under the schedule of before.
+        self._engine.switch(proof, plan.options.staleness.correction, evaluate)
+        self._note(plan)
+
+    def _note(self, plan: PipelinePlan) -> None:
+        self._plan, self.proof, self.schedule = plan, plan.proof, plan.schedule
+
+    # --- microbatches in flight -------------------------------------------------------------------------------------
+
+    @property
+    def in_flight(self) -> AdaptedInFlight | None:
+        """The microbatches in flight that were found for the links of the present method, with what was measured.
+
+        None where nothing has been found (yet): it did not ask for `in_flight="auto"`, or all ranks are in one process,
+        where messages take no time; or pipelines average their weights now and then, or weights are read late by
+        choice, as then stages cannot go on under another schedule.
+        """
+        return self._adaptations.of(self._plan.auto)
+
+    def _halts(self, evaluate: Evaluating | None) -> Halt | None:
+        """When a run stands still, to go on with as many microbatches in flight as its links ask for."""
+        if self.grid.group is None or self._plan.auto is None:
+            return None
+        until = self._adaptations.measured_until(self._plan.auto, self.batches)
+        return None if until is None else Halt(until, partial(self._adapt, evaluate))
+
+    def _adapt(self, evaluate: Evaluating | None) -> None:
+        """Choose the microbatches in flight by what the batches so far have taken; all ranks do it together."""
+        plan, batch = self._plan, self.batches
+        assert plan.auto is not None
+        measured = measured_by_all(self._ranks[0].recorder, self.grid, range(batch - MEASURED, batch))
+        if measured is None:
+            return
+        found = adapt(plan, measured, batch)
+        self._adaptations.settle(plan.auto, found)
+        if not dist.get_rank(self.grid.group):
+            _LOG.info("in flight: %s", found)
+        self._adopt(evaluate)
+
+    def _adopt(self, evaluate: Evaluating | None) -> None:
+        """Go on with what has been found for the present plan, if anything has."""
+        found = self.in_flight
+        if found is None:
+            return
+        draft = self._plan.adapted(found.numbers, found.window)
+        plan = prove_plan(draft, self.grid.control)
+        if plan.schedule == replace(self.schedule, window=plan.schedule.window):
+            self._engine.widen(plan.proof)
+            self._note(plan)
+        else:
+            self._take(plan, evaluate)
 
     def look_out(self, first: float = 0) -> None:
         """Watch for divergence from batch `first` on, and forget what was found before; infinity ends the watch.

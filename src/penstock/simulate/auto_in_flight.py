@@ -14,12 +14,12 @@ from penstock.schedule.ir.order import check_options
 from penstock.schedule.ir.rules import RULES, Source
 from penstock.schedule.methods.table import find_method
 from penstock.schedule.orders import CHAINS, ORDERS
-from penstock.schedule.orders.interleaved import groups_of, interleaved
+from penstock.schedule.orders.interleaved import groups_of
 from penstock.schedule.proof.check import Proof, check_versions
 from penstock.simulate.costs import Costs
 from penstock.simulate.in_flight import least_in_flight, least_interleaved, rank_times
 
-_SPLIT_ORDERS = ("zb-h1",)
+_SPLIT_ORDERS, _INTERLEAVED = ("zb-h1",), "interleaved"
 
 
 @dataclass(frozen=True)
@@ -31,20 +31,50 @@ class InFlightChoice:
         asked: the least with which no rank waits for messages.
         plain: what the order has where messages take no time.
         reasons: why fewer are taken than the links ask for.
+        later: by how much weights are read later with them, if they are.
     """
 
     taken: tuple[int, ...]
     asked: tuple[int, ...]
     plain: tuple[int, ...]
     reasons: tuple[str, ...] = ()
+    later: str = ""
 
     def __str__(self) -> str:
         """Return the numbers with the reasons, for people."""
-        reasons = [f"links ask for {write_in_flight(self.asked)}, but {' and '.join(self.reasons)}"] * bool(
-            self.reasons
-        )
         plain = f"{write_in_flight(self.plain)} where messages take no time"
-        return f"{write_in_flight(self.taken)} ({'; '.join([*reasons, plain])})"
+        return f"{write_in_flight(self.taken)} ({'; '.join([*self.why, plain])})"
+
+    @property
+    def why(self) -> list[str]:
+        """Why they are not what links ask for, and what they cost; nothing where there is nothing to say."""
+        asked = f"links ask for {write_in_flight(self.asked)}, but {' and '.join(self.reasons)}"
+        return [asked] * bool(self.reasons) + [self.later] * bool(self.later)
+
+
+def asks_for_auto(given: object) -> bool:
+    """Whether this is a request of a method, or order, by name whose microbatches in flight are to be found.
+
+    Raises:
+        ConfigError: the order has no microbatches in flight to choose.
+    """
+    if not isinstance(given, ScheduleRequest) or given.options.get("in_flight") not in (AUTO, AUTO_DELAYED):
+        return False
+    if not isinstance(given.method, str) or callable(given.order):
+        return False
+    order = _order_of(given)
+    what = f"method {given.method}" if given.order is None else f"order {order}"
+    check_options(ORDERS[order], given.options, ORDERS, what)
+    if ORDERS[order] not in CHAINS and order != _INTERLEAVED:
+        raise ConfigError(
+            f"{what} takes a number of microbatches in flight, such as in_flight=8; got {given.options['in_flight']!r}"
+        )
+    return True
+
+
+def splits(request: ScheduleRequest) -> bool:
+    """Whether its backwards come in two halves."""
+    return _order_of(request) in _SPLIT_ORDERS
 
 
 def choose_in_flight(
@@ -63,36 +93,61 @@ def choose_in_flight(
     Raises:
         ConfigError: the order has no microbatches in flight to choose.
     """
-    given = request.options.get("in_flight")
-    if given not in (AUTO, AUTO_DELAYED):
+    if not asks_for_auto(request):
         return request, None
-    assert isinstance(request.method, str)
-    order = request.order or find_method(request.method).order
-    assert isinstance(order, str)
-    what = f"method {request.method}" if request.order is None else f"order {order}"
-    check_options(ORDERS[order], request.options, ORDERS, what)
-    if ORDERS[order] is interleaved:
+    if _order_of(request) == _INTERLEAVED:
         return _interleaved(request, costs)
-    if ORDERS[order] not in CHAINS:
-        raise ConfigError(f"{what} takes a number of microbatches in flight, such as in_flight=8; got {given!r}")
     if len(costs.stages) != request.stages:
         raise ConfigError(f"the costs describe {len(costs.stages)} stages, there are {request.stages}")
-    times = rank_times(costs, splits=order in _SPLIT_ORDERS)
-    asked = least_in_flight(times, costs.transfer + costs.latency, costs.transfer)
+    times = rank_times(costs, splits=splits(request))
+    choice = as_allowed(request, least_in_flight(times, costs.transfer + costs.latency, costs.transfer), most)
+    return with_in_flight(request, choice.taken), choice
+
+
+def most_of_a_run(stages: int, microbatches: int) -> int:
+    """Return how many microbatches a run has in flight on a rank at most, whatever its links ask for.
+
+    So weights are read later by two updates at most, and decisions reach every rank in a known time.
+    """
+    return stages + 2 * microbatches
+
+
+def as_allowed(
+    request: ScheduleRequest, asked: tuple[int, ...], most: Sequence[int] | None = None, at_most: int | None = None
+) -> InFlightChoice:
+    """Return the microbatches in flight that links ask for, as far as batch, memory and delay allow.
+
+    Args:
+        request: which asks for `auto`.
+        asked: what links ask for.
+        most: microbatches that the memory of each rank allows.
+        at_most: of a run; any number if None.
+    """
     plain = tuple(in_flight_on(request.stages, request.stages))
+    assert isinstance(request.method, str)
     flushed = RULES[request.rule or find_method(request.method).rule].forward is Source.BATCH
-    taken, reasons = tuple(min(n, request.microbatches) if flushed else n for n in asked), list[str]()
+    taken, reasons, later = tuple(min(n, request.microbatches) if flushed else n for n in asked), list[str](), ""
     if most is not None and any(a > b for a, b in zip(taken, most, strict=True)):
         taken = tuple(max(n, 1) for n in accumulate(map(min, taken, most), min))
         reasons.append(f"memory allows {write_in_flight(tuple(most))}")
+    if at_most is not None and taken[0] > at_most:
+        taken = tuple(min(n, at_most) for n in taken)
+        reasons.append(f"a run takes at most {at_most}, those of its {request.stages} ranks and of two batches")
     taken, why = _as_batches_allow(request, taken, asked)
     reasons += why
-    if given == AUTO and taken > plain:
-        longer = _longer_delay(request, plain, taken)
-        if longer:
-            reasons.append(f"{longer} (in_flight={AUTO_DELAYED} accepts that)")
-            taken = plain
-    return with_in_flight(request, taken), InFlightChoice(taken, asked, plain, tuple(reasons))
+    if taken > plain:
+        later = _longer_delay(request, plain, taken)
+        if later and request.options["in_flight"] == AUTO:
+            reasons.append(f"{later.format('would be')} (in_flight={AUTO_DELAYED} accepts that)")
+            taken, later = plain, ""
+    return InFlightChoice(taken, asked, plain, tuple(reasons), later.format("are"))
+
+
+def _order_of(request: ScheduleRequest) -> str:
+    assert isinstance(request.method, str)
+    order = request.order or find_method(request.method).order
+    assert isinstance(order, str)
+    return order
 
 
 def _as_batches_allow(
@@ -127,12 +182,12 @@ def _as_batches_allow(
 
 
 def _longer_delay(request: ScheduleRequest, before: tuple[int, ...], after: tuple[int, ...]) -> str:
-    """Say by how much weights are later than with other numbers in flight; nothing if they are not."""
+    """Say by how much weights are later than with other numbers in flight, with a gap for the verb; or nothing."""
     less, more = (_delays(with_in_flight(request, numbers).prove()) for numbers in (before, after))
     rank = max(range(len(less)), key=lambda r: more[r] - less[r])
     if more[rank] <= less[rank]:
         return ""
-    return f"the weights that rank {rank} reads would be {more[rank]:.3g} instead of {less[rank]:.3g} updates late"
+    return f"the weights that rank {rank} reads {{}} {more[rank]:.3g} instead of {less[rank]:.3g} updates late"
 
 
 def _delays(proof: Proof) -> list[float]:

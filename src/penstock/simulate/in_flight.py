@@ -8,10 +8,10 @@ and the way there and back:
 
     D(p - 1) = f(p - 1),  D(s) = max(w(s) T + f(s), f(s) + c + D(s + 1) + g(s + 1) + c)
 
-with the time c of a message and g of what a gradient waits for on the rank behind (a backward, or its first half where
-it comes in two). The least w(s) that leaves room for it, from the last rank to the first, is the least at all: a
-smaller D(s + 1) never makes a larger D(s). For p equal ranks w(s) = (p - 1 - s) (1 + ceil(2 c / T)): whole passes
-are put between, so each hop is rounded up by itself.
+with the time c of a message (each hop may have its own there and back) and g of what a gradient waits for on the rank
+behind (a backward, or its first half where it comes in two). The least w(s) that leaves room for it, from the last rank
+to the first, is the least at all: a smaller D(s + 1) never makes a larger D(s). For p equal ranks w(s) = (p - 1 - s)
+(1 + ceil(2 c / T)): whole passes are put between, so each hop is rounded up by itself.
 
 With v chunks on a rank, in turns and in groups of g microbatches (interleaved 1F1B), a pass of a chunk has a slot of
 T / v for its forward and its backward. A hop forward and one backward together take h slots, a whole number, in which
@@ -28,7 +28,9 @@ from typing import NamedTuple
 
 from penstock.simulate.costs import Costs
 
-_ROUNDING = 1e-9  # of T
+Hops = float | Sequence[tuple[float, float]]
+"""c: of all messages; or, for every hop, of the activation there and of the gradient back."""
+_ROUNDING = 1e-9
 
 
 class RankTimes(NamedTuple):
@@ -65,21 +67,25 @@ def rank_times(costs: Costs, *, splits: bool) -> list[RankTimes]:
     ]
 
 
-def least_in_flight(times: Sequence[RankTimes], hop: float, transfer: float = 0.0) -> tuple[int, ...]:
+def least_in_flight(
+    times: Sequence[RankTimes], hops: Hops, transfer: float = 0.0, leave: float = _ROUNDING
+) -> tuple[int, ...]:
     """Return, per rank, the least number of microbatches in flight with which no rank waits for messages.
 
     Args:
         times: of every rank.
-        hop: c, from the end of a pass to the arrival of what it sends.
+        hops: c, from the end of a pass to the arrival of what it sends.
         transfer: the part of it in which a message occupies its lane.
+        leave: the share of T by which waits may lengthen it, as that is not worth the memory of another microbatch.
     """
     period = max(max(here.total for here in times), transfer)
     if not period:
         return tuple(range(len(times), 0, -1))
+    each = [(hops, hops)] * (len(times) - 1) if isinstance(hops, int | float) else hops
     found, lead = [1], times[-1].forward
-    for here, behind in reversed(list(pairwise(times))):
-        lead += here.forward + hop + behind.returns + hop
-        ahead = math.ceil((lead + here.returns + here.rest) / period - 1 - _ROUNDING)
+    for (here, behind), (there, back) in reversed(list(zip(pairwise(times), each, strict=True))):
+        lead += here.forward + there + behind.returns + back
+        ahead = math.ceil((lead + here.returns + here.rest) / (period * (1 + leave)) - 1)
         lead = max(lead, ahead * period + here.forward)
         found.append(ahead + 1)
     return tuple(reversed(found))

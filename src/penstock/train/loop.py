@@ -44,7 +44,7 @@ from penstock.train.observer import Observer, Progress, RunSummary
 from penstock.train.phase_switcher import Phases
 from penstock.train.process_group import first_of_the_job, process_group, shared_folder
 from penstock.train.setup.build_pipeline import make_pipeline
-from penstock.train.setup.early_stopping import Patience
+from penstock.train.setup.early_stopping import Patience, known_in_run
 from penstock.train.setup.lr_schedule import rate_schedule
 from penstock.train.setup.prepare import Prepared, prepare_unproven
 from penstock.train.setup.recorded import recorded
@@ -135,6 +135,7 @@ class _Loop:
         self._ending = False
         self._loss: float | None = None  # of the last batch
         self._meter = BubbleMeter(self.ranks)
+        self._in_flight = self.pipeline.in_flight  # as it was reported last, also before a run was resumed
 
     def _begin_from(self, found: Mapping[str, Any] | None) -> None:
         """Start where the pipeline is, with the extra data of its checkpoint, if it was loaded from one."""
@@ -153,7 +154,7 @@ class _Loop:
             self.metrics.add(damaged_checkpoint=fault)
             self.troubles.passed_over(fault)
         config = self.config
-        self._patience = Patience(config.evaluate.patience, config.stages, config.microbatches)
+        self._patience = Patience(config.evaluate.patience, known_in_run(config))
         for evaluation in self.pipeline.evaluations:
             self._patience.record(evaluation.version, evaluation.loss)
 
@@ -231,6 +232,7 @@ class _Loop:
         for report in self.pipeline.run(self._data(), save=save, evaluate=self._evaluating()):
             try:
                 self._post()
+                self._tell_in_flight()
                 if self.request.asked:
                     self._stop()
                 if self.reports:
@@ -243,7 +245,16 @@ class _Loop:
                 raise
         if self.reports:
             self.metrics.add_updates(self.pipeline.decided())
+        self._tell_in_flight()
         self._evaluated(self.pipeline.evaluated())
+
+    def _tell_in_flight(self) -> None:
+        """Report the microbatches in flight that were found for the links, once."""
+        found = self.pipeline.in_flight
+        if self.reports and found is not None and found != self._in_flight:
+            self._in_flight = found
+            self.metrics.add(in_flight=found.numbers, **found.state())
+            self.observer.adapted(found)
 
     def _stop(self) -> None:
         """End the run early, as requested."""

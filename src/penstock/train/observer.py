@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from penstock.idle_time import TimeSplit
+from penstock.runtime.in_flight.adapted import AdaptedInFlight
 from penstock.runtime.update.events import Evaluated
 from penstock.timeline import Timeline
 from penstock.train.setup.prepare import Prepared
@@ -99,6 +100,10 @@ class Observer(Protocol):
 
     def switched(self, switched: Switched) -> None:
         """Another method takes over."""
+        ...
+
+    def adapted(self, found: AdaptedInFlight) -> None:
+        """The run goes on with other microbatches in flight, as its links ask for."""
         ...
 
     def warned(self, trouble: str) -> None:

@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.idle_time import split_time
+from penstock.runtime.in_flight.adapted import AdaptedInFlight
 from penstock.runtime.update.events import Evaluated
 from penstock.timeline import Timeline
 from penstock.train.observer import Progress, RunSummary, Switched
@@ -114,6 +115,10 @@ class TerminalObserver:
             markup=False,
             soft_wrap=True,
         )
+
+    def adapted(self, found: AdaptedInFlight) -> None:
+        """Print how many microbatches are in flight from here on, and why, in a permanent line."""
+        self.console.print(f"in flight: {found}", highlight=False, markup=False, soft_wrap=True)
 
     def warned(self, trouble: str) -> None:
         """Print what has gone wrong, in a permanent line."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -86,6 +87,22 @@ def request_of(
     check_whole("microbatches", microbatches)
     request = ScheduleRequest(chosen.name, stages, microbatches, options=chosen.options)
     return request, correction_of(chosen.name, **chosen.correction)
+
+
+def with_options(given: GivenSchedule, in_flight: int | Sequence[int] | str | None) -> GivenSchedule:
+    """Return a schedule with other microbatches in flight than its order has, where some are asked for.
+
+    Raises:
+        ConfigError: the schedule is finished.
+    """
+    if in_flight is None:
+        return given
+    if not isinstance(given, ScheduleRequest):
+        raise ConfigError(
+            f"in_flight={in_flight!r:.80} is an option of the order of a method; a schedule that is given has its "
+            "order already: leave in_flight out, or give it to make_schedule(..., options={'in_flight': ...})"
+        )
+    return replace(given, options={**given.options, "in_flight": in_flight})
 
 
 def default_stages(width: int, group: dist.ProcessGroup | None, mesh: DeviceMesh | None) -> int:

@@ -22,6 +22,7 @@ from penstock.partition.block_delays import Delays
 from penstock.partition.sequence_slices import EQUAL_SLICES, Slicing
 from penstock.runtime.plan.kernels import Kernels, SdpaName
 from penstock.runtime.update.divergence import Divergence
+from penstock.schedule.ir.in_flight import read_in_flight
 from penstock.schedule.methods.combine import REDUCE, Combine
 from penstock.schedule.transforms.batch_ops import what_decides
 from penstock.schedule.transforms.recompute import Segments
@@ -250,6 +251,32 @@ class Partition(ShortRepr):
             raise ConfigError(f"slicing must be a Slicing, such as Slicing(dimension=1); got {self.slicing!r:.80}")
 
 
+@dataclass(frozen=True, repr=False)
+class InFlight(ShortRepr):
+    """How many microbatches are in flight on each rank: begun there, and their backwards not yet (docs/orders.md).
+
+    Attributes:
+        in_flight: of the method's order: of the first rank, or one number for every rank; or "auto": between processes
+            the first batches are measured, and the run goes on with as many as hide the time of messages, but without
+            reading weights later; "auto+delay" may do that, too. What the method itself has if None.
+        in_flight_bytes: with "auto", the most bytes of activations on a rank; any number if None.
+
+    Raises:
+        ConfigError: it is no such number or word.
+    """
+
+    in_flight: int | Sequence[int] | str | None = None
+    in_flight_bytes: float | None = None
+
+    def __post_init__(self) -> None:
+        """Check each by itself."""
+        if isinstance(self.in_flight, str):
+            object.__setattr__(self, "in_flight", read_in_flight(self.in_flight))
+        check_number("in_flight_bytes", self.in_flight_bytes, "2e9")
+        if self.in_flight_bytes is not None and not self.in_flight_bytes > 0:
+            raise ConfigError(f"in_flight_bytes must be positive, got {self.in_flight_bytes}")
+
+
 @dataclass(frozen=True)
 class UpdateOptions:
     """How the gradient of a batch becomes an update.
@@ -342,6 +369,7 @@ class PipelineOptions:
     recompute: Recompute = field(default_factory=Recompute)
     staleness: Staleness = field(default_factory=Staleness)
     partition: Partition = field(default_factory=Partition)
+    in_flight: InFlight = field(default_factory=InFlight)
     update: UpdateOptions = field(default_factory=UpdateOptions)
     run: RunOptions = field(default_factory=RunOptions)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from penstock.errors import ConfigError, ScheduleError
@@ -31,6 +31,7 @@ from penstock.runtime.plan.requirements import (
 from penstock.schedule.build import ScheduleRequest
 from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.proof.check import Proof
+from penstock.simulate.auto_in_flight import asks_for_auto, with_in_flight
 from penstock.weights.corrections.base import Correction
 
 
@@ -47,6 +48,8 @@ class UnprovenPlan:
         inside: parameters that blocks of one stage share: name -> name of the one that it is the same as.
         delays: of every block, in updates.
         backward_delays: the same in backwards; None where they are those of forwards.
+        auto: what the schedule was asked for with, if its microbatches in flight are still to be found, or have been,
+            for links that take time; None also where stages cannot go on under another schedule.
     """
 
     options: PipelineOptions
@@ -57,6 +60,7 @@ class UnprovenPlan:
     inside: Mapping[str, str]
     delays: BlockDelays
     backward_delays: BlockDelays | None
+    auto: ScheduleRequest | None = field(default=None, kw_only=True)
 
     @classmethod
     def of(cls, blocks: Mapping[str, Any], given: GivenSchedule, options: PipelineOptions) -> UnprovenPlan:
@@ -96,7 +100,9 @@ class UnprovenPlan:
         schedule = with_all_actions(given, options, _stages_of(ties))
         check_recomputed_blocks(schedule, recompute)
         check_correction(schedule, staleness.correction, options.precision.low, recompute, tied=bool(ties))
-        return UnprovenPlan(options, given, schedule, parts, ties, inside, delays, backward)
+        stays = parallel.combine.apart or staleness.chosen
+        auto = given if isinstance(given, ScheduleRequest) and asks_for_auto(given) and not stays else None
+        return UnprovenPlan(options, given, schedule, parts, ties, inside, delays, backward, auto=auto)
 
     def prove(self) -> PipelinePlan:
         """The plan with the proof of its schedule.
@@ -147,7 +153,20 @@ class UnprovenPlan:
         recompute = options.recompute.recompute
         check_recomputed_blocks(schedule, recompute)
         check_correction(schedule, correction, options.precision.low, recompute, tied=bool(self.ties))
-        return UnprovenPlan(**self._values() | {"options": options, "given": given, "schedule": schedule})
+        auto = given if isinstance(given, ScheduleRequest) and asks_for_auto(given) else None
+        return UnprovenPlan(**self._values() | {"options": options, "given": given, "schedule": schedule, "auto": auto})
+
+    def adapted(self, numbers: tuple[int, ...], window: int) -> UnprovenPlan:
+        """The plan under which the same stages go on, with numbers in place of `auto`.
+
+        Args:
+            numbers: microbatches in flight on every rank.
+            window: messages that may be outstanding on a lane.
+        """
+        assert self.auto is not None
+        request = replace(with_in_flight(self.auto, numbers), window=window)
+        following = self.followed_by(request, self.options.staleness.correction)
+        return replace(following, auto=self.auto)
 
     @property
     def plain(self) -> Schedule:
@@ -166,7 +185,7 @@ class UnprovenPlan:
         return divisor if self.options.precision.low is None else 2.0 ** round(math.log2(divisor))
 
     def _values(self) -> dict[str, Any]:
-        return {field.name: getattr(self, field.name) for field in fields(UnprovenPlan)}
+        return {each.name: getattr(self, each.name) for each in fields(UnprovenPlan)}
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import math
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -203,6 +204,24 @@ def _iterator(batches: Any) -> Iterator[Any]:
         what = "a function; call it" if callable(batches) else type(batches).__name__
         raise DataError(f"batches must be an iterable of batches, such as a DataLoader or a list; got {what}")
     return iter(batches)
+
+
+class Portions:
+    """The data of a run, for several spans one after the other.
+
+    Args:
+        batches: the data; what is wrong with them is found where the first batch is asked for, as in a single span.
+    """
+
+    def __init__(self, batches: Batches) -> None:
+        self._batches = batches
+        self._rest: Iterator[Any] | None = None
+
+    def next(self, count: int | None = None) -> Iterator[Any]:
+        """Yield at most so many of the batches that are left; all if None."""
+        if self._rest is None:
+            self._rest = _iterator(self._batches)
+        yield from islice(self._rest, count)
 
 
 def _kept(pair: Any) -> Any:

@@ -341,6 +341,12 @@ class TrainConfig(Strict):
         description="messages that may be outstanding on a lane between two ranks, each of which is memory; as few as "
         "cost no time if not set, where messages take none (what they cost: `penstock simulate --latency`)",
     )
+    in_flight_bytes: Number | None = Field(
+        default=None,
+        gt=0,
+        le=1e18,
+        description="with options.in_flight=auto, the most bytes of activations on a rank; any number if not set",
+    )
     balance: list[int] | None = Field(default=None, description="blocks per stage; balanced by cost if not set")
     seed: int = Field(default=0, ge=0, le=2**63 - 1, description="of initialisation, sample order and dropout")
     data: str | None = Field(

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from penstock.runtime.update.divergence import Trouble
 from penstock.train.config.schema import TrainConfig
-from penstock.train.setup.early_stopping import known_after
+from penstock.train.setup.early_stopping import known_in_run
 
 MAIN, SYNC, FALLBACK = "main", "sync", "fallback"
 
@@ -47,7 +47,7 @@ class Course:
 
     def __init__(self, config: TrainConfig) -> None:
         self._sync, self._fallback = config.sync, config.fallback
-        self._lag = known_after(config.stages, config.microbatches)
+        self._lag = known_in_run(config)
         self.falls: list[Fall] = []
 
     @property

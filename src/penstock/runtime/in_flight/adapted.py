@@ -1,0 +1,173 @@
+"""The microbatches in flight that a run has chosen for its links, and what they follow from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from penstock.errors import ScheduleError
+from penstock.runtime.in_flight.measure import Measured
+from penstock.runtime.plan.plan import PipelinePlan
+from penstock.schedule.build import ScheduleRequest
+from penstock.schedule.ir.in_flight import write_in_flight
+from penstock.schedule.proof.check import Proof
+from penstock.simulate.auto_in_flight import InFlightChoice, as_allowed, most_of_a_run, splits, with_in_flight
+from penstock.simulate.costs import Costs, StageCost
+from penstock.simulate.in_flight import RankTimes, least_in_flight
+from penstock.simulate.simulate import simulate_schedule
+
+MEASURED = 4
+"""Batches that are measured, of which the first one fills the pipeline."""
+_LEAVE = 0.02  # a period longer by this is not worth the activations of a microbatch, nor told from noise
+
+
+@dataclass(frozen=True, repr=False)
+class AdaptedInFlight:
+    """The microbatches in flight that a run goes on with, as its links ask for.
+
+    Attributes:
+        batch: the first one that is trained so.
+        choice: the numbers, and why they are these.
+        window: the number of messages that may be outstanding on a lane.
+        measured: the times that it follows from.
+    """
+
+    batch: int
+    choice: InFlightChoice
+    window: int
+    measured: Measured
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """Microbatches in flight on every rank."""
+        return self.choice.taken
+
+    def __repr__(self) -> str:
+        """Return what `str` does, with the batch."""
+        return f"<In flight from batch {self.batch} on: {self}>"
+
+    def __str__(self) -> str:
+        """Return the numbers and what they follow from, for people."""
+        choice, measured = self.choice, self.measured
+        less = "as before" if choice.taken == choice.plain else f"instead of {write_in_flight(choice.plain)}"
+        times = f"messages take {_milliseconds(measured.message)}, a forward and backward "
+        said = [f"{write_in_flight(choice.taken)} {less}: {times}{_milliseconds(measured.microbatch)}", *choice.why]
+        return "; ".join(said)
+
+    def state(self) -> dict[str, Any]:
+        """Return it as plain values, for metrics and checkpoints."""
+        return {
+            "from_batch": self.batch,
+            **asdict(self.choice),
+            "window": self.window,
+            "times": [list(times) for times in self.measured.times],
+            "hops": [list(hop) for hop in self.measured.hops],
+            "nbytes": list(self.measured.nbytes),
+        }
+
+    @classmethod
+    def of_state(cls, state: Mapping[str, Any]) -> AdaptedInFlight:
+        """Read what `state` has returned."""
+        taken, asked, plain = (tuple(map(int, state[key])) for key in ("taken", "asked", "plain"))
+        choice = InFlightChoice(taken, asked, plain, tuple(state["reasons"]), state["later"])
+        times = tuple(RankTimes(*each) for each in state["times"])
+        hops = tuple((there, back) for there, back in state["hops"])
+        return cls(state["from_batch"], choice, state["window"], Measured(times, hops, tuple(state["nbytes"])))
+
+
+def adapt(plan: PipelinePlan, measured: Measured, batch: int) -> AdaptedInFlight:
+    """Choose the microbatches in flight, and the window with which messages cost no time.
+
+    Args:
+        plan: under which it was measured, which asks for `auto`.
+        measured: on all ranks.
+        batch: the first one that is trained so.
+    """
+    request, limit = plan.auto, plan.options.in_flight.in_flight_bytes
+    assert request is not None
+    asked = least_in_flight(measured.times, measured.hops, leave=_LEAVE)
+    most = None if limit is None else _most(plan.proof, measured.nbytes, limit, asked)
+    choice = as_allowed(request, asked, most, most_of_a_run(request.stages, request.microbatches))
+    window = _window(request, choice.taken, measured)
+    try:
+        plan.adapted(choice.taken, window).prove()
+    except ScheduleError as error:  # with what the options of the pipeline add to the schedule
+        reasons = (*choice.reasons, f"they do not go with the other options ({error})")
+        choice, window = replace(choice, taken=choice.plain, reasons=reasons, later=""), plan.proof.lowered.window
+    return AdaptedInFlight(batch, choice, window, measured)
+
+
+def _window(request: ScheduleRequest, numbers: tuple[int, ...], measured: Measured) -> int:
+    """The least number of outstanding messages that costs no time, or the one that was asked for."""
+    if request.window is not None:
+        return request.window
+    half = splits(request)
+    costs = Costs(
+        tuple(
+            StageCost(t.forward, t.returns, t.rest) if half else StageCost(t.forward, t.returns + t.rest, 0.0)
+            for t in measured.times
+        ),
+        latency=measured.message,
+    )
+    window = simulate_schedule(with_in_flight(request, numbers).prove(), costs).window
+    assert isinstance(window, int)
+    return window
+
+
+def _most(proof: Proof, nbytes: Sequence[int], limit: float, asked: Sequence[int]) -> list[int]:
+    """The microbatches whose activations fit on each rank."""
+    each = [held / float(count) for held, count in zip(nbytes, proof.activations, strict=True)]
+    return [max(int(limit // size), 1) if size else wanted for size, wanted in zip(each, asked, strict=True)]
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1000 * seconds:.3g} ms"
+
+
+class Adaptations:
+    """What a pipeline has found for each of its schedules that ask for it, and from where on it measures others."""
+
+    def __init__(self) -> None:
+        self._begun: dict[str, int] = {}
+        self._found: dict[str, AdaptedInFlight] = {}
+
+    def measured_until(self, request: ScheduleRequest, batch: int) -> int | None:
+        """Return the batch before which something is to be chosen; None where that has been done.
+
+        Args:
+            request: that asks for it.
+            batch: that comes next. A run that was left goes on measuring.
+        """
+        key = _key(request)
+        if key in self._found:
+            return None
+        if not self._begun.get(key, -MEASURED) <= batch < self._begun.get(key, -MEASURED) + MEASURED:
+            self._begun[key] = batch
+        return self._begun[key] + MEASURED
+
+    def settle(self, request: ScheduleRequest, found: AdaptedInFlight) -> None:
+        """Keep what has been found."""
+        self._found[_key(request)] = found
+
+    def of(self, request: ScheduleRequest | None) -> AdaptedInFlight | None:
+        """Return what has been found for a request; None if nothing has."""
+        return None if request is None else self._found.get(_key(request))
+
+    def state(self) -> dict[str, Any]:
+        """Return everything as plain values, for snapshots."""
+        found = {key: {"found": each.state()} for key, each in self._found.items()}
+        return {key: {"begun": begun, **found.get(key, {})} for key, begun in self._begun.items()}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Take over what a snapshot has; what it does not know stays."""
+        for key, entry in state.items():
+            self._begun[key] = entry["begun"]
+            if "found" in entry:
+                self._found[key] = AdaptedInFlight.of_state(entry["found"])
+
+
+def _key(request: ScheduleRequest) -> str:
+    """The request in one word, without the window: that is chosen, too, or the same."""
+    parts = request.method, request.order, request.rule, request.stages, request.microbatches
+    return "/".join(str(part) for part in (*parts, request.options["in_flight"]))

@@ -1,0 +1,151 @@
+"""What the first batches have taken: passes of every rank, and messages from SEND to the end of the wait for them.
+
+Only a message that its receiver waited for tells how long it was under way; of another one, which lay ready, the pass
+that takes it says how long at most. A lane counts with the median of the first, unless a quarter of the others were
+faster: then those that were waited for are exceptions, such as where a process had lost its core for a while. A lane
+that nobody waited for counts as 0, as more microbatches in flight could bring nothing there. At most 16 messages of
+each kind are told of a lane, so what ranks tell each other does not grow with the batch.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import median
+from typing import Any, NamedTuple
+
+from penstock.schedule.ir.schedule import Payload
+from penstock.simulate.in_flight import RankTimes
+from penstock.timeline import Interval, Waiting
+
+_PASSES = ("F", "B", "I", "W", "R")
+_TAKES = {"F": (Payload.ACTIVATION, -1), "B": (Payload.GRADIENT, 1), "I": (Payload.GRADIENT, 1)}  # from which rank
+_MOST = 16  # messages of a lane
+_ACTIVATIONS = "activations"
+
+
+class Measured(NamedTuple):
+    """The times of a pipeline in seconds, those of the slowest one where there are several.
+
+    Attributes:
+        times: of a microbatch on each rank.
+        hops: from each rank but the last, the time of an activation there and of a gradient back.
+        nbytes: of the most activations that each rank has held.
+    """
+
+    times: tuple[RankTimes, ...]
+    hops: tuple[tuple[float, float], ...]
+    nbytes: tuple[int, ...]
+
+    @property
+    def message(self) -> float:
+        """The longest time of a message."""
+        return max((time for hop in self.hops for time in hop), default=0.0)
+
+    @property
+    def microbatch(self) -> float:
+        """The longest time that a rank works for a microbatch."""
+        return max(here.total for here in self.times)
+
+
+def measure_rank(recording: Mapping[str, Any], batches: range) -> dict[str, Any]:
+    """Return what one rank has measured, as plain values.
+
+    Args:
+        recording: of the rank (`penstock.comm.core.recorder.Recorder.recording`).
+        batches: counted from the start of training; the first one of each span, which fills the pipeline, is left out
+            where others follow it.
+
+    Returns:
+        Under "passes" the median seconds of each kind of pass, under "nbytes" the peak of activations, under "taken"
+        messages: the global rank of the sender, the span, what was sent, by when it had come, whether somebody waited.
+    """
+    intervals = [Interval(*interval) for interval in recording["intervals"]]
+    passes = [i for i in intervals if i.is_work and i.what in _PASSES and i.batch in batches]
+    spans: dict[int, set[int]] = defaultdict(set)
+    for one in passes:
+        spans[one.span].add(one.batch)
+    first = {span: min(found) for span, found in spans.items() if len(found) > 1}
+    seconds: dict[str, list[float]] = defaultdict(list)
+    for one in passes:
+        if one.batch != first.get(one.span):
+            seconds[one.what].append(one.end - one.start)
+    waits = {(one.span, one.cause.partition(": ")[2]): one.end for one in intervals if one.what == Waiting.MESSAGE}
+    taken: dict[tuple[str, bool], list[Any]] = defaultdict(list)
+    for one in passes:
+        if one.batch != first.get(one.span) and one.what in _TAKES:
+            payload, step = _TAKES[one.what]
+            sent = f"{payload} {one.microbatch}"
+            end = waits.get((one.span, sent))
+            waited = end is not None
+            taken[payload, waited].append([one.rank + step, one.span, sent, end if waited else one.start, waited])
+    since = min((one.start for one in passes), default=0.0)
+    held = [amount for when, amount in recording["memory"].get(_ACTIVATIONS, ()) if when >= since]
+    return {
+        "passes": {what: median(found) for what, found in seconds.items()},
+        "taken": [message for found in taken.values() for message in _spread(found)],
+        "nbytes": max(held, default=0),
+    }
+
+
+def messages_of_rank(recording: Mapping[str, Any], told: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """Return how long messages of one rank have been under way: receiver, payload, seconds, whether it was waited for.
+
+    Args:
+        recording: of the sender.
+        told: by rank, what `measure_rank` has returned there; all on one clock.
+    """
+    sends = {
+        (one.span, one.peer, one.label): one.start
+        for one in (Interval(*interval) for interval in recording["intervals"])
+        if one.what == "SEND"
+    }
+    found = []
+    for receiver, part in enumerate(told):
+        for sender, span, sent, end, waited in part["taken"]:
+            posted = sends.get((span, receiver, sent)) if sender == recording["rank"] else None
+            if posted is not None:
+                found.append([receiver, sent.partition(" ")[0], max(end - posted, 0.0), waited])
+    return found
+
+
+def merge(told: Sequence[Mapping[str, Any]], messages: Sequence[Iterable[Any]], depth: int) -> Measured | None:
+    """Return the times of all ranks; None where a rank has measured nothing.
+
+    Args:
+        told: by global rank, what `measure_rank` has returned there.
+        messages: by global rank, what `messages_of_rank` has returned there.
+        depth: ranks of a pipeline, one of which follows the other.
+    """
+    if any("F" not in part["passes"] for part in told):
+        return None
+    seconds: dict[tuple[int, str], tuple[list[float], list[float]]] = defaultdict(lambda: ([], []))
+    for rank, found in enumerate(messages):
+        for receiver, payload, time, waited in found:
+            seconds[min(rank, receiver), payload][waited].append(time)
+    lanes = {lane: _typical(*found) for lane, found in seconds.items()}
+
+    def slowest(rank: int, *kinds: str) -> float:
+        return max(float(sum(part["passes"].get(kind, 0.0) for kind in kinds)) for part in told[rank::depth])
+
+    def hop(rank: int, payload: Payload) -> float:
+        return max(lanes.get((row, payload.value), 0.0) for row in range(rank, len(told), depth))
+
+    return Measured(
+        tuple(RankTimes(slowest(r, "F"), slowest(r, "R", "B", "I"), slowest(r, "W")) for r in range(depth)),
+        tuple((hop(r, Payload.ACTIVATION), hop(r, Payload.GRADIENT)) for r in range(depth - 1)),
+        tuple(max(part["nbytes"] for part in told[rank::depth]) for rank in range(depth)),
+    )
+
+
+def _typical(ready: list[float], waited: list[float]) -> float:
+    """The time of a message, from those of messages that lay ready, at most, and of those that were waited for."""
+    if not waited:
+        return 0.0
+    return min([median(waited), *sorted(ready)[len(ready) // 4 :][:1]])
+
+
+def _spread(found: list[Any]) -> list[Any]:
+    """At most so many of them, from the first to the last."""
+    step = max(len(found) / _MOST, 1.0)
+    return [found[int(k * step)] for k in range(min(len(found), _MOST))]

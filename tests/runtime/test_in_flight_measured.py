@@ -1,0 +1,135 @@
+"""What ranks have measured, from recordings in which everything took a known time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from penstock.comm.core.recorder import Recorder
+from penstock.runtime.in_flight.measure import Measured, measure_rank, merge, messages_of_rank
+from penstock.simulate.in_flight import least_in_flight
+from penstock.timeline import Waiting
+
+M, BATCHES = 3, 4
+ORIGINS = (100.0, 7.0, 31.0, 5.0)  # zero of the common clock on that of each process
+
+
+class Named:
+    """What an interval of work is called."""
+
+    label = "F0"
+
+
+def recordings(
+    times: Sequence[Mapping[str, float]],
+    lanes: Mapping[tuple[int, str], float],
+    depth: int,
+    late: Sequence[str] = (),
+    soon: float = 1.0,
+) -> list[Any]:
+    """Of ranks, each of which runs its passes, and whose neighbours wait for its messages.
+
+    Args:
+        times: seconds of each kind of pass, by rank.
+        lanes: seconds of the messages of a rank, by payload.
+        depth: ranks of a pipeline.
+        late: payloads that nobody waits for.
+        soon: seconds from the SEND of a message to the pass that takes it.
+    """
+    recorders = [Recorder(rank, origin) for rank, origin in zip(range(len(times)), ORIGINS, strict=False)]
+    for recorder in recorders:
+        recorder.begin_span()
+        recorder.begin_span()  # the first one was an evaluation
+    for k in range(M * BATCHES):
+        slow = 9.0 if k < M else 1.0  # batch 0 fills the pipeline
+        for rank, recorder in enumerate(recorders):
+            now = 10.0 * k + 5.0 + soon + recorder.origin
+            for what, seconds in times[rank].items():
+                recorder.add_work(now, now + slow * seconds, what, Named(), rank, 0, k // M, 0, k)
+        for (rank, payload), seconds in lanes.items():
+            receiver = rank + (1 if payload == "activation" else -1)
+            if rank // depth != receiver // depth:
+                continue
+            sent, label = 10.0 * k + 5.0, f"{payload} {k}"
+            at, there = (recorders[r].origin + sent for r in (rank, receiver))
+            recorders[rank].add(f"{payload} x", at, at + 8, "SEND", label, microbatch=k, peer=receiver)
+            if payload not in late:
+                wait = Waiting.MESSAGE
+                cause = f"rank {rank}: {label}"
+                recorders[receiver].add(
+                    "compute", there - 1, there + slow * seconds, wait, f"wait for {cause}", cause=cause, peer=rank
+                )
+    return [recorder.recording() for recorder in recorders]
+
+
+def measured(parts: Sequence[Any], depth: int) -> Measured | None:
+    told = [measure_rank(part, range(BATCHES)) for part in parts]
+    return merge(told, [messages_of_rank(part, told) for part in parts], depth)
+
+
+def test_passes_and_messages_of_a_chain() -> None:
+    times = [{"F": 0.1, "B": 0.2}, {"F": 0.3, "B": 0.4}, {"F": 0.5, "B": 0.6}]
+    lanes = {(0, "activation"): 0.7, (1, "activation"): 0.8, (1, "gradient"): 0.05, (2, "gradient"): 0.01}
+    found = measured(recordings(times, lanes, 3), 3)
+    assert found is not None
+    for here, rank in zip(found.times, times, strict=True):
+        assert here == pytest.approx((rank["F"], rank["B"], 0))
+    assert [time for hop in found.hops for time in hop] == pytest.approx([0.7, 0.05, 0.8, 0.01])
+    assert found.message == pytest.approx(0.8)
+    assert found.microbatch == pytest.approx(1.1)
+    assert least_in_flight(found.times, found.hops) == (4, 3, 1)
+
+
+def test_backwards_in_two_halves_and_recomputes_are_told_apart() -> None:
+    found = measured(recordings([{"F": 0.1, "R": 0.1, "I": 0.2, "W": 0.3}] * 2, {}, 2), 2)
+    assert found is not None
+    assert found.times[0] == pytest.approx((0.1, 0.3, 0.3))
+
+
+def test_a_lane_that_nobody_waits_for_hides_nothing() -> None:
+    lanes = {(0, "activation"): 0.7, (1, "gradient"): 0.05}
+    found = measured(recordings([{"F": 1.0, "B": 1.0}] * 2, lanes, 2, late=["activation"]), 2)
+    assert found is not None
+    assert found.hops[0] == pytest.approx((0, 0.05))
+
+
+def test_of_several_pipelines_the_slowest_counts() -> None:
+    times = [{"F": 0.1, "B": 0.9}, {"F": 0.1, "B": 0.1}, {"F": 0.2, "B": 0.3}, {"F": 0.1, "B": 0.1}]
+    lanes = {(0, "activation"): 0.1, (2, "activation"): 0.4, (1, "gradient"): 0.3, (3, "gradient"): 0.2}
+    found = measured(recordings(times, lanes, 2), 2)
+    assert found is not None
+    assert found.times[0] == pytest.approx((0.2, 0.9, 0))
+    assert found.hops[0] == pytest.approx((0.4, 0.3))
+
+
+def test_what_ranks_tell_each_other_does_not_grow() -> None:
+    parts = recordings([{"F": 1.0, "B": 1.0}] * 2, {(0, "activation"): 0.7}, 2)
+    many = [part | {"intervals": [i for _ in range(50) for i in part["intervals"]]} for part in parts]
+    assert sum(waited for *_, waited in measure_rank(many[1], range(BATCHES))["taken"]) == 16
+
+
+def test_waits_that_are_exceptions_do_not_count() -> None:
+    """A few messages were slow; most lay ready in less time."""
+    (first, second) = recordings([{"F": 1.0, "B": 1.0}] * 2, {(0, "activation"): 3.0}, 2, soon=0.5)
+    intervals = [i for i in second["intervals"] if i[4] != "wait" or i[5].endswith((" 4", " 9"))]
+    found = measured([first, second | {"intervals": intervals}], 2)
+    assert found is not None
+    assert found.hops[0][0] == pytest.approx(0.5)
+
+
+def test_the_first_batch_of_a_span_does_not_count_where_others_follow() -> None:
+    parts = recordings([{"F": 0.1, "B": 0.2}] * 2, {(0, "activation"): 0.4}, 2)
+    told = [measure_rank(part, range(2)) for part in parts]  # the first was slow
+    found = merge(told, [messages_of_rank(part, told) for part in parts], 2)
+    assert found is not None
+    assert found.times[0] == pytest.approx((0.1, 0.2, 0))
+    assert found.hops[0][0] == pytest.approx(0.4)
+
+
+def test_the_only_batch_of_a_span_counts_and_others_do_not() -> None:
+    parts = recordings([{"F": 0.1, "B": 0.2}] * 2, {}, 2)
+    told = [measure_rank(part, range(2, 3)) for part in parts]
+    assert told[0]["passes"]["F"] == pytest.approx(0.1)
+    assert merge([measure_rank(part, range(8, 9)) for part in parts], [[], []], 2) is None
