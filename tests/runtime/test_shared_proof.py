@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import time
+from datetime import timedelta
 from unittest import mock
 
 import pytest
@@ -19,6 +24,8 @@ from support.cases import Case, make_pipeline
 from support.pool import Pool
 
 pytestmark = pytest.mark.processes
+
+LIMIT = 3.0  # seconds
 
 
 def plain(name: str | None, group: dist.ProcessGroup | None, m: int | None, **changes) -> Pipeline:
@@ -112,3 +119,49 @@ def test_a_proof_of_one_rank_serves_elsewhere(pool: Pool) -> None:
     whole = prove("1f1b", 2, 4)
     assert first[1] == simulate_schedule(whole, Costs.uniform(whole.schedule)).bubble.bubble
     assert None not in first[0]
+
+
+def proves_slowly(_: dist.ProcessGroup) -> int:
+    """The proof takes longer than the group's time-out."""
+    group, check = dist.new_group(timeout=timedelta(seconds=LIMIT)), proofs._prove_versions
+
+    def slow(*args, **kwargs):
+        time.sleep(2 * LIMIT)
+        return check(*args, **kwargs)
+
+    with mock.patch.object(proofs, "_prove_versions", slow):
+        pipeline = plain("2bw", group, 4, stages=4)
+    return len(list(pipeline.run([(torch.ones(12, 3), torch.ones(12, 3))] * 2)))
+
+
+def test_ranks_wait_for_a_proof_as_long_as_it_takes(pool: Pool) -> None:
+    """The time-out is that of a rank 0 that says nothing; ranks that hear of it through others wait as well."""
+    assert pool.submit(proves_slowly, ranks=4) == [2] * 4
+
+
+def ends_while_proving(_: dist.ProcessGroup, deed: str) -> tuple[str, float]:
+    """Rank 0 dies, or is stopped and says nothing any more, after the others have been told that it is at work."""
+    group = dist.new_group([0, 1, 2, 3], timeout=timedelta(seconds=LIMIT))
+
+    def end(*_: object, **__: object) -> None:
+        time.sleep(2 * LIMIT)
+        if deed == "stops":  # for as long as the others may wait, and longer
+            subprocess.Popen(["sh", "-c", f"sleep {4 * LIMIT}; kill -CONT {os.getpid()}"])
+        os.kill(os.getpid(), signal.SIGSTOP if deed == "stops" else signal.SIGKILL)
+
+    start = time.monotonic()
+    with mock.patch.object(proofs, "_prove_versions", end), pytest.raises(PenstockError) as caught:
+        plain("2bw", group, 4, stages=4)
+    return f"{type(caught.value).__name__}: {caught.value}", time.monotonic() - start
+
+
+@pytest.mark.parametrize("deed", ["dies", "stops"])
+def test_a_rank_that_ends_while_it_proves_ends_the_job(deed: str) -> None:
+    alone = Pool(4)
+    try:
+        said = alone.submit(ends_while_proving, deed, ranks=4, victims=[0], timeout=40.0)
+    finally:
+        alone.close()
+    for rank, (text, took) in enumerate(said[1:], 1):
+        assert text.startswith(f"TransportError: rank {rank}, proving the schedule: a peer is dead or stalled")
+        assert took < 5 * LIMIT

@@ -101,7 +101,7 @@ class Engine:
         self._stop = ranks[0].stop
         stages = [stage for state in ranks for stage in state.stages.values()]
         self._schedules = Schedules(ranks[0].lr_scheduler, stages, grid)
-        self._borders = SpanBorders(grid, ranks, combine)
+        self._borders = SpanBorders(grid, ranks, combine, timeout)
         self._last = self.schedule.stage_at[self.schedule.num_stages - 1, 0].rank
         entrances = {n.rank for n in self.schedule.stages if not self.schedule.predecessors[n.index]}
         self._stop.alone = grid.group is None or grid.width * len(entrances) == 1
@@ -194,7 +194,8 @@ class Engine:
         finally:
             found = next((evaluator.failure for evaluator in evaluators if evaluator.failure is not None), None)
             if meets and self._broken is None:
-                left, failed = self._borders.end(left, found)
+                with self._together():
+                    left, failed = self._borders.end(left, found)
         for failure in (found, source.failure, failed):
             if failure is not None:  # all batches before have been trained on, and reported
                 raise failure
@@ -318,7 +319,8 @@ class Engine:
                 for r in self._span(reports, executors, training=False):
                     if r.loss is not None and r.weight:
                         found.append([r.loss * r.weight, r.weight])
-            found, failed = self._borders.gather_losses(found, source.failure)
+            with self._together():
+                found, failed = self._borders.gather_losses(found, source.failure)
             for failure in (source.failure, failed):
                 if failure is not None:
                     raise failure
@@ -377,7 +379,7 @@ class Engine:
 
     @contextmanager
     def _together(self) -> Iterator[None]:
-        """A call that all ranks make before a span; without one of them nothing can go on any more."""
+        """A call that all ranks make before or after a span; without one of them nothing can go on any more."""
         try:
             yield
         except TransportError as error:

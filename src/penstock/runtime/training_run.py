@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import signal
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Generator, Iterator
@@ -20,7 +21,8 @@ class TrainingRun(Iterator[Report]):
     Leaving its loop, or `close`, finishes the batches under way. So does a first Ctrl-C while it works: these batches
     are reported, then `KeyboardInterrupt` is raised, and the pipeline is as good as after any run. A second Ctrl-C
     interrupts at once, and breaks the pipeline. (This holds in the main thread, where SIGINT has Python's own handler.)
-    A run that is still open when the interpreter exits is abandoned.
+    A peer that does not finish its part within the time-out breaks the pipeline, as in the loop; a run that is dropped
+    and not closed warns of it. A run that is still open when the interpreter exits is abandoned.
 
     Args:
         reports: makes the reports; closed with the run.
@@ -60,10 +62,16 @@ class TrainingRun(Iterator[Report]):
             raise KeyboardInterrupt
 
     def __del__(self) -> None:
-        """Say so if nobody has asked for a report, as then nothing was trained."""
+        """Finish the batches under way; say so if that fails, or if nobody has asked for a report."""
         if not self._begun:
             said = "run() was called, but its reports were not asked for, so nothing was trained; write: "
             warnings.warn(f"{said}for report in pipeline.run(loader): ...", RuntimeWarning, stacklevel=2)
+        elif not sys.is_finalizing():
+            try:
+                self._reports.close()
+            except Exception as error:
+                said = "a run was dropped whose batches under way could not be finished, so its pipeline is broken"
+                warnings.warn(f"{said} (close() raises this): {error}", RuntimeWarning, stacklevel=2)
 
     @contextmanager
     def _deferring(self) -> Iterator[None]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from penstock.comm.core.tagged_group import Tag, TaggedGroup
+from penstock.comm.core.tagged_group import Tag, TaggedGroup, Work
 from penstock.comm.core.ticket import brief
 from penstock.errors import TransportError
 
@@ -33,17 +34,23 @@ def collective(what: str, group: dist.ProcessGroup | None) -> Iterator[None]:
         raise TransportError(f"rank {dist.get_rank(group)}, {what}: {reason}") from error
 
 
-def gather_json(value: Any, what: str, group: dist.ProcessGroup | None) -> list[Any]:
+def gather_json(value: Any, what: str, group: dist.ProcessGroup | None, timeout: timedelta | None = None) -> list[Any]:
     """Gather a JSON value from every rank, in rank order; JSON, so that no pickle is loaded.
 
     Values go up a binomial tree to rank 0, and the list comes back down. These are plain messages, because torch's
     all_gather leaves tensors to a thread of its own, which may abort a process that exits at once.
 
+    Args:
+        value: of this rank.
+        what: the operation, for error messages.
+        group: the ranks.
+        timeout: how long to wait for each message; the time-out of the group if None.
+
     Raises:
-        TransportError: a peer is dead, or did not take part within the group's time-out, or made another call.
+        TransportError: a peer is dead, or did not take part in time, or made another call.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    messages = TaggedGroup(group, Tag.GATHER)
+    messages = TaggedGroup(group, Tag.GATHER, timeout)
     gathered = [[what, json.loads(json.dumps(value))]]  # those of this rank and of ranks after it
     level = 1
     with collective(what, group):
@@ -71,9 +78,17 @@ def send_json(messages: TaggedGroup, value: Any, rank: int) -> None:
     Raises:
         RuntimeError: the peer is dead, or does not take it in time.
     """
+    messages.finish(post_json(messages, value, rank))
+
+
+def post_json(messages: TaggedGroup, value: Any, rank: int) -> list[Work | None]:
+    """Start to send a JSON value to a rank.
+
+    Raises:
+        RuntimeError: the peer is dead.
+    """
     block = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    size = torch.tensor([block.numel()])
-    messages.finish([messages.send(size, rank), messages.send(block, rank)])
+    return [messages.send(torch.tensor([block.numel()]), rank), messages.send(block, rank)]
 
 
 def receive_json(messages: TaggedGroup, rank: int) -> Any:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from penstock.comm.collective.gather import collective, receive_json, send_json
+from penstock.comm.collective.gather import collective, post_json, receive_json, send_json
 from penstock.comm.core.tagged_group import Tag, TaggedGroup
 from penstock.errors import CapabilityError, ConfigError, DataError, DeadlockError, ScheduleError, TransportError
 
 _KINDS = {kind.__name__: kind for kind in (CapabilityError, ConfigError, DataError, DeadlockError, ScheduleError)}
+
+_PERIOD = 1.0  # seconds between two messages of rank 0 that it is still at work
+_AT_WORK = {"at work": True}
 
 
 class HandedOut(NamedTuple):
@@ -37,7 +43,8 @@ def from_first(make: Callable[[], Any], what: str, group: dist.ProcessGroup | No
 def hand_out(make: Callable[[], HandedOut], what: str, group: dist.ProcessGroup | None) -> tuple[Any, Any]:
     """Give every rank what rank 0 has made; all ranks call this together.
 
-    What is common goes down a binomial tree; parts go directly, so that no rank carries those of others.
+    What is common goes down a binomial tree; parts go directly, so that no rank carries those of others. Rank 0 may
+    take as long as it needs: every second it tells the others that it is at work, so only its silence ends the wait.
 
     Args:
         make: called on rank 0 only; what it raises is raised there, and said on all other ranks.
@@ -60,7 +67,8 @@ def hand_out(make: Callable[[], HandedOut], what: str, group: dist.ProcessGroup 
         with collective(what, group):
             return told["common"], receive_json(messages, 0) if told["parts"] else None
     try:
-        common, part = make()
+        with _telling(messages):
+            common, part = make()
     except Exception as error:
         _pass_on({"failed": [type(error).__name__, str(error)]}, messages, what)
         raise
@@ -72,17 +80,51 @@ def hand_out(make: Callable[[], HandedOut], what: str, group: dist.ProcessGroup 
     return common, None
 
 
+@contextmanager
+def _telling(messages: TaggedGroup) -> Iterator[None]:
+    """Tell the ranks below rank 0 again and again that it is at work."""
+    lock, over = threading.Lock(), threading.Event()
+    # The thread never gives up on a rank that comes late, as that would end the group; sending what was made does.
+    patient = TaggedGroup(messages.group, Tag.PARTS, timedelta(days=1))
+
+    def tell() -> None:
+        with suppress(RuntimeError):  # a rank is dead, of which sending what was made will tell
+            while not over.wait(_PERIOD):
+                with lock:  # nothing after what was made
+                    works = (
+                        [] if over.is_set() else [w for r in _below(patient) for w in post_json(patient, _AT_WORK, r)]
+                    )
+                patient.finish(works)
+
+    threading.Thread(target=tell, name="penstock at work", daemon=True).start()
+    try:
+        yield
+    finally:
+        with lock:
+            over.set()
+
+
+def _below(messages: TaggedGroup) -> Sequence[int]:
+    """The ranks that hear from this one in the binomial tree, farthest first."""
+    rank, size = dist.get_rank(messages.group), dist.get_world_size(messages.group)
+    low, found = rank & -rank or 1 << (size - 1).bit_length(), []
+    while low := low // 2:
+        if rank + low < size:
+            found.append(rank + low)
+    return found
+
+
 def _pass_on(told: Any, messages: TaggedGroup, what: str) -> Any:
     """Take a value from the rank above in the tree, but on rank 0, and pass it on to those below; return it."""
-    rank, size = dist.get_rank(messages.group), dist.get_world_size(messages.group)
-    low = rank & -rank or 1 << (size - 1).bit_length()  # the ranks up to here hear from this one
+    rank = dist.get_rank(messages.group)
     with collective(what, messages.group):
-        if rank:
-            told = receive_json(messages, rank - low)
-        while low := low // 2:
-            if rank + low < size:
-                send_json(messages, told, rank + low)
-    return told
+        while True:
+            if rank:
+                told = receive_json(messages, rank - (rank & -rank))
+            for below in _below(messages):
+                send_json(messages, told, below)
+            if told != _AT_WORK:
+                return told
 
 
 def _failure(what: str, kind: str, said: str) -> Exception:

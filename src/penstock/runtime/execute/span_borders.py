@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 from penstock.comm.collective.gather import gather_json
@@ -16,6 +17,7 @@ from penstock.schedule.methods.combine import Combine
 
 Losses = list[list[float]]
 """Loss sums of batches with their weights."""
+_LONGEST = 86400.0 * 365  # a time-out may be infinite, which is no duration to torch
 
 
 class SpanBorders:
@@ -25,10 +27,12 @@ class SpanBorders:
         grid: all ranks.
         ranks: those of this process.
         combine: how parallel pipelines agree.
+        timeout: seconds that the end of a span waits for another rank, as its passes do.
     """
 
-    def __init__(self, grid: RankGrid, ranks: Sequence[RankState], combine: Combine) -> None:
+    def __init__(self, grid: RankGrid, ranks: Sequence[RankState], combine: Combine, timeout: float) -> None:
         self._grid, self._ranks, self._combine = grid, ranks, combine
+        self._timeout = timedelta(seconds=min(timeout, _LONGEST))
         self._settings: list[Any] = []  # by hand, on all ranks, as they have last been compared
 
     def begin(self, source: BatchSource, batches: int, first: int) -> bool:
@@ -91,21 +95,24 @@ class SpanBorders:
 
         Returns:
             Whether the caller has left on any rank, and the first failure of another one.
+
+        Raises:
+            TransportError: a peer is dead, or has not come this far in time.
         """
         if self._grid.group is None:
             return left, None
-        told = self._gather([left, _text(failure)], "ending a run")
+        told = self._gather([left, _text(failure)], "ending a run", self._timeout)
         return any(gone for gone, _ in told), _failed_elsewhere([text for _, text in told])
 
     def gather_losses(self, found: Losses, failure: Exception | None) -> tuple[Losses, Exception | None]:
         """Return what all ranks have found in an evaluation, and the first failure of another one."""
         if self._grid.group is None:
             return found, None
-        told = self._gather([found, _text(failure)], "gathering the losses of an evaluation")
+        told = self._gather([found, _text(failure)], "gathering the losses of an evaluation", self._timeout)
         return [pair for part, _ in told for pair in part], _failed_elsewhere([text for _, text in told])
 
-    def _gather(self, mine: list[Any], what: str) -> list[Any]:
-        return [mine] if self._grid.group is None else gather_json(mine, what, self._grid.control)
+    def _gather(self, mine: list[Any], what: str, timeout: timedelta | None = None) -> list[Any]:
+        return [mine] if self._grid.group is None else gather_json(mine, what, self._grid.control, timeout)
 
 
 def _missing(first: int, begins: Sequence[bool], lacks: Sequence[bool]) -> DataError | None:
