@@ -1,0 +1,158 @@
+"""A pipeline that goes on under another schedule: another method, or more microbatches in flight."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from functools import partial
+
+import torch.distributed as dist
+
+from penstock.comm.collective.gather import gather_json
+from penstock.comm.p2p.transport import Channel
+from penstock.comm.transports import Transports
+from penstock.errors import ConfigError
+from penstock.runtime.engine import Halt
+from penstock.runtime.execute.evaluation import Evaluating, check_evaluating
+from penstock.runtime.in_flight.adapted import MEASURED, Adaptations, AdaptedInFlight, adapt
+from penstock.runtime.in_flight.agree import measured_by_all
+from penstock.runtime.inspection import Inspection
+from penstock.runtime.plan.method_choice import request_for
+from penstock.runtime.plan.plan import PipelinePlan, UnprovenPlan
+from penstock.runtime.setup.shared_proof import prove_plan
+from penstock.schedule.ir.schedule import Schedule
+from penstock.schedule.methods.choice import MethodChoice
+from penstock.schedule.proof.check import Proof
+from penstock.weights.corrections.base import Correction
+
+_LOG = logging.getLogger(__name__)
+
+
+class Switching(Inspection):
+    """The part of `Pipeline` that replaces its schedule.
+
+    Attributes:
+        schedule: the present one.
+        proof: of it.
+    """
+
+    schedule: Schedule
+    proof: Proof
+    _plan: PipelinePlan
+    _transports: Transports
+    _adaptations: Adaptations
+
+    def switch(
+        self,
+        schedule: Schedule | Proof | str | MethodChoice | None = None,
+        *,
+        method: str | MethodChoice | None = None,
+        correction: Correction | None = None,
+        evaluate: Evaluating | None = None,
+    ) -> None:
+        """Continue under another method, between two runs; between processes all ranks call this together.
+
+        Stages, weights and optimizer states stay where they are. The next run begins as after a synchronous one: every
+        pass reads the newest weights, or what is made of them; double buffering begins with them twice, unless the
+        method before had it, too. Parameter-sized buffers that the new schedule does not need are freed, and those that
+        it needs besides are made (`live_bytes` shows both once a run has begun).
+
+        Args:
+            schedule: what `make_schedule`, `check` or `load_schedule` returned, or a method.
+            method: a method by its name, or what `penstock.method` returned, for as many ranks and microbatches as
+                before.
+            correction: what is done about stale weights, where the method does not bring it. The one before is over;
+                one that comes back begins anew.
+            evaluate: the evaluations of the runs before and after. Version rules evaluate a version at different
+                places, and one that would fall between the two is evaluated now.
+
+        Raises:
+            ConfigError: the schedule has other stages, or other ranks for them, or takes other batches; or ranks were
+                given different schedules.
+            CapabilityError: the runtime does not offer it, or the optimizer cannot step under it.
+        """
+        self._engine.check_idle()
+        if evaluate is not None:
+            check_evaluating(evaluate)
+        depth, microbatches = self.schedule.ranks, self.schedule.microbatches
+        request, correction = request_for(schedule, method, correction, depth, microbatches)
+        self._continue(self._plan.followed_by(request, correction), evaluate)
+
+    def _continue(self, draft: UnprovenPlan, evaluate: Evaluating | None) -> None:
+        """Continue under a plan that may follow the present one."""
+        self._engine.check_idle()
+        schedule, correction = draft.schedule, draft.options.staleness.correction
+        if self.grid.group is not None:
+            name = f"{schedule.name} ({schedule.rule})" + ("" if correction is None else f", {correction}")
+            told = gather_json(name, "agreeing on another method", self.grid.control)
+            if len(set(told)) > 1:
+                raise ConfigError(f"ranks were given different schedules to go on with: {', '.join(told)}")
+        plan = prove_plan(draft, self.grid.control)
+        for state in self._ranks:
+            state.check_switch(plan.proof, correction)
+        self._take(plan, evaluate)
+        self._adopt(evaluate)
+
+    def _take(self, plan: PipelinePlan, evaluate: Evaluating | None) -> None:
+        proof = plan.proof
+        self._transports.prepare(Channel.TRAINING, proof.lowered.lanes)
+        # It may evaluate first, under the schedule of before.
+        self._engine.switch(proof, plan.options.staleness.correction, evaluate)
+        self._note(plan)
+
+    def _note(self, plan: PipelinePlan) -> None:
+        self._plan, self.proof, self.schedule = plan, plan.proof, plan.schedule
+
+    # --- microbatches in flight -------------------------------------------------------------------------------------
+
+    @property
+    def in_flight(self) -> AdaptedInFlight | None:
+        """The microbatches in flight that were found for the links of the present method, with what was measured.
+
+        None where nothing has been found (yet): it did not ask for `in_flight="auto"`, or all ranks are in one process,
+        where messages take no time; or pipelines average their weights now and then, or weights are read late by
+        choice, as then stages cannot go on under another schedule.
+        """
+        return self._adaptations.of(self._plan.auto)
+
+    def _halts(self, evaluate: Evaluating | None) -> Halt | None:
+        """When a run stands still, to go on with as many microbatches in flight as its links ask for."""
+        if self.grid.group is None or self._plan.auto is None:
+            return None
+        until = self._adaptations.measured_until(self._plan.auto, self.batches)
+        return None if until is None else Halt(until, partial(self._adapt, evaluate))
+
+    def _adapt(self, evaluate: Evaluating | None) -> None:
+        """Choose the microbatches in flight by what the batches so far have taken; all ranks do it together."""
+        plan, batch = self._plan, self.batches
+        assert plan.auto is not None
+        measured = measured_by_all(self._ranks[0].recorder, self.grid, range(batch - MEASURED, batch))
+        if measured is None:
+            return
+        found = adapt(plan, measured, batch)
+        self._adaptations.settle(plan.auto, found)
+        if not dist.get_rank(self.grid.group):
+            _LOG.info("in flight: %s", found)
+        self._adopt(evaluate)
+
+    def _adopt(self, evaluate: Evaluating | None) -> None:
+        """Go on with what has been found for the present plan, if anything has."""
+        found = self.in_flight
+        if found is None:
+            return
+        draft = self._plan.adapted(found.numbers, found.window)
+        plan = prove_plan(draft, self.grid.control)
+        if plan.schedule == replace(self.schedule, window=plan.schedule.window):
+            self._engine.widen(plan.proof)
+            self._note(plan)
+        else:
+            self._take(plan, evaluate)
+
+    def look_out(self, first: float = 0) -> None:
+        """Watch for divergence from batch `first` on, and forget what was found before; infinity ends the watch.
+
+        Call it between two runs; all ranks call it together.
+        """
+        self._engine.check_idle()
+        for state in self._ranks:
+            state.decisions.detector.watch_from(first)
