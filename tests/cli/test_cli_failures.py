@@ -53,6 +53,7 @@ def test_without_arguments_it_lists_its_commands(monkeypatch, capsys):
     [
         (["train", "--lr", "1"], "error: there is no option --lr write --set optimizer.lr=..."),
         (["verify", "--learning-rate", "1"], "error: there is no option --learning-rate write --set optimizer.lr=..."),
+        (["train", "--epochs", "1"], "error: there is no option --epochs write --batches ..."),
         (["train", "--batch-size", "1"], "write --set microbatch_size=..."),
         (["train", "--every", "3"], "write --set checkpoint.every=... or --set evaluate.every=... or --set combine."),
         (["compare", "--spikes", "3"], "there is no option --spikes write --set spike=..."),

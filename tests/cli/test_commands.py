@@ -12,7 +12,7 @@ from penstock.cli import main
 from penstock.errors import ConfigError
 from penstock.schedule.methods.table import METHODS, find_method
 from penstock.schedule.proof.check import check
-from penstock.view.method_facts import Links, facts_of_methods
+from penstock.simulate.method_facts import Links, facts_of_methods
 from penstock.view.tables import methods_table
 from support.command_line import run, start
 

@@ -31,7 +31,7 @@ def test_a_synchronous_method(verify):
     assert code == 0
     assert "1f1b: stages 2, microbatches 2, batches 4" in out
     rows = [" ".join(line.split()) for line in out.splitlines()]
-    assert "compared with differ relative absolute batch most in" in rows
+    assert "compared with differ relative absolute batch" in rows
     assert "gradients 0 of 60" in rows
     assert any(row.startswith("gradients 0 of 60 ") and "e-0" in row for row in rows)  # of plain torch, with the worst
     assert "From plain torch, a relative 1e-05 is allowed." in " ".join(out.split())
@@ -88,7 +88,8 @@ def test_what_is_wrong_is_said_and_gives_exit_code_1(verify):
     code, out, err = verify("method=1f1b", "max_grad_norm=0.1")
     assert code == 1
     rows = [" ".join(line.split()) for line in out.splitlines()]
-    assert sum(row.startswith("decisions 4 of 12 ") and row.endswith(" norm") for row in rows) == 2
+    assert sum(row.startswith("decisions 4 of 12 ") for row in rows) == 2
+    assert rows.count("decisions norm") == 2
     assert "the pipeline does not train what 1f1b says: it differs first in batch 0, in decisions (norm: " in out
     assert err == ""
     code, out, _ = verify("method=1f1b", "max_grad_norm=0.1", arguments=["--json"])

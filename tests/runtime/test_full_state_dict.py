@@ -144,6 +144,32 @@ def test_on_ranks_the_first_gets_what_one_process_has(
     assert (both[0]["transformer.h.0.map.weight"] != both[1]["transformer.h.0.map.weight"]).any()  # averaged
 
 
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("1f1b", {}),
+        ("2bw", {"precision": "bf16"}),
+        ("stash", {"recompute": "stage"}),
+        ("2bw", {"data_parallel": 2}),
+        ("chimera", {}),
+        ("newest", {}),
+    ],
+)
+def test_in_one_process_the_model_itself_holds_it_after_a_run(method: str, options: dict[str, Any]) -> None:
+    """So who goes on with the model, without loading anything into it, goes on with the newest weights."""
+    model, schedule = Model(), make_schedule(method, 2, M // options.get("data_parallel", 1))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    pipeline = Pipeline(
+        model.blocks(), schedule, loss=loss, optimizer=lambda named: torch.optim.AdamW(named, lr=0.01), **options
+    )
+    list(pipeline.run(batches(3)))
+    wanted = pipeline.full_state_dict()
+    assert model.state_dict().keys() == wanted.keys()
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, wanted[name]), name
+    assert not torch.equal(wanted["lm_head.weight"], before["lm_head.weight"])
+
+
 def test_what_it_returns_is_a_copy() -> None:
     pipeline = make(None, "2bw", 2)
     before = pipeline.full_state_dict()

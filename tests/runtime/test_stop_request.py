@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -119,3 +120,43 @@ def test_a_rank_ends_a_run_with_evaluations(pool: Pool, method: str, how: str, e
     """Under stash the pipeline is drained for them, so a request may be made in the last batch before they begin."""
     found = pool.submit(stopped_by, method, 1, how, every, ranks=2)
     check_stopped(found, 1, how, make_pipeline(method, 2, None), every, drained=method == "stash")
+
+
+def notices(group: dist.ProcessGroup, method: str, who: int, how: str) -> tuple[list[str], list[str], int]:
+    """What this rank logs as a warning and as information in a run that one rank ends, and the batches trained."""
+    found: dict[int, list[str]] = {logging.WARNING: [], logging.INFO: []}
+    handler, logger = logging.Handler(), logging.getLogger("penstock")
+    handler.emit = lambda record: found[record.levelno].append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        if how == "all leave":
+            pipeline = make_pipeline(method, dist.get_world_size(group), group)
+            next(report for report in pipeline.run(endless()) if report.batch == AT)
+            trained = pipeline.batches
+        else:
+            trained = stopped_by(group, method, who, how, 0)[2]
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(logging.NOTSET)
+    return found[logging.WARNING], found[logging.INFO], trained
+
+
+@pytest.mark.parametrize(("method", "who"), [("1f1b", 2), ("2bw", 0), ("stash", 1)])
+def test_it_is_said_which_rank_left_and_when(pool: Pool, method: str, who: int) -> None:
+    """The first of the other ranks warns; the rest only inform, so that a large job is not flooded."""
+    found = pool.submit(notices, method, who, "leave", ranks=3)
+    trained = found[0][2]
+    said = f"rank {who} left the loop after the report of batch {AT}, so the run ends after batch {trained - 1} on all "
+    first = 1 if who == 0 else 0
+    for rank, (warnings, information, _) in enumerate(found):
+        texts = {who: ([], [])}.get(rank, ([said], []) if rank == first else ([], [said]))
+        for texts_wanted, lines in zip(texts, (warnings, information), strict=True):
+            assert len(lines) == len(texts_wanted), (rank, lines)
+            assert all(line.startswith(text) for line, text in zip(lines, texts_wanted, strict=True))
+
+
+@pytest.mark.parametrize(("who", "how"), [(1, "stop"), (-1, "all leave")])
+def test_no_rank_warns_where_all_leave_or_one_asks_for_the_end(pool: Pool, who: int, how: str) -> None:
+    for warnings, *_ in pool.submit(notices, "2bw", who, how, ranks=2):
+        assert warnings == []

@@ -67,6 +67,7 @@ def test_an_unknown_method_is_refused_with_the_nearest_name():
     ("extra", "telling"),
     [
         ({"order": "1f2b"}, "unknown order '1f2b'; known: sequential"),
+        ({"rule": "2bw"}, "unknown version rule '2bw'. It is a method, whose rule is double-buffer. Known: "),
         ({"rule": "fresh"}, "unknown version rule 'fresh'. Did you mean 'flush'"),
         ({"rule": "flush", "order": "endless-1f1b"}, "the order lets batches overlap"),
         ({"rule": "provisional", "order": "endless-eager-1f1b"}, "the order lets batches overlap"),

@@ -12,8 +12,8 @@ from penstock.schedule.ir.rules import RULES
 from penstock.schedule.methods.table import METHODS
 from penstock.schedule.methods.written import written_method
 from penstock.simulate.costs import Costs
+from penstock.simulate.method_facts import facts_of_methods
 from penstock.simulate.simulate import simulate_schedule
-from penstock.view.method_facts import facts_of_methods
 from penstock.view.svg import timeline_svg
 from penstock.view.text import draw_timeline
 

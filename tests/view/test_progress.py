@@ -81,9 +81,9 @@ def begun(tmp_path, *, terminal):
     return prepared, observer, lambda: on_screen(console.file.getvalue())
 
 
-def on_screen(written):
-    """The lines that are left after cursor movements up and erasures of lines."""
-    lines, row = [""], 0
+def on_screen(written, before=("",)):
+    """The lines that are left of those before and what is written, after cursor movements up and erasures of lines."""
+    lines, row = list(before), len(before) - 1
     for part in re.findall(r"\x1b\[[0-9;?]*[A-Za-z]|\r|\n|[^\x1b\r\n]+", written):
         if part == "\n":
             row += 1
@@ -95,6 +95,33 @@ def on_screen(written):
         elif not part.startswith("\x1b"):
             lines[row] += part
     return lines
+
+
+def wrapped(lines, width):
+    """The lines as a terminal that has become narrower shows them."""
+    return [line[at : at + width] for line in lines for at in range(0, max(len(line), 1), width)]
+
+
+@pytest.mark.parametrize("width", [100, 50])
+def test_a_narrower_terminal_shows_no_rest_of_the_display_before(tmp_path, width):
+    """Most terminals wrap what was written when they become narrower, so that it takes more rows."""
+    _, observer, screen = begun(tmp_path, terminal=True)
+    console = observer.console
+    figures = Progress(250, 1000, 2.5, 10.0, 4000, 1234.0, 0.003, 0.125, {0: {"weights": 1500, "activations": 20}}, 250)
+    observer.progress(figures)
+    observer._live.auto_refresh = False
+    observer._live.refresh()
+    lines, written = wrapped(screen(), width), len(console.file.getvalue())
+    console.width = width
+    observer.progress(replace(figures, batch=251))
+    observer._live.refresh()
+    observer.close()
+    shown = on_screen(console.file.getvalue()[written:], lines)
+    at = next(number for number, line in enumerate(shown) if "block)" in line or "(1 block" in line)
+    below = "\n".join(shown[at + 1 :])
+    assert "250" not in below
+    assert below.count("251") == 1
+    assert below.count("tokens") == 1
 
 
 def summary(folder, now=100):

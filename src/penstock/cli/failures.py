@@ -63,5 +63,6 @@ def _instead(option: str, command: str, known: Collection[str]) -> str:
         keys = suggested_keys(word, schema, cutoff=1.0)  # the same word, or what others call it
         similar = {key.rpartition(".")[2]: f"write --set {key}=..." for key in known_keys(schema)} | options
     if keys:
-        return f"write {' or '.join(f'--set {key}=...' for key in keys)}"
+        ways = [f"--{key} ..." if f"--{key}" in known else f"--set {key}=..." for key in keys]
+        return f"write {' or '.join(ways)}"
     return next((similar[name] for name in nearest_of(word, similar, 1, _SIMILAR)), "")

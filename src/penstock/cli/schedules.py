@@ -178,7 +178,7 @@ def methods(
 ) -> None:
     """List every method with what its schedule costs: weight copies, delay, activations, bubble."""
     from penstock.schedule.ir.in_flight import read_in_flight
-    from penstock.view.method_facts import Links
+    from penstock.simulate.method_facts import Links
     from penstock.view.tables import UNBOUNDED, combines_table, methods_json, methods_table
 
     stages, microbatches = stages or 4, microbatches or 8

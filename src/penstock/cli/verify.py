@@ -50,7 +50,7 @@ def verify(
     """
     from penstock.train.config.load import load_config
     from penstock.verify.verify import verify as run
-    from penstock.view.verification import verification_json, verification_table
+    from penstock.view.verification import print_verification, verification_json
 
     if keys:
         print_train_keys()
@@ -64,7 +64,7 @@ def verify(
     if as_json:
         print_json(verification_json(found))
     else:
-        Console().print(verification_table(found))
+        print_verification(Console(), found)
         print_words(Console(), Text(found.verdict, "green" if found.agrees else "red"))
     if found.error is not None and not isinstance(found.error, PenstockError):
         traceback.print_exception(found.error)

@@ -98,6 +98,7 @@ class Engine:
         self._bases = RULES[self.schedule.rule].bases
         self._broken: BaseException | None = None
         self._running = self._abandoned = False
+        self._left_after: int | None = None  # the batch after whose report the caller has left the current run
         self._stop = ranks[0].stop
         stages = [stage for state in ranks for stage in state.stages.values()]
         self._schedules = Schedules(ranks[0].lr_scheduler, stages, grid)
@@ -129,12 +130,12 @@ class Engine:
         self._stop.reset()
         halt = halts()
         if halt is None:
-            yield from self._train_spans(batches, save, evaluate, meets=False)
+            yield from self._train_spans(batches, save, evaluate)
             return
         parts = Portions(batches)
         # A snapshot from there is taken afterwards, so that a run that resumes from it goes on alike.
         before = None if save is None else save._replace(make_room=lambda b: b != halt.at and save.make_room(b))
-        left = yield from self._train_spans(parts.next(halt.at - self.batches), before, evaluate, meets=True)
+        left = yield from self._train_spans(parts.next(halt.at - self.batches), before, evaluate)
         if left or self.batches < halt.at:
             return
         with self._together():
@@ -142,26 +143,20 @@ class Engine:
         if save is not None and save.wants(self.batches) and save.make_room(self.batches):
             for snapshot in self.snapshots():
                 save.sink(snapshot)
-        yield from self._train_spans(parts.next(), save, evaluate, meets=False)
+        yield from self._train_spans(parts.next(), save, evaluate)
 
     def _train_spans(
-        self, batches: Batches, save: Saving | None, evaluate: Evaluating | None, *, meets: bool
+        self, batches: Batches, save: Saving | None, evaluate: Evaluating | None
     ) -> Generator[Report, None, bool]:
-        """Train in as many spans as snapshots and evaluations ask for; returns whether somebody has left, if it meets.
-
-        Args:
-            batches: the data.
-            save, evaluate: on the way.
-            meets: ranks hear afterwards who has left.
-        """
+        """Train in as many spans as snapshots and evaluations ask for; returns whether a rank has left."""
         stays_full = self._proof.border_fault() is None and not self._combine.spec.drains
         if (save is None and evaluate is None) or stays_full:
-            return (yield from self._train_once(batches, save, evaluate, meets=meets or evaluate is not None))
+            return (yield from self._train_once(batches, save, evaluate))
         rest = iter(batches)
         while True:
             size = min(plan.every - self.batches % plan.every for plan in (save, evaluate) if plan is not None)
             before = self.batches
-            left = yield from self._train_once(islice(rest, size), None, None, meets=True)
+            left = yield from self._train_once(islice(rest, size), None, None)
             if left or self.batches - before < size:
                 return left
             if evaluate is not None and evaluate.wants(self.batches):
@@ -171,14 +166,14 @@ class Engine:
                     save.sink(snapshot)
 
     def _train_once(
-        self, batches: Batches, save: Saving | None, evaluate: Evaluating | None, *, meets: bool
+        self, batches: Batches, save: Saving | None, evaluate: Evaluating | None
     ) -> Generator[Report, None, bool]:
-        """Train in one span; `meets` says that ranks hear afterwards who has left. Returns whether one has."""
+        """Train in one span, after which ranks hear who has left. Returns whether one has."""
         self.check_idle()
         with self._together():
             scheduled = self._schedules.limit(batches, self.batches if self._combine.apart else None)
         source = self._open(scheduled, evaluates=False)
-        if not self._begin(source):
+        if not self._begin(source, trains=True):
             return False
         executors = self._executors(self._proof)
         evaluators = [] if evaluate is None else self._evaluators(evaluate)
@@ -187,15 +182,14 @@ class Engine:
             e.run(source, self.batches, older, at_border=evaluators[i].at_border if evaluators else None, saving=save)
             for i, e in enumerate(executors)
         ]
-        left, failed = True, None
+        self._left_after, left, failed = None, False, None
         try:
             yield from self._span(self._drive(runs, 1), [*executors, *evaluators], training=True)
-            left = False
         finally:
             found = next((evaluator.failure for evaluator in evaluators if evaluator.failure is not None), None)
-            if meets and self._broken is None:
+            if self._broken is None:
                 with self._together():
-                    left, failed = self._borders.end(left, found)
+                    left, failed = self._borders.end(self._left_after, self.batches, found)
         for failure in (found, source.failure, failed):
             if failure is not None:  # all batches before have been trained on, and reported
                 raise failure
@@ -222,6 +216,7 @@ class Engine:
                     yield report
             except GeneratorExit:  # the caller has left the loop: finish what is under way
                 if not self._abandoned and not sys.is_finalizing():  # at exit, no module can be relied on
+                    self._left_after = self.batches + count - 1
                     self.ask_to_stop()
                     unseen = list(reports)
                     count += len(unseen)
@@ -307,7 +302,7 @@ class Engine:
             raise ConfigError("there are no averaged weights; give the pipeline a decay, such as ema_decay=0.999")
         self.check_idle()
         source, found, failed = self._open(batches, evaluates=True), [], None
-        if not self._begin(source):
+        if not self._begin(source, trains=False):
             if version is not None:  # within a run
                 raise no_data()
         else:
@@ -372,10 +367,10 @@ class Engine:
             return BatchSource(batches, m, width, reads, pipelines, fills=True, shared=shared)
         return BatchSource(batches, m, width, reads, pipelines, self._stop, shared=shared, first=self.batches)
 
-    def _begin(self, source: BatchSource) -> bool:
+    def _begin(self, source: BatchSource, *, trains: bool) -> bool:
         """Prepare a span; return whether there is a first batch, on which all ranks agree."""
         with self._together():
-            return self._borders.begin(source, self.batches, self.schedule.stage_at[0, 0].rank)
+            return self._borders.begin(source, self.batches, self.schedule.stage_at[0, 0].rank, trains=trains)
 
     @contextmanager
     def _together(self) -> Iterator[None]:

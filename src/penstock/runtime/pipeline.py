@@ -287,7 +287,8 @@ class Pipeline(Switching):
         Losses become known while later microbatches are under way, so updates are not in step with the loop. The run
         ends when the data ends or `stop` was called. Leaving the loop, an exception of the data's iterator and Ctrl-C
         end it, too; all batches that have entered the pipeline are always finished. Any rank may leave or stop, and the
-        others end after the same batch, a few batches later, as if their data ended there.
+        others end after the same batch, a few batches later, as if their data ended there; where one has left, a
+        warning says which and when.
 
         Snapshots and evaluations fit between two batches without draining the pipeline where all stages have one newest
         version there: under methods that flush and under 2bw. Under the others it is drained for them, which with stash
@@ -305,9 +306,9 @@ class Pipeline(Switching):
                 of the data of an evaluation, after the batches under way, on all ranks if one cannot read it. Or the
                 loader has written into a batch under way; then the pipeline is broken.
             ConfigError: `lr_scheduler` has no rate for the update of a batch; as with a batch that cannot be split. Or,
-                when the run begins, parameters or blocks have come, gone, or begun or ceased to be trained since the
-                pipeline was made. (New values are taken over: by `load_state_dict`, also with assign=True, or
-                ``p.data = ...``. All passes of the next batch read them.)
+                when the run begins, no parameter of the model is trained, or parameters or blocks have come, gone, or
+                begun or ceased to be trained since the pipeline was made. (New values are taken over: by
+                `load_state_dict`, also with assign=True, or ``p.data = ...``. All passes of the next batch read them.)
             PenstockError: a message did not arrive, the data differ between ranks, or weights were rewritten under a
                 reader; then, and after whatever the model itself raises, the pipeline is broken.
         """

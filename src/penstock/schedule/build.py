@@ -12,7 +12,7 @@ from penstock.errors import ConfigError, ScheduleError
 from penstock.schedule.ir.order import NO_OPTIONS, Options, OrderFunction
 from penstock.schedule.ir.rules import RULES
 from penstock.schedule.ir.schedule import Op, Schedule
-from penstock.schedule.methods.table import compatible, find_method
+from penstock.schedule.methods.table import METHODS, compatible, find_method
 from penstock.schedule.orders import ORDERS
 from penstock.schedule.orders.forward_only import forward_through
 from penstock.schedule.own_order import call_order
@@ -334,9 +334,9 @@ def _build(
             raise ConfigError(f"unknown order {function!r}; known: {', '.join(ORDERS)}")
         function = ORDERS[function]
     if rule_name not in RULES:
-        raise ConfigError(
-            f"unknown version rule {rule_name!r}.{did_you_mean(rule_name, RULES)} Known: {', '.join(RULES)}"
-        )
+        named = METHODS.get(rule_name)
+        hint = f" It is a method, whose rule is {named.rule}." if named else did_you_mean(rule_name, RULES)
+        raise ConfigError(f"unknown version rule {rule_name!r}.{hint} Known: {', '.join(RULES)}")
     asked = f"method {name}" if order is None and not callable(method) else None
     made = call_order(function, stages, microbatches, options, asked)
     reason = compatible(made, RULES[rule_name], *choices)

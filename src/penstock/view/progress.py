@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 
 from rich.console import Console, Group
-from rich.live import Live
 from rich.progress import BarColumn, Progress as Bar, TextColumn
 from rich.spinner import Spinner
 from rich.table import Table
@@ -22,10 +21,12 @@ from penstock.timeline import Timeline
 from penstock.train.observer import Progress, RunSummary, Switched
 from penstock.train.setup.prepare import Prepared
 from penstock.view.perfetto import write_trace
+from penstock.view.resizable_live import ResizableLive
 from penstock.view.tables import bytes_table, human_bytes, time_table
 from penstock.view.words import counted
 
 TRACE = "trace.json"
+_BAR = 30  # columns; a bar as wide as the terminal would be wrapped as soon as that becomes narrower
 _PLAIN_EVERY = 5.0  # seconds between two lines without a terminal
 
 
@@ -34,7 +35,7 @@ class TerminalObserver:
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console()
-        self._live: Live | None = None
+        self._live: ResizableLive | None = None
         self._bar: Bar | None = None
         self._printed = -_PLAIN_EVERY
         self._evaluation = self._ending = ""
@@ -65,12 +66,12 @@ class TerminalObserver:
         if self.console.is_terminal:
             columns = (
                 TextColumn("[bold]{task.description}"),
-                BarColumn(bar_width=None),
+                BarColumn(bar_width=_BAR),
                 TextColumn("{task.fields[eta]}"),
             )
             self._bar = Bar(*columns)
             self._bar.add_task("batch 0", total=config.batches, eta="")
-            self._live = Live(self._bar, console=self.console, refresh_per_second=4)
+            self._live = ResizableLive(self._bar, console=self.console, refresh_per_second=4)
             self._live.start()
 
     def progress(self, progress: Progress) -> None:

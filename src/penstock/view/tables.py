@@ -13,8 +13,8 @@ from rich.text import Text
 from penstock.idle_time import TimeSplit
 from penstock.schedule.methods.combine import COMBINES
 from penstock.schedule.methods.table import METHODS
+from penstock.simulate.method_facts import NO_LINKS, Links, MethodFacts, facts_of_methods
 from penstock.simulate.simulate import Simulation
-from penstock.view.method_facts import NO_LINKS, Links, MethodFacts, facts_of_methods
 from penstock.view.words import counted
 
 

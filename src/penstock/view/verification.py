@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from rich.console import Group
+from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
@@ -40,10 +40,29 @@ def _values(difference: Difference) -> dict[str, Any]:
     return values
 
 
-def verification_table(found: Verification) -> Group:
-    """Return a table with a row for each run that the pipeline is compared with and each kind of numbers.
+def print_verification(console: Console, found: Verification) -> None:
+    """Print the table of a verification, the tensors that differ most, and what the columns mean.
 
-    Where all numbers are equal, the cells for the size and place of a difference are empty.
+    Names of tensors are never divided: they have lines of their own, which the console does not wrap.
+    """
+    differences = [d for row in found.rows for d in (row.reference, row.plain) if d is not None]
+    apart = any(difference.worst is not None for difference in differences)
+    console.print(_table(found, apart))
+    for other, differs in (
+        ("the reference", {row.kind: row.reference for row in found.rows}),
+        ("plain torch", {row.kind: row.plain for row in found.rows if row.plain is not None}),
+    ):
+        worst = {kind: difference.worst.name for kind, difference in differs.items() if difference.worst is not None}
+        lines = [f"most in, compared with {other}:", *(f"  {kind:<15}  {name}" for kind, name in worst.items())]
+        for line in lines if worst else ():
+            console.print(line, soft_wrap=True, markup=False, highlight=False)
+    console.print(_notes(found, apart))
+
+
+def _table(found: Verification, apart: bool) -> Group:
+    """A row for each run that the pipeline is compared with and each kind of numbers.
+
+    Where all numbers are equal, the cells for the size and batch of a difference are empty, or (not `apart`) missing.
     """
     config = found.config
     wide = f", width {config.width}" if config.width > 1 else ""
@@ -51,12 +70,8 @@ def verification_table(found: Verification) -> Group:
     table = Table(box=None)
     table.add_column("compared with", no_wrap=True)
     table.add_column("differ", justify="right", no_wrap=True)
-    differences = [d for row in found.rows for d in (row.reference, row.plain) if d is not None]
-    apart = any(difference.worst is not None for difference in differences)
     for column in ("relative", "absolute", "batch") if apart else ():
         table.add_column(column, justify="right", no_wrap=True)
-    if apart:
-        table.add_column("most in", overflow="fold")
     table.add_row("[bold]reference[/bold]")
     for row in found.rows:
         table.add_row(f"  {row.kind}", *_cells(row.reference, found.batches))
@@ -64,12 +79,18 @@ def verification_table(found: Verification) -> Group:
     table.add_row("[bold]plain torch[/bold]", "" if plain else "[dim]left out[/dim]")
     for kind, difference in plain.items():
         table.add_row(f"  {kind}", *_cells(difference, found.batches))
+    return Group(Text(f"{config.row.name}: {shape}", "table.title"), table)
+
+
+def _notes(found: Verification, apart: bool) -> Text:
+    """What the columns and rows mean."""
+    plain = [row.plain for row in found.rows if row.plain is not None]
     note = f"Plain torch is left out, because {found.left_out}."
     if plain:
-        note = f"From plain torch, a relative {max(d.tolerance for d in plain.values()):g} is allowed."
+        note = f"From plain torch, a relative {max(d.tolerance for d in plain):g} is allowed."
     how_far = "Relative: |a - b| / |b| of a tensor; absolute: of its elements. " if apart else ""
     notes = f"{how_far}Decisions: norm, loss scale, skipped or not. Final state: what would be saved. {note}"
-    return Group(Text(f"{config.row.name}: {shape}", "table.title"), table, Text(notes, "table.caption"))
+    return Text(notes, "table.caption")
 
 
 def _cells(difference: Difference, end: int) -> tuple[str, ...]:
@@ -78,4 +99,4 @@ def _cells(difference: Difference, end: int) -> tuple[str, ...]:
     if worst is None:
         return (counts,)
     batch = "end" if worst.batch == end else str(worst.batch)
-    return counts, f"{worst.relative:.1e}", f"{worst.absolute:.1e}", batch, worst.name
+    return counts, f"{worst.relative:.1e}", f"{worst.absolute:.1e}", batch

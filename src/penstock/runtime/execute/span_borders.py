@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
+
+import torch.distributed as dist
 
 from penstock.comm.collective.gather import gather_json
 from penstock.comm.core.rank_grid import RankGrid
@@ -14,6 +17,8 @@ from penstock.runtime.setup.rank_state import RankState
 from penstock.runtime.setup.settings_by_hand import check_settings, settings_by_hand
 from penstock.runtime.setup.stage_copies import check_written, follow_first, follow_hooks, follow_settings
 from penstock.schedule.methods.combine import Combine
+
+_LOG = logging.getLogger(__name__)
 
 Losses = list[list[float]]
 """Loss sums of batches with their weights."""
@@ -35,13 +40,14 @@ class SpanBorders:
         self._timeout = timedelta(seconds=min(timeout, _LONGEST))
         self._settings: list[Any] = []  # by hand, on all ranks, as they have last been compared
 
-    def begin(self, source: BatchSource, batches: int, first: int) -> bool:
+    def begin(self, source: BatchSource, batches: int, first: int, *, trains: bool) -> bool:
         """Prepare a span; return whether there is a first batch, on which all ranks agree.
 
         Args:
             source: of its data.
             batches: that have been trained on.
             first: the rank that reads the inputs.
+            trains: it is one of training, so there must be something to train.
 
         Raises:
             ConfigError, DataError: what cannot be, here or on another rank.
@@ -55,13 +61,14 @@ class SpanBorders:
         begins = failure is None and (not asked or source.begins())
         lacks = failure is None and not asked and source.lacks_first()
         failure = failure or source.failure
-        mine: list[Any] = [begins, _text(failure), lacks, settings_by_hand(self._ranks)]
+        mine: list[Any] = [begins, _text(failure), lacks, self._parameters(), settings_by_hand(self._ranks)]
         told = self._gather(mine, "agreeing to start")  # the others must hear of a failure before it is raised here
-        failed = _failed_elsewhere([text for _, text, _, _ in told], "begin")
+        failed = _failed_elsewhere([text for _, text, *_ in told], "begin")
         for reason in (
             failure,
             failed,
-            _missing(first, [begin for begin, *_ in told], [lack for _, _, lack, _ in told]),
+            _nothing_to_train([counts for *_, counts, _ in told]) if trains else None,
+            _missing(first, [begin for begin, *_ in told], [lack for _, _, lack, *_ in told]),
         ):
             if reason is not None:
                 raise reason
@@ -70,6 +77,16 @@ class SpanBorders:
             check_settings(settings)
             self._settings = settings
         return all(flag for flag, *_ in told)
+
+    def _parameters(self) -> tuple[int, int]:
+        """How many parameters of the model are trained here, and how many are not; copies of stages do not count."""
+        modules = [
+            stage.module
+            for state in self._ranks
+            for stage in state.stages.values()
+            if (state.key.pipeline, stage.key.direction) == (0, 0)
+        ]
+        return sum(len(module.trained) for module in modules), sum(len(module.frozen()) for module in modules)
 
     def _take_over(self) -> ConfigError | None:
         """Adopt what users have changed between two runs; return what is wrong with it."""
@@ -90,8 +107,15 @@ class SpanBorders:
             return error
         return None
 
-    def end(self, left: bool, failure: Exception | None) -> tuple[bool, Exception | None]:
+    def end(self, left: int | None, batches: int, failure: Exception | None) -> tuple[bool, Exception | None]:
         """Tell all ranks after a span of training whether the caller has left here, and what an evaluation failed of.
+
+        The first rank whose caller has not left warns of the others that have; the rest of them log it as information.
+
+        Args:
+            left: the batch after whose report the caller has left; None where it has not.
+            batches: that have been trained on.
+            failure: of an evaluation.
 
         Returns:
             Whether the caller has left on any rank, and the first failure of another one.
@@ -100,9 +124,21 @@ class SpanBorders:
             TransportError: a peer is dead, or has not come this far in time.
         """
         if self._grid.group is None:
-            return left, None
+            return left is not None, None
         told = self._gather([left, _text(failure)], "ending a run", self._timeout)
-        return any(gone for gone, _ in told), _failed_elsewhere([text for _, text in told])
+        after = [batch for batch, _ in told]
+        gone = [rank for rank, batch in enumerate(after) if batch is not None]
+        if gone and left is None:
+            first = after.index(None) == dist.get_rank(self._grid.group)
+            _LOG.log(
+                logging.WARNING if first else logging.INFO,
+                "rank %d left the loop after the report of batch %d, so the run ends after batch %d on all ranks; if "
+                "that is not wanted, leave the loop on no rank, or on all after the same batch",
+                gone[0],
+                after[gone[0]],
+                batches - 1,
+            )
+        return bool(gone), _failed_elsewhere([text for _, text in told])
 
     def gather_losses(self, found: Losses, failure: Exception | None) -> tuple[Losses, Exception | None]:
         """Return what all ranks have found in an evaluation, and the first failure of another one."""
@@ -113,6 +149,18 @@ class SpanBorders:
 
     def _gather(self, mine: list[Any], what: str, timeout: timedelta | None = None) -> list[Any]:
         return [mine] if self._grid.group is None else gather_json(mine, what, self._grid.control, timeout)
+
+
+def _nothing_to_train(counts: Sequence[tuple[int, int]]) -> ConfigError | None:
+    """What all ranks raise where no parameter is trained; of each rank how many are, and how many are not."""
+    trained, frozen = (sum(part) for part in zip(*counts, strict=True))
+    if trained:
+        return None
+    why = f"all {frozen} parameters have requires_grad=False" if frozen else "the blocks have no parameters"
+    return ConfigError(
+        f"run() has nothing to train: {why}; set requires_grad=True on what is to be trained before the pipeline is "
+        "made, or measure the loss of the model as it is with pipeline.evaluate(loader)"
+    )
 
 
 def _missing(first: int, begins: Sequence[bool], lacks: Sequence[bool]) -> DataError | None:
