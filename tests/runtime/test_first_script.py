@@ -190,7 +190,8 @@ def test_what_is_missing_or_twice_there_is_said(options: dict[str, Any], said: s
 
 def test_an_option_that_a_method_does_not_have() -> None:
     with pytest.raises(
-        ConfigError, match=r"method interleaved has no option 'chunk'; it has chunks, group\. Did you mean 'chunks'"
+        ConfigError,
+        match=r"method interleaved has no option 'chunk'; it has chunks, group, in_flight\. Did you mean 'chunks'",
     ):
         penstock.method("interleaved", chunk=4)
     with pytest.raises(ConfigError, match="method gpipe has no option 'chunks'; it has none"):

@@ -91,9 +91,9 @@ def slow_reduction(group: dist.ProcessGroup) -> TimeSplit:
     case = Case("1f1b", 1, 2, width=2, spans=(4,), skips=())
     add = GlooReducer._add
 
-    def add_slowly(self: GlooReducer, *arguments: Any) -> None:
-        time.sleep(2 * NAP)  # once per batch: a stage has one gradient
-        add(self, *arguments)
+    def add_slowly(self: GlooReducer, *arguments: Any) -> Iterator[None]:
+        time.sleep(2 * NAP)  # once per batch: a stage has one gradient, of one piece
+        return add(self, *arguments)
 
     GlooReducer._add = add_slowly  # type: ignore[method-assign]
     try:

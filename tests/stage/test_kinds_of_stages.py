@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from penstock.errors import ConfigError
 from support.cases import (
     BALANCE,
     OPTIMIZERS,
@@ -152,6 +153,8 @@ def test_shared_parameters_go_by_their_first_name() -> None:
 
 def test_a_model_with_nothing_to_train() -> None:
     pipeline = make_pipeline(Case("1f1b", 3, 2), blocks=[half] * 6, loss=lambda out, target: out.sum())
-    reports = list(pipeline.run([[(torch.ones(2), 0.0)] * 2] * 3))
-    assert [(r.loss, r.weight) for r in reports] == [(2 / 64, 4.0)] * 3  # two samples in each of two microbatches
+    batch = [(torch.ones(2), 0.0)] * 2
+    with pytest.raises(ConfigError, match="nothing to train: the blocks have no parameters"):
+        list(pipeline.run([batch] * 3))
+    assert pipeline.evaluate([batch] * 3) == (2 / 64, 12.0)  # two samples in each of two microbatches
     assert pipeline.optimizers() == {}

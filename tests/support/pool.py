@@ -118,6 +118,8 @@ def _work(rank: int, size: int, rendezvous: str, connection: Connection) -> None
         except EOFError:
             os._exit(0)  # the session is over; threads that wait for messages need not be asked
         try:
+            if fresh:
+                dist.barrier(groups[size])  # or the time-out of the group would begin before all have come
             group = dist.new_group(members, timeout=timedelta(seconds=3)) if fresh else groups[len(members)]
             answer = pickle.dumps((function(group, *args) if rank in members else None, None, ""))
         except BaseException as error:

@@ -430,7 +430,7 @@ def test_a_scheduler_that_ends_is_noticed_by_a_first_stage_that_is_frozen(pool: 
     assert first[:3] == ([0, 1, 2, 3, 4], "ConfigError: lr_scheduler has no rate for update 6: Tried to step"[:65], 5)
     for reports, said, batches, last in others:
         assert (reports, said, batches) == ([0, 1, 2, 3, 4], "", 5)
-        assert last.startswith("DataError: rank 0 could not begin (ConfigError: lr_scheduler has no rate for update 6")
+        assert "ConfigError: lr_scheduler has no rate for update 6" in last  # their own, or that of rank 0
 
 
 @pytest.mark.parametrize("method", ["1f1b", "2bw", "stash"])
