@@ -6,6 +6,7 @@ import gc
 import os
 import time
 import warnings
+from collections.abc import Iterator
 from datetime import timedelta
 
 import pytest
@@ -21,6 +22,13 @@ pytestmark = pytest.mark.processes
 TIMEOUT = 1.5
 BATCH = torch.ones(4, 3), torch.ones(4, 3)
 PATIENT = timedelta(minutes=5)  # of the group: what waits for it takes longer than a test may
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _end_of_the_pool(pool: Pool) -> Iterator[None]:
+    """Leave no broken pipelines behind in its processes: they would be collected, and wait, in the midst of others."""
+    yield
+    pool.close()
 
 
 def make_pipeline(group: dist.ProcessGroup, method: str) -> Pipeline:
