@@ -125,17 +125,20 @@ class PenstockArm:
         task: Task = GPT,
         ranks: int = STAGES,
         window: int | None = None,
+        in_flight: str | None = None,
     ) -> None:
         self.microbatches, self.data = microbatches, data
         schedule = make_schedule(method, ranks, microbatches, window=window)
+        stages = schedule.schedule.num_stages
+        named = {"method": method, "stages": ranks, "microbatches": microbatches, "in_flight": in_flight}
         self.pipeline = Pipeline(
-            task.stages(schedule.schedule.num_stages),
-            schedule,
+            task.stages(stages),
             loss=task.loss,
             optimizer=task.optimizer,
             max_grad_norm=clip,
-            partition=[1] * schedule.schedule.num_stages,
+            partition=[1] * stages,
             group=dist.new_group(),  # of its own: a stream that is halted may have messages under way
+            **({"schedule": schedule} if in_flight is None else named),
         )
 
     def run(self, batches: int) -> None:
@@ -163,8 +166,9 @@ class PenstockStream(PenstockArm):
         clip: float | None = None,
         task: Task = GPT,
         ranks: int = STAGES,
+        in_flight: str | None = None,
     ) -> None:
-        super().__init__(method, microbatches, data, clip, task, ranks)
+        super().__init__(method, microbatches, data, clip, task, ranks, in_flight=in_flight)
         self._reports = self.pipeline.run(data.batches(sys.maxsize, microbatches))
 
     def run(self, batches: int) -> None:

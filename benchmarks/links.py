@@ -28,7 +28,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from benchmarks.network.arms import CASES, DIVIDED, MAKERS, TINY, Case
+from benchmarks.network.arms import AUTO, CASES, DIVIDED, MAKERS, TINY, Case
 from benchmarks.network.compare import print_comparison
 from benchmarks.network.hosts import LINKS, Link, Network, why_not
 from benchmarks.network.probe import MESSAGE
@@ -75,9 +75,15 @@ def run(cases: Sequence[Case], arguments: argparse.Namespace, out: Path) -> None
         }
         for (hosts, alone), team in teams.items():
             for case in cases:
-                arms = list(dict.fromkeys(t.arm for t in turns if t.case is case and (t.link.mbit is None) is alone))
+                found = (t.arm for t in turns if t.case is case and (t.link.mbit is None) is alone)
+                arms = [arm for arm in dict.fromkeys(found) if arm not in AUTO]
                 if case.hosts == hosts and arms:
                     team.ask("make", case=case.name, arms=arms)
+        for turn in turns:
+            if turn.arm in AUTO:
+                network.set(turn.link)
+                team = teams[turn.case.hosts, turn.link.mbit is None]
+                team.ask("make", case=turn.case.name, arms=[turn.arm], link=turn.link.name)
         for round_ in range(arguments.rounds):
             began = time.perf_counter()
             for turn in random.Random(round_).sample(turns, len(turns)):
@@ -92,7 +98,8 @@ def take(turn: Turn, network: Network, team: Team, count: int) -> dict[str, Any]
     """Run a turn, and return its line of the raw data."""
     network.set(turn.link)
     batches = batches_of(turn, count)
-    ranks = team.ask("turn", case=turn.case.name, arm=turn.arm, batches=batches)
+    link = turn.link.name if turn.arm in AUTO else ""
+    ranks = team.ask("turn", case=turn.case.name, arm=turn.arm, batches=batches, link=link)
     return {
         "case": turn.case.name,
         "link": turn.link.name,

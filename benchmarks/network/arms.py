@@ -156,15 +156,19 @@ Maker = Callable[[int, Data, Task], Arm]
 """(m, data, task) -> an arm of all ranks of the process group."""
 
 METHODS: Mapping[str, str] = {
-    "penstock 2bw auto": "2bw-eager",
+    "penstock 2bw auto": "2bw",
     "penstock 2bw": "2bw",
+    "penstock 1f1b auto": "1f1b",
     "penstock 1f1b": "1f1b",
     "penstock zb-h1": "zb-h1",
     "penstock zb-v": "zb-v",
 }
-"""Arms of Penstock -> the method as `make_schedule` takes it.
+"""Arms of Penstock -> the method as `make_schedule` takes it."""
 
-2bw has d microbatches in flight on the first rank; "auto" stands for as many as help, here 2 d - 1.
+AUTO = ("penstock 2bw auto", "penstock 1f1b auto")
+"""Those with `in_flight="auto"`: a pipeline for each link, which measures it in its first batches.
+
+2bw and 1f1b themselves have d microbatches in flight on the first rank.
 """
 
 STREAMS = ("penstock 2bw auto", "penstock 2bw")
@@ -173,7 +177,8 @@ STREAMS = ("penstock 2bw auto", "penstock 2bw")
 
 def _penstock(name: str, m: int, data: Data, task: Task) -> Arm:
     kind = PenstockStream if name in STREAMS else PenstockArm
-    return kind(METHODS[name], m, data, task=task, ranks=dist.get_world_size())
+    in_flight = "auto" if name in AUTO else None
+    return kind(METHODS[name], m, data, task=task, ranks=dist.get_world_size(), in_flight=in_flight)
 
 
 MAKERS: dict[str, Maker] = {
@@ -212,7 +217,7 @@ class Case(NamedTuple):
         return f"{self.hosts} hosts, {self.model} parameters, m = {self.m}"
 
 
-_MAIN = ("penstock 2bw auto", "penstock 2bw", "penstock 1f1b", "torch 1f1b", "torch ddp")
+_MAIN = (*AUTO, "penstock 2bw", "penstock 1f1b", "torch 1f1b", "torch ddp")
 CASES = (
     Case(2, "few", 2),
     Case(2, "few", 8),

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from benchmarks.network.arms import METHODS, MODELS, STREAMS, case_named
+from benchmarks.network.arms import AUTO, METHODS, MODELS, STREAMS, case_named
 from benchmarks.network.hosts import LINKS, Link
 from penstock import ProvenSchedule, make_schedule
 from penstock.simulate.costs import Costs, StageCost
@@ -19,11 +19,8 @@ _FILL = 4  # batches of a stream before those that are counted
 
 
 def message_costs(link: Link, nbytes: int) -> dict[str, float]:
-    """What `Costs` is told of messages: the only place that knows how a link delays them.
-
-    Messages are free to overlap here. A time for which one occupies the link, `link.occupied(nbytes)`, belongs here.
-    """
-    return {"latency": link.seconds(nbytes)}
+    """What `Costs` is told of messages: the only place that knows how a link delays them."""
+    return {"latency": link.delay, "transfer": link.occupied(nbytes)}
 
 
 def stage_costs(row: Row, stages: int) -> tuple[StageCost, ...]:
@@ -42,8 +39,13 @@ def stage_costs(row: Row, stages: int) -> tuple[StageCost, ...]:
 
 
 def schedule_of(row: Row) -> ProvenSchedule:
-    """The schedule of a turn; one that has been chosen at run time must be told by `row["ranks"][0]["activations"]`."""
-    return make_schedule(METHODS[row["arm"]], case_named(row["case"]).hosts, row["m"])
+    """The schedule of a turn; where a run has chosen its microbatches in flight, the activations tell them."""
+    method, hosts = METHODS[row["arm"]], case_named(row["case"]).hosts
+    if row["arm"] not in AUTO:
+        return make_schedule(method, hosts, row["m"])
+    return make_schedule(
+        method, hosts, row["m"], options={"in_flight": [int(n) for n in row["ranks"][0]["activations"]]}
+    )
 
 
 def predict(row: Row, proof: ProvenSchedule) -> float:

@@ -14,7 +14,7 @@ from benchmarks.throughput import interval
 Turns = dict[tuple[str, str, str], list[dict[str, Any]]]
 """Case, link, arm -> its turns in the order of rounds."""
 
-AUTO, TORCH = "penstock 2bw auto", "torch 1f1b"
+FLAGSHIP, TORCH = "penstock 2bw auto", "torch 1f1b"
 LOOPBACK = next(name for name, link in LINKS.items() if link.mbit is None)
 
 
@@ -116,9 +116,9 @@ def aims(turns: Turns) -> list[Aim]:
         for ours, theirs in ((one, TORCH), ("penstock zb-v", "torch zbv")):
             found.append(_against(turns, name, link, ours, theirs, 1.0))
         if case.hosts == 2 and case.model == "few" and (link, case.m) in (("100 Mbit/s", 8), ("loopback", 2)):
-            found.append(_against(turns, name, link, AUTO, TORCH, 1.4 if case.m == 8 else 1.45))
+            found.append(_against(turns, name, link, FLAGSHIP, TORCH, 1.4 if case.m == 8 else 1.45))
         if case.model == "many" and link == "100 Mbit/s":
-            found.append(_against(turns, name, link, AUTO, "torch ddp", 3.0))
+            found.append(_against(turns, name, link, FLAGSHIP, "torch ddp", 3.0))
     return [aim for aim in found if aim.found]
 
 
@@ -131,7 +131,7 @@ def _of_link(turns: Turns, case: str, link: str) -> list[Aim]:
 
     Between them (a message takes longer than a forward, but less than all work on a microbatch) nothing is demanded.
     """
-    rows, mbit = turns.get((case, link, AUTO), []), LINKS[link].mbit
+    rows, mbit = turns.get((case, link, FLAGSHIP), []), LINKS[link].mbit
     if not rows or mbit is None:
         return []
     nbytes = MODELS[case_named(case).model].message
@@ -141,17 +141,17 @@ def _of_link(turns: Turns, case: str, link: str) -> list[Aim]:
     if LINKS[link].seconds(nbytes) < forward:
         return [
             Aim(
-                f"{AUTO} / itself on the loopback",
+                f"{FLAGSHIP} / itself on the loopback",
                 case,
                 link,
                 0.95,
-                ratios(turns, case, (link, AUTO), (LOOPBACK, AUTO)),
+                ratios(turns, case, (link, FLAGSHIP), (LOOPBACK, FLAGSHIP)),
             )
         ]
     if LINKS[link].occupied(nbytes) > work:
         return [
             Aim(
-                f"{AUTO}: bytes sent / rate of the link",
+                f"{FLAGSHIP}: bytes sent / rate of the link",
                 case,
                 link,
                 0.9,

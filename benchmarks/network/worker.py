@@ -21,6 +21,7 @@ from benchmarks.arms import Arm, PenstockArm
 from benchmarks.machine import join
 from benchmarks.network.arms import arms_of, case_named
 from penstock.launch.parent_death import end_with_parent
+from penstock.runtime.in_flight.adapted import MEASURED
 
 
 class Place(NamedTuple):
@@ -45,25 +46,31 @@ class Worker:
     """The arms of one rank."""
 
     def __init__(self, place: Place) -> None:
-        self._arms: dict[tuple[str, str], Arm] = {}
+        self._arms: dict[tuple[str, str, str], Arm] = {}
         self._counters = Path("/sys/class/net", place.interface, "statistics")
 
-    def make(self, case: str, arms: list[str]) -> dict[str, Any]:
-        """Make the arms of a case, and warm them up: allocators, optimizer state, shapes."""
+    def make(self, case: str, arms: list[str], link: str = "") -> dict[str, Any]:
+        """Make arms of a case, and warm them up: allocators, optimizer state, shapes.
+
+        Args:
+            case: by its name.
+            arms: by their names.
+            link: the present one, for arms that are made once for each.
+        """
         found = case_named(case)
         for name, arm in arms_of(found, tuple(arms)):
-            self._arms[case, name] = arm
-            arm.run(max(4 // found.m, 2))
+            self._arms[case, name, link] = arm
+            arm.run(max(4 // found.m, MEASURED + 2 if link else 2))
         return {}
 
-    def turn(self, case: str, arm: str, batches: int) -> dict[str, Any]:
+    def turn(self, case: str, arm: str, batches: int, link: str = "") -> dict[str, Any]:
         """Run batches of an arm from a common start.
 
         Returns:
             seconds: on this rank; sent, received: bytes of its interface, the barrier's included; and what the arm's
             timeline says of the turn (`recorded`).
         """
-        engine = self._arms[case, arm]
+        engine = self._arms[case, arm, link]
         before = self._bytes()
         dist.barrier()
         start = time.perf_counter()
@@ -90,7 +97,8 @@ def recorded(engine: Arm, start: float) -> dict[str, Any]:
 
     Returns:
         work: "stage:operation" -> number and mean seconds; waits: reason -> seconds in all; messages: lane -> number,
-        and mean and median seconds from posting to completion; activations: the most microbatches in flight, per rank.
+        and mean and median seconds from posting to completion; activations: the most microbatches in flight, per rank;
+        of a pipeline that has measured its link, in_flight: what it found.
         The timeline itself would be gathered over the link.
     """
     if not isinstance(engine, PenstockArm):
@@ -117,6 +125,7 @@ def recorded(engine: Arm, start: float) -> dict[str, Any]:
             for lane, times in messages.items()
         },
         "activations": [float(held) for held in engine.pipeline.proof.activations],
+        **({"in_flight": str(engine.pipeline.in_flight)} if engine.pipeline.in_flight else {}),
     }
 
 
