@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 from benchmarks.links import Turn, batches_of, turns_of
-from benchmarks.network.arms import CASES, MAKERS, METHODS, STREAMS, TINY
-from benchmarks.network.compare import predict, stage_costs
+from benchmarks.network.arms import AUTO, CASES, MAKERS, METHODS, STREAMS, TINY
+from benchmarks.network.compare import message_costs, predict, schedule_of, stage_costs
 from benchmarks.network.hosts import LINKS, Network, sweep, why_not
 from benchmarks.network.report import aims, group, most_sent
 
@@ -44,6 +44,14 @@ def test_a_turn_as_the_simulator_sees_it():
     assert predict(row("penstock 2bw"), make_schedule("2bw", 2, 2)) == pytest.approx(4 * 6.5, rel=1e-3)
 
 
+def test_the_schedule_of_a_turn():
+    """An arm that measures its link tells what it found; the others have the schedule of their method."""
+    measured = row("penstock 2bw auto")
+    measured["ranks"][0]["activations"] = [3.0, 1.0]
+    assert schedule_of(measured).activations == (3, 1)
+    assert schedule_of(row("penstock 2bw")).activations == (2, 1)
+
+
 def test_turns_of_all_cases():
     """Every arm of a case on each of its links; those that divide batches train a quarter."""
     arguments = type("", (), {"links": list(LINKS), "arms": list(MAKERS)})
@@ -51,7 +59,7 @@ def test_turns_of_all_cases():
     assert len(turns) == sum(len(case.arms) * len(case.links or LINKS) for case in CASES)
     assert batches_of(Turn(CASES[1], LINKS["loopback"], "torch 1f1b"), 64) == 8
     assert batches_of(Turn(CASES[1], LINKS["loopback"], "torch ddp"), 64) == 2
-    assert set(STREAMS) <= METHODS.keys() <= MAKERS.keys()
+    assert {*STREAMS, *AUTO} <= METHODS.keys() <= MAKERS.keys()
 
 
 def test_the_time_of_a_message():
@@ -59,6 +67,7 @@ def test_the_time_of_a_message():
     assert LINKS["1 Gbit/s, 5 ms"].seconds(125_000) == pytest.approx(0.006)
     assert LINKS["1 Gbit/s, 5 ms"].occupied(125_000) == pytest.approx(0.001)
     assert LINKS["loopback"].seconds(125_000) == 0
+    assert message_costs(LINKS["1 Gbit/s, 5 ms"], 125_000) == pytest.approx({"latency": 0.005, "transfer": 0.001})
 
 
 def test_aims_of_a_run():
@@ -139,6 +148,7 @@ def test_links_of_every_arm(tmp_path):
         assert 0 < turn["seconds"] < math.inf
         assert all(rank["sent"] > 0 and rank["received"] > 0 for rank in turn["ranks"])
         if turn["arm"] in METHODS:
+            assert all(("in_flight" in rank) == (turn["arm"] in AUTO) for rank in turn["ranks"])
             stages = make_schedule(METHODS[turn["arm"]], 2, 2).schedule.num_stages
             assert all(cost.forward > 0 and cost.step > 0 for cost in stage_costs(turn, stages))
         assert f"| {turn['arm']} | " in ran.stdout

@@ -60,6 +60,7 @@ def print_summary(turns: Turns) -> None:
         _table(
             links, arms, lambda link, arm, case=case: f"{1e-3 * statistics.median(_sent(turns[case, link, arm])):.0f}"
         )
+    print_ratios(turns)
     print_answer(turns)
     print("\nwhat was to be reached; ratios of throughput within a round, median (95 % interval)\n")
     print("| aim | case | link | at least | reached | |")
@@ -67,6 +68,18 @@ def print_summary(turns: Turns) -> None:
     for aim in aims(turns):
         verdict = "yes" if statistics.median(aim.found) >= aim.least else "no"
         print(f"| {aim.what} | {aim.case} | {aim.link} | {aim.least} | {_cell(aim.found, 3)} | {verdict} |")
+
+
+def print_ratios(turns: Turns) -> None:
+    """Every arm beside torch's 1F1B on the same link, cases below each other."""
+    links = [link for link in LINKS if any(link == other for _, other, _ in turns)]
+    print("\nthroughput / that of torch 1f1b in the same round, median (95 % interval)\n")
+    print("| case | arm | " + " | ".join(links) + " |")
+    print("|---" * (len(links) + 2) + "|")
+    for case in (case.name for case in (*CASES, *TINY)):
+        for arm in (arm for arm in MAKERS if arm != TORCH and any((case, link, arm) in turns for link in links)):
+            found = [ratios(turns, case, (link, arm), (link, TORCH)) for link in links]
+            print(f"| {case} | {arm} | " + " | ".join(_cell(of, 2) if of else "" for of in found) + " |")
 
 
 def print_answer(turns: Turns) -> None:
