@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from penstock.comm.transports import GlooTransports, NcclTransports
+from penstock.runtime.options.passes import Precision
 from penstock.runtime.pipeline import Pipeline
-from penstock.runtime.plan.options import Precision
 from penstock.runtime.rank.snapshot import Saving, Snapshot
 from penstock.schedule.text import parse_schedule
 from support.cases import Case, assert_equal_tensors, assert_same, expected, together, train

@@ -14,8 +14,8 @@ from penstock.comm.p2p import nccl
 from penstock.comm.transports import NcclTransports, Transports
 from penstock.errors import CapabilityError
 from penstock.runtime.execute.evaluation import Evaluating
+from penstock.runtime.options.passes import Precision
 from penstock.runtime.pipeline import Pipeline
-from penstock.runtime.plan.options import Precision
 from penstock.schedule.machine.issue_order import Issued, one_order
 from penstock.weights.optim.lr_schedulers import by_factor
 from support import cases

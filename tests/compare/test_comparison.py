@@ -33,8 +33,8 @@ from penstock.errors import CapabilityError, ConfigError, DataError, ScheduleErr
 from penstock.models.gpt import language_loss
 from penstock.partition.blocks import cut_blocks
 from penstock.runtime.execute.evaluation import Evaluating
+from penstock.runtime.options.passes import Precision
 from penstock.runtime.pipeline import Pipeline
-from penstock.runtime.plan.options import Precision
 from penstock.schedule.build import prove
 from penstock.simulate.costs import Costs
 from penstock.train.setup.lr_schedule import rate_schedule

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from penstock.errors import CapabilityError, ConfigError
+from penstock.runtime.options.passes import Staleness
 from penstock.runtime.pipeline import Pipeline
-from penstock.runtime.plan.options import Staleness
 from penstock.schedule.build import make_schedule
 from support.cases import Case, Outcome, assert_same, make_batches, make_blocks, make_pipeline, together, train
 from support.delay_cases import VARIED, assert_trained, go_on, long_case, sequential, snapshots

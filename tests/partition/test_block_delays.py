@@ -16,8 +16,8 @@ from penstock.checkpoint.manager import Checkpoints
 from penstock.errors import CheckpointError, ConfigError, VersionError
 from penstock.partition.blocks import LazyBlock
 from penstock.runtime.execute.evaluation import Evaluating
+from penstock.runtime.options.passes import Staleness
 from penstock.runtime.pipeline import Pipeline
-from penstock.runtime.plan.options import Staleness
 from penstock.schedule.build import make_schedule
 from penstock.schedule.methods.corrections import CORRECTIONS
 from penstock.weights.corrections.pipemare import PipeMare

@@ -15,8 +15,8 @@ from penstock.errors import ConfigError, DataError
 from penstock.models.gpt import gpt_blocks
 from penstock.models.gpt_shape import GPTConfig
 from penstock.partition.sequence_slices import Slicing, equal_lengths, equal_time_lengths
+from penstock.runtime.options.division import Partition
 from penstock.runtime.pipeline import Pipeline
-from penstock.runtime.plan.options import Partition
 from penstock.schedule.build import make_schedule
 from support.cases import token_loss
 from support.grouped import grouped

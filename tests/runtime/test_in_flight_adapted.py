@@ -11,8 +11,8 @@ import torch.distributed as dist
 from penstock.errors import ConfigError, DataError
 from penstock.runtime.execute.evaluation import Evaluating
 from penstock.runtime.in_flight.adapted import MEASURED, AdaptedInFlight
+from penstock.runtime.options.division import InFlight
 from penstock.runtime.pipeline import Pipeline
-from penstock.runtime.plan.options import InFlight
 from penstock.runtime.rank.snapshot import Saving, Snapshot
 from penstock.schedule.build import ScheduleRequest
 from support.cases import (

@@ -19,8 +19,8 @@ from penstock.comm.collective.wave_exchange import LocalExchange
 from penstock.comm.core.rank_grid import Holder
 from penstock.errors import CheckpointError, ConfigError, PenstockError, TransportError, VersionError
 from penstock.runtime.execute.evaluation import Evaluating
+from penstock.runtime.options.division import DataParallel
 from penstock.runtime.pipeline import Pipeline
-from penstock.runtime.plan.options import DataParallel
 from penstock.runtime.rank.snapshot import Saving, Snapshot
 from penstock.runtime.update.divergence import Divergence
 from penstock.schedule.build import make_schedule

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from penstock.runtime.plan.options import DataParallel, InFlight, Partition, Precision, Recompute, Staleness
+from penstock.runtime.options.division import DataParallel, InFlight, Partition
+from penstock.runtime.options.passes import Precision, Recompute, Staleness
 
 GROUPS = {
     "data_parallel": DataParallel,

@@ -15,7 +15,7 @@ from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-define
 from torch.distributed.distributed_c10d import _get_default_store
 
 from penstock.checkpoint.format import checkpoints, place_of
-from penstock.train import loop
+from penstock.train import loop, reporter
 from penstock.train.config.load import validate_config
 from penstock.train.graceful_stop import DrainRequest
 from penstock.train.setup.prepare import prepare
@@ -72,7 +72,7 @@ def train_on_a_small_disk(group: dist.ProcessGroup, values: dict[str, Any], fold
     """Train as one rank where no file may be larger than `most`; returns the warnings, and the batch before each."""
     del group
     observer, before = Recording(), resource.getrlimit(resource.RLIMIT_FSIZE)
-    loop._POST_EVERY = 0.0
+    reporter._POST_EVERY = 0.0
     resource.setrlimit(resource.RLIMIT_FSIZE, (most, before[1]))
     try:
         run = prepare(validate_config(values))

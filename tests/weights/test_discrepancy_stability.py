@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from penstock.runtime.options.passes import Staleness
 from penstock.runtime.pipeline import Pipeline
-from penstock.runtime.plan.options import Staleness
 from penstock.schedule.build import make_schedule, prove
 from penstock.weights.corrections.registry import correction_of
 

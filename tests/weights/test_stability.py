@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from penstock.runtime.options.passes import Staleness
 from penstock.runtime.pipeline import Pipeline
-from penstock.runtime.plan.options import Staleness
 from penstock.schedule.build import make_schedule
 from support.cases import Named
 

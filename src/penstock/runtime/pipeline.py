@@ -28,18 +28,11 @@ from penstock.runtime.attribute_hints import NO_CALL, NO_PICKLE, missing, names_
 from penstock.runtime.engine import Engine
 from penstock.runtime.execute.evaluation import Evaluating, check_evaluating
 from penstock.runtime.in_flight.adapted import Adaptations
+from penstock.runtime.options.division import DataParallel, InFlight, Partition
+from penstock.runtime.options.options import PipelineOptions, RunOptions
+from penstock.runtime.options.passes import Precision, Recompute, Staleness
+from penstock.runtime.options.updates import UpdateOptions
 from penstock.runtime.plan.method_choice import default_stages, request_for, with_options
-from penstock.runtime.plan.options import (
-    DataParallel,
-    InFlight,
-    Partition,
-    PipelineOptions,
-    Precision,
-    Recompute,
-    RunOptions,
-    Staleness,
-    UpdateOptions,
-)
 from penstock.runtime.plan.plan import UnprovenPlan
 from penstock.runtime.plan.requirements import schedule_of
 from penstock.runtime.rank.batch_source import Batches

@@ -1,1 +1,1 @@
-"""A pipeline before it is built: its options, what the runtime can run, and the plan that passes every check."""
+"""A pipeline before it is built: what the runtime can run, and the plan that passes every check."""

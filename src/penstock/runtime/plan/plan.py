@@ -19,8 +19,8 @@ from penstock.partition.block_delays import BlockDelays, resolve_both
 from penstock.partition.blocks import check_enough, cut_blocks
 from penstock.partition.shared_memory import check_memory
 from penstock.partition.tied import Tie, find_ties
+from penstock.runtime.options.options import PipelineOptions
 from penstock.runtime.plan.capabilities import check_compiled, check_correction, check_recomputed_blocks, check_slices
-from penstock.runtime.plan.options import PipelineOptions
 from penstock.runtime.plan.requirements import (
     GivenSchedule,
     check_same_places,

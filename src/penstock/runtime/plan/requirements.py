@@ -7,8 +7,8 @@ from typing import Any
 
 from penstock.comm.p2p.routing import needs_decisions
 from penstock.errors import ConfigError
+from penstock.runtime.options.options import PipelineOptions
 from penstock.runtime.plan.capabilities import check_offered
-from penstock.runtime.plan.options import PipelineOptions
 from penstock.schedule.build import ScheduleRequest, extend, extended
 from penstock.schedule.ir.rules import RULES
 from penstock.schedule.ir.schedule import Schedule

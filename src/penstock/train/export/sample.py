@@ -13,10 +13,14 @@ import torch
 from torch import nn
 
 from penstock.checks import check_text, in_short
-from penstock.errors import CheckpointError, ConfigError
+from penstock.errors import CheckpointError, ConfigError, EndedError, PenstockError
 from penstock.models.gpt import gpt_blocks
 from penstock.models.gpt_shape import GPTConfig
+from penstock.train.config.schema import TrainConfig
 from penstock.train.export.weights_format import fill_module, load_index, load_weights
+
+_SAMPLED_PARAMETERS = 200_000_000  # largest model to sample from after training: one rank must load all of it
+_SAMPLING = 20.0  # seconds for that sample
 
 
 def load_model(folder: Path) -> tuple[nn.Sequential, GPTConfig]:
@@ -131,6 +135,28 @@ def sample_text(
     tokens = generate(model, config, list(prompt.encode()), length, temperature, seed, alphabet=256)
     made = itertools.takewhile(lambda _: time.monotonic() < end, tokens)
     return _shown(prompt) + _shown(bytes(made).decode(errors="replace"))
+
+
+def sample_if_possible(folder: Path, parameters: int, config: TrainConfig) -> str:
+    """Return a sample for the end of a run, or why there is none: it is not worth a failed run.
+
+    Args:
+        folder: of the run, whose weights are saved.
+        parameters: of the model.
+        config: of the run.
+
+    Raises:
+        EndedError: the process is to end.
+    """
+    if parameters > _SAMPLED_PARAMETERS:
+        return f"(none: {parameters / 1e6:.0f} M parameters at once may be more than this rank can hold)"
+    try:
+        seconds = min(_SAMPLING, config.timeout / 4)  # by now the launcher waits for this rank only
+        return sample_text(folder, config.prompt, config.sample_length, seed=config.seed, seconds=seconds)
+    except EndedError:
+        raise
+    except (RuntimeError, PenstockError) as error:  # for example because weights are NaN
+        return f"(none: {error})"
 
 
 def _shown(text: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from penstock.models.gpt import TIED_EMBEDDINGS
 from penstock.models.gpt_shape import GPTConfig
-from penstock.runtime.plan.options import PipelineOptions
+from penstock.runtime.options.options import PipelineOptions
 from penstock.runtime.update.divergence import Divergence
 from penstock.schedule.methods.table import correction_options
 from penstock.train.config.schema import FallbackSection, TrainConfig

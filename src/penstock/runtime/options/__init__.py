@@ -1,0 +1,1 @@
+"""The options of a pipeline, each listed once, in groups."""

@@ -1,0 +1,125 @@
+"""The options that divide the work: among parallel pipelines, among stages, and into microbatches in flight."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from penstock.checks import check_number, check_whole
+from penstock.comm.collective.all_reduce import Reduce, is_fast
+from penstock.errors import ConfigError
+from penstock.partition.sequence_slices import EQUAL_SLICES, Slicing
+from penstock.schedule.ir.in_flight import read_in_flight
+from penstock.schedule.methods.combine import REDUCE, Combine
+from penstock.short_repr import ShortRepr
+
+
+@dataclass(frozen=True, repr=False)
+class DataParallel(ShortRepr):
+    """How many parallel pipelines share the work of a batch, and how they agree on the weights.
+
+    Attributes:
+        width: w, the number of parallel pipelines. Each takes m of the w * m microbatches of a batch. They hold the
+            same weights, and their gradients are added while the passes go on (unless `combine` says otherwise). A
+            report is about one pipeline's part of a batch, a decision (`Report.decided`) about the whole batch.
+        reduce: how gradients are added: "ordered" adds in the order of the pipelines, and gives the same bits as one
+            process; "fast" uses torch's all_reduce between processes, on the groups of the mesh along its width or on
+            one group per stage. All pipelines still get the same bits. With two pipelines these are the bits of
+            "ordered"; with more, a sum may differ from the ordered one by (w - 1) eps times the sum of the magnitudes.
+        combine: lets pipelines make updates of their own and agree now and then, such as ``Combine("average",
+            every=8)`` (equations: `penstock.schedule.methods.combine`). Each pipeline then decides by its own norm,
+            loss weight and loss scale; reports and decisions are about one pipeline; `Pipeline.stop` ends the run at
+            the next synchronization; sums are always in the order of the pipelines. With "wsp", pipelines read each
+            other's updates some waves later, `stop` takes as many waves, and a run ends with a wave. Evaluations and
+            `Pipeline.state_dict` are about the model that the pipelines have in common; with "average", evaluations are
+            about the mean of their newest weights, and `state_dict` about those of the first pipeline in this process.
+        mesh: a device mesh with the dimensions ("width", "depth") or ("width", "depth", "inner"), of which inner must
+            be 1 so far; `width` is then taken from it. Its ranks must be those of the pipeline's group (of the whole
+            job, if there is none) in the same order, as `init_device_mesh` lays them out. With reduce="fast", its
+            groups along the width belong to a run while that is under way.
+
+    Raises:
+        ConfigError: a width below 1, or an unknown way to add gradients or to agree.
+    """
+
+    width: int = 1
+    reduce: Reduce = "ordered"
+    combine: Combine = REDUCE
+    mesh: DeviceMesh | None = None
+
+    def __post_init__(self) -> None:
+        """Check each by itself."""
+        check_whole("data_parallel: width", self.width)
+        is_fast(self.reduce)
+        if not isinstance(self.combine, Combine):
+            raise ConfigError(
+                f"combine must be a Combine, such as Combine('average', every=4); got {self.combine!r:.80}"
+            )
+
+    @property
+    def fast(self) -> bool:
+        """Whether torch adds gradients, in an order of its own."""
+        return is_fast(self.reduce)
+
+
+@dataclass(frozen=True, repr=False)
+class Partition(ShortRepr):
+    """How the model is divided into stages, and sequences into slices.
+
+    Attributes:
+        balance: the number of blocks of each stage; chosen by the cost of blocks if None.
+        tied: parameters that are one and the same, such as {"head.weight": "embedding.weight"}. It is needed for lazy
+            blocks only: where two modules hold one parameter, that is noticed. Each stage that uses it has a copy; the
+            copies stay equal, and count once in the norm. The optimizer must treat all of them alike.
+        slicing: how sequences are divided where a method takes slices of them, such as "seq1f1b".
+
+    Raises:
+        ConfigError: a value of another type.
+    """
+
+    balance: Sequence[int] | None = None
+    tied: Mapping[str, str] | None = None
+    slicing: Slicing = EQUAL_SLICES
+
+    def __post_init__(self) -> None:
+        """Check each by itself."""
+        listed = self.balance is None or isinstance(self.balance, Sequence)
+        if not listed or not all(isinstance(size, int) for size in self.balance or ()):
+            raise ConfigError(
+                "partition must be the number of blocks of each stage, such as [3, 2, 3], a Partition, or None; got "
+                f"{self.balance!r:.80}"
+            )
+        if self.tied is not None and not isinstance(self.tied, Mapping):
+            raise ConfigError(
+                f"tied must be a dict, such as {{'head.weight': 'embedding.weight'}}, or None; got {self.tied!r:.80}"
+            )
+        if not isinstance(self.slicing, Slicing):
+            raise ConfigError(f"slicing must be a Slicing, such as Slicing(dimension=1); got {self.slicing!r:.80}")
+
+
+@dataclass(frozen=True, repr=False)
+class InFlight(ShortRepr):
+    """How many microbatches are in flight on each rank: begun there, and their backwards not yet (docs/orders.md).
+
+    Attributes:
+        in_flight: of the method's order: of the first rank, or one number for every rank; or "auto": between processes
+            the first batches are measured, and the run goes on with as many as hide the time of messages, but without
+            reading weights later; "auto+delay" may do that, too. What the method itself has if None.
+        in_flight_bytes: with "auto", the most bytes of activations on a rank; any number if None.
+
+    Raises:
+        ConfigError: it is no such number or word.
+    """
+
+    in_flight: int | Sequence[int] | str | None = None
+    in_flight_bytes: float | None = None
+
+    def __post_init__(self) -> None:
+        """Check each by itself."""
+        if isinstance(self.in_flight, str):
+            object.__setattr__(self, "in_flight", read_in_flight(self.in_flight))
+        check_number("in_flight_bytes", self.in_flight_bytes, "2e9")
+        if self.in_flight_bytes is not None and not self.in_flight_bytes > 0:
+            raise ConfigError(f"in_flight_bytes must be positive, got {self.in_flight_bytes}")

@@ -1,0 +1,152 @@
+"""The options of passes: the number format, what is computed a second time, and which weights are read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from penstock.checks import check_number
+from penstock.errors import ConfigError
+from penstock.partition.block_delays import Delays
+from penstock.runtime.options.kernels import Kernels, SdpaName
+from penstock.schedule.transforms.recompute import Segments
+from penstock.short_repr import ShortRepr
+from penstock.stage.autograd.recompute import RecomputeMode, check_recompute
+from penstock.stage.precision import BoundaryGradients, PrecisionName, boundary_format, low_precision
+from penstock.weights.corrections.base import Correction
+from penstock.weights.decision import LossScale
+
+
+@dataclass(frozen=True, repr=False)
+class Precision(ShortRepr):
+    """The number format of forwards and backwards, and how small gradients survive in it.
+
+    Attributes:
+        precision: "fp32" (whatever the parameters have), "bf16" or "fp16". In the latter two, parameters in float32 and
+            floating-point inputs are cast, parameters once per version; the optimizer works on one master copy in
+            float32, and gradients accumulate in float32.
+        loss_scale: how the loss is scaled for its backward; a `LossScale()` with "fp16" if None.
+        divisor: c, roughly the weight of a batch, such as its number of tokens. Gradients are computed of the loss sum
+            divided by c, and corrected to the mean by c / N at the update, when the weight N is known. So c never
+            matters but for rounding and overflow. The number of microbatches of a batch if None; in low precision the
+            nearest power of two is taken.
+        tf32: whether GPUs may compute products of float32 in TF32; as torch is set if None. Like `sdpa` it holds while
+            the passes of this pipeline run, not in between.
+        sdpa: the backend of attention, "flash", "efficient", "cudnn" or "math"; torch chooses if None.
+        boundary_gradients: what stages hand back to the stages before them: gradients in the format of the activations
+            ("same"), or rounded to bfloat16 ("bf16"), which halves those of float32 on their way between ranks.
+            Every border of two stages counts, also within a rank and within a process, so the numbers depend on where
+            the model is cut, but not on where stages run. Gradients of weights still accumulate in float32.
+
+    Raises:
+        ConfigError: an unknown precision, format or backend, a divisor that is not positive, or values of other types.
+    """
+
+    precision: PrecisionName = "fp32"
+    loss_scale: LossScale | None = None
+    divisor: float | None = None
+    tf32: bool | None = None
+    sdpa: SdpaName | None = None
+    boundary_gradients: BoundaryGradients = "same"
+
+    def __post_init__(self) -> None:
+        """Check each by itself."""
+        low_precision(self.precision)
+        self.kernels.check()
+        boundary_format(self.boundary_gradients)
+        if self.loss_scale is not None and not isinstance(self.loss_scale, LossScale):
+            raise ConfigError(
+                "loss_scale must be a LossScale, such as LossScale(initial=1024.0), or None; got "
+                f"{self.loss_scale!r:.80}"
+            )
+        check_number("divisor", self.divisor, "8")
+        if self.divisor is not None and not self.divisor > 0:
+            raise ConfigError(f"divisor must be positive, got {self.divisor}")
+
+    @property
+    def kernels(self) -> Kernels:
+        """The settings of torch under which passes run."""
+        return Kernels(self.tf32, self.sdpa)
+
+    @property
+    def low(self) -> torch.dtype | None:
+        """The type that parameters are cast to; None where they stay as they are."""
+        return low_precision(self.precision)
+
+    @property
+    def between_stages(self) -> torch.dtype | None:
+        """The type that float32 gradients are rounded to between stages; None where they stay as they are."""
+        return boundary_format(self.boundary_gradients)
+
+    @property
+    def scaling(self) -> LossScale | None:
+        """The loss scale as given, or the one that comes with fp16."""
+        return self.loss_scale or (LossScale() if self.precision == "fp16" else None)
+
+
+@dataclass(frozen=True, repr=False)
+class Recompute(ShortRepr):
+    """Which forwards are run a second time, so that their activations need not be kept.
+
+    Attributes:
+        recompute: "none"; "block" runs each block again just before its backward; "stage" runs whole stages again,
+            while their gradients are still on their way. The numbers are the same, random ones and module buffers
+            included; only the gradient of a parameter that several blocks of one stage share is added up in another
+            order with "block". (Under the version rule "newest", the second run reads the newest weights, or PipeMare's
+            estimate.)
+        segments: with recompute="stage", the number of consecutive stages that recompute together. Only the first of
+            them keeps its input, and the others get theirs from the stage before once more. "auto" is the square root
+            of the number of stages, rounded.
+
+    Raises:
+        ConfigError: an unknown value of `recompute`, or segments without recompute="stage".
+    """
+
+    recompute: RecomputeMode = "none"
+    segments: Segments = 1
+
+    def __post_init__(self) -> None:
+        """Check both together."""
+        check_recompute(self.recompute, self.segments)
+
+
+@dataclass(frozen=True, repr=False)
+class Staleness(ShortRepr):
+    """What is done about weights that are read late; and delays of your own choice, to study them.
+
+    Attributes:
+        correction: such as `correction_of("pipemare", reschedule=500)`; a method by name brings its own.
+        delays: by how many updates the weights that a block reads are late, on a schedule that flushes: batch t reads
+            W(max(t - delay, 0)) in forward and backward, and its gradient updates W(t). One number for all blocks with
+            trained parameters, a dict by block (0 for the others), a list, a function of the block's name, or the
+            profile that a pipeline without flushes would have, such as "1f1b:8".
+        backward_delays: the same for backwards, where they differ from forwards: wherever the formulas of a backward
+            contain weights, these are W(max(t - delay, 0)); activations stay as the forward made them.
+
+    Raises:
+        ConfigError: `correction` is none.
+    """
+
+    correction: Correction | None = None
+    delays: Delays | None = None
+    backward_delays: Delays | None = None
+
+    def __post_init__(self) -> None:
+        """Check what can be said without a model."""
+        if self.correction is not None and not isinstance(self.correction, Correction):
+            raise ConfigError(
+                "staleness must be what penstock.correction_of returned, such as correction_of('pipemare', "
+                f"reschedule=500), or a Staleness; got {self.correction!r:.80}. A method brings its own: "
+                "method=penstock.method('pipemare', reschedule=500)"
+            )
+
+    @property
+    def correction_name(self) -> str:
+        """The name of the correction; "none" without one."""
+        return "none" if self.correction is None else self.correction.name
+
+    @property
+    def chosen(self) -> bool:
+        """Whether delays are given, be they zero."""
+        return self.delays is not None or self.backward_delays is not None
