@@ -85,6 +85,15 @@ class LocalTransport:
 def _copied(tree: object) -> object:
     if isinstance(tree, Tensor):
         return copied(tree)
-    if type(tree) is list and all(leaf is None or isinstance(leaf, Tensor) for leaf in tree):
-        return [None if leaf is None else copied(leaf) for leaf in tree]
+    if type(tree) is list:
+        leaves: list[Tensor | None] = []
+        for leaf in tree:
+            if isinstance(leaf, Tensor):
+                leaves.append(copied(leaf))
+            elif leaf is None:
+                leaves.append(None)
+            else:
+                break
+        else:
+            return leaves
     return pytree.tree_map(lambda x: copied(x) if isinstance(x, Tensor) else x, tree)

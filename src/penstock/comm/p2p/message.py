@@ -86,7 +86,11 @@ class TensorMessage:
         """Bytes of its tensors."""
         if isinstance(self.tree, Tensor):
             return self.tree.nbytes
-        return sum(leaf.nbytes for leaf in leaves_of(self.tree) if isinstance(leaf, Tensor))
+        total = 0  # a generator would take longer than the one or two leaves that there are
+        for leaf in leaves_of(self.tree):
+            if isinstance(leaf, Tensor):
+                total += leaf.nbytes
+        return total
 
 
 class Codec:
@@ -256,10 +260,17 @@ def form_of(message: TensorMessage) -> tuple[Any, ...] | None:
     tree = message.tree
     if isinstance(tree, Tensor):
         return tree.dtype, tree.shape, tree.stride(), message.wants_gradient
-    if type(tree) is list and all(leaf is None or isinstance(leaf, Tensor) for leaf in tree):
-        forms = [None if leaf is None else (leaf.dtype, leaf.shape, leaf.stride()) for leaf in tree]
-        return (*forms, message.wants_gradient, len(tree))
-    return None
+    if type(tree) is not list:
+        return None
+    forms: list[Any] = []
+    for leaf in tree:
+        if isinstance(leaf, Tensor):
+            forms.append((leaf.dtype, leaf.shape, leaf.stride()))
+        elif leaf is None:
+            forms.append(None)
+        else:
+            return None
+    return (*forms, message.wants_gradient, len(tree))
 
 
 def dump_structure(structure: Structure, where: str) -> bytes:

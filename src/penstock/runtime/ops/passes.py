@@ -33,7 +33,8 @@ class Forward(Consumer):
         self._slice, runtime = self.action.unit.slice, self._runtime
         self._number = self._slice[0] if self._slice else 0
         self._routes = self.stage.routes
-        self._reads = self._routes.enters or runtime.has_loss
+        self._has_loss = runtime.has_loss
+        self._reads = self._routes.enters or self._has_loss
 
     def _must_wait(self, turn: Turn) -> bool:
         return self.stage.begun < turn.batch
@@ -59,7 +60,7 @@ class Forward(Consumer):
         if sample is None or header.stop:
             self._pass_by(turn, header, value)
             return start
-        if self._runtime.has_loss and header.checksum != sample.checksum:
+        if self._has_loss and header.checksum != sample.checksum:
             raise DataError(
                 f"microbatch {k} (batch {turn.batch}) is not the same on the first and the last stage; every rank must "
                 "see the same samples in the same order (no DistributedSampler, and a generator with the same seed "
@@ -108,7 +109,7 @@ class TrainingForward(Forward):
 
     def compute(self, turn: Turn, value: Any, wants: tuple[bool, ...], target: Any) -> tuple[Any, UnreadLoss | None]:
         """Run the blocks and keep what the backward needs."""
-        scale = self._span.decisions.scale(turn.batch) if self._runtime.has_loss else 1.0
+        scale = self._span.decisions.scale(turn.batch) if self._has_loss else 1.0
         microbatch = Microbatch(turn.first, self.draw(turn), target, scale, self._slice)
         return self._runtime.forward(microbatch, value, wants, turn.version, self.copy(turn))
 
