@@ -11,8 +11,8 @@ import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from itertools import islice
-from typing import NamedTuple
+from itertools import chain, islice
+from typing import Any, NamedTuple
 
 import torch
 
@@ -29,6 +29,7 @@ from penstock.runtime.execute.executor import Executor
 from penstock.runtime.execute.run_loop import Run, drive_all, drive_one
 from penstock.runtime.execute.span_borders import SpanBorders
 from penstock.runtime.options.kernels import Kernels
+from penstock.runtime.plan.read_ahead import batches_ahead
 from penstock.runtime.rank.batch_source import Batches, BatchSource, Portions
 from penstock.runtime.rank.reports import Report
 from penstock.runtime.rank.scheduled_batches import Schedules
@@ -98,6 +99,10 @@ class Engine:
         self._bases = RULES[self.schedule.rule].bases
         self._broken: BaseException | None = None
         self._running = self._abandoned = False
+        self._data: Iterator[Any] | None = (
+            None  # of the current run, if it was an iterator; and what was read ahead of it
+        )
+        self._unread: list[Any] = []
         self._left_after: int | None = None  # the batch after whose report the caller has left the current run
         self._stop = ranks[0].stop
         stages = [stage for state in ranks for stage in state.stages.values()]
@@ -128,6 +133,7 @@ class Engine:
             raise ConfigError("training needs gradients, but run() was called under torch.no_grad()")
         self.check_idle()
         self._stop.reset()
+        batches = self._with_unread(batches)
         halt = halts()
         if halt is None:
             yield from self._train_spans(batches, save, evaluate)
@@ -144,6 +150,12 @@ class Engine:
             for snapshot in self.snapshots():
                 save.sink(snapshot)
         yield from self._train_spans(parts.next(), save, evaluate)
+
+    def _with_unread(self, batches: Batches) -> Batches:
+        """The data, after what an earlier run has read ahead of the same iterator, but not trained on."""
+        unread = self._unread if batches is self._data else []
+        self._data, self._unread = (batches if isinstance(batches, Iterator) else None), []
+        return chain(unread, batches) if unread else batches
 
     def _train_spans(
         self, batches: Batches, save: Saving | None, evaluate: Evaluating | None
@@ -189,7 +201,8 @@ class Engine:
             found = next((evaluator.failure for evaluator in evaluators if evaluator.failure is not None), None)
             if self._broken is None:
                 with self._together():
-                    left, failed = self._borders.end(self._left_after, self.batches, found)
+                    left, failed = self._borders.end(self._left_after, self.batches, found, source.failure)
+                    self._unread += source.unread()
         for failure in (found, source.failure, failed):
             if failure is not None:  # all batches before have been trained on, and reported
                 raise failure
@@ -365,7 +378,10 @@ class Engine:
         m, width, shared = schedule.microbatches, self._grid.width, self._grid.group is None
         if evaluates:  # counts its own batches
             return BatchSource(batches, m, width, reads, pipelines, fills=True, shared=shared)
-        return BatchSource(batches, m, width, reads, pipelines, self._stop, shared=shared, first=self.batches)
+        first, ranks = self.batches, {key.rank for key in self._grid.local}
+        later = not shared and width == 1 and schedule.stage_at[0, 0].rank not in ranks and any(reads)
+        ahead = batches_ahead(schedule) if later else 0
+        return BatchSource(batches, m, width, reads, pipelines, self._stop, shared=shared, first=first, ahead=ahead)
 
     def _begin(self, source: BatchSource, *, trains: bool) -> bool:
         """Prepare a span; return whether there is a first batch, on which all ranks agree."""

@@ -61,7 +61,8 @@ class SpanBorders:
         begins = failure is None and (not asked or source.begins())
         lacks = failure is None and not asked and source.lacks_first()
         failure = failure or source.failure
-        mine: list[Any] = [begins, _text(failure), lacks, self._parameters(), settings_by_hand(self._ranks)]
+        ends = None if failure is not None or lacks else source.read_ahead()
+        mine: list[Any] = [begins, _text(failure), lacks, ends, self._parameters(), settings_by_hand(self._ranks)]
         told = self._gather(mine, "agreeing to start")  # the others must hear of a failure before it is raised here
         failed = _failed_elsewhere([text for _, text, *_ in told], "begin")
         for reason in (
@@ -76,6 +77,8 @@ class SpanBorders:
         if self._grid.group is not None and settings != self._settings:
             check_settings(settings)
             self._settings = settings
+        for end in (end for _, _, _, end, *_ in told if end is not None):
+            source.end_before(end)
         return all(flag for flag, *_ in told)
 
     def _parameters(self) -> tuple[int, int]:
@@ -107,7 +110,9 @@ class SpanBorders:
             return error
         return None
 
-    def end(self, left: int | None, batches: int, failure: Exception | None) -> tuple[bool, Exception | None]:
+    def end(
+        self, left: int | None, batches: int, failure: Exception | None, unread: Exception | None
+    ) -> tuple[bool, Exception | None]:
         """Tell all ranks after a span of training whether the caller has left here, and what an evaluation failed of.
 
         The first rank whose caller has not left warns of the others that have; the rest of them log it as information.
@@ -116,6 +121,7 @@ class SpanBorders:
             left: the batch after whose report the caller has left; None where it has not.
             batches: that have been trained on.
             failure: of an evaluation.
+            unread: why no further batch could be read here; the others log it.
 
         Returns:
             Whether the caller has left on any rank, and the first failure of another one.
@@ -125,8 +131,9 @@ class SpanBorders:
         """
         if self._grid.group is None:
             return left is not None, None
-        told = self._gather([left, _text(failure)], "ending a run", self._timeout)
-        after = [batch for batch, _ in told]
+        told = self._gather([left, _text(failure), _text(unread)], "ending a run", self._timeout)
+        after = [batch for batch, *_ in told]
+        self._say_unread([text for *_, text in told], batches)
         gone = [rank for rank, batch in enumerate(after) if batch is not None]
         if gone and left is None:
             first = after.index(None) == dist.get_rank(self._grid.group)
@@ -138,7 +145,20 @@ class SpanBorders:
                 after[gone[0]],
                 batches - 1,
             )
-        return bool(gone), _failed_elsewhere([text for _, text in told])
+        return bool(gone), _failed_elsewhere([text for _, text, _ in told])
+
+    def _say_unread(self, texts: list[str | None], batches: int) -> None:
+        """Log which rank could not read its data, where this one could; the first of those warns."""
+        failed = [rank for rank, text in enumerate(texts) if text is not None]
+        here = dist.get_rank(self._grid.group)
+        if failed and here not in failed:
+            _LOG.log(
+                logging.WARNING if here == texts.index(None) else logging.INFO,
+                "rank %d could not read its next batch (%.200s), so the run ends after batch %d on all ranks",
+                failed[0],
+                texts[failed[0]],
+                batches - 1,
+            )
 
     def gather_losses(self, found: Losses, failure: Exception | None) -> tuple[Losses, Exception | None]:
         """Return what all ranks have found in an evaluation, and the first failure of another one."""

@@ -2,8 +2,10 @@
 
 Batches are any iterable; a batch is a pair (inputs, targets), or a sequence of microbatches, each a pair that is made
 when it is asked for: m for each of the parallel pipelines. The first stage looks one batch ahead, because every message
-of a batch says whether another one follows. In one process both stages share a `BatchSource`; between processes each
-has its own over equal data, and a checksum that travels with the activations catches it if they differ.
+of a batch says whether another one follows; between processes the last stage reads further ahead, so that a batch that
+it cannot read is never begun (`penstock.runtime.plan.read_ahead`). In one process both stages share a `BatchSource`;
+between processes each has its own over equal data, and a checksum that travels with the activations catches it if they
+differ.
 """
 
 from __future__ import annotations
@@ -58,6 +60,8 @@ class BatchSource:
         fills: whole batches may have fewer samples than microbatches; the last one is repeated, and does not count.
         shared: every rank reads this source, so samples need no checksum.
         first: number of the first batch, for messages.
+        ahead: how many batches a rank behind the first reads ahead when it has taken the last sample of a batch; if one
+            cannot be read, it asks for the end of the run in time.
 
     Attributes:
         failure: what reading ahead has raised: the span ends before the batch that could not be read; or what the first
@@ -76,7 +80,10 @@ class BatchSource:
         fills: bool = False,
         shared: bool = False,
         first: int = 0,
+        ahead: int = 0,
     ) -> None:
+        self._ahead = ahead
+        self._whole: dict[int, Any] = {}  # batches that have been read ahead, as they came
         self._fills, self._shared, self._first = fills, shared, first
         self.failure: Exception | None = None
         self._spoiled: Exception | None = None  # what is wrong with a batch under way
@@ -122,8 +129,27 @@ class BatchSource:
             self._reuse.add(self._first + self._fetched, following, [self._first + number for number in self._held])
             self._held[self._fetched], self._count[self._fetched] = self._divided(following)
             self._left[self._fetched] = self._reads
+            if self._ahead:
+                self._whole[self._fetched] = following
             self._fetched += 1
         return batch < self._fetched
+
+    def read_ahead(self) -> int | None:
+        """Read the first batches of the span; return the number of the first one that cannot be read, if any.
+
+        Later ones are read as the span goes on.
+        """
+        if self._ahead and not self._comes(self._ahead - 1) and self.failure is not None:
+            return self._fetched
+        return None
+
+    def end_before(self, batch: int) -> None:
+        """Let the span end before a batch that another rank cannot read."""
+        self._end = min(self._end, batch)
+
+    def unread(self) -> list[Any]:
+        """Return the batches that were read ahead, but not trained on."""
+        return list(self._whole.values())
 
     def _check_reuse(self) -> None:
         """Make sure that batches under way are still what they were; these cannot be finished otherwise."""
@@ -155,7 +181,7 @@ class BatchSource:
         """
         if batch > self._asked:
             self._asked = batch
-            if self._stop.agreed or not self._comes(batch):
+            if batch >= self._end or self._stop.agreed or not self._comes(batch):
                 self._end = min(self._end, batch)
         return batch < self._end
 
@@ -184,6 +210,7 @@ class BatchSource:
                     f"the data ends after {self._fetched} batches, but the first stage has sent batch {batch}"
                 )
             place = pipeline * self._m + k
+            self._whole.pop(batch, None)
             sample = self._sample(batch, place)
             left = self._readers[k]
         if left > 1:
@@ -191,6 +218,8 @@ class BatchSource:
         self._left[batch] -= 1
         if not self._left[batch]:
             del self._held[batch], self._left[batch], self._count[batch]
+            if self._ahead and not self._comes(batch + self._ahead) and self.failure is not None:
+                self._stop.ask()
         return sample
 
     def _sample(self, batch: int, place: int) -> Sample:

@@ -1,0 +1,154 @@
+"""A loader that fails on a later rank only ends the run on all ranks before the batch, and the pipeline goes on."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from penstock import Evaluating, Pipeline, make_schedule
+from penstock.runtime.plan.read_ahead import batches_ahead
+from support.pool import Pool
+
+M, MANY = 4, 30
+METHODS = ("1f1b", "interleaved", "2bw", "stash", "zb-h1", "gpipe", "stash:in_flight=7/4/1", "zb-interleaved")
+
+
+class UserError(Exception):
+    """What the loader raises."""
+
+
+def make_pipeline(method: str, depth: int, group: dist.ProcessGroup | None, **options: Any) -> Pipeline:
+    torch.manual_seed(1)
+    if depth == 2:
+        method = method.replace("7/4/1", "7/1")
+    widths = [3, *[5] * (2 * depth - 1), 2]
+    return Pipeline(
+        [nn.Linear(a, b) for a, b in itertools.pairwise(widths)],
+        make_schedule(method, depth, M),
+        loss=F.mse_loss,
+        optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.05, momentum=0.9),
+        group=group,
+        timeout=20.0,
+        **options,
+    )
+
+
+def data(start: int, fails: int | None = None) -> Iterator[tuple[Tensor, Tensor]]:
+    for number in range(start, MANY):
+        if number == fails:
+            raise UserError(f"at {number}")
+        generator = torch.Generator().manual_seed(number)
+        yield torch.randn(8, 3, generator=generator), torch.randn(8, 2, generator=generator)
+
+
+def fails_late(
+    group: dist.ProcessGroup, method: str, at: int, every: int, options: dict[str, Any]
+) -> tuple[list[int], str, int, Any, list[str]]:
+    """What is reported, raised and trained where only the last rank fails; the state after three batches more."""
+    depth, rank, said = dist.get_world_size(group), dist.get_rank(group), []
+    pipeline, reports, raised = make_pipeline(method, depth, group, **options), [], ""
+    handler, logger = logging.Handler(logging.WARNING), logging.getLogger("penstock")
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    evaluate = Evaluating(every, lambda: list(data(MANY - 2))) if every else None
+    try:
+        for report in pipeline.run(data(0, at if rank == depth - 1 else None), evaluate=evaluate):
+            reports.append(report.batch)
+    except UserError as error:
+        raised = str(error)
+    finally:
+        logger.removeHandler(handler)
+    trained = pipeline.batches
+    assert [r.batch for r in pipeline.run(itertools.islice(data(trained), 3))] == [trained, trained + 1, trained + 2]
+    return reports, raised, trained, {name: tensor.clone() for name, tensor in pipeline.state_dict().items()}, said
+
+
+def check(pool: Pool, method: str, depth: int, at: int, every: int = 0, **options: Any) -> None:
+    found = pool.submit(fails_late, method, at, every, options, ranks=depth)
+    weights: dict[str, Tensor] = {}
+    for rank, (reports, raised, trained, state, said) in enumerate(found):
+        assert trained == at
+        assert reports == list(range(at))
+        assert raised == (f"at {at}" if rank == depth - 1 else "")
+        assert [
+            text.startswith(
+                f"rank {depth - 1} could not read its next batch (UserError: at {at}), so the run ends "
+                f"after batch {at - 1} on all ranks"
+            )
+            for text in said
+        ] == [True] * (rank == 0)
+        weights |= state
+    wanted = make_pipeline(method, depth, None, **options)
+    evaluate = Evaluating(every, lambda: list(data(MANY - 2))) if every else None
+    list(wanted.run(itertools.islice(data(0), at), evaluate=evaluate))
+    list(wanted.run(itertools.islice(data(at), 3)))
+    for name, tensor in wanted.state_dict().items():
+        assert torch.equal(weights[name], tensor), name
+
+
+@pytest.mark.parametrize("at", [1, 2, 3, 7])
+@pytest.mark.parametrize("depth", [2, 3])
+@pytest.mark.parametrize("method", METHODS)
+def test_the_run_ends_before_the_batch(pool: Pool, method: str, depth: int, at: int) -> None:
+    """Weights and momenta go on as those of a run that was given only the batches before."""
+    check(pool, method, depth, at)
+
+
+@pytest.mark.parametrize("method", ["1f1b", "2bw", "stash"])
+def test_it_does_so_with_evaluations_in_the_stream(pool: Pool, method: str) -> None:
+    check(pool, method, 2, 7, every=3)
+
+
+@pytest.mark.parametrize("method", ["1f1b", "2bw"])
+def test_it_does_so_where_all_stages_decide_about_updates(pool: Pool, method: str) -> None:
+    check(pool, method, 3, 5, max_grad_norm=0.1)
+
+
+def stopped_twice(group: dist.ProcessGroup, method: str) -> tuple[list[int], Any]:
+    """Two runs over one iterator, the first of which is left after a few batches."""
+    pipeline, batches = make_pipeline(method, dist.get_world_size(group), group), data(0)
+    for report in pipeline.run(batches):
+        if report.batch == 2:
+            pipeline.stop()
+    first = pipeline.batches
+    for report in pipeline.run(batches):
+        if report.batch == first + 3:
+            pipeline.stop()
+    return [first, pipeline.batches], {name: tensor.clone() for name, tensor in pipeline.state_dict().items()}
+
+
+@pytest.mark.parametrize("method", ["1f1b", "2bw"])
+def test_what_was_read_ahead_is_not_lost_to_a_second_run_over_the_iterator(pool: Pool, method: str) -> None:
+    found = pool.submit(stopped_twice, method, ranks=3)
+    first, second = found[0][0]
+    assert 3 <= first < second
+    wanted, batches, weights = make_pipeline(method, 3, None), data(0), {}
+    list(wanted.run(itertools.islice(batches, first)))
+    list(wanted.run(itertools.islice(batches, second - first)))
+    for _, state in found:
+        weights |= state
+    for name, tensor in wanted.state_dict().items():
+        assert torch.equal(weights[name], tensor), name
+
+
+@pytest.mark.parametrize(
+    ("method", "depth", "m", "ahead"),
+    [
+        ("gpipe", 4, 8, 2),
+        ("1f1b", 4, 8, 2),
+        ("2bw", 4, 8, 3),
+        ("stash:in_flight=9/5/3/1", 4, 4, 4),
+        ("chimera", 2, 4, 0),
+    ],
+)
+def test_how_far_ranks_read_ahead(method: str, depth: int, m: int, ahead: int) -> None:
+    """With a flush one batch more than the first rank; another where batches overlap."""
+    assert batches_ahead(make_schedule(method, depth, m).schedule) == ahead
