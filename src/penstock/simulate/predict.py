@@ -42,6 +42,16 @@ class CompiledSpan:
         if self._graph.steps.stuck:
             raise NotCompiledError("some ranks wait for ever")
 
+    @property
+    def events(self) -> int:
+        """The number of events of the graph."""
+        return len(self._graph.cls)
+
+    @property
+    def steps(self) -> int:
+        """The number of steps in which they are computed."""
+        return len(self._graph.steps.ends)
+
     def times(self, costs: Sequence[Costs]) -> SpanTimes:
         """Return the times of the span, a column for each of the costs; messages take their time in all or in none."""
         assert self._transfers or not any(each.transfer for each in costs)
