@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ARGS ?=
 
-.PHONY: train check test faults fuzz planted soak lint bench bench-short bench-overhead bench-links quality clean
+.PHONY: train check test faults fuzz planted compiled soak lint bench bench-short bench-overhead bench-links quality clean
 
 train: $(STAMP)
 	$(BIN)/penstock train $(ARGS)
@@ -24,6 +24,9 @@ fuzz: $(STAMP)
 
 planted: $(STAMP)
 	PYTHONPATH=tests $(BIN)/python -m campaigns.planted_defects $(ARGS)
+
+compiled: $(STAMP)
+	PYTHONPATH=tests $(BIN)/python -m campaigns.compiled $(ARGS)
 
 soak: $(STAMP)
 	$(BIN)/python -m tools.soak $(ARGS)

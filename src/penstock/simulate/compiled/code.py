@@ -1,0 +1,160 @@
+"""The programs of a lowered schedule as arrays: what there is of every instruction but its costs.
+
+Actions that cost the same and hold the same activations are of one *class*, which stands for them by an example; so
+costs are asked for once per class, and no costs are needed before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.schedule.ir.ops import ACCEPTING, OPS, Lane
+from penstock.schedule.ir.schedule import Action, Kind, Op, Schedule, since
+from penstock.schedule.machine.collectives import is_collective
+from penstock.schedule.machine.instructions import Instruction, LaneKey, Lowered, Route
+
+Numbers = NDArray[np.int64]
+Flags = NDArray[np.bool_]
+
+ACT, SEND, RECEIVE, JOIN = range(4)
+"""Kinds of instructions: on the rank itself; both ends of messages; joining a collective."""
+
+
+class CostClasses:
+    """Numbers for actions that cost the same.
+
+    Attributes:
+        examples: an action of each class.
+    """
+
+    def __init__(self) -> None:
+        self.examples: list[Action] = []
+        self._numbers: dict[tuple[object, ...], int] = {}
+
+    def of(self, action: Action) -> int:
+        """Return the class of an action."""
+        key = _key(action)
+        found = self._numbers.get(key)
+        if found is None:
+            found = self._numbers[key] = len(self.examples)
+            self.examples.append(action)
+        return found
+
+    def works(self) -> Flags:
+        """Return which classes occupy the compute lane of a rank."""
+        return np.array([bool(a.parts) or OPS[a.op].lane is Lane.COMPUTE for a in self.examples], dtype=bool)
+
+
+def _key(action: Action) -> tuple[object, ...]:
+    op, stage, (_, count, piece, kind, _), _, parts, peer, _ = action
+    return tuple(map(_key, parts)) if parts else (op, stage, count, piece, kind, peer)
+
+
+@dataclass(frozen=True)
+class Code:
+    """A part of one rank's program, an entry for each instruction, in its order. Numbers are relative, as in schedules.
+
+    Attributes:
+        kind: `ACT`, `SEND`, `RECEIVE` or `JOIN`.
+        what: the class of an action; the route of a message.
+        first: the first microbatch; of actions on batches, the batch.
+        on_batch: whether `first` is a batch.
+        ahead: RECVs for the next period.
+        needs: rows of (entry, route, first microbatch) of the messages that an entry waits for.
+        accepts: the same of the messages that an entry takes when they come.
+        rare: actions by entry that do not exist in every batch, or only in parts: fused ones, and AVERAGEs.
+    """
+
+    kind: NDArray[np.int8]
+    what: NDArray[np.int32]
+    first: Numbers
+    on_batch: Flags
+    ahead: Flags
+    needs: Numbers
+    accepts: Numbers
+    rare: dict[int, Action] = field(default_factory=dict)
+
+
+class Unrolled(NamedTuple):
+    """What a rank does in a span, entry by entry, as in `Code`; numbers count from the start of the span."""
+
+    kind: NDArray[np.int8]
+    what: NDArray[np.int32]
+    first: Numbers
+    needs: Numbers
+    accepts: Numbers
+
+
+@dataclass(frozen=True)
+class CodedSchedule:
+    """A lowered schedule as arrays.
+
+    Attributes:
+        schedule: whose.
+        classes: of its actions.
+        programs: per rank the period, the epilogue, and the period in which a version is rejected.
+        lanes: every lane in use.
+        lane_of_route: the index of the lane of every route.
+        window: messages that may be outstanding on a lane.
+    """
+
+    schedule: Schedule
+    classes: CostClasses
+    programs: Sequence[tuple[Code, Code, Code | None]]
+    lanes: Sequence[LaneKey]
+    lane_of_route: Numbers
+    window: int
+
+
+def coded(lowered: Lowered) -> CodedSchedule:
+    """Return a lowered schedule as arrays."""
+    classes, m = CostClasses(), lowered.schedule.microbatches
+    programs = []
+    for period, epilogue, rejected in lowered.programs:
+        last = _code(rejected, classes, m) if rejected else None
+        programs.append((_code(period, classes, m), _code(epilogue, classes, m), last))
+    return CodedSchedule(
+        lowered.schedule, classes, programs, lowered.lanes, lanes_of(lowered.routes, lowered.lanes), lowered.window
+    )
+
+
+def lanes_of(routes: Sequence[Route], lanes: Sequence[LaneKey]) -> Numbers:
+    """Return the index of the lane of every route."""
+    index = {lane: i for i, lane in enumerate(lanes)}
+    return np.array([index[route.lane] for route in routes], dtype=np.int64)
+
+
+def _code(instructions: Sequence[Instruction], classes: CostClasses, m: int) -> Code:
+    kind, what, first, on_batch, ahead = bytearray(), list[int](), list[int](), bytearray(), bytearray()
+    needs, accepts, rare = list[tuple[int, int, int]](), list[tuple[int, int, int]](), dict[int, Action]()
+    for entry, (action, route, needed, early, awaited) in enumerate(instructions):
+        unit = action.unit
+        if route >= 0:
+            kind.append(RECEIVE if action.op is Op.RECV else SEND)
+            what.append(route)
+        else:
+            kind.append(JOIN if is_collective(action) else ACT)
+            what.append(classes.of(action))
+            wanted = accepts if action.op in ACCEPTING else needs
+            wanted += [(entry, *message) for message in needed]
+            needs += [(entry, *message) for message in awaited]
+            if unit.every > 1 or (action.parts and any(since(p.unit, m) > 0 for p in action.parts)):
+                rare[entry] = action
+        first.append(unit.first)
+        on_batch.append(unit.kind is Kind.BATCH)
+        ahead.append(early)
+    return Code(
+        np.frombuffer(kind, dtype=np.int8),
+        np.array(what, dtype=np.int32),
+        np.array(first, dtype=np.int64),
+        np.frombuffer(on_batch, dtype=bool),
+        np.frombuffer(ahead, dtype=bool),
+        np.array(needs, dtype=np.int64).reshape(-1, 3),
+        np.array(accepts, dtype=np.int64).reshape(-1, 3),
+        rare,
+    )

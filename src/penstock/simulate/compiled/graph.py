@@ -1,0 +1,107 @@
+"""The events of a span and what each of them waits for: a graph of which no cost is a part.
+
+A *chain* holds events that follow one another: those of a rank, those of a lane that messages occupy for some time, or
+those of a lane of collectives. An event begins when the one before it in its chain has ended and its one *message* has
+come, and ends a duration later:
+
+    begin = max(end of the event before, max(end of a, end of b) + latency of the message),   end = begin + duration
+
+where a and b are the two events of the message: its SEND has been posted, its RECV has been posted. An event that waits
+for several messages stands behind others that take no time and wait for one each; the maximum is the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.simulate.compiled.code import CostClasses, Flags, Numbers
+
+START, NEVER = 0, 1
+"""Events that precede all others and that do not happen. The message of the same number joins them to themselves."""
+WAIT, ROOM, TRANSFER, OWN = range(4)
+"""Classes of events that take no time, those that wait for room on a lane, those that occupy a lane; actions follow."""
+
+
+@dataclass(frozen=True, eq=False)
+class EventGraph:
+    """Events and messages of a span.
+
+    Attributes:
+        classes: of actions; class i of them is class `OWN` + i of events.
+        cls: the class of every event.
+        message: the message that every event waits for; 0 for none.
+        posted, ready: per message, the events a and b.
+        travels: per message, whether it takes the latency of links.
+        chains: the first event of every chain, which is not one of the machine but its start at time 0, and one past
+            the last; ranks come first.
+        ranks: how many of the chains are ranks.
+        met: per message, whether it has a SEND and a RECV that meet on a lane.
+    """
+
+    classes: CostClasses
+    cls: NDArray[np.int32]
+    message: NDArray[np.int32]
+    posted: NDArray[np.int32]
+    ready: NDArray[np.int32]
+    travels: Flags
+    chains: Numbers
+    ranks: int
+    met: Flags
+
+    @cached_property
+    def steps(self) -> Steps:
+        """An order in which events may be computed."""
+        return _steps(self)
+
+
+@dataclass(frozen=True, eq=False)
+class Steps:
+    """Events in an order in which each comes after those that it depends on.
+
+    Attributes:
+        events: their numbers.
+        ends: of each step, one past the last place; the events of a step do not depend on one another.
+        stuck: whether some rank waits for ever.
+    """
+
+    events: NDArray[np.int32]
+    ends: list[int]
+    stuck: bool
+
+
+def _steps(graph: EventGraph) -> Steps:
+    """Let every chain advance by one event in a step, if what it waits for has been."""
+    message, posted, ready = graph.message, graph.posted, graph.ready
+    firsts, stops = graph.chains[:-1], graph.chains[1:]
+    been = np.zeros(len(message), dtype=bool)
+    been[START] = True
+    been[firsts] = True
+    heads, numbers = firsts + 1, np.arange(len(firsts))
+    found = np.empty(len(message), dtype=np.int32)
+    place, ends = 0, list[int]()
+    numbers = numbers[heads < stops]
+    while len(numbers):
+        here = heads[numbers]
+        wanted = message[here]
+        free = been[posted[wanted]]
+        free &= been[ready[wanted]]
+        if not free.all():
+            moved = numbers[free]
+            here = here[free]
+        else:
+            moved = numbers
+        if not len(here):
+            break
+        been[here] = True
+        found[place : place + len(here)] = here
+        place += len(here)
+        ends.append(place)
+        here += 1
+        heads[moved] = here
+        if (here == stops[moved]).any():
+            numbers = numbers[heads[numbers] < stops[numbers]]
+    return Steps(found[:place], ends, bool((numbers < graph.ranks).any()))

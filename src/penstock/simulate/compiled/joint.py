@@ -1,0 +1,163 @@
+"""Collectives in the graph of a span: each lane of them is a chain of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from penstock.schedule.ir.schedule import Action, Kind, Op, Stage, Unit
+from penstock.schedule.machine.collectives import Collectives
+from penstock.schedule.transforms.batch_ops import COLLECTIVES
+from penstock.simulate.compiled.code import ACT, JOIN, CodedSchedule, Numbers, Unrolled
+from penstock.simulate.compiled.graph import OWN, START, WAIT
+
+Collective = tuple[Op, Stage, int, int]
+"""Operation, first stage of the group, batch, and how many of the same there were before: a version may be gathered for
+forwards and again for backwards."""
+
+
+class NotCompiledError(Exception):
+    """The reason why the object machine has to play a span."""
+
+
+class Chain(Protocol):
+    """Where a rank is in its chain after each entry."""
+
+    after: Numbers
+
+
+@dataclass
+class _Joint:
+    """A collective: who issues it (rank, entry), and the collectives that it waits for, by their messages."""
+
+    message: int
+    members: int
+    issued: list[tuple[int, int]] = field(default_factory=list)
+    earlier: set[int] = field(default_factory=set)
+
+
+class Joins:
+    """Who waits for which collectives.
+
+    Args:
+        code: the schedule.
+        ranks: what each rank does.
+        first: the first message that is free; the result of a collective is one.
+
+    Attributes:
+        waits: per rank, rows of (entry, message).
+        first_free: one past the last message.
+        lanes: per lane, its collectives in order.
+    """
+
+    def __init__(self, code: CodedSchedule, ranks: Sequence[Unrolled], first: int) -> None:
+        self.code, self._first = code, first
+        self._rules = Collectives(code.schedule, lambda _: 0.0)
+        self._found: dict[Collective, _Joint] = {}
+        self._orders: dict[tuple[Op, tuple[int, ...]], dict[int, list[Collective]]] = {}
+        joins = any((span.kind == JOIN).any() for span in ranks)
+        self.waits = [self._of(rank, span) if joins else _none() for rank, span in enumerate(ranks)]
+        self.lanes: list[list[Collective]] = []
+        for orders in self._orders.values():
+            order, *others = sorted(orders.values(), key=len, reverse=True)
+            if any(other != order[: len(other)] for other in others):
+                raise NotCompiledError("ranks issue collectives in different orders")
+            self.lanes.append(order)
+        issues = sum(len(joint.issued) for joint in self._found.values())
+        self.first_free = first + len(self._found) + issues
+
+    def joint(self, collective: Collective) -> _Joint:
+        """Return what is known of a collective."""
+        return self._found[collective]
+
+    def _of(self, rank: int, span: Unrolled) -> Numbers:
+        examples, rules = self.code.classes.examples, self._rules
+        mine: dict[tuple[Op, Stage, int], int] = {}  # operation, stage of this rank and batch -> message
+        ready: dict[Stage, dict[Op, int]] = {}
+        waits = list[tuple[int, int]]()
+        of_interest = np.array([a.op in rules.waiting for a in examples], dtype=bool)
+        readies = any(a.op not in COLLECTIVES and a.unit.kind is Kind.BATCH for a in examples)  # AVERAGE or GATHER
+        kinds = span.kind == JOIN
+        acts = span.kind == ACT
+        kinds[acts] = readies | of_interest[span.what[acts]]
+        for entry in np.flatnonzero(kinds).tolist():
+            action, batch = examples[span.what[entry]], int(span.first[entry])
+            if span.kind[entry] == JOIN:
+                message = self._issue(rank, entry, action, batch, mine)
+                if action.op not in COLLECTIVES:
+                    ready.setdefault(action.stage, {})[action.op] = message
+            elif action.op in rules.waiting:
+                wanted = [(op, action.stage, batch) for op in rules.waiting[action.op]]
+                waits += [(entry, mine.pop(each)) for each in wanted if each in mine]
+            else:
+                for p in action.parts or (action,):
+                    waits += [(entry, message) for message in ready.get(p.stage, {}).values()]
+        return np.array(waits, dtype=np.int64).reshape(-1, 2)
+
+    def _issue(self, rank: int, entry: int, action: Action, batch: int, mine: dict[tuple[Op, Stage, int], int]) -> int:
+        op, stage = action.op, action.stage
+        group = self._rules.members(op, stage)
+        if op not in COLLECTIVES and len(group) > 1:
+            raise NotCompiledError(f"passes may use the result of {op} before or after it is there")
+        collective = (op, group[0], batch, 0)
+        while op not in COLLECTIVES and collective in self._found:  # which nobody else joins
+            collective = (*collective[:3], collective[3] + 1)
+        joint = self._found.setdefault(collective, _Joint(self._first + len(self._found), len(group)))
+        if not any(by == rank for by, _ in joint.issued):
+            lane = op, tuple(sorted({member.rank for member in group}))
+            self._orders.setdefault(lane, {}).setdefault(rank, []).append(collective)
+        joint.issued.append((rank, entry))
+        if op in COLLECTIVES:
+            place = COLLECTIVES.index(op)
+            if any((later, stage, batch) in mine for later in COLLECTIVES[place + 1 :]):
+                raise NotCompiledError(f"{op} follows a collective that waits for it")
+            found = [mine[key] for key in ((earlier, stage, batch) for earlier in COLLECTIVES[:place]) if key in mine]
+            if found and op not in self._rules.waiting[Op.STEP]:
+                raise NotCompiledError(f"a STEP may take what {op} waits for before it")
+            joint.earlier.update(found)
+            mine[op, stage, batch] = joint.message
+        return joint.message
+
+
+class JointEvents:
+    """The chains of the lanes of collectives.
+
+    Args:
+        joins: all collectives.
+        chains: of the ranks.
+        firsts: the first event of each of these, and one past the last.
+        posted, ready: of all messages, to be filled in.
+
+    Attributes:
+        cls, message: per chain, of its events.
+    """
+
+    def __init__(self, joins: Joins, chains: Sequence[Chain], firsts: Numbers, posted: Numbers, ready: Numbers) -> None:
+        self.cls, self.message = list[Numbers](), list[Numbers]()
+        event = int(firsts[-1])
+        issue = joins.first_free - sum(len(joins.joint(c).issued) for lane in joins.lanes for c in lane)
+        for lane in joins.lanes:
+            cls, message = [WAIT], [START]
+            for collective in lane:
+                joint = joins.joint(collective)
+                for rank, entry in joint.issued:
+                    posted[issue] = ready[issue] = firsts[rank] + chains[rank].after[entry]
+                    message.append(issue)
+                    issue += 1
+                message += [*sorted(joint.earlier), START]
+                if len(joint.issued) < joint.members:
+                    message[-1] = 1  # never
+                op, stage, batch, _ = collective
+                example = Action(op, stage, Unit(batch, kind=Kind.BATCH))
+                cls += [WAIT] * (len(message) - len(cls) - 1) + [OWN + joins.code.classes.of(example)]
+                posted[joint.message] = ready[joint.message] = event + len(cls) - 1
+            self.cls.append(np.array(cls))
+            self.message.append(np.array(message))
+            event += len(cls)
+
+
+def _none() -> Numbers:
+    return np.empty((0, 2), dtype=np.int64)

@@ -1,0 +1,269 @@
+"""From the programs of all ranks to the graph of a span (`penstock.simulate.compiled.graph`).
+
+What an event waits for depends on no time, so it can be found before any cost is known. The rules are those of
+`penstock.schedule.machine`, whose interpreter never branches on a time either:
+
+    messages     Lanes are first in, first out, so the k-th SEND of a lane meets its k-th RECV, whatever anything costs.
+    windows      The k-th SEND of a lane is posted once the (k - w)-th has arrived. Messages of a lane arrive in their
+                 order, so this one is the last of those that must have.
+    parked       A RECV of parked activations waits for a buffer: for that of the earliest message, in the order of the
+                 lane, which an action before it takes and for which no earlier RECV has waited. As messages arrive in
+                 their order, it is the first buffer to be free, too.
+    fused pairs  are one action; which of the two runs first is the schedule's choice, not the machine's.
+    collectives  A lane of collectives keeps the order in which its ranks issue them, which must be one.
+
+What is not covered raises `NotCompiledError`, and the object machine has to play it: collectives whose order differs
+between ranks, or whose results a rank may use at times that depend on the order of play (a DECIDE that waits for a
+REDUCE and is awaited by a VALIDATE), and spans that do not end, of which the object machine says why.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Collection, Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from penstock.schedule.ir.schedule import Payload, existing
+from penstock.simulate.compiled.code import ACT, RECEIVE, SEND, Code, CodedSchedule, CostClasses, Numbers, Unrolled
+from penstock.simulate.compiled.graph import NEVER, OWN, ROOM, START, TRANSFER, WAIT, EventGraph
+from penstock.simulate.compiled.joint import Joins, JointEvents, NotCompiledError
+
+_UNITS = 1 << 40  # more than there are microbatches: a message is numbered route * _UNITS + microbatch
+
+
+def unrolled(code: CodedSchedule, rank: int, batches: int, rejected: Collection[int] = ()) -> Unrolled:
+    """Return what a rank does in a span.
+
+    Args:
+        code: the schedule.
+        rank: whose program.
+        batches: length of the span.
+        rejected: batches whose update is made again.
+    """
+    period, epilogue, repaired = code.programs[rank]
+    m, parts = code.schedule.microbatches, list[Unrolled]()
+    for t in range(-1, batches):
+        part = (repaired or period) if t > 0 and t - 1 in rejected else period
+        parts.append(_present(part, t, m, code.classes, more=t + 1 < batches))
+    parts.append(_present(epilogue, batches, m, code.classes, more=False))
+    starts = np.cumsum([0, *(len(present.kind) for present in parts)])
+    for present, start in zip(parts, starts, strict=False):
+        present.needs[:, 0] += start
+        present.accepts[:, 0] += start
+    return Unrolled(*(np.concatenate(column) for column in zip(*parts, strict=True)))
+
+
+def _present(code: Code, t: int, m: int, classes: CostClasses, more: bool) -> Unrolled:
+    """Return what of a part exists in the period of batch t."""
+    first = code.first + np.where(code.on_batch, t, t * m)
+    there = first >= 0
+    if t < 0:
+        there &= code.ahead
+    elif not more:
+        there &= ~code.ahead
+    what = code.what
+    if code.rare and t >= 0:
+        there, what = there.copy(), what.copy()
+        for entry, action in code.rare.items():
+            found = existing(action, t, m)
+            there[entry] = found is not None
+            if found is not None:
+                what[entry] = classes.of(found)
+    places = np.cumsum(there) - 1
+
+    def shifted(rows: Numbers) -> Numbers:
+        rows = rows[there[rows[:, 0]] & (rows[:, 2] + t * m >= 0)]
+        return np.stack([places[rows[:, 0]], rows[:, 1], rows[:, 2] + t * m], axis=1)
+
+    return Unrolled(code.kind[there], what[there], first[there], shifted(code.needs), shifted(code.accepts))
+
+
+def graph_of(code: CodedSchedule, batches: int, rejected: Collection[int] = (), transfers: bool = False) -> EventGraph:
+    """Return the graph of a span.
+
+    Args:
+        code: the schedule.
+        batches: length of the span.
+        rejected: batches whose update is made again.
+        transfers: whether messages occupy their lane for some time.
+
+    Raises:
+        NotCompiledError: the object machine has to play it.
+    """
+    ranks = [unrolled(code, rank, batches, rejected) for rank in range(code.schedule.ranks)]
+    lanes = _Lanes(code, ranks)
+    joins = Joins(code, ranks, lanes.messages)
+    chains = [_Chain(code, span, rank, lanes, joins) for rank, span in enumerate(ranks)]
+    if (lanes.identities[0] != lanes.identities[1])[lanes.identities.min(axis=0) >= 0].any():
+        raise NotCompiledError("the two ends of a lane use different orders")
+    firsts = np.cumsum([2, *(chain.length for chain in chains)])
+    posted, ready = (np.full(joins.first_free, NEVER, dtype=np.int64) for _ in "ab")
+    posted[START] = ready[START] = START
+    for chain, first in zip(chains, firsts, strict=False):
+        chain.place_messages(first, posted, ready)
+    joint = JointEvents(joins, chains, firsts, posted, ready)
+    cls = [np.array([WAIT, WAIT]), *(chain.cls for chain in chains), *joint.cls]
+    message = [np.array([START, NEVER]), *(chain.message for chain in chains), *joint.message]
+    stops = np.cumsum([2, *map(len, cls[1:])])
+    travels = np.zeros(joins.first_free, dtype=bool)
+    travels[2 : lanes.messages] = True
+    met = travels & (posted != NEVER) & (ready != NEVER)
+    graph = EventGraph(
+        code.classes,
+        np.concatenate(cls).astype(np.int32),
+        np.concatenate(message).astype(np.int32),
+        posted.astype(np.int32),
+        ready.astype(np.int32),
+        travels,
+        stops,
+        len(ranks),
+        met,
+    )
+    return _with_transfers(graph, lanes.bases) if transfers else graph
+
+
+class _Lanes:
+    """The messages of every lane: their numbers follow one another in the order in which they are sent.
+
+    Attributes:
+        bases: of each lane, its first message; and one past the last.
+        messages: one past the last message.
+    """
+
+    def __init__(self, code: CodedSchedule, ranks: Sequence[Unrolled]) -> None:
+        self.code, count = code, len(code.lanes)
+        most = np.zeros(count, dtype=np.int64)
+        for kind in (SEND, RECEIVE):
+            counts = np.zeros(count, dtype=np.int64)
+            for span in ranks:
+                counts += np.bincount(code.lane_of_route[span.what[span.kind == kind]], minlength=count)
+            most = np.maximum(most, counts)
+        self.bases = 2 + np.concatenate([[0], np.cumsum(most)])
+        self.messages = int(self.bases[-1])
+        self.parks = np.array([lane.payload is Payload.PARKED for lane in code.lanes], dtype=bool)
+        self.identities = np.full((2, self.messages), -1)
+
+    def numbered(self, span: Unrolled, kind: int) -> tuple[Numbers, Numbers, Numbers]:
+        """Return the entries of SENDs or RECVs, their lanes, and their places on these."""
+        entries = np.flatnonzero(span.kind == kind)
+        lanes = self.code.lane_of_route[span.what[entries]]
+        places = np.empty(len(entries), dtype=np.int64)
+        for lane in np.unique(lanes):
+            here = lanes == lane
+            places[here] = np.arange(here.sum())
+        numbers = self.bases[lanes] + places
+        self.identities[int(kind == SEND), numbers] = span.what[entries].astype(np.int64) * _UNITS + span.first[entries]
+        return entries, lanes, places
+
+
+class _Chain:
+    """The events of one rank.
+
+    Attributes:
+        cls, message: of its events, the start of the chain among them.
+        after: per entry, the last event of the chain when the rank has gone past it.
+    """
+
+    def __init__(self, code: CodedSchedule, span: Unrolled, rank: int, lanes: _Lanes, joins: Joins) -> None:
+        window, bases = code.window, lanes.bases
+        sends, send_lanes, sent = lanes.numbered(span, SEND)
+        receives, receive_lanes, received = lanes.numbered(span, RECEIVE)
+        self._sent, self._received = (sends, bases[send_lanes] + sent), (receives, bases[receive_lanes] + received)
+        needs = self._found(span, span.needs)
+        accepts = self._found(span, span.accepts)
+        full = sent >= window
+        rooms = np.stack([sends[full], self._sent[1][full] - window], axis=1)
+        parked = lanes.parks[receive_lanes]
+        if parked.any():
+            held = self._buffers(receives[parked], receive_lanes[parked], received[parked], accepts, bases, window)
+            rooms = np.concatenate([rooms, held])
+        waits = np.concatenate([needs, joins.waits[rank], rooms])
+        waits = waits[np.argsort(waits[:, 0], kind="stable")]
+        entries = waits[:, 0]
+        each = np.bincount(entries, minlength=len(span.kind))
+        counts = np.where(span.kind == ACT, np.maximum(each, 1), each)
+        self.after = np.cumsum(counts)
+        self.length = 1 + int(counts.sum())
+        self.cls, self.message = np.full(self.length, WAIT), np.full(self.length, START)
+        acts = span.kind == ACT
+        self.cls[self.after[acts]] = OWN + span.what[acts]
+        self.cls[self.after[rooms[:, 0]]] = ROOM
+        place = np.arange(len(entries)) - (np.cumsum(each) - each)[entries]
+        self.message[self.after[entries] - each[entries] + 1 + place] = waits[:, 1]
+
+    def _found(self, span: Unrolled, rows: Numbers) -> Numbers:
+        """Replace routes and microbatches by messages.
+
+        Raises:
+            NotCompiledError: no RECV is posted for one.
+        """
+        if not len(rows):
+            return np.empty((0, 2), dtype=np.int64)
+        entries, messages = self._received
+        posted = span.what[entries].astype(np.int64) * _UNITS + span.first[entries]
+        wanted = rows[:, 1] * _UNITS + rows[:, 2]
+        order = np.argsort(posted)
+        if not len(order):
+            raise NotCompiledError("nobody receives a message that is wanted")
+        places = np.minimum(np.searchsorted(posted, wanted, sorter=order), len(order) - 1)
+        if (posted[order[places]] != wanted).any():
+            raise NotCompiledError("nobody receives a message that is wanted")
+        return np.stack([rows[:, 0], messages[order[places]]], axis=1)
+
+    @staticmethod
+    def _buffers(
+        receives: Numbers, lanes: Numbers, places: Numbers, accepts: Numbers, bases: Numbers, window: int
+    ) -> Numbers:
+        """Return, for each RECV that has to find a buffer free, the message that has been in it."""
+        events = [
+            (int(entry), int(lane), int(place)) for entry, lane, place in zip(receives, lanes, places, strict=True)
+        ]
+        of_lane = np.searchsorted(bases, accepts[:, 1], side="right") - 1
+        events += [(int(entry), int(lane), -int(k)) for (entry, k), lane in zip(accepts, of_lane, strict=True)]
+        taken: dict[int, list[int]] = {}
+        found = []
+        for entry, lane, what in sorted(events):
+            buffers = taken.setdefault(lane, [])
+            if what < 0:
+                heapq.heappush(buffers, -what)
+            elif what >= window:
+                if not buffers:
+                    raise NotCompiledError("a RECV waits for a buffer that is never free")
+                found.append((entry, heapq.heappop(buffers)))
+        return np.array(found, dtype=np.int64).reshape(-1, 2)
+
+    def place_messages(self, first: int, posted: Numbers, ready: Numbers) -> None:
+        """Note where messages are posted, given the first event of the chain."""
+        for events, (entries, messages) in ((posted, self._sent), (ready, self._received)):
+            events[messages] = first + self.after[entries]
+
+
+def _with_transfers(graph: EventGraph, bases: Numbers) -> EventGraph:
+    """Let the messages of every lane occupy it one after the other."""
+    cls, message, stops = [graph.cls], [graph.message], [graph.chains]
+    posted, ready, total = graph.posted.copy(), graph.ready.copy(), len(graph.posted)
+    event = len(graph.cls)
+    for first, end in pairwise(bases.tolist()):
+        count = end - first
+        cls.append(np.array([WAIT, *[TRANSFER] * count], dtype=np.int32))
+        message.append(np.concatenate([[START], np.arange(total + first - 2, total + end - 2)]).astype(np.int32))
+        posted[first:end] = ready[first:end] = np.arange(event + 1, event + 1 + count)
+        event += 1 + count
+        stops.append(np.array([event]))
+    raw = slice(2, int(bases[-1]))
+    none = np.zeros(int(bases[-1]) - 2, dtype=bool)
+    met = graph.met.copy()
+    met[raw] = False
+    return EventGraph(
+        graph.classes,
+        np.concatenate(cls),
+        np.concatenate(message),
+        np.concatenate([posted, graph.posted[raw]]),
+        np.concatenate([ready, graph.ready[raw]]),
+        np.concatenate([graph.travels, none]),
+        np.concatenate(stops),
+        graph.ranks,
+        np.concatenate([met, graph.met[raw]]),
+    )

@@ -1,0 +1,127 @@
+"""The compiled simulator: equal to the object machine to the last bit, for many costs at once."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pytest
+
+from campaigns.compiled import random_costs, run
+from penstock.errors import ScheduleError
+from penstock.schedule.build import extended, make_schedule
+from penstock.schedule.ir.schedule import Op
+from penstock.schedule.machine.instructions import LoweredProgram
+from penstock.schedule.machine.lower import lower
+from penstock.schedule.text import parse_schedule
+from penstock.simulate import predict as module
+from penstock.simulate.compiled.code import coded
+from penstock.simulate.compiled.evaluate import evaluate
+from penstock.simulate.compiled.joint import NotCompiledError
+from penstock.simulate.compiled.span import graph_of
+from penstock.simulate.costs import Costs
+from penstock.simulate.predict import CompiledSpan, predict
+from penstock.simulate.simulate import play
+
+GOLDEN = sorted((Path(__file__).parents[1] / "golden").glob("*.txt"))
+
+
+def test_random_spans_are_equal_to_the_last_bit():
+    assert run(count=60, seed=11)["equal"] == 60
+
+
+@pytest.mark.parametrize("path", GOLDEN, ids=lambda path: path.stem)
+def test_every_golden_file(path):
+    """Collectives, fused pairs, slices, parked activations, recomputes, validations: none is left to the machine."""
+    schedule, random = parse_schedule(path.read_text()), Random(path.stem)
+    lowered = lower(schedule)
+    costs = [random_costs(random, schedule.num_stages) for _ in range(3)]
+    bubbles = CompiledSpan(lowered, 3, transfers=True).bubbles(costs)
+    played = [play(lowered, each, 3)[0].bubble() for each in costs]
+    assert [vars(bubble) for bubble in bubbles] == [vars(bubble) for bubble in played]
+
+
+def test_many_costs_give_what_each_gives_alone():
+    lowered, random = lower(make_schedule("2bw", 4, 6)), Random(5)
+    costs = [random_costs(random, 4) for _ in range(20)]
+    assert predict(lowered, costs, 3) == [predict(lowered, [each], 3)[0] for each in costs]
+
+
+def test_ranks_that_wait_for_ever_are_said_to():
+    """Where nothing can be compiled the object machine gives the reason."""
+    lowered = lower(parse_schedule("microbatches 2\nnodes 0@0 1@1\nrank 0: F0 B0 F1 B1\nrank 1: F1 B1 F0 B0\n"))
+    with pytest.raises(NotCompiledError):
+        CompiledSpan(lowered)
+    with pytest.raises(ScheduleError, match="deadlock: 2 ranks"):
+        predict(lowered, [Costs.uniform(lowered.schedule)])
+
+
+def test_collectives_in_different_orders_are_left_to_the_machine():
+    schedule = extended(make_schedule("interleaved", 2, 4), reduces=True, decides=True)
+    lowered = lower(schedule)
+    first = lowered.programs[0]
+    decides = [i for i in first.period if i.action.op is Op.DECIDE]
+    turned = iter([*decides[1:], decides[0]])
+    period = tuple(next(turned) if i.action.op is Op.DECIDE else i for i in first.period)
+    crossed = replace(lowered, programs=(LoweredProgram(period, first.epilogue), *lowered.programs[1:]))
+    costs = Costs.uniform(schedule)
+    assert predict(crossed, [costs])[0] == play(crossed, costs, 1)[0].bubble()
+
+
+def test_a_message_in_the_place_of_another_one_is_refused():
+    lowered = lower(make_schedule("gpipe", 2, 2))
+    first, second = lowered.programs
+    sends = [i for i in first.period if i.action.op is Op.SEND]
+    turned = iter(reversed(sends))
+    period = tuple(next(turned) if i.action.op is Op.SEND else i for i in first.period)
+    crossed = replace(lowered, programs=(LoweredProgram(period, first.epilogue), second))
+    with pytest.raises(ScheduleError, match="both ends must use one order"):
+        predict(crossed, [Costs.uniform(lowered.schedule)])
+
+
+@pytest.mark.parametrize("method", ["1f1b", "2bw", "zb-v"])
+def test_events_and_steps_grow_linearly(method):
+    """In microbatches: a graph has as many events as there are passes and SENDs, computed in as many steps a rank."""
+
+    def sizes(m):
+        graph = graph_of(coded(lower(make_schedule(method, 4, m))), 1)
+        return np.array([len(graph.cls), len(graph.posted), len(graph.steps.ends)])
+
+    small, large = sizes(24), sizes(48)
+    assert (large <= 2.1 * small).all()
+
+
+def test_python_is_not_called_for_every_event():
+    """More costs take no more calls of Python; more ranks hardly any."""
+
+    def calls(ranks, count):
+        lowered = lower(make_schedule("1f1b", ranks, 32))
+        span, costs = CompiledSpan(lowered), [Costs.uniform(lowered.schedule)] * count
+        durations = [[each.duration(a) for each in costs] for a in span._graph.classes.examples]
+        number = 0
+
+        def tally(frame, event, argument):
+            nonlocal number
+            number += event in ("call", "c_call")
+
+        zeros = np.zeros(count)
+        sys.setprofile(tally)
+        try:
+            evaluate(span._graph, np.array(durations), zeros, zeros)
+        finally:
+            sys.setprofile(None)
+        return number
+
+    assert calls(4, 50) == calls(4, 1)
+    assert calls(16, 1) <= 2 * calls(4, 1)
+
+
+def test_the_campaign_notices_a_wrong_time(monkeypatch):
+    """Otherwise it would prove nothing."""
+    real = module.evaluate
+    monkeypatch.setattr(
+        module, "evaluate", lambda g, d, latency, transfer: real(g, d * (1 + 2**-50), latency, transfer)
+    )
+    with pytest.raises(AssertionError, match="window"):
+        run(count=20, seed=3)
