@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import torch
 from torch import Tensor
 
@@ -33,7 +35,7 @@ class Link:
         self.posted.append(Receiving(tensor))
         return self.posted[-1]
 
-    def finish(self, works: list[Receiving]) -> None:
+    def finish(self, works: list[Receiving], timeout: timedelta | None = None) -> None:
         for work in works:
             work.wait()
 

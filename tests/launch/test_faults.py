@@ -105,6 +105,14 @@ def test_the_campaign_sees_what_is_wrong(trials: Trials, tmp_path: Path) -> None
     ):
         assert any(said.startswith(wrong) for said in judge_end(case, replace(good, **changes))), wrong
     alone = trials.undisturbed[SHAPE]
+    noise = kind_named("resource tracker: SIGKILL").end.noise
+    lines = '  File "/x/resource_tracker.py", line 239, in main\n    cache[rtype].remove(name)\n'
+    tracker = f"Traceback (most recent call last):\n{lines}KeyError: '/mp-_8wiq0xu'\n"
+    with mock.patch.object(Wanted, "of", return_value=alone):
+        for err, allowed, wrong in (
+            (2 * tracker, noise, 0), (tracker, "", 1), (tracker.replace("resource_tracker", "launch"), noise, 1)
+        ):  # fmt: skip
+            assert len(judge_same(alone, Outcome(tmp_path, [0], err=err), (0,), noise=allowed)) == wrong
     first, *_ = alone.weights
     ended = Outcome(tmp_path, [0])
     for end, wrong in (

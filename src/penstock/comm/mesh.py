@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -63,7 +62,7 @@ def from_mesh(
     return sizes["width"], whole
 
 
-def groups_of_holders(grid: RankGrid, holders: Iterable[Members], mesh: DeviceMesh | None, timeout: float) -> Groups:
+def groups_of_holders(grid: RankGrid, holders: Iterable[Members], mesh: DeviceMesh | None) -> Groups:
     """Make a process group for each stage that is held several times; without a mesh all ranks of the job call this.
 
     The groups are made once and used by all spans.
@@ -72,7 +71,6 @@ def groups_of_holders(grid: RankGrid, holders: Iterable[Members], mesh: DeviceMe
         grid: all ranks.
         holders: the holders of each stage.
         mesh: its groups along the width are used where they are not needed for something else.
-        timeout: of the groups, in seconds.
 
     Raises:
         TransportError: a peer is dead, or did not take part in time.
@@ -92,9 +90,10 @@ def groups_of_holders(grid: RankGrid, holders: Iterable[Members], mesh: DeviceMe
             "for nothing else, or use reduce='ordered'"
         )
     wanted = dict.fromkeys(frozenset(map(grid.process, members)) for members in holders)  # in the same order everywhere
-    limit = timedelta(seconds=timeout)
     with collective("making groups of equal stages", grid.control):
         return {
-            ranks: dist.new_group([dist.get_global_rank(grid.group, rank) for rank in ranks], limit, backend="gloo")
+            ranks: dist.new_group(
+                [dist.get_global_rank(grid.group, rank) for rank in ranks], grid.patience, backend="gloo"
+            )
             for ranks in wanted
         }

@@ -110,7 +110,7 @@ class GlooTransports:
     def make(self, lowered: Lowered, channel: Channel, way: RightOfWay) -> Mapping[RankKey, Transport]:
         """Make that of the only rank of this process."""
         (key,), first = self._grid.local, _first_of(self._grid)
-        settings = self._grid.control, first, channel, self._device, way
+        settings = self._grid.control, first, channel, self._device, way, self._grid.patience
         return {key: GlooTransport(key.rank, lowered.lanes, lowered.window, *settings)}
 
 
@@ -160,10 +160,11 @@ class NcclTransports:
         """Make that of the only rank of this process."""
         (key,), first = self._grid.local, _first_of(self._grid)
         if channel is Channel.EVALUATION:
-            settings = self._control, first, channel, self._device, way
+            settings = self._control, first, channel, self._device, way, self._grid.patience
             return {key: GlooTransport(key.rank, lowered.lanes, lowered.window, *settings)}
         groups = self._groups[channel][key.pipeline]
-        return {key: NcclTransport(key.rank, groups, lowered.window, self._control, self._device, first, channel)}
+        own = self._device, first, channel, self._grid.patience
+        return {key: NcclTransport(key.rank, groups, lowered.window, self._control, *own)}
 
 
 def _first_of(grid: RankGrid) -> int:

@@ -107,7 +107,7 @@ class Engine:
         self._stop = ranks[0].stop
         stages = [stage for state in ranks for stage in state.stages.values()]
         self._schedules = Schedules(ranks[0].lr_scheduler, stages, grid)
-        self._borders = SpanBorders(grid, ranks, combine, timeout)
+        self._borders = SpanBorders(grid, ranks, combine)
         self._last = self.schedule.stage_at[self.schedule.num_stages - 1, 0].rank
         entrances = {n.rank for n in self.schedule.stages if not self.schedule.predecessors[n.index]}
         self._stop.alone = grid.group is None or grid.width * len(entrances) == 1

@@ -205,7 +205,7 @@ class Pipeline(Switching):
         self.timeout, self.combine = timeout, parallel.combine
         self.delays, self.backward_delays = plan.delays.by_block, (plan.backward_delays or plan.delays).by_block
         holders = holders_of(self.schedule, parallel.width).values()
-        alike = groups_of_holders(self.grid, holders, parallel.mesh, timeout) if parallel.fast else {}
+        alike = groups_of_holders(self.grid, holders, parallel.mesh) if parallel.fast else {}
         self._ranks, self._adaptations = make_ranks(named, plan, self.grid, loss, optimizer), Adaptations()
         self._hooks = UpdateHooks()
         for stage in {stage.key.index: stage for stage in self._by_place()}.values():

@@ -180,11 +180,14 @@ def judge_folder(folder: Path, stalled: bool = False, damaged: bool = False) -> 
     return wrong
 
 
-def judge_same(wanted: Wanted | None, outcome: Outcome, codes: tuple[int, ...], damaged: bool = False) -> list[str]:
+def judge_same(
+    wanted: Wanted | None, outcome: Outcome, codes: tuple[int, ...], damaged: bool = False, noise: str = ""
+) -> list[str]:
     """What is wrong with a run that was to end as if nothing had been.
 
     Args:
         wanted: what it must end with; None if it is not to end.
+        noise: a regular expression of tracebacks that other programs may print.
     """
     wrong = judge_left(outcome, unclean=False, launcher=HOSTS if len(outcome.codes) > 1 else LOCAL)
     if not outcome.codes or not set(outcome.codes) <= set(codes):
@@ -192,8 +195,9 @@ def judge_same(wanted: Wanted | None, outcome: Outcome, codes: tuple[int, ...], 
         return [*wrong, f"{said}: {outcome.report[:500]!r}"]
     if wanted is None:
         return wrong
-    if "Traceback" in outcome.err and len(outcome.codes) == 1:  # torchrun prints one of its own
-        wrong.append(f"it prints a traceback: {outcome.err[-300:]!r}")
+    said = re.sub(noise, "", outcome.err) if noise else outcome.err
+    if "Traceback" in said and len(outcome.codes) == 1:  # torchrun prints one of its own
+        wrong.append(f"it prints a traceback: {said[-300:]!r}")
     expected, end = wanted.weights, Wanted.of(outcome.folder)
     found = end.weights
     different = [name for name, tensor in expected.items() if name not in found or not torch.equal(tensor, found[name])]

@@ -61,7 +61,7 @@ class Trials:
         elif outcome.in_time:
             wrong += judge_end(case, outcome)
             if case.kind.end.then == "same":
-                wrong += judge_same(wanted, outcome, case.kind.end.codes)
+                wrong += judge_same(wanted, outcome, case.kind.end.codes, noise=case.kind.end.noise)
             elif case.kind.end.then == "resume":
                 outcomes.append(again := self._resume(place, case, outcome.folder))
                 wrong += [f"resumed: {what}" for what in judge_same(wanted, again, (0,))]

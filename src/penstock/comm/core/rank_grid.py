@@ -13,6 +13,7 @@ from penstock.errors import ConfigError
 from penstock.schedule.ir.schedule import Stage
 
 _LOG = logging.getLogger(__name__)
+_LONGEST = 86400.0 * 365  # seconds; a time-out may be infinite, which is no duration to torch
 
 
 class RankKey(NamedTuple):
@@ -39,10 +40,11 @@ class RankGrid:
         width: w, the number of pipelines.
         depth: d, the number of ranks per pipeline.
         group: one process per rank, the ranks of a pipeline adjacent; None for one process with all ranks.
-        timeout: of the control group, in seconds, if it is made here.
+        timeout: seconds that a rank waits for another one; also of the control group, if it is made here.
 
     Attributes:
         local: the ranks of this process.
+        patience: the `timeout`.
         control: a process group on the CPU for small messages; None in one process.
 
     Raises:
@@ -51,6 +53,7 @@ class RankGrid:
 
     def __init__(self, width: int, depth: int, group: dist.ProcessGroup | None, timeout: float) -> None:
         self.width, self.depth, self.group = width, depth, group
+        self.patience = timedelta(seconds=min(timeout, _LONGEST))
         if group is None:
             self.local = [RankKey(pipeline, rank) for pipeline in range(width) for rank in range(depth)]
         else:
@@ -62,7 +65,7 @@ class RankGrid:
                     "processes (torchrun --nproc-per-node), or leave stages out to have one for each"
                 )
             self.local = [RankKey(*divmod(dist.get_rank(group), depth))]
-        self.control = _control_group(group, timeout)
+        self.control = _control_group(group, self.patience)
 
     def __repr__(self) -> str:
         """Return its size, and what part of it is here."""
@@ -120,10 +123,9 @@ def backends(group: dist.ProcessGroup) -> dict[str, str]:
     return {device: backend for device, _, backend in (part.partition(":") for part in parts)}
 
 
-def _control_group(group: dist.ProcessGroup | None, timeout: float) -> dist.ProcessGroup | None:
+def _control_group(group: dist.ProcessGroup | None, limit: timedelta) -> dist.ProcessGroup | None:
     """Return the given group if it has gloo on the CPU, else make a gloo group of the same ranks."""
     if group is None or backends(group).get("cpu") == "gloo":
         return group
-    ranks, limit = dist.get_process_group_ranks(group), timedelta(seconds=timeout)
-    made: dist.ProcessGroup = dist.new_group(ranks, limit, backend="gloo")
+    made: dist.ProcessGroup = dist.new_group(dist.get_process_group_ranks(group), limit, backend="gloo")
     return made

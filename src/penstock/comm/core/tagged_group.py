@@ -97,12 +97,17 @@ class TaggedGroup:
     def _passes_host(self, tensor: Tensor) -> bool:
         return not self._direct and tensor.device.type != "cpu"
 
-    def finish(self, works: Sequence[Work | None]) -> None:
+    def finish(self, works: Sequence[Work | None], timeout: timedelta | None = None) -> None:
         """Wait until the given sends and receives are complete.
+
+        Args:
+            works: what was started.
+            timeout: how long to wait for each; that of this object if None.
 
         Raises:
             RuntimeError: a peer is dead, or a message did not come in time.
         """
+        limit = self._timeout if timeout is None else (timeout,)
         for work in works:
             if work is not None:
-                work.wait(*self._timeout)
+                work.wait(*limit)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -20,10 +21,18 @@ class LaneTransport:
     Args:
         sends: the lanes that begin at this rank.
         receives: the lanes that end at this rank.
+        patience: how long the rank waits for the rest of a message; the time-out of the group if None.
     """
 
-    def __init__(self, sends: Mapping[LaneKey, SendLane], receives: Mapping[LaneKey, ReceiveLane]) -> None:
+    def __init__(
+        self,
+        sends: Mapping[LaneKey, SendLane],
+        receives: Mapping[LaneKey, ReceiveLane],
+        patience: timedelta | None = None,
+    ) -> None:
         self._sends, self._receives = sends, receives
+        for lane in (*sends.values(), *receives.values()):
+            lane.patience = patience
 
     def sender(self, lane: LaneKey) -> SendLane:
         """Return the end of a lane that begins at this rank."""
@@ -51,6 +60,7 @@ class GlooTransport(LaneTransport):
         channel: training or evaluation.
         device: where received tensors go; the CPU if None.
         way: of the rank, which is told of messages.
+        patience: how long the rank waits for the rest of a message; the time-out of the group if None.
     """
 
     def __init__(
@@ -63,11 +73,12 @@ class GlooTransport(LaneTransport):
         channel: Channel = Channel.TRAINING,
         device: torch.device | None = None,
         way: RightOfWay | None = None,
+        patience: timedelta | None = None,
     ) -> None:
         settings = window, group, first, channel
         sends = {lane: SendLane(lane, *settings) for lane in lanes if lane.source == rank}
         receives = {lane: ReceiveLane(lane, *settings, device) for lane in lanes if lane.target == rank}
-        super().__init__(sends, receives)
+        super().__init__(sends, receives, patience)
         for lane, sending in sends.items():
             sending.way = way or sending.way
             sending.back = [receives.get(LaneKey(lane.target, rank, payload)) for payload in CREDITED]

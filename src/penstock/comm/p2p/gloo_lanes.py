@@ -10,7 +10,9 @@ for the thread. So a rank looks whether a message stands in its block, and learn
 many RECVs its peer has posted: a SEND is taken once its RECV is posted. Where looking does not help, a thread of the
 lane waits for the handles, in order; it also hears that the peer is gone. A message that is as long as the one before
 is seen when its last byte stands in the block, so that on a slow link no rank waits for the rest of a message that it
-does not need yet; one of another length, whose end cannot be known beforehand, when its header does.
+does not need yet; one of another length, whose end cannot be known beforehand, when its header does. Then the rank
+waits for the rest; and where it hears that a SEND was taken, for what is still to be sent. A peer may be stopped in the
+midst of that, so these waits end with the patience of the lane.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Sequence
+from datetime import timedelta
 from functools import partial
 
 import torch
@@ -42,6 +45,7 @@ from penstock.comm.p2p.message import (
     transport_fields,
 )
 from penstock.comm.p2p.transport import Channel
+from penstock.errors import TransportError
 from penstock.schedule.ir.schedule import Payload
 from penstock.schedule.machine.instructions import LaneKey
 
@@ -68,6 +72,7 @@ class LaneEnd:
     Attributes:
         lane: between two ranks of the group, for error messages.
         background: the thread that waits where looking does not help.
+        patience: how long the rank itself waits for the rest of a message; the time-out of the group if None.
     """
 
     def __init__(
@@ -80,10 +85,29 @@ class LaneEnd:
         self._messages, self._rests = TaggedGroup(group, tag), TaggedGroup(group, tag + 1)
         self._largest = _FIRST_CAPACITY  # bytes of the largest message that the receiver has certainly consumed
         self.background = Background(str(self.lane))
+        self.patience: timedelta | None = None
 
     def close(self) -> None:
         """Let the thread end after everything that it has to wait for."""
         self.background.close()
+
+    @staticmethod
+    def _complete(messages: TaggedGroup, work: Work | None, patience: timedelta | None) -> None:
+        """Wait until what has begun is complete.
+
+        Raises:
+            RuntimeError: the peer is dead.
+            TransportError: it took longer than `patience`.
+        """
+        try:
+            messages.finish([work], patience)
+        except RuntimeError as error:
+            if patience is None or "Timed out" not in str(error):
+                raise
+            limit = f"{patience.total_seconds():g} seconds"
+            raise TransportError(
+                f"a message has stopped on its way for {limit}; the peer is stalled or dead"
+            ) from error
 
 
 class _Sent(Ticket):
@@ -156,8 +180,8 @@ class SendLane(LaneEnd):
             while self._rest_of and self._rest_of[0][0] + self._window < self._taken:
                 rests.append(self._rest_of.popleft()[1])
         for ticket in taken:
-            settle([ticket], partial(self._finish, ticket))
-        self._rests.finish(rests)
+            settle([ticket], partial(self._finish, ticket, self.patience))
+        self._rests.finish(rests)  # consumed long ago
 
     def hand_over(self) -> None:
         """Have the thread wait for all that are not known to be taken."""
@@ -172,9 +196,9 @@ class SendLane(LaneEnd):
         self.background.later([], partial(self._rests.finish, [work for _, work in self._rest_of]))
         super().close()
 
-    def _finish(self, ticket: _Sent) -> None:
+    def _finish(self, ticket: _Sent, patience: timedelta | None = None) -> None:
         work, ticket.work = ticket.work, None  # which keeps the block alive
-        self._messages.finish([work])
+        self._complete(self._messages, work, patience)
 
 
 class _Received(Ticket):
@@ -244,7 +268,7 @@ class ReceiveLane(LaneEnd):
         self._handed = None
         while self._open and has_come(self._open[0].raw, self._open[0].expected):
             ticket = self._open.popleft()
-            settle([ticket], partial(self._finish, ticket))
+            settle([ticket], partial(self._finish, ticket, self.patience))
 
     def hand_over(self) -> None:
         """Have the thread wait for all that have been posted."""
@@ -259,21 +283,21 @@ class ReceiveLane(LaneEnd):
             message.tree = on_device(message.tree, self._device)
         return message
 
-    def _finish(self, ticket: _Received) -> TensorMessage:
+    def _finish(self, ticket: _Received, patience: timedelta | None = None) -> TensorMessage:
         block, work = ticket.block, ticket.work
         del ticket.block, ticket.raw, ticket.work  # the ticket may be kept longer than the message lives
-        self._messages.finish([work])
+        self._complete(self._messages, work, patience)
         size, continued, credit = transport_fields(block)
         for place, lane in self.back:
             lane.credit(credit[place])
         self._largest, self._usual = max(self._largest, size), size
         if continued:
-            return self.decode(self._with_rest(block, size))
+            return self.decode(self._with_rest(block, size, patience))
         # Do not keep a block alive if the message uses less than half of it.
         return self.decode(block[:size].clone() if size < block.numel() // 2 else block)
 
-    def _with_rest(self, block: Tensor, size: int) -> Tensor:
+    def _with_rest(self, block: Tensor, size: int, patience: timedelta | None) -> Tensor:
         whole = torch.empty(size, dtype=torch.uint8)
         whole[:HEADER_BYTES] = block[:HEADER_BYTES]
-        self._rests.finish([self._rests.receive(whole[HEADER_BYTES:], self._peer)])
+        self._complete(self._rests, self._rests.receive(whole[HEADER_BYTES:], self._peer), patience)
         return whole

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from functools import partial
 from typing import NamedTuple
 
@@ -74,6 +75,7 @@ class NcclTransport(LaneTransport):
         device: where received tensors go.
         first: rank in the gloo group of the pipeline's rank 0; the others follow.
         channel: which lanes.
+        patience: how long the rank waits for the rest of a message on the gloo group; the time-out of that if None.
     """
 
     def __init__(
@@ -85,11 +87,13 @@ class NcclTransport(LaneTransport):
         device: torch.device,
         first: int = 0,
         channel: Channel = Channel.TRAINING,
+        patience: timedelta | None = None,
     ) -> None:
         settings = window, control, first, channel
         super().__init__(
             {lane: _SplitSendLane(lane, g, device, *settings) for lane, g in groups.items() if lane.source == rank},
             {lane: _SplitReceiveLane(lane, g, device, *settings) for lane, g in groups.items() if lane.target == rank},
+            patience,
         )
 
 

@@ -22,7 +22,6 @@ _LOG = logging.getLogger(__name__)
 
 Losses = list[list[float]]
 """Loss sums of batches with their weights."""
-_LONGEST = 86400.0 * 365  # a time-out may be infinite, which is no duration to torch
 
 
 class SpanBorders:
@@ -32,12 +31,10 @@ class SpanBorders:
         grid: all ranks.
         ranks: those of this process.
         combine: how parallel pipelines agree.
-        timeout: seconds that the end of a span waits for another rank, as its passes do.
     """
 
-    def __init__(self, grid: RankGrid, ranks: Sequence[RankState], combine: Combine, timeout: float) -> None:
+    def __init__(self, grid: RankGrid, ranks: Sequence[RankState], combine: Combine) -> None:
         self._grid, self._ranks, self._combine = grid, ranks, combine
-        self._timeout = timedelta(seconds=min(timeout, _LONGEST))
         self._settings: list[Any] = []  # by hand, on all ranks, as they have last been compared
 
     def begin(self, source: BatchSource, batches: int, first: int, *, trains: bool) -> bool:
@@ -131,7 +128,7 @@ class SpanBorders:
         """
         if self._grid.group is None:
             return left is not None, None
-        told = self._gather([left, _text(failure), _text(unread)], "ending a run", self._timeout)
+        told = self._gather([left, _text(failure), _text(unread)], "ending a run", self._grid.patience)
         after = [batch for batch, *_ in told]
         self._say_unread([text for *_, text in told], batches)
         gone = [rank for rank, batch in enumerate(after) if batch is not None]
@@ -164,7 +161,7 @@ class SpanBorders:
         """Return what all ranks have found in an evaluation, and the first failure of another one."""
         if self._grid.group is None:
             return found, None
-        told = self._gather([found, _text(failure)], "gathering the losses of an evaluation", self._timeout)
+        told = self._gather([found, _text(failure)], "gathering the losses of an evaluation", self._grid.patience)
         return [pair for part, _ in told for pair in part], _failed_elsewhere([text for _, text in told])
 
     def _gather(self, mine: list[Any], what: str, timeout: timedelta | None = None) -> list[Any]:
