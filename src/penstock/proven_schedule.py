@@ -11,6 +11,7 @@ from penstock.errors import ConfigError
 from penstock.schedule.build import ScheduleRequest
 from penstock.schedule.ir.order import NO_OPTIONS, Options, OrderFunction
 from penstock.schedule.ir.schedule import Schedule
+from penstock.schedule.ir.sharding import Sharding
 from penstock.schedule.load import prove_file
 from penstock.schedule.methods.choice import MethodChoice, ProofOfChoice
 from penstock.schedule.methods.written import written_method
@@ -108,6 +109,7 @@ def make_schedule(
     options: Options = NO_OPTIONS,
     decides: bool = False,
     window: int | None = None,
+    sharding: str | Sharding | None = None,
 ) -> ProvenSchedule:
     """Build a schedule and prove it.
 
@@ -123,6 +125,8 @@ def make_schedule(
         decides: whether all stages decide together before each update, as clipping, loss scales and parallel pipelines
             need. A `Pipeline` adds that by itself.
         window: the number of messages that may be outstanding on a connection; the least that costs no time if None.
+        sharding: what parallel pipelines split of the state of each stage: "none", "optimizer", "gradients" or "full",
+            also with options, as in "full:weights=3"; that of the method if None. Proven and simulated, not yet run.
 
     Raises:
         ConfigError: unknown method, order or rule, or choices that cannot go together.
@@ -135,7 +139,7 @@ def make_schedule(
         options = {**chosen.options, **options}
     asked = chosen.name if chosen is not None else method_or_order
     assert not isinstance(asked, MethodChoice)
-    request = ScheduleRequest(asked, stages, microbatches, rule, order, options, decides, window)
+    request = ScheduleRequest(asked, stages, microbatches, rule, order, options, decides, window, sharding)
     return ProvenSchedule.of(request.prove(), chosen if rule is None else None)
 
 

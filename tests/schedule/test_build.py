@@ -94,7 +94,6 @@ def test_choices_nobody_offers_yet_are_named():
     order, rule = ORDERS["1f1b"](2, 2), RULES["flush"]
     assert compatible(order, rule) is None
     assert "correction 'magic' is not supported" in compatible(order, rule, correction="magic")
-    assert "sharding 'zero-3' is not supported" in compatible(order, rule, sharding="zero-3")
     assert "combine 'gossip' is not supported" in compatible(order, rule, combine="gossip")
 
 

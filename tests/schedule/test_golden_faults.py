@@ -26,16 +26,24 @@ def message_of(name, *edits):
 
 
 GATHERING = [
-    ("GATHER[t]@2^t ", "", "rank 0, RELEASE[t]@2: nothing is gathered"),
-    ("F1@0^t RELEASE[t]@0 ", "RELEASE[t]@0 F1@0^t ", "rank 0, F1@0^t: reads version t, which is not gathered"),
-    ("B1@0^t RELEASE[t]@0", "RELEASE[t]@0 B1@0^t", "rank 0, B1@0^t: reads version t, which is not gathered"),
-    ("B1@0^t RELEASE[t]@0", "B1@0^t", "after draining 1 batches, rank 0 still has gathered weights of version [0]"),
-    ("GATHER[t]@2^t", "GATHER[t]@2", "rank 0, GATHER[t]@2: names no version"),
+    ("GATHER[t]@2^t ", "", "rank 0, F0@2^t: reads version t, which is not gathered here"),
+    ("F1@0^t RELEASE[t]@0^t ", "RELEASE[t]@0^t F1@0^t ", "rank 0, F1@0^t: reads version t, which is not gathered"),
+    ("B1@0^t RELEASE[t]@0^t", "RELEASE[t]@0^t B1@0^t", "rank 0, B1@0^t: reads version t, which is not gathered"),
+    ("B1@0^t RELEASE[t]@0^t", "B1@0^t", "rank 0, STEP[t]@0: updates version t, which is still gathered; a RELEASE"),
+    ("GATHER[t]@2^t", "GATHER[t]@2", "rank 0, GATHER[t]@2: names no version, as in GATHER[t]^t"),
     ("GATHER[t]@2^t", "GATHER[t]@2^t-1", "rank 0, GATHER[t]@2^t-1: reads version t-1, which no longer exists"),
+    ("RELEASE[t]@2^t", "RELEASE[t]@2", "rank 0, RELEASE[t]@2: names no version, as in RELEASE[t]^t"),
+    ("RELEASE[t]@2^t", "RELEASE[t]@2^t RELEASE[t]@2^t", "RELEASE[t]@2^t: releases version t, which is not"),
+    ("GATHER[t]@2^t", "GATHER[t]@2^t GATHER[t]@2^t", "GATHER[t]@2^t: gathers version t, which is gathered already"),
+    ("RELEASE[t]@0^t GATHER[t]@2^t", "GATHER[t]@2^t RELEASE[t]@0^t", "on rank 0 2 stages are gathered at once, but"),
     ("REDUCE[t]@2 STEP[t]@2", "STEP[t]@2 REDUCE[t]@2", "rank 0, STEP[t]@2: needs the REDUCE of its batch first"),
-    ("B1@2^t RELEASE[t]@2 REDUCE[t]@2", "RELEASE[t]@2 REDUCE[t]@2 B1@2^t", "REDUCE[t]@2: comes before 1 of"),
-    ("REDUCE[t]@2 ", "REDUCE[t]@2 REDUCE[t]@2 ", "stage 2 on rank 0 has 2 REDUCEs per batch"),
+    ("REDUCE[t]@2 STEP[t]@2", "STEP[t]@2", "rank 0, STEP[t]@2: needs the REDUCE of its batch first"),
+    ("B1@2^t RELEASE[t]@2^t REDUCE[t]@2", "REDUCE[t]@2 B1@2^t RELEASE[t]@2^t", "STEP[t]@2: needs the REDUCE of its"),
+    ("REDUCE[t]@2 ", "REDUCE[t]@2 REDUCE[t]@2 ", "rank 0, REDUCE[t]@2: adds nothing: no backward of batch t has run"),
+    ("REDUCE[t]@2 STEP[t]@2 GATHER[t]@0^t B0@0^t", "GATHER[t]@0^t B0@0^t REDUCE[t]@2 STEP[t]@2", "2 full-size"),
     ("REDUCE[t]@2 ", "REDUCE[t]%2@2 ", "REDUCE"),  # every batch has a gradient to reduce
+    ("sharding full:weights=1:gradients=1", "", "rank 0, GATHER[t]@0^t: gathers weights that are not sharded"),
+    ("sharding full:weights=1:gradients=1", "sharding gradients", "GATHER[t]@0^t: gathers version t, which is whole"),
 ]  # fmt: skip
 
 SHARED_CUTS = [

@@ -76,11 +76,12 @@ def test_gathered_weights_are_waited_for():
     text = """
         microbatches 2
         nodes 0@0
-        rank 0: GATHER[t]^t F0^t F1^t B0^t B1^t RELEASE[t] STEP[t]
+        sharding full
+        rank 0: GATHER[t]^t F0^t F1^t B0^t B1^t RELEASE[t]^t REDUCE[t] STEP[t]
     """
     result = run(text, 3, batches=2)
-    assert intervals(result, "GATHER") == [(0, "GATHER0", 0, 3), (0, "GATHER1", 9, 12)]
-    assert [start for _, _, start, _ in intervals(result, "F")] == [3, 4, 12, 13]
+    assert intervals(result, "GATHER") == [(0, "GATHER0", 0, 3), (0, "GATHER1", 12, 15)]
+    assert [start for _, _, start, _ in intervals(result, "F")] == [3, 4, 15, 16]
     assert result.bubble.busy == (12,)  # a gather is no work of the compute lane
 
 

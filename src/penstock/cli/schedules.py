@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from penstock.schedule.proof.check import Proof
     from penstock.simulate.auto_in_flight import InFlightChoice
     from penstock.simulate.costs import Costs
+    from penstock.simulate.network import Network
 
 _MOST_SHOWN = 1_000  # batches
 
@@ -49,6 +51,16 @@ Segments = Annotated[
 ]
 
 
+ShardingLevel = Annotated[
+    str | None,
+    typer.Option(
+        "--sharding",
+        metavar="LEVEL",
+        help="What parallel pipelines split of a stage: optimizer, gradients or full, as in [bold]full[/bold].",
+    ),
+]
+
+
 def _prove(
     method: str | None,
     own: tuple[Path | None, str | None, str | None],
@@ -58,6 +70,7 @@ def _prove(
     order: str | None,
     in_flight: str | None,
     costs: tuple[Costs, int],
+    sharding: str | None = None,
 ) -> tuple[Proof, InFlightChoice | None]:
     """Prove the schedule of a method or in a file, with recompute if asked for; and how `auto` was decided.
 
@@ -67,6 +80,7 @@ def _prove(
         sizes: stages and microbatches.
         changes, segments, order: as given.
         costs: of so many ranks together: an order that is searched for given times gets them as options.
+        sharding: as given; added behind recomputes.
     """
     from penstock.schedule.build import ScheduleRequest, extend
     from penstock.schedule.ir.in_flight import read_in_flight
@@ -97,10 +111,12 @@ def _prove(
         request, choice = choose_in_flight(request, of_every_rank(costs[0], request.stages))
         proof = request.prove()
     if segments is None:
-        return proof, choice
+        return (proof if sharding is None else extend(proof, sharding=sharding)), choice
     if segments != "auto" and not (segments.isascii() and segments.isdigit() and len(segments) < 10):
         raise ConfigError(f"--segments takes a number of stages, or auto; got {segments!r:.80}")
-    return extend(proof, recomputes=True, segments="auto" if segments == "auto" else int(segments)), choice
+    return extend(
+        proof, recomputes=True, segments="auto" if segments == "auto" else int(segments), sharding=sharding or "none"
+    ), choice
 
 
 def _prove_own(
@@ -211,6 +227,7 @@ def show(
     file: OrderFile = None,
     rule: OrderRule = None,
     correction: OrderCorrection = None,
+    sharding: ShardingLevel = None,
     text: Annotated[bool, typer.Option("--text", help="Print the text form, which --file reads, instead.")] = False,
     as_json: AsJson = False,
     svg: Annotated[Path | None, typer.Option(help="Also write the drawing to this SVG file.")] = None,
@@ -229,7 +246,7 @@ def show(
     times = forward, backward / 2, backward / 2
     share = Costs((StageCost(*times),), latency), 1
     own, sizes = (file, rule, correction), (stages, microbatches)
-    proof, choice = _prove(method, own, sizes, changes, segments, order, in_flight, share)
+    proof, choice = _prove(method, own, sizes, changes, segments, order, in_flight, share, sharding)
     schedule = proof.schedule
     span = batches or (3 if any(program.epilogue for program in schedule.programs) else 1)
     simulation = simulate_schedule(proof, Costs.uniform(schedule, *times, latency=latency), span)
@@ -274,6 +291,29 @@ WindowSize = Annotated[
 ]
 
 
+PipelineNumber = Annotated[
+    int | None, typer.Option(metavar="W", help="Parallel pipelines, with --sharding; 2 if not given.", min=1)
+]
+Bandwidth = Annotated[float | None, _at_least_0("BYTES", "Bytes that a rank sends in a unit of time; no limit.")]
+ParameterNumber = Annotated[float, _at_least_0("N", "Parameters of the model; with 1, bytes are per parameter.")]
+
+
+def _network(proof: Proof, width: int | None, bandwidth: float | None, parameters: float) -> Network | None:
+    """Return the network of a sharded schedule; its stages are all alike.
+
+    Raises:
+        ConfigError: there are figures of a network, but the schedule is not sharded.
+    """
+    from penstock.simulate.network import Network
+
+    if proof.shards:
+        of_stage = parameters / proof.schedule.num_stages
+        return Network(proof.schedule, width or 2, math.inf if bandwidth is None else bandwidth, of_stage)
+    if width is not None or bandwidth is not None:
+        raise ConfigError(f"--{'bandwidth' if width is None else 'width'} goes with --sharding, or a sharded schedule")
+    return None
+
+
 def simulate(
     method: MethodName = None,
     stages: MaybeStages = None,
@@ -296,6 +336,10 @@ def simulate(
     rule: OrderRule = None,
     correction: OrderCorrection = None,
     window: WindowSize = None,
+    sharding: ShardingLevel = None,
+    width: PipelineNumber = None,
+    bandwidth: Bandwidth = None,
+    parameters: ParameterNumber = 1.0,
     as_json: AsJson = False,
 ) -> None:
     """Predict makespan, bubble, activations, versions and messages of a span of batches."""
@@ -311,13 +355,13 @@ def simulate(
         share = Costs((StageCost(forward, backward_input, backward_weight),), latency, transfer), 1
     share = replace(share[0], left=left), share[1]
     own, sizes = (file, rule, correction), (stages, microbatches)
-    proof, choice = _prove(method, own, sizes, changes, segments, order, in_flight, share)
+    proof, choice = _prove(method, own, sizes, changes, segments, order, in_flight, share, sharding)
     if per_stage is not None:
         costs = read_stage_costs(per_stage, proof.schedule.num_stages, latency, transfer)
     else:
         costs = Costs.uniform(proof.schedule, forward, backward_input, backward_weight, latency=latency, step=step)
         costs = replace(costs, transfer=transfer)
-    costs = replace(costs, fused=fused, left=left)
+    costs = replace(costs, fused=fused, left=left, network=_network(proof, width, bandwidth, parameters))
     simulation = simulate_schedule(proof, costs, batches, window=_window(window))
     in_a_long_run = max(steady_bubble(simulation.lowered, costs, proof.steady_from + 2), 0.0)
     if as_json:

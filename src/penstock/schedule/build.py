@@ -12,6 +12,7 @@ from penstock.errors import ConfigError, ScheduleError
 from penstock.schedule.ir.order import NO_OPTIONS, Options, OrderFunction
 from penstock.schedule.ir.rules import RULES
 from penstock.schedule.ir.schedule import Op, Schedule
+from penstock.schedule.ir.sharding import Level, Sharding, read_sharding
 from penstock.schedule.methods.table import METHODS, compatible, find_method
 from penstock.schedule.orders import ORDERS
 from penstock.schedule.orders.forward_only import forward_through
@@ -26,6 +27,7 @@ from penstock.schedule.transforms.batch_ops import (
     without_averages,
 )
 from penstock.schedule.transforms.recompute import Segments, with_recompute
+from penstock.schedule.transforms.sharding import with_sharding
 
 
 def make_schedule(
@@ -38,6 +40,7 @@ def make_schedule(
     options: Options = NO_OPTIONS,
     decides: bool = False,
     window: int | None = None,
+    sharding: str | Sharding | None = None,
 ) -> Schedule:
     """Build a schedule and prove it.
 
@@ -53,6 +56,8 @@ def make_schedule(
         window: messages that may be outstanding on a lane from one rank to another, on either side, each of which is
             memory; the least that costs no time if None, when a forward takes 1, a backward 2 and messages take none.
             Where messages take time, `simulate_schedule` says how many it takes.
+        sharding: what parallel pipelines split of the state of a stage: "none", "optimizer", "gradients" or "full",
+            also with options, as in "full:weights=3"; that of the method if None.
 
     Returns:
         A schedule that `check` accepts.
@@ -61,9 +66,8 @@ def make_schedule(
         ConfigError: unknown method, order or rule, or choices that cannot go together.
         ScheduleError: the schedule is wrong; where only m is too small, the message names the smallest legal m.
     """
-    return prove(
-        method, stages, microbatches, rule=rule, order=order, options=options, decides=decides, window=window
-    ).schedule
+    request = ScheduleRequest(method, stages, microbatches, rule, order, options, decides, window, sharding)
+    return request.prove().schedule
 
 
 def prove(
@@ -76,9 +80,10 @@ def prove(
     options: Options = NO_OPTIONS,
     decides: bool = False,
     window: int | None = None,
+    sharding: str | Sharding | None = None,
 ) -> Proof:
     """As `make_schedule`, but returns the proof with everything that was derived on the way."""
-    return ScheduleRequest(method, stages, microbatches, rule, order, options, decides, window).prove()
+    return ScheduleRequest(method, stages, microbatches, rule, order, options, decides, window, sharding).prove()
 
 
 @dataclass(frozen=True)
@@ -89,7 +94,7 @@ class ScheduleRequest:
     microbatches, if it fails, as long as many proofs; so whatever else may be wrong is best looked for before.
 
     Attributes:
-        method, stages, microbatches, rule, order, options, decides, window: as of `make_schedule`.
+        method, stages, microbatches, rule, order, options, decides, window, sharding: as of `make_schedule`.
     """
 
     method: str | OrderFunction
@@ -100,6 +105,7 @@ class ScheduleRequest:
     options: Options = field(default_factory=lambda: NO_OPTIONS)
     decides: bool = False
     window: int | None = None
+    sharding: str | Sharding | None = None
 
     @cached_property
     def schedule(self) -> Schedule:
@@ -109,9 +115,7 @@ class ScheduleRequest:
             ConfigError: unknown method, order or rule, or choices that cannot go together.
             ScheduleError: the order cannot be made with these numbers.
         """
-        return _build(
-            self.method, self.stages, self.microbatches, self.rule, self.order, self.options, self.decides, self.window
-        )
+        return _build(self)
 
     def prove(self) -> Proof:
         """The proof of the schedule.
@@ -133,6 +137,7 @@ class ScheduleRequest:
                 decides=self.decides,
                 window=self.window,
                 beyond=self.microbatches,
+                sharding=self.sharding,
             )
             if legal is None:
                 raise
@@ -154,6 +159,7 @@ def extended(
     tied: Collection[int] = (),
     averages: int | None = None,
     behind: int = 0,
+    sharding: str | Sharding = "none",
 ) -> Schedule:
     """A schedule with what is asked for and not yet in it; the schedule itself if that is nothing. Nothing is proven.
 
@@ -167,13 +173,18 @@ def extended(
         tied: stages that share parameters.
         averages: parallel pipelines average their weights, or the like, after every so many batches.
         behind: they add there what they have made so many batches before.
+        sharding: what parallel pipelines split of the state of a stage, after recomputes have been added.
 
     Raises:
-        ConfigError: it has AVERAGEs in other places than directly after each STEP, or after other batches; or it has
-            recomputes of its own, and segments are asked for.
+        ConfigError: it is sharded, and recomputes, averages or another sharding are asked for; it has AVERAGEs in other
+            places than behind each STEP, or after other batches; or recomputes of its own, and segments are asked for.
         ScheduleError: its rule, or its order, is not one for recomputes.
     """
     whole, operations = schedule, {a.op for program in schedule.programs for a in program.period}
+    level = schedule.sharding.level
+    if level is not Level.NONE and (averages is not None or (recomputes and Op.R not in operations)):
+        what = "pipelines with weights of their own have nothing to share" if averages else "add recomputes first"
+        raise ConfigError(f"{schedule.name}: the schedule has sharding {level}; {what}")
     if recomputes and Op.R not in operations:
         whole = with_recompute(whole, segments)
     elif recomputes and segments != 1:
@@ -182,6 +193,7 @@ def extended(
         )
     if reduces and Op.REDUCE not in operations:
         whole = with_reductions(whole, everywhere=True)
+    whole = with_sharding(whole, read_sharding(sharding))
     if tied and Op.TIE not in operations:
         whole = with_ties(whole, tied)
     if decides and Op.DECIDE not in operations:
@@ -210,12 +222,13 @@ def extend(
     averages: int | None = None,
     behind: int = 0,
     window: int | None = None,
+    sharding: str | Sharding = "none",
 ) -> Proof:
     """Add to a schedule what is asked for and not yet in it, and prove the result.
 
     Args:
         given: a schedule, or its proof.
-        decides, reduces, recomputes, segments, tied, averages, behind: as of `extended`.
+        decides, reduces, recomputes, segments, tied, averages, behind, sharding: as of `extended`.
         window: messages that may be outstanding on a lane; what the schedule says if None (see `make_schedule`).
 
     Raises:
@@ -232,6 +245,7 @@ def extend(
         tied=tied,
         averages=averages,
         behind=behind,
+        sharding=sharding,
     )
     if window is not None:
         whole = _with_window(whole, window)
@@ -284,6 +298,7 @@ def smallest_microbatches(
     decides: bool = False,
     window: int | None = None,
     beyond: int = 0,
+    sharding: str | Sharding | None = None,
 ) -> int | None:
     """Find the smallest legal number of microbatches above `beyond`.
 
@@ -295,7 +310,7 @@ def smallest_microbatches(
 
     def legal(m: int, proves: Callable[[Schedule], object] = check) -> bool:
         try:
-            proves(_build(method, stages, m, rule, order, options, decides, window))
+            proves(_build(ScheduleRequest(method, stages, m, rule, order, options, decides, window, sharding)))
         except Exception:  # a user's function may refuse some m in its own way
             return False
         return True
@@ -310,25 +325,18 @@ def smallest_microbatches(
 _LEGAL_FROM_SOME_NUMBER_ON = ("endless-1f1b", "endless-eager-1f1b", "fine-grained")
 
 
-def _build(
-    method: str | OrderFunction,
-    stages: int,
-    microbatches: int,
-    rule: str | None,
-    order: str | OrderFunction | None,
-    options: Options,
-    decides: bool,
-    window: int | None,
-) -> Schedule:
+def _build(asked: ScheduleRequest) -> Schedule:
+    method, order, rule = asked.method, asked.order, asked.rule
     choices: tuple[str, ...] = ()
-    limit = None
+    limit, sharding = None, asked.sharding
     if callable(method):
         name, function, rule_name = getattr(method, "__name__", "order"), order or method, rule or "flush"
     else:
         row = find_method(method)
         name, function, rule_name = row.name, order or row.order, rule or row.rule
-        choices = row.correction, row.sharding, row.combine
+        choices = row.correction, row.combine
         limit = row.limit if order is None else None
+        sharding = row.sharding if sharding is None else sharding
     if isinstance(function, str):
         if function not in ORDERS:
             raise ConfigError(f"unknown order {function!r}; known: {', '.join(ORDERS)}")
@@ -337,18 +345,20 @@ def _build(
         named = METHODS.get(rule_name)
         hint = f" It is a method, whose rule is {named.rule}." if named else did_you_mean(rule_name, RULES)
         raise ConfigError(f"unknown version rule {rule_name!r}.{hint} Known: {', '.join(RULES)}")
-    asked = f"method {name}" if order is None and not callable(method) else None
-    made = call_order(function, stages, microbatches, options, asked)
+    own = f"method {name}" if order is None and not callable(method) else None
+    made = call_order(function, asked.stages, asked.microbatches, asked.options, own)
     reason = compatible(made, RULES[rule_name], *choices)
     if reason is not None:
         raise ConfigError(f"{name}: {reason}")
-    fault = limit(stages, microbatches, **options) if limit is not None else None
+    fault = limit(asked.stages, asked.microbatches, **asked.options) if limit is not None else None
     if fault is not None:
         raise ScheduleError(f"{name}: {fault}")
-    schedule = apply_rule(made, RULES[rule_name], microbatches, name)
-    if window is not None:
-        schedule = _with_window(schedule, window)
-    return with_decisions(schedule) if decides else schedule
+    schedule = apply_rule(made, RULES[rule_name], asked.microbatches, name)
+    if asked.window is not None:
+        schedule = _with_window(schedule, asked.window)
+    if sharding is not None:
+        schedule = with_sharding(schedule, read_sharding(sharding))
+    return with_decisions(schedule) if asked.decides else schedule
 
 
 def _with_window(schedule: Schedule, window: int) -> Schedule:

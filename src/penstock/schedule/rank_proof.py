@@ -82,7 +82,7 @@ def rank_proof(schedule: Schedule, rank: int, common: Json, own: Json) -> RankPr
         dict(zip(schedule.stages, facts, strict=True)),
         tuple(Fraction(*each) for each in common["activations"]),
         common["steady"],
-        common["border"],
+        border=common["border"],
     )
 
 

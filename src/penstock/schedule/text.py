@@ -8,6 +8,7 @@
     frozen 0                          # stages that are not trained
     segments 0,1 2,3                  # stages that recompute together
     window 4                          # messages outstanding on a lane; as few as cost no time when left out
+    sharding full:weights=2           # what parallel pipelines split: optimizer, gradients or full; none when left out
     rank 0: F0^t F1^t B0^t B1^t STEP[t]
     rank 1: F0^t B0^t F1^t B1^t STEP[t]
     drain 0: ...                      # the epilogue, numbers relative to T
@@ -28,7 +29,7 @@ from __future__ import annotations
 
 import re
 
-from penstock.errors import ScheduleError
+from penstock.errors import ConfigError, ScheduleError
 from penstock.schedule.ir.limits import MOST_MICROBATCHES
 from penstock.schedule.ir.ops import PASSES
 from penstock.schedule.ir.order import Order
@@ -48,7 +49,9 @@ from penstock.schedule.ir.schedule import (
     chain,
     split_fused,
 )
+from penstock.schedule.ir.sharding import Sharding, read_sharding
 from penstock.schedule.transforms.apply_rule import apply_rule
+from penstock.schedule.transforms.sharding import with_sharding
 
 _N, _FEW = "[0-9]{1,6}", "[0-9]{1,3}"  # numbers of any kind; of batches before or after
 _ACTION = re.compile(
@@ -58,7 +61,7 @@ _ACTION = re.compile(
     rf"(?:\^(?P<versions>t(?:[+-]{_FEW})?(?:,t(?:[+-]{_FEW})?)*)(?:~(?P<label>[a-z]+)(?P<copy>-?{_N}))?)?"
 )
 _UNIT = re.compile(rf"(e?)(-?{_N})(?:\.\.(-?{_N}))?(?::({_N})/({_N}))?")
-_WORDS = ("schedule", "rule", "microbatches", "nodes", "edges", "frozen", "segments", "window")
+_WORDS = ("schedule", "rule", "microbatches", "nodes", "edges", "frozen", "segments", "window", "sharding")
 _SPLIT_PARTS = re.compile(r"\+(?=[A-Z])")
 
 
@@ -138,10 +141,19 @@ def _assemble(header: dict[str, str], lines: dict[tuple[str, int], tuple[int, st
     window = _integer(header["window"], where) if "window" in header else None
     if window is not None and window < 1:
         raise ScheduleError(f"{where}: a lane needs room for at least 1 message, got window {window}")
+    sharding = _sharding(header.get("sharding", "none"), where)
     everything = [p for program in programs for part in program for p in split_fused(part)]
     if not any(a.op is Op.STEP for a in everything) and any(a.op in PASSES for a in everything):
-        return apply_rule(Order(programs, stages, edges, frozen, segments, window), RULES[rule], m, name)
-    return Schedule(name, m, stages, edges, programs, rule, frozen, segments, window)
+        made = apply_rule(Order(programs, stages, edges, frozen, segments, window), RULES[rule], m, name)
+        return with_sharding(made, sharding)
+    return Schedule(name, m, stages, edges, programs, rule, frozen, segments, window, sharding)
+
+
+def _sharding(text: str, where: str) -> Sharding:
+    try:
+        return read_sharding(text)
+    except ConfigError as error:
+        raise ScheduleError(f"{where}: {error}") from None
 
 
 def parse_action(token: str, stages: tuple[Stage, ...], rank: int) -> Action:

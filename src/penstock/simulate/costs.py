@@ -10,6 +10,7 @@ from penstock.errors import ConfigError
 from penstock.files import parse_json, read_given
 from penstock.schedule.ir.schedule import Action, Op, Schedule
 from penstock.short_repr import ShortRepr
+from penstock.simulate.network import Network
 
 
 @dataclass(frozen=True, repr=False)
@@ -42,6 +43,7 @@ class Costs:
         latency: time from posting a message to its arrival; it occupies no rank. A decision takes two.
         transfer: time that a message occupies its lane, its bytes over the bandwidth, before its latency begins; the
             next message of the lane follows it. It occupies no rank.
+        network: what gathers and sums of a sharded schedule cost; None for `collective`.
         collective: time of a sum, average or gather over several ranks (REDUCE, TIE, AVERAGE, GATHER).
         fused: time of a fused action as a fraction of the sum of its parts.
         left: the fraction of a microbatch's activations that is kept between the two halves of its backward (I and W);
@@ -54,6 +56,7 @@ class Costs:
     collective: float = 0.0
     fused: float = 1.0
     left: float = 1.0
+    network: Network | None = None
 
     def __post_init__(self) -> None:
         """Refuse what is no time."""
@@ -111,6 +114,8 @@ class Costs:
                 return cost.backward_weight * amount
             case Op.STEP:
                 return cost.step
+            case Op.REDUCE | Op.GATHER if self.network is not None:
+                return self.network.time(action)
             case Op.REDUCE | Op.TIE | Op.AVERAGE | Op.GATHER:
                 return self.collective
             case Op.DECIDE:
@@ -124,7 +129,7 @@ _LONGEST = 1e100  # so that sums of times are numbers, too
 
 def _check_times(costs: StageCost | Costs) -> None:
     for name, value in vars(costs).items():
-        if name == "stages":
+        if name in ("stages", "network"):
             continue
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= _LONGEST:
             raise ConfigError(f"{name} must be a finite number, not negative; got {in_short(value)}")

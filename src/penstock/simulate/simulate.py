@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
+from types import MappingProxyType
 from typing import Literal
 
 from penstock.errors import ConfigError, ScheduleError
@@ -17,6 +19,7 @@ from penstock.schedule.machine.play import Machine
 from penstock.schedule.machine.window_search import lower_freely, unlimited
 from penstock.schedule.proof.activations import Activations, most_held
 from penstock.schedule.proof.check import Proof, check, too_narrow
+from penstock.schedule.proof.shard_facts import RankShards
 from penstock.schedule.rank_proof import RankProof
 from penstock.simulate.costs import Costs
 from penstock.simulate.messages import count_messages, receive_buffers
@@ -24,6 +27,36 @@ from penstock.timeline import Bubble, Interval, Timeline
 
 Window = int | Literal["unlimited"]
 """Messages that may be outstanding on a lane."""
+
+
+@dataclass(frozen=True)
+class ShardFigures:
+    """What a sharded schedule gathers and reduces, and the time that it takes.
+
+    Attributes:
+        ranks: what the proof derived of each rank.
+        sent: per rank, the bytes sent for each batch, in gathers and in reductions; as many are received.
+        busy: per rank, the time that gathers and reductions take in this span.
+        exposed: by how much they lengthen this span: its makespan less the one on a network without a limit.
+    """
+
+    ranks: tuple[RankShards, ...]
+    sent: tuple[Mapping[str, float], ...]
+    busy: tuple[float, ...]
+    exposed: float
+
+    def per_rank(self) -> dict[str, Sequence[float]]:
+        """Return the figures by name, those of each rank in a row; `exposed` is one of all ranks."""
+        return {
+            "gathers": [r.gathers for r in self.ranks],
+            "reductions": [r.reductions for r in self.ranks],
+            "gathered_at_once": [r.gathered for r in self.ranks],
+            "gradients_at_once": [r.gradients for r in self.ranks],
+            "bytes_gathered": [each["gathers"] for each in self.sent],
+            "bytes_reduced": [each["reductions"] for each in self.sent],
+            "network_time": self.busy,
+            "exposed": [self.exposed],
+        }
 
 
 @dataclass(frozen=True)
@@ -41,6 +74,7 @@ class Simulation:
         receive_buffers: per rank, the most messages that it has posted a RECV for and not used yet, in outputs of a
             stage for one microbatch; a sender keeps up to `window` more on each connection until they are on their way.
         parked: sends of parked activations, there and back, of all batches.
+        shards: of a sharded schedule on a network, what it gathers and reduces, and what that costs.
         activations: per rank, the most microbatches in flight in a span of any length, in units of its whole share.
         versions: per rank, the most weight versions alive at once in a span of any length. Both are what a run provides
             for; how many activations this span holds, and when, is in the timeline.
@@ -59,6 +93,7 @@ class Simulation:
     window: Window
     receive_buffers: tuple[float, ...]
     parked: int = 0
+    shards: ShardFigures | None = None
 
     def __repr__(self) -> str:
         """Return the schedule, and the figures that matter most."""
@@ -82,6 +117,7 @@ class Simulation:
             "window": self.window,
             "receive_buffers": list(self.receive_buffers),
             "delays": {what: list(delays) for what, delays in self.delays.items()},
+            **({} if self.shards is None else {"sharding": {k: list(v) for k, v in self.shards.per_rank().items()}}),
         }
 
 
@@ -135,7 +171,24 @@ def simulate_schedule(
         "unlimited" if asked == "unlimited" else lowered.window,
         receive_buffers(lowered, batches),
         count_messages(lowered, batches, (Payload.PARKED,))[0],
+        _shard_figures(proof, lowered, costs, batches, timeline),
     )
+
+
+def _shard_figures(
+    proof: Proof, lowered: Lowered, costs: Costs, batches: int, timeline: Timeline
+) -> ShardFigures | None:
+    """What a sharded schedule sends, and what of it is not hidden behind passes."""
+    if costs.network is None:
+        return None
+    free, _ = play(lowered, replace(costs, network=replace(costs.network, bandwidth=math.inf)), batches)
+    busy = [0.0] * timeline.ranks
+    for interval in timeline.intervals:
+        if interval.what in (Op.GATHER, Op.REDUCE):
+            busy[interval.rank] += interval.end - interval.start
+    sent = [costs.network.per_batch(rank) for rank in range(timeline.ranks)]
+    exposed = timeline.makespan - free.makespan
+    return ShardFigures(proof.shards, tuple(map(MappingProxyType, sent)), tuple(busy), exposed)
 
 
 def _lower(proof: Proof, costs: Costs, batches: int, window: Window | None) -> Lowered:

@@ -185,10 +185,29 @@ def simulation_table(simulation: Simulation, batches: int, in_a_long_run: float)
             if simulation.parked
             else []
         ),
+        *_sharding_rows(simulation),
     )
     for row in rows:
         table.add_row(*row)
     return table
+
+
+def _sharding_rows(simulation: Simulation) -> list[tuple[str, str, str]]:
+    """Return the rows of a sharded schedule."""
+    if simulation.shards is None:
+        return []
+    figures = simulation.shards.per_rank()
+    explained = {
+        "gathers": "of stages, per rank and batch",
+        "reductions": "of gradients, per rank and batch",
+        "gathered_at_once": "stages whose weights are gathered, at most, per rank",
+        "gradients_at_once": "full-size gradients, at most, per rank",
+        "bytes_gathered": "sent (and received) in gathers, per rank and batch",
+        "bytes_reduced": "sent (and received) in sums of gradients, per rank and batch",
+        "network_time": "of gathers and sums, in this span, per rank",
+        "exposed": "of that not hidden: what the network adds to the makespan",
+    }
+    return [(name.replace("_", " "), _per_rank(list(figures[name])), said) for name, said in explained.items()]
 
 
 _DELAY = "updates between the weights read and the weights updated, per rank"

@@ -13,6 +13,7 @@ from penstock.partition.sequence_slices import EQUAL_SLICES, Slicing
 from penstock.runtime.ops.handlers import HANDLERS
 from penstock.schedule.ir.rules import RULES
 from penstock.schedule.ir.schedule import Kind, Op, Schedule, passes
+from penstock.schedule.ir.sharding import Level
 from penstock.schedule.methods.combine import REDUCE, Combine
 from penstock.schedule.methods.corrections import CORRECTIONS
 from penstock.schedule.methods.table import METHODS
@@ -36,6 +37,11 @@ def check_offered(schedule: Schedule, combine: Combine = REDUCE) -> None:
     """
     whole = [action for program in schedule.programs for part in program for action in part]
     actions = [p for action in whole for p in passes(action)]
+    if schedule.sharding.level is not Level.NONE:
+        raise CapabilityError(
+            f"{schedule.name}: sharding {schedule.sharding.level} is computed and simulated (penstock simulate), "
+            "not yet run; set sharding to none, or take the method without it"
+        )
     missing = sorted(op.value for op in {a.op for a in (*whole, *actions)} - _OPS)
     if not combine.apart and any(a.op is Op.AVERAGE for a in actions):
         raise CapabilityError(

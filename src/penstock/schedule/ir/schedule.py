@@ -22,6 +22,8 @@ from enum import StrEnum
 from functools import cached_property
 from typing import NamedTuple
 
+from penstock.schedule.ir.sharding import REPLICATED, Sharding
+
 WINDOW = 2  # messages on a lane at the least: one may travel while the one before it is used
 
 
@@ -37,12 +39,14 @@ class Op(StrEnum):
     STEP = "STEP"  # optimizer update: creates version batch+1
     PREDICT = "PREDICT"  # creates a derived copy of the weights (prediction, correction, blend)
     VALIDATE = "VALIDATE"  # the global decision on a provisional version
-    REDUCE = "REDUCE"  # sum of gradients over the copies of a stage and over parallel pipelines
+    REDUCE = (
+        "REDUCE"  # sum of gradients over the copies of a stage and over parallel pipelines, of which a shard may stay
+    )
     TIE = "TIE"  # sum of the gradients of parameters that several stages share
     DECIDE = "DECIDE"  # decision of all stages: global norm, overflow, loss weight
     AVERAGE = "AVERAGE"  # average of weights over parallel pipelines
-    GATHER = "GATHER"  # gather a sharded version
-    RELEASE = "RELEASE"  # free the gathered version
+    GATHER = "GATHER"  # make a version whole, of which each parallel pipeline has a shard
+    RELEASE = "RELEASE"  # free a gathered version, of which the shard stays
     OFFLOAD = "OFFLOAD"  # move the activations of a unit to host memory or (with a peer) to another rank
     FETCH = "FETCH"  # move them back
     HOLD = "HOLD"  # receive the activations of a peer's unit, to hold them
@@ -169,6 +173,7 @@ class Schedule:
         window: the number of messages that may be outstanding on a connection, on either side, each of which takes
             memory. None leaves it open: a proof, and so a run, takes the least that costs no time when a forward takes
             1, a backward 2 and a message none; a simulation the least that costs none at its costs.
+        sharding: what of the state of stages is split over parallel pipelines.
     """
 
     name: str
@@ -180,6 +185,7 @@ class Schedule:
     frozen: frozenset[int] = frozenset()
     segments: tuple[tuple[int, ...], ...] = ()
     window: int | None = None
+    sharding: Sharding = REPLICATED
 
     def __repr__(self) -> str:
         """Return its name and size; `str` returns the text form."""
@@ -408,6 +414,8 @@ def format_schedule(schedule: Schedule) -> str:
         lines.append("segments " + " ".join(",".join(map(str, s)) for s in schedule.segments))
     if schedule.window is not None:
         lines.append(f"window {schedule.window}")
+    if schedule.sharding != REPLICATED:
+        lines.append(f"sharding {schedule.sharding}")
     for what, part in (("rank", 0), ("drain", 1)):
         for rank, program in enumerate(schedule.programs):
             if program[part] or not part:

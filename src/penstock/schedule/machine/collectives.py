@@ -1,8 +1,9 @@
 """Collectives on the machine model: they begin when all members have issued them, block nobody, and keep one order.
 
 All ranks of a group have one first-in first-out lane per operation (one communicator). Those of a batch on a stage come
-one after the other (`batchwise.COLLECTIVES`), and its STEP waits for them (for the decision its VALIDATE, where it has
-one); a pass waits for what was gathered on its stage.
+one after the other (`batch_ops.COLLECTIVES`), and its STEP waits for them (for the decision its VALIDATE, where it has
+one); a pass waits for the GATHER of the version that it reads. In a sharded schedule the GATHERs and REDUCEs of a rank
+that wait for no other rank of its pipeline have one lane together: its network.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass, field
 from penstock.errors import ScheduleError
 from penstock.schedule.ir.ops import OPS, Lane
 from penstock.schedule.ir.schedule import Action, Kind, Op, Schedule, Stage, Unit
+from penstock.schedule.ir.sharding import Level
 from penstock.schedule.transforms.batch_ops import COLLECTIVES
 
 Collective = tuple[Op, Stage, int]
@@ -70,6 +72,8 @@ class Collectives:
         self._lanes: dict[tuple[Op, tuple[int, ...]], _GroupLane] = {}
         self._issued: dict[Collective, dict[Stage, float]] = {}  # by some of the group
         self._ready: dict[Stage, float] = {}
+        self._gathered: dict[tuple[Stage, int], float] = {}  # when a version was whole, of the last two of each stage
+        self._sharded = schedule.sharding.level is not Level.NONE
         self._awaited: dict[Collective, float | None] = {}  # by a STEP: when done; None while others have not joined
 
     def issue(self, rank: int, action: Action, batch: int, now: float) -> list[tuple[Op, Stage, float, float]]:
@@ -81,13 +85,21 @@ class Collectives:
         group = self.members(action.op, action.stage)
         collective = (action.op, group[0], batch)
         issued = self._issued.setdefault(collective, {})
-        lane = self._lanes.setdefault(_lane_key(action.op, group), _GroupLane())
+        lane = self._lanes.setdefault(self._lane_key(action.op, group), _GroupLane())
         if not any(stage.rank == rank for stage in issued):
             lane.issue(rank, collective)
         issued[action.stage] = now
         if action.op in COLLECTIVES:
             self._awaited[action.op, action.stage, batch] = None
         done = self._complete(collective)
+        if action.op is Op.GATHER and action.reads is not None:  # no other rank of the pipeline takes part
+            version = action.reads.versions[0] + batch - action.unit.first
+            self._gathered = {
+                (stage, v): end
+                for (stage, v), end in self._gathered.items()
+                if stage != action.stage or version - 1 <= v < version
+            }
+            self._gathered[action.stage, version] = done[0][3]
         if done and action.op in COLLECTIVES:
             for op in COLLECTIVES[COLLECTIVES.index(action.op) + 1 :]:  # may have waited for just that
                 if self._joint[op]:
@@ -107,7 +119,7 @@ class Collectives:
                 if ended is None:
                     return []
                 times.append(ended)
-        lane = self._lanes[_lane_key(op, group)]
+        lane = self._lanes[self._lane_key(op, group)]
         start = max(lane.free, *times)
         end = lane.free = start + self._duration(Action(op, first, Unit(batch, kind=Kind.BATCH)))
         lane.complete()
@@ -115,7 +127,7 @@ class Collectives:
         for stage in group:
             if op in COLLECTIVES:
                 self._awaited[op, stage, batch] = end
-            else:
+            elif op is not Op.GATHER:
                 self._ready[stage] = max(self._ready.get(stage, 0.0), end)
         return [(op, stage, start, end) for stage in group]
 
@@ -124,12 +136,16 @@ class Collectives:
         waiting = self.waiting.get(action.op, ())
         return all(self._awaited.get((op, action.stage, batch), 0.0) is not None for op in waiting)
 
-    def done(self, action: Action, batch: int) -> float:
-        """When the collectives that an action waits for are done."""
+    def done(self, action: Action, batch: int, t: int) -> float:
+        """When the collectives that an action waits for are done, of a batch or in the period of batch t."""
         if action.op in self.waiting:
             waiting = self.waiting[action.op]
             return max(self._awaited.pop((op, action.stage, batch), None) or 0.0 for op in waiting)
-        return max(self._ready.get(p.stage, 0.0) for p in action.parts or (action,))
+        ready = max(self._ready.get(p.stage, 0.0) for p in action.parts or (action,))
+        for p in (action.parts or (action,)) if self._gathered else ():
+            for version in p.reads.versions if p.reads is not None else ():
+                ready = max(ready, self._gathered.get((p.stage, version + t), 0.0))
+        return ready
 
     def state(self, batches: int) -> object:
         """What is under way, relative to batch `batches`."""
@@ -147,6 +163,7 @@ class Collectives:
         found = [lane.free for _, lane in sorted(self._lanes.items(), key=lambda item: item[0])]
         found += [by[stage] for _, by in sorted(self._issued.items()) for stage in sorted(by)]
         found += [self._ready[stage] for stage in sorted(self._ready)]
+        found += [self._gathered[key] for key in sorted(self._gathered)]
         return found + [end for _, end in sorted(self._awaited.items()) if end is not None]
 
     def copy(self) -> Collectives:
@@ -154,18 +171,18 @@ class Collectives:
         twin = copy.copy(self)
         twin._lanes = copy.deepcopy(self._lanes)
         twin._issued = {key: dict(by) for key, by in self._issued.items()}
-        twin._ready, twin._awaited = dict(self._ready), dict(self._awaited)
+        twin._ready, twin._gathered, twin._awaited = dict(self._ready), dict(self._gathered), dict(self._awaited)
         return twin
+
+    def _lane_key(self, op: Op, group: tuple[Stage, ...]) -> tuple[Op, tuple[int, ...]]:
+        ranks = tuple(sorted({stage.rank for stage in group}))
+        return (Op.GATHER if self._sharded and op is Op.REDUCE and len(ranks) == 1 else op), ranks
 
     def members(self, op: Op, stage: Stage) -> tuple[Stage, ...]:
         """Return the stages that take part in an operation on a stage; none where the schedule has none."""
         if op in self._joint:
             return self._joint[op]
         return self._holders[stage] if op is Op.REDUCE else (stage,)
-
-
-def _lane_key(op: Op, group: tuple[Stage, ...]) -> tuple[Op, tuple[int, ...]]:
-    return op, tuple(sorted({stage.rank for stage in group}))
 
 
 def is_collective(action: Action) -> bool:

@@ -213,7 +213,7 @@ class Machine:
                         break
                     start = max(start, ready)
                 if self._collects:
-                    start = max(start, self._collectives.done(action, first))
+                    start = max(start, self._collectives.done(action, first, t))
                 end = clock[rank] = start + duration(action)
                 if observer is not None:
                     observer(rank, action, t, start, end)

@@ -33,7 +33,7 @@ class Method:
         order: a name in `penstock.schedule.orders.ORDERS`.
         rule: a name in `penstock.schedule.ir.rules.RULES`.
         correction: the remedy for stale weights, a name in `penstock.schedule.methods.corrections.CORRECTIONS`.
-        sharding: which part of a stage is split over parallel pipelines.
+        sharding: what of the state of a stage is split over parallel pipelines, as `read_sharding` reads it.
         combine: the default way to combine parallel pipelines, a name in
             `penstock.schedule.methods.combine.COMBINES`.
         aliases: other names in use.
@@ -47,7 +47,7 @@ class Method:
     order: str
     rule: str
     correction: str = "none"
-    sharding: str = "replicated"
+    sharding: str = "none"
     combine: str = "reduce"
     aliases: tuple[str, ...] = ()
     limit: Callable[..., str | None] | None = None
@@ -409,9 +409,7 @@ def correction_options(method: Method, given: Mapping[str, float | None]) -> dic
     return options_of(method.correction, given)
 
 
-def compatible(
-    order: Order, rule: VersionRule, correction: str = "none", sharding: str = "replicated", combine: str = "reduce"
-) -> str | None:
+def compatible(order: Order, rule: VersionRule, correction: str = "none", combine: str = "reduce") -> str | None:
     """Return why these choices cannot be combined, or None if they can."""
     if rule.forward is Source.BATCH and order.endless:
         return (
@@ -420,7 +418,6 @@ def compatible(
         )
     for what, value, known in (
         ("correction", correction, tuple(CORRECTIONS)),
-        ("sharding", sharding, ("replicated",)),
         ("combine", combine, tuple(COMBINES)),
     ):
         if value not in known:

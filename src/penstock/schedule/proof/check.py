@@ -37,6 +37,7 @@ from penstock.schedule.ir.schedule import (
     since,
     split_fused,
 )
+from penstock.schedule.ir.sharding import Level
 from penstock.schedule.machine.batch_border import border_fault
 from penstock.schedule.machine.instructions import Lowered
 from penstock.schedule.machine.lower import lower
@@ -44,6 +45,7 @@ from penstock.schedule.machine.play import Machine
 from penstock.schedule.machine.window_search import lower_freely
 from penstock.schedule.proof.activations import Activations
 from penstock.schedule.proof.coverage import check_coverage
+from penstock.schedule.proof.shard_facts import RankShards, shard_facts
 from penstock.schedule.proof.stage_spec import stage_specs
 from penstock.schedule.proof.stage_state import Delay, StageState
 from penstock.schedule.transforms.post_validation import redone
@@ -88,12 +90,14 @@ class Proof:
         activations: per rank, the most activations in flight in a span of any length, in units of one microbatch on the
             rank's whole share.
         steady_from: the first batch from which on everything repeats.
+        shards: per rank, what it gathers and reduces, and has whole at once; empty where nothing is sharded.
     """
 
     lowered: Lowered
     stages: dict[Stage, StageFacts]
     activations: tuple[Fraction, ...]
     steady_from: int
+    shards: tuple[RankShards, ...] = ()
 
     def __repr__(self) -> str:
         """Return the schedule that it is about."""
@@ -150,7 +154,9 @@ def check(schedule: Schedule, lookahead: int | None = None, window: int | None =
         )
         for stage, s in books.states.items()
     }
-    return Proof(lowered, facts, books.activations.peaks(), steady_from)
+    sharded = schedule.sharding.level is not Level.NONE
+    shards = shard_facts(schedule, steady_from + 2) if sharded else ()
+    return Proof(lowered, facts, books.activations.peaks(), steady_from, shards)
 
 
 def too_narrow(name: str, window: int, enough: int, error: ScheduleError) -> ScheduleError:
@@ -346,7 +352,7 @@ class _Books:
                 "gradients of batches": sorted(state.gradients),
                 "derived copies": sorted(state.copies),
                 "activations of other ranks' microbatches": sorted(unit.first for _, unit in state.held),
-                "gathered weights of version": [] if state.gathered is None else [state.gathered],
+                **state.shards.left(),
             }
             for what, items in left.items():
                 if items:

@@ -191,7 +191,9 @@ def _check_updates(schedule: Schedule, trained: set[int], periods: _Table) -> No
         where = f"{schedule.name}: stage {stage.name} on rank {stage.rank}"
         if steps != (stage.index in trained):
             raise ScheduleError(f"{where} has {steps} STEPs per batch instead of {int(stage.index in trained)}")
-        if reduces > 1 or (held[stage.index] > 1 and steps and not reduces):
+        several = held[stage.index] > 1
+        parts = schedule.sharding.level.splits_gradients and not several  # a gradient may be added up in parts
+        if (reduces > 1 and not parts) or (several and steps and not reduces):
             raise ScheduleError(
                 f"{where} has {reduces} REDUCEs per batch; a stage of several directions needs one before each STEP"
             )

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from penstock.errors import ScheduleError
 from penstock.schedule.ir.rules import RULES, Source, VersionRule
 from penstock.schedule.ir.schedule import Action, Copy, Op, Schedule, Stage, since
+from penstock.schedule.ir.sharding import Level
 from penstock.schedule.proof.future_reads import Forwards, forwards_of
 from penstock.schedule.transforms.batch_ops import COLLECTIVES
 
@@ -23,6 +24,7 @@ class StageSpec:
         older: the number of the version that represents everything before the span, 0 or -1.
         collectives: the collectives of each batch on this stage in their required order; an update waits for them.
         admits: True for the first trained stage, where microbatches are admitted.
+        sharding: what is split over parallel pipelines.
         transient: the first batch in whose period nothing that its actions work on, or read, lies before the span.
         alone: True if its rank holds no other stage, so that its actions need not name it.
     """
@@ -35,7 +37,7 @@ class StageSpec:
     copy_uses: dict[Copy, int]
     older: int
     recomputed: bool
-    sharded: bool
+    sharding: Level
     collectives: tuple[Op, ...]
     admits: bool
     transient: int
@@ -56,6 +58,7 @@ def stage_specs(schedule: Schedule, older: int) -> list[StageSpec]:
     for here in actions.values():
         _check_labels(here, RULES[schedule.rule])
     first = min((n.index for n, here in actions.items() if any(a.op is Op.STEP for a in here)), default=0)
+    sharded = schedule.sharding.level is not Level.NONE  # then no pipeline has the whole gradient by itself
     return [
         StageSpec(
             stage,
@@ -66,8 +69,10 @@ def stage_specs(schedule: Schedule, older: int) -> list[StageSpec]:
             copy_uses=_copy_uses(here, schedule.microbatches),
             older=older,
             recomputed=stage.index in schedule.recomputed,
-            sharded=any(a.op is Op.GATHER for a in here),
-            collectives=tuple(op for op in COLLECTIVES if any(a.op is op for a in here)),
+            sharding=schedule.sharding.level,
+            collectives=tuple(
+                op for op in COLLECTIVES if any(a.op is op for a in here) or (sharded and op is Op.REDUCE)
+            ),
             admits=stage.index == first,
             transient=_transient(here, schedule.microbatches),
             alone=len(schedule.on_rank(stage.rank)) == 1,

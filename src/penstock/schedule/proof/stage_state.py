@@ -14,6 +14,7 @@ from penstock.errors import ScheduleError
 from penstock.schedule.ir.rules import Source, Update
 from penstock.schedule.ir.schedule import Action, Copy, Op, Stage, Unit, format_action
 from penstock.schedule.proof.in_flight import BooksError, Flights, MicrobatchNumber, Piece, VersionNumber
+from penstock.schedule.proof.shard_state import ShardState
 from penstock.schedule.proof.stage_spec import StageSpec
 from penstock.schedule.proof.weight_copies import Copies
 from penstock.schedule.transforms.batch_ops import COLLECTIVES
@@ -60,7 +61,7 @@ class StageState:
     flights: Flights = field(default_factory=Flights)
     gradients: dict[int, Gradient] = field(default_factory=dict)
     copies: Copies = field(init=False)
-    gathered: int | None = None
+    shards: ShardState = field(init=False)
     held: set[tuple[Stage | None, Unit]] = field(default_factory=set)  # activations held for other ranks
     forwards: int = 0
     newest_read: bool = False
@@ -75,6 +76,7 @@ class StageState:
 
     def __post_init__(self) -> None:
         self.copies = Copies(self.spec.copy_uses, self.spec.microbatches)
+        self.shards = ShardState(self.spec.sharding)
         if not self.versions:
             self.versions = {self.spec.older, 0}
             self.forwards = self.spec.forwards.settled(0)
@@ -90,7 +92,7 @@ class StageState:
             gradients={b: replace(g) for b, g in self.gradients.items()},
             held=set(self.held),
         )
-        twin.copies = self.copies.copy()
+        twin.copies, twin.shards = self.copies.copy(), self.shards.copy()
         return twin
 
     def shifted(self, batches: int) -> StageState:
@@ -105,7 +107,7 @@ class StageState:
             later = batches * (self.spec.share - gradient.remaining)
             sums = gradient.forward + later, gradient.backward + later, gradient.recompute + later
             twin.gradients[batch + batches] = Gradient(gradient.remaining, *sums, gradient.joined)
-        twin.gathered = None if self.gathered is None else self.gathered + batches
+        twin.shards = self.shards.shifted(batches)
         twin.held = {(peer, unit._replace(first=unit.first + k)) for peer, unit in self.held}
         twin.forwards += batches * len(self.spec.forwards.period)
         return twin
@@ -120,10 +122,9 @@ class StageState:
         )
         flights, copies = self.flights.state(t, self.spec.microbatches), self.copies.state(t)
         versions = sorted(v - t for v in self.versions), sorted(v - t for v in self.provisional), self.newest - t
-        gathered = None if self.gathered is None else self.gathered - t
         place = self.forwards - t * len(self.spec.forwards.period)
         held = sorted((peer, unit.first - t * self.spec.microbatches, unit.slice) for peer, unit in self.held)
-        return versions, flights, gradients, copies, gathered, held, place, self.newest_read
+        return versions, flights, gradients, copies, self.shards.state(t), held, place, self.newest_read
 
     def drain(self, batches: int) -> None:
         """Begin the epilogue of a span of `batches` batches."""
@@ -250,8 +251,9 @@ class StageState:
                 raise BooksError("reads version {}, which {}", VersionNumber(version), why)
             if version in self.provisional and op is not Op.F:
                 raise BooksError("reads version {} before VALIDATE accepts it", VersionNumber(version))
-        if self.spec.sharded and versions != (self.gathered,):
-            raise BooksError("reads version {}, which is not gathered", VersionNumber(versions[0]))
+        if op is not Op.GATHER:
+            for version in versions:
+                self.shards.read(version)
         if self.newest in versions:
             self.newest_read = True
 
@@ -260,6 +262,7 @@ class StageState:
         batch = key[0] // self.spec.microbatches
         if batch not in self.gradients:  # from the first I on, as not every weight gradient can be deferred
             self._allocate(batch)
+        self.shards.add(batch)
         if flight is None:
             return
         gradient = self.gradients[batch]
@@ -275,7 +278,7 @@ class StageState:
         if op is Op.STEP:
             self._step(batch)
         elif op in COLLECTIVES:
-            self._gradient_before(op, batch).joined += (op,)
+            self._join(op, batch)
         elif op is Op.VALIDATE:
             if batch + 1 not in self.provisional:
                 raise BooksError("version {} is not provisional", VersionNumber(batch + 1))
@@ -288,15 +291,15 @@ class StageState:
         elif op is Op.AVERAGE:
             if self.newest_read or batch >= self.newest:
                 raise BooksError("must come between a STEP and the first read of its new version")
-        elif op is Op.GATHER:
-            if self.gathered is not None or action.reads is None:
-                raise BooksError("names no version, or another version is still gathered")
-            self.gathered = max(action.reads.versions[0] + t, self.spec.older)
-            self._check_life(op, (self.gathered,))
-        elif op is Op.RELEASE:
-            if self.gathered is None:
-                raise BooksError("nothing is gathered")
-            self.gathered = None
+        elif op in (Op.GATHER, Op.RELEASE):
+            if action.reads is None:
+                raise BooksError("names no version, as in {}[t]^t", op)
+            version = max(action.reads.versions[0] + t, self.spec.older)
+            if op is Op.RELEASE:
+                self.shards.release(version)
+            else:
+                self._check_life(op, (version,))
+                self.shards.gather(version)
         elif op in (Op.OFFLOAD, Op.FETCH):
             piece = action.unit.slice[0] if action.unit.slice else 0
             for k in action.unit.microbatches:
@@ -309,6 +312,18 @@ class StageState:
                     f"{'already holds' if op is Op.HOLD else 'does not hold'} these activations of its peer"
                 )
             self.held ^= {held}
+
+    def _join(self, op: Op, batch: int) -> None:
+        """Let the gradient of a batch take part in a collective."""
+        gradient = self.gradients.get(batch)
+        if op is Op.REDUCE and self.shards.level.splits_gradients and gradient is not None:
+            self.shards.reduce(batch)
+            if gradient.remaining:
+                return  # a part of the sum, to which the next REDUCE adds
+        gradient = self._gradient_before(op, batch)
+        if op in gradient.joined:
+            raise BooksError("comes a second time for batch {}; once is enough", VersionNumber(batch))
+        gradient.joined += (op,)
 
     def _complete_gradient(self, batch: int) -> Gradient:
         gradient = self.gradients.get(batch)
@@ -339,7 +354,9 @@ class StageState:
                 MicrobatchNumber(reader),
             )
         free = rule.update is Update.COPY_ON_WRITE and reader is None and self._oldest_read() > batch
-        if rule.update is Update.IN_PLACE or free:
+        in_place = rule.update is Update.IN_PLACE or free
+        self.shards.step(batch, in_place)
+        if in_place:
             self.versions.discard(batch)
         self.rotated = rule.update is Update.ROTATE or (rule.update is Update.COPY_ON_WRITE and not free)
         if not rule.provisional:  # otherwise the gradient stays, as the update may have to be repeated

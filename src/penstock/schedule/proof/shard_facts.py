@@ -1,0 +1,127 @@
+"""What of its stages each rank of a sharded schedule has whole at once, and how often it gathers and reduces.
+
+Both follow from the order of a rank's own actions, so no times are needed. A GATHER takes a place when it is issued,
+and its RELEASE gives it back. A full-size gradient takes one from the first backward that adds to it to the end of its
+REDUCE; as a REDUCE goes on while passes run, that end is certain only at the STEP that waits for it, unless the
+schedule limits the places, so that the next gradient waits for one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from fractions import Fraction
+from typing import NamedTuple
+
+from penstock.errors import ScheduleError
+from penstock.schedule.ir.schedule import Action, Op, Schedule, Stage, passes
+from penstock.schedule.ir.sharding import Level
+
+_ADDING = (Op.B, Op.I, Op.W)
+
+
+class RankShards(NamedTuple):
+    """What a rank gathers and reduces for each batch, and has whole at once.
+
+    Attributes:
+        gathers, reductions: for each batch, in the steady state.
+        gathered: the most stages that are gathered at once; 0 where weights stay whole.
+        gradients: the most full-size gradients at once.
+        gathered_share, gradients_share: the same in units of the rank's whole share, of which one of v stages is 1/v.
+        waiting_share: the most shards of sums that wait for their STEP, in the same units; 0 where sums wait in the
+            full-size gradients, because there is room for all.
+    """
+
+    gathers: int
+    reductions: int
+    gathered: int
+    gradients: int
+    gathered_share: Fraction
+    gradients_share: Fraction
+    waiting_share: Fraction
+
+
+def shard_facts(schedule: Schedule, batches: int) -> tuple[RankShards, ...]:
+    """Derive what each rank has whole at once, in a span of any length.
+
+    Args:
+        schedule: sharded.
+        batches: the length of a span in which everything has repeated.
+
+    Raises:
+        ScheduleError: a rank has more whole than the schedule allows.
+    """
+    return tuple(_of_rank(schedule, rank, batches) for rank in range(schedule.ranks))
+
+
+def _of_rank(schedule: Schedule, rank: int, batches: int) -> RankShards:
+    share = {stage: Fraction(1, schedule.chunks[stage]) for stage in schedule.on_rank(rank)}
+    period, sharding = schedule.programs[rank].period, schedule.sharding
+    counts = _most_whole(schedule, rank, batches, lambda _: Fraction(1))
+    shares = _most_whole(schedule, rank, batches, share.__getitem__)
+    for what, found, limit in (
+        ("stages are gathered", counts.gathered, sharding.weights),
+        ("full-size gradients accumulate", counts.adding, sharding.gradients),
+    ):
+        if limit is not None and found > limit:
+            raise ScheduleError(
+                f"{schedule.name}: on rank {rank} {found} {what} at once, but the schedule allows {limit} "
+                f"({sharding}); free one before the next begins, or allow more"
+            )
+    gradients, largest = int(counts.gradients), max(share.values(), default=Fraction(0))
+    waiting, held = Fraction(0), shares.gradients
+    if sharding.gradients is not None and gradients > sharding.gradients:
+        gradients, held = sharding.gradients, min(held, sharding.gradients * largest)
+        waiting = shares.waiting
+    return RankShards(
+        sum(a.op is Op.GATHER for a in period),
+        sum(a.op is Op.REDUCE for a in period),
+        int(counts.gathered),
+        gradients,
+        shares.gathered,
+        held,
+        waiting,
+    )
+
+
+class _Most(NamedTuple):
+    gathered: Fraction
+    adding: Fraction  # gradients between their first backward and their REDUCE
+    gradients: Fraction  # between their first backward and their STEP
+    waiting: Fraction  # shards between their first REDUCE and their STEP
+
+
+def _most_whole(schedule: Schedule, rank: int, batches: int, size: Callable[[Stage], Fraction]) -> _Most:
+    """Return the most of everything in the order of a rank's actions, each stage counting by its size."""
+    gathered: set[object] = set()
+    adding, gradients, waiting = (dict[tuple[Stage, int], Fraction]() for _ in range(3))
+    most = [Fraction(0)] * 4
+    weights = schedule.sharding.level is Level.FULL
+    now = Fraction(0)
+    for action in schedule.actions(rank, batches):
+        for p in passes(action):
+            now += _gathered(p, gathered, size) if weights else 0
+            batch = p.unit.first // schedule.microbatches if p.op in _ADDING else p.unit.first
+            key = p.stage, batch
+            if p.op in _ADDING:
+                adding[key] = gradients[key] = size(p.stage)
+            elif p.op is Op.REDUCE:
+                adding.pop(key, None)
+                waiting[key] = size(p.stage)
+            elif p.op is Op.STEP:
+                gradients.pop(key, None)
+                waiting.pop(key, None)
+        whole = now, *(sum(each.values(), Fraction(0)) for each in (adding, gradients, waiting))
+        most = [*map(max, most, whole)]
+    return _Most(*most)
+
+
+def _gathered(action: Action, gathered: set[object], size: Callable[[Stage], Fraction]) -> Fraction:
+    """Return by how much an action changes what is gathered."""
+    key = action.stage, action.reads
+    if action.op is Op.GATHER and key not in gathered:
+        gathered.add(key)
+        return size(action.stage)
+    if action.op is Op.RELEASE and key in gathered:
+        gathered.remove(key)
+        return -size(action.stage)
+    return Fraction(0)

@@ -1,0 +1,183 @@
+"""Shard the state of a schedule's stages over parallel pipelines: add the GATHERs, RELEASEs and REDUCEs that it takes.
+
+With level full the passes of a rank decide which of its stages are gathered when (`gather_slots`): a GATHER stands
+where its place becomes free, directly behind the last pass that needs the stage before it, and so is under way as early
+as possible. With levels optimizer and gradients a GATHER behind each STEP completes in place the version of which the
+STEP has written a shard. Where batches overlap (2BW), both move into the slack between the last backward of a batch and
+the first forward of the batch after the next, so that the sum before them and the gather behind them have time.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import replace
+
+from penstock.errors import ConfigError
+from penstock.schedule.ir.ops import PASSES
+from penstock.schedule.ir.schedule import Action, Op, Program, Schedule, Stage, WeightRef, passes
+from penstock.schedule.ir.sharding import Level, Sharding
+from penstock.schedule.transforms.batch_ops import batch_unit, is_backward, with_reductions
+from penstock.schedule.transforms.gather_slots import stays
+
+_PLACES = 2  # gathered stages, and full-size gradients: one in use, one on its way
+_LEVELS = {"flush": frozenset(Level), "double-buffer": frozenset(Level) - {Level.FULL}}
+
+
+def sharding_fault(rule: str, level: Level) -> str | None:
+    """Say why the state of stages cannot be sharded under a version rule; None if it can."""
+    if level is Level.NONE or level in _LEVELS.get(rule, ()):
+        return None
+    if rule in _LEVELS:
+        return (
+            f"sharding {level} does not go with rule {rule!r}: batches overlap, so each microbatch would gather two "
+            f"versions again; take {' or '.join(sorted(_LEVELS[rule] - {Level.NONE}))}, or a method that flushes"
+        )
+    return (
+        f"sharding {level} goes with the rules {' and '.join(_LEVELS)} so far, not with {rule!r}, under which stages "
+        "step at times of their own, read copies, or read updates before they are decided on; set sharding to none"
+    )
+
+
+def with_sharding(schedule: Schedule, sharding: Sharding) -> Schedule:
+    """Split the state of all trained stages over parallel pipelines.
+
+    Args:
+        schedule: with its STEPs, and not sharded.
+        sharding: what is split; where it leaves the numbers of places open, they are chosen: two gathered stages with
+            level full, and of full-size gradients two (full), or one more than accumulate at once (gradients). The
+            gradients of stages with several copies in the pipeline are always whole until they are complete.
+
+    Raises:
+        ConfigError: the version rule does not go with it, the schedule is sharded already, or the places do not do.
+    """
+    if sharding.level is Level.NONE:
+        return schedule
+    if schedule.sharding.level is not Level.NONE:
+        raise ConfigError(f"{schedule.name}: the schedule is sharded already ({schedule.sharding})")
+    fault = sharding_fault(schedule.rule, sharding.level)
+    if fault is not None:
+        raise ConfigError(f"{schedule.name}: {fault}")
+    if not any(a.op is Op.REDUCE for program in schedule.programs for a in program.period):
+        schedule = with_reductions(schedule, everywhere=True)
+    if sharding.level is not Level.FULL:
+        schedule = _with_completions(schedule)
+    made = replace(schedule, sharding=_with_places(schedule, sharding))
+    return replace(made, programs=tuple(_placed(made, program) for program in made.programs))
+
+
+# --- completions of the newest version --------------------------------------------------------------------------------
+
+
+def _with_completions(schedule: Schedule) -> Schedule:
+    """Add a GATHER behind each STEP, and where batches overlap move both into the slack."""
+    programs = schedule.programs
+    if schedule.rule == "double-buffer":
+        programs = tuple(_in_slack(program, schedule.microbatches) for program in programs)
+
+    def completed(actions: tuple[Action, ...]) -> tuple[Action, ...]:
+        found = []
+        for action in actions:
+            found.append(action)
+            if action.op is Op.STEP:
+                found.append(action._replace(op=Op.GATHER, reads=WeightRef((action.unit.first + 1,))))
+        return tuple(found)
+
+    return replace(schedule, programs=tuple(Program(*map(completed, program)) for program in programs))
+
+
+def _in_slack(program: Program, m: int) -> Program:
+    """Move STEPs to the middle between the last backward of their batch and the first forward of the next but one."""
+    period = [a for a in program.period if a.op is not Op.STEP]
+    before: dict[int, list[Action]] = defaultdict(list)  # position -> STEPs
+    drained: list[Action] = []
+    for stage in dict.fromkeys(a.stage for a in program.period if a.op is Op.STEP):
+        last: dict[int, int] = {}
+        for i, action in enumerate(period):
+            for p in passes(action):
+                if is_backward(p, stage):
+                    last[p.unit.first // m] = i
+                elif p.op is Op.REDUCE and p.stage == stage:
+                    last[p.unit.first] = i
+        first = next(i for i, a in enumerate(period) if any(p.op is Op.F and p.stage == stage for p in passes(a)))
+        oldest = min(last)
+        slack = (oldest + 2) * len(period) + first - last[oldest] - 1
+        later, place = divmod(last[oldest] + 1 + slack // 2, len(period))
+        batch = oldest - later
+        before[place].append(Action(Op.STEP, stage, batch_unit(batch)))
+        drained += [Action(Op.STEP, stage, batch_unit(b)) for b in range(batch, 0)]
+    moved = [each for i, action in enumerate(period) for each in (*before[i], action)]
+    rest = tuple(a for a in program.epilogue if a.op is not Op.STEP)
+    early, late = ([a for a in drained if (a.unit.first < -1) is older] for older in (True, False))
+    return Program(tuple(moved), (*early, *rest, *late))
+
+
+# --- what is whole ----------------------------------------------------------------------------------------------------
+
+
+def _with_places(schedule: Schedule, sharding: Sharding) -> Sharding:
+    """Return a sharding with the numbers of places that are left open."""
+    weights = gradients = None
+    if sharding.level is Level.FULL:
+        together = max(
+            (len({p.stage for p in passes(a)}) for program in schedule.programs for a in program.period), default=1
+        )
+        weights = sharding.weights or max(_PLACES, together)
+    if sharding.level.splits_gradients and not _held_several_times(schedule):
+        gradients = sharding.gradients or _PLACES
+        if sharding.gradients is None and sharding.level is Level.GRADIENTS:
+            gradients = 1 + max(map(_accumulating, schedule.programs), default=1)
+    return sharding._replace(weights=weights, gradients=gradients)
+
+
+def _held_several_times(schedule: Schedule) -> bool:
+    return max(Counter(stage.index for stage in schedule.stages).values()) > 1
+
+
+def _accumulating(program: Program) -> int:
+    """Return the most gradients to which a rank adds in turns."""
+    uses = _uses(program.period, (Op.B, Op.I, Op.W))
+    first: dict[Stage, int] = {}
+    last: dict[Stage, int] = {}
+    for position, here in enumerate(uses):
+        for stage in here:
+            first.setdefault(stage, position)
+            last[stage] = position
+    return max((sum(first[s] <= i <= last[s] for s in first) for i in range(len(uses))), default=0)
+
+
+def _uses(actions: tuple[Action, ...], ops: tuple[Op, ...] | frozenset[Op]) -> list[set[Stage]]:
+    """Return the trained stages of which each action runs one of these operations."""
+    trained = {p.stage for a in actions for p in passes(a) if p.op is Op.STEP}
+    return [{p.stage for p in passes(a) if p.op in ops and p.stage in trained} for a in actions]
+
+
+def _placed(schedule: Schedule, program: Program) -> Program:
+    """Add the GATHERs and RELEASEs of a rank, and the REDUCEs of gradients that give up their places."""
+    sharding, period = schedule.sharding, program.period
+    behind: dict[int, list[Action]] = defaultdict(list)
+    if sharding.level is Level.FULL and sharding.weights is not None:
+        for stay in stays(_uses(period, PASSES), sharding.weights, sharding.cache):
+            whole = Action(Op.GATHER, stay.stage, batch_unit(0), WeightRef((0,)))
+            behind[stay.last].insert(0, whole._replace(op=Op.RELEASE))
+            behind[stay.since].append(whole)
+    if sharding.gradients is not None and not program.epilogue:
+        uses = _uses(period, (Op.B, Op.I, Op.W))
+        final = {stage: i for i, here in enumerate(uses) for stage in here}
+        for stay in stays(uses, sharding.gradients, sharding.cache, leave=final):
+            if stay.last < final[stay.stage]:
+                behind[stay.last].append(Action(Op.REDUCE, stay.stage, batch_unit(0)))
+    if _held_several_times(schedule) and sharding.level is Level.FULL:  # so that no GATHER waits behind another rank
+        period = _reduced_last(period)
+        assert not any(behind[i] for i, a in enumerate(program.period) if a.op is Op.REDUCE)
+        kept = [i for i, a in enumerate(program.period) if a.op is not Op.REDUCE]
+        behind = defaultdict(list, {-1: behind[-1], **{n: behind[i] for n, i in enumerate(kept)}})
+    made = behind[-1] + [each for i, action in enumerate(period) for each in (action, *behind[i])]
+    return Program(tuple(made), program.epilogue)
+
+
+def _reduced_last(period: tuple[Action, ...]) -> tuple[Action, ...]:
+    """Move the REDUCEs of a rank behind its last pass."""
+    rest = [a for a in period if a.op is not Op.REDUCE]
+    sums = sorted((a for a in period if a.op is Op.REDUCE), key=lambda a: a.stage)
+    place = 1 + max((i for i, a in enumerate(rest) if any(p.op in PASSES for p in passes(a))), default=-1)
+    return (*rest[:place], *sums, *rest[place:])

@@ -1,0 +1,68 @@
+"""What sharded stages send over the network of parallel pipelines: bytes, and the time they take."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from penstock.errors import ConfigError
+from penstock.schedule.ir.schedule import Action, Op, Schedule
+
+
+@dataclass(frozen=True)
+class Network:
+    """The network between the parallel pipelines of a sharded schedule.
+
+    A rank has one lane, on which its gathers and sums come one after the other (a sum over several ranks of a
+    bidirectional pipeline has one of its own).
+
+    Attributes:
+        schedule: whose gathers and sums it carries.
+        width: w, the number of pipelines.
+        bandwidth: bytes that a rank sends in a unit of time, while it receives as many.
+        parameters: of a stage.
+        weight_bytes, gradient_bytes: of a parameter.
+    """
+
+    schedule: Schedule
+    width: int
+    bandwidth: float = math.inf
+    parameters: float = 1.0
+    weight_bytes: int = 4
+    gradient_bytes: int = 4
+
+    def __post_init__(self) -> None:
+        """Refuse what is no network."""
+        if self.width < 1:
+            raise ConfigError(f"width must be at least 1, got {self.width}")
+        for name in ("bandwidth", "parameters"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} must be greater than 0, got {getattr(self, name)}")
+
+    def sent(self, action: Action) -> float:
+        """Return the bytes that a rank sends for a GATHER or REDUCE; 0 for anything else.
+
+        Of w shards a gather sends the own one to w - 1 pipelines. A reduce-scatter over n holders sends each of them
+        its part of a gradient; a whole sum sends the sums back, too.
+        """
+        if action.op is Op.GATHER:
+            return (self.width - 1) / self.width * self.parameters * self.weight_bytes
+        if action.op is not Op.REDUCE:
+            return 0.0
+        holders = self.width * sum(stage.index == action.stage.index for stage in self.schedule.stages)
+        gradient = self.parameters * self.gradient_bytes
+        if self.schedule.sharding.level.splits_gradients:
+            return (holders - 1) / self.width * gradient
+        return 2 * (holders - 1) / holders * gradient
+
+    def time(self, action: Action) -> float:
+        """Return how long a GATHER or REDUCE occupies its lane."""
+        return self.sent(action) / self.bandwidth
+
+    def per_batch(self, rank: int) -> dict[str, float]:
+        """Return the bytes that a rank sends in gathers and in sums for each batch, in the steady state."""
+        period = self.schedule.programs[rank].period
+        return {
+            what: sum(self.sent(a) for a in period if a.op is op)
+            for what, op in (("gathers", Op.GATHER), ("reductions", Op.REDUCE))
+        }

@@ -1,0 +1,200 @@
+"""Sharded state: where stages are gathered, reduced and released, and what the proof derives and refuses."""
+
+from functools import cache
+from itertools import product
+from random import Random
+
+import pytest
+
+from penstock.errors import CapabilityError, ConfigError, ScheduleError
+from penstock.runtime.plan.capabilities import check_offered
+from penstock.schedule.build import extend, prove
+from penstock.schedule.ir.rules import RULES
+from penstock.schedule.ir.schedule import Op, Stage
+from penstock.schedule.ir.sharding import Cache, Level, Sharding, read_sharding
+from penstock.schedule.methods.table import METHODS
+from penstock.schedule.proof.check import check
+from penstock.schedule.text import parse_schedule
+from penstock.schedule.transforms.gather_slots import stays
+
+FLUSHED = [name for name, row in METHODS.items() if row.rule == "flush"]
+LEVELS = ("optimizer", "gradients", "full")
+
+
+def counts(proof):
+    return [s.gathers for s in proof.shards], [s.reductions for s in proof.shards]
+
+
+@pytest.mark.parametrize(("p", "v", "k"), [(2, 2, 1), (4, 4, 2), (3, 4, 3), (4, 2, 2), (2, 5, 4)])
+def test_breadth_first_gathers_2v_minus_k_times_whatever_m(p, v, k):
+    """The last k chunks of the forward are the first of the backward (arXiv 2211.05953); each is reduced once."""
+    for m in (p, 2 * p, 8 * p):
+        proof = prove("breadth-first", p, m, options={"chunks": v}, sharding=f"full:weights={k}")
+        assert counts(proof) == ([2 * v - k] * p, [v] * p)
+        assert all(s.gathered == k for s in proof.shards)
+
+
+def test_depth_first_gathers_as_published_for_direct_mapped_places():
+    """Restores and reductions of Fast-LLM's rule at p = v = 4, m = 8 with two buffers of each kind."""
+    direct = prove("interleaved", 4, 8, options={"chunks": 4}, sharding="full:weights=2:gradients=2:cache=direct")
+    assert counts(direct) == ([20, 12, 16, 24], [8, 8, 8, 8])
+    optimal = prove("interleaved", 4, 8, options={"chunks": 4}, sharding="full")
+    for best, other in zip(counts(optimal), counts(direct), strict=True):
+        assert all(a <= b for a, b in zip(best, other, strict=True))
+    more = prove("interleaved", 4, 16, options={"chunks": 4}, sharding="full")
+    assert all(a < b for a, b in zip(counts(optimal)[0], counts(more)[0], strict=True))  # it grows with m
+
+
+def fewest_loads(uses, slots):
+    """The least of all choices of who gives up a place."""
+
+    @cache
+    def least(position, held):
+        if position == len(uses):
+            return 0
+        stage = uses[position]
+        if stage in held:
+            return least(position + 1, held)
+        rests = [held] if len(held) < slots else [held - {other} for other in held]
+        return 1 + min(least(position + 1, rest | {stage}) for rest in rests)
+
+    return least(0, frozenset())
+
+
+def test_no_choice_of_places_loads_less_than_the_optimal_one():
+    random = Random(28)
+    for stages, slots in product((2, 3, 4), (1, 2, 3)):
+        for _ in range(20):
+            uses = [Stage(random.randrange(stages), 0, 0) for _ in range(12)]
+            found = stays([{stage} for stage in uses], slots)
+            assert len(found) == fewest_loads(tuple(uses), slots)
+            assert len(found) <= len(stays([{stage} for stage in uses], slots, Cache.DIRECT))
+            for position, stage in enumerate(uses):
+                here = [s for s in found if s.first <= position <= s.last]
+                assert stage in {s.stage for s in here}
+                assert len(here) <= slots
+            # a load begins at the release of another one, so at no time more than the places are taken
+            for position in range(-1, len(uses)):
+                assert sum(s.since <= position < s.last for s in found) <= slots
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("method", FLUSHED)
+def test_every_flushed_order_is_proven_at_every_level(method, level):
+    stages, m = 4, 8
+    proof = prove(method, stages, m, sharding=level)
+    assert parse_schedule(str(proof.schedule)) == proof.schedule
+    assert proof.schedule.sharding.level == level
+    if level == "full":
+        assert all(0 < s.gathered <= proof.schedule.sharding.weights for s in proof.shards)
+    else:
+        stages_of = [len(proof.schedule.on_rank(rank)) for rank in range(proof.schedule.ranks)]
+        assert [s.gathers for s in proof.shards] == stages_of  # one each, behind its STEP
+
+
+@pytest.mark.parametrize("level", ["optimizer", "gradients"])
+@pytest.mark.parametrize(("stages", "m"), [(1, 1), (2, 1), (2, 4), (3, 2), (4, 3), (4, 16)])
+def test_2bw_keeps_its_three_buffers_and_updates_in_the_slack(stages, m, level):
+    """The sum lies in the gradient's buffer, STEP writes a shard over it, a GATHER in place completes the version."""
+    proof = prove("2bw", stages, m, sharding=level)
+    plain = prove("2bw", stages, m)
+    for stage, facts in proof.stages.items():
+        assert facts.buffers == plain.stages[stage].buffers <= 3
+        assert facts.delay == plain.stages[stage].delay
+    for program in proof.schedule.programs:
+        (step,) = [i for i, a in enumerate(program.period) if a.op is Op.STEP]
+        gather = program.period[step + 1]
+        assert gather.op is Op.GATHER
+        assert gather.reads.versions == (gather.unit.first + 1,)
+        if m == 16:  # room on both sides: the sum is not waited for at once, nor the gather
+            assert program.period[step - 1].op is not Op.REDUCE
+            assert 0 < step < len(program.period) - 2
+
+
+FAULTS = [
+    ("GATHER[t-1]^t", "", -1, "after draining 1 batches, rank 0 still has only its own shard of version [1]"),
+    ("GATHER[t-1]^t", "GATHER[t-1]^t-1", 1, "gathers version t-1, which is whole already"),
+    ("GATHER[t-1]^t", "GATHER[t-1]^t RELEASE[t-1]^t", 1, "releases weights that stay whole with sharding gradients"),
+    ("REDUCE[t-1]", "REDUCE[t-1] REDUCE[t-1]", -1, "rank 0, REDUCE[t-1]: adds nothing: no backward of"),
+    ("STEP[t-1] GATHER[t-1]^t", "GATHER[t-1]^t STEP[t-1]", 1, "reads version t, which does not exist yet"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("there", "instead", "times", "said"), FAULTS)
+def test_faults_in_sharded_2bw_are_found(there, instead, times, said):
+    text = str(prove("2bw", 2, 3, sharding="gradients").schedule)
+    assert there in text
+    with pytest.raises(ScheduleError) as caught:
+        check(parse_schedule(text.replace(there, instead, times)))
+    assert said in str(caught.value)
+
+
+def test_a_pass_that_reads_a_version_before_it_is_complete_is_refused():
+    text = str(prove("2bw", 1, 2, sharding="optimizer").schedule)
+    late = text.replace("F0^t-1", "F0^t-1 GATHER[t-2]^t-1").replace(" GATHER[t-1]^t", "", 1)
+    late = late.replace("drain 0: STEP[t-1]", "drain 0: GATHER[t-2]^t-1 STEP[t-1]")
+    assert late.count("GATHER") == 3
+    with pytest.raises(ScheduleError, match=r"F0\^t-1: reads version t-1, of which only the own shard is"):
+        check(parse_schedule(late))
+
+
+def test_an_optimizer_sharded_gradient_is_not_summed_twice():
+    text = str(prove("1f1b", 2, 2, sharding="optimizer").schedule).replace("REDUCE[t]", "REDUCE[t] REDUCE[t]", 1)
+    with pytest.raises(ScheduleError, match="has 2 REDUCEs per batch"):
+        check(parse_schedule(text))
+
+
+@pytest.mark.parametrize(
+    ("method", "level", "said"),
+    [
+        ("2bw", "full", "sharding full does not go with rule 'double-buffer': batches overlap"),
+        (
+            "stash",
+            "optimizer",
+            "sharding optimizer goes with the rules flush and double-buffer so far, not with 'stash'",
+        ),
+        ("zb-h2-post", "full", "not with 'provisional'"),
+        ("spectrain", "gradients", "not with 'predicted'"),
+        ("1f1b", "zero-3", "unknown sharding 'zero-3'. Known: none, optimizer, gradients, full"),
+        ("1f1b", "optimizer:gradients=2", "sharding 'optimizer' has no options; got 'gradients=2'"),
+        ("1f1b", "full:weights=0", "weights of a sharding is a whole number from 1 to 999999; got '0'"),
+        ("1f1b", "full:cache=lru", "the cache of a sharding is optimal or direct; got 'lru'"),
+        ("dualpipe", "full:weights=1", "at once, for which 1 place does not do; allow more of them"),
+    ],
+)
+def test_what_does_not_go_together_is_refused_with_the_reason(method, level, said):
+    with pytest.raises(ConfigError) as caught:
+        prove(method, 4, 8, sharding=level)
+    assert said in str(caught.value)
+
+
+def test_rules_that_cannot_be_sharded_are_refused_all():
+    refused = {row.rule for row in METHODS.values()} - {"flush", "double-buffer"}
+    assert refused < RULES.keys()
+    for rule in refused:
+        name = next(name for name, row in METHODS.items() if row.rule == rule)
+        for level in LEVELS:
+            with pytest.raises(ConfigError, match="set sharding to none"):
+                prove(name, 4, 8, sharding=level)
+
+
+def test_a_sharding_is_read_as_it_is_written():
+    for sharding in (Sharding(), Sharding(Level.FULL, 3, 1, Cache.DIRECT), Sharding(Level.GRADIENTS, None, 2)):
+        assert read_sharding(str(sharding)) == sharding
+    assert str(Sharding(Level.FULL, 2, 2)) == "full:weights=2:gradients=2"
+
+
+def test_recomputed_forwards_read_gathered_weights():
+    plain = prove("breadth-first", 2, 4)
+    proof = extend(plain, recomputes=True, sharding="full")
+    assert any(a.op is Op.R for a in proof.schedule.programs[0].period)
+    assert counts(proof) == ([2, 2], [2, 2])
+    with pytest.raises(ConfigError, match="add recomputes first"):
+        extend(prove("breadth-first", 2, 4, sharding="full"), recomputes=True)
+    with pytest.raises(ConfigError, match="sharded already"):
+        extend(proof, sharding="full")
+
+
+def test_the_runtime_refuses_a_sharded_schedule_by_name():
+    with pytest.raises(CapabilityError, match="1f1b: sharding gradients is computed and simulated"):
+        check_offered(prove("1f1b", 2, 2, sharding="gradients").schedule)
