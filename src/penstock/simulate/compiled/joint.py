@@ -79,7 +79,7 @@ class Joins:
         ready: dict[Stage, dict[Op, int]] = {}
         waits = list[tuple[int, int]]()
         of_interest = np.array([a.op in rules.waiting for a in examples], dtype=bool)
-        readies = any(a.op not in COLLECTIVES and a.unit.kind is Kind.BATCH for a in examples)  # AVERAGE or GATHER
+        readies = any(a.op not in COLLECTIVES and a.unit.kind is Kind.BATCH for a in examples)  # AVERAGE
         kinds = span.kind == JOIN
         acts = span.kind == ACT
         kinds[acts] = readies | of_interest[span.what[acts]]
@@ -100,6 +100,8 @@ class Joins:
     def _issue(self, rank: int, entry: int, action: Action, batch: int, mine: dict[tuple[Op, Stage, int], int]) -> int:
         op, stage = action.op, action.stage
         group = self._rules.members(op, stage)
+        if op is Op.GATHER:
+            raise NotCompiledError("which GATHER a pass waits for depends on the version that it reads")
         if op not in COLLECTIVES and len(group) > 1:
             raise NotCompiledError(f"passes may use the result of {op} before or after it is there")
         collective = (op, group[0], batch, 0)
