@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from torch.optim import NAdam, Optimizer
 
 from penstock.errors import CapabilityError, ConfigError
+from penstock.verify.reference.ahead import Ahead
 from penstock.verify.reference.corrections import (
     Blend,
     Discrepancy,
@@ -75,6 +76,8 @@ def _reading(
         return Discrepancy(mean_delay(*place), options["decay"])
     if method in NEWEST or (method == "spike" and options["backward"] == "newest"):
         return Newest()
+    if method == "2bw-ahead":
+        return Ahead(**options)
     if method == "i-timeprest":
         return Blend(options["beta"])
     if method in DECAYED:
