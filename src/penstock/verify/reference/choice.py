@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 from torch.optim import NAdam, Optimizer
 
 from penstock.errors import CapabilityError, ConfigError
-from penstock.verify.reference.ahead import Ahead
 from penstock.verify.reference.corrections import (
     Blend,
     Discrepancy,
@@ -22,7 +21,7 @@ from penstock.verify.reference.corrections import (
 from penstock.verify.reference.decayed import Decaying
 from penstock.verify.reference.delays import horizons, largest_delay, mean_delay
 from penstock.verify.reference.methods import DECAYED, NEWEST, PREDICTION
-from penstock.verify.reference.predictions import LastChange, ReferencePrediction, check_velocity
+from penstock.verify.reference.predictions import Ahead, LastChange, ReferencePrediction, check_velocity
 from penstock.verify.reference.stage import ReferenceReading, ReferenceStage, step
 
 UNEQUAL = ("pipemare", "nag-pp-no-stash", "spike", "spike-lwp", "spike-lwp-weights", "gap-aware")
