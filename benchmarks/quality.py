@@ -141,7 +141,7 @@ def curve(name: str, folder: Path = PUBLISHED) -> str:
         if float(row["lr"]) == best.get(row["method"]) and row["validation_loss"]:
             at = int(row["updates"]), int(row["seed"])
             losses.setdefault(row["method"], {})[at] = float(row["validation_loss"])
-    base = next(iter(losses.values()), {})
+    base = losses[next(iter(best))]
     lines = ["method,updates,seeds,difference in percent"]
     for method, found in losses.items():
         for updates in sorted({updates for updates, _ in found}):
