@@ -3,6 +3,8 @@
     python -m benchmarks.quality                       # all campaigns: many hours on one core
     python -m benchmarks.quality --only text digits    # some, one after the other
     python -m benchmarks.quality --summary             # the tables of the results so far
+    python -m benchmarks.quality --only text-long --updates 1000 --seeds 1    # a long run, shorter
+    python -m benchmarks.quality --curve text-long     # the gap to 1f1b against the number of updates
 
 Each campaign is a `penstock compare` of 8 stages with one optimizer for all of its methods, including the synchronous
 one; every method is tuned over the same three learning rates, on the first of three seeds. An interrupted campaign is
@@ -40,8 +42,10 @@ HALF = ("batches=320", "lr_schedule.warm_up=80")
 
 FEW = "2bw,2bw:sync=150,stash,pipemare,pipemare:sync=150,spectrain"
 STALE = "2bw,2bw:sync=150,stash,stash:sync=150,newest,pipemare,pipemare:sync=150,spectrain"
+LONG = "2bw,2bw-ahead,2bw-ahead:motion=1,stash,spectrain,pipemare,error-feedback"
 OTHERS = "error-feedback,xpipe,pipeoptim,lwp,ftpipe,vertical-sync,spectrain-stash,timeprest:ahead=8"
 LATE = "stash,newest,pipemare,pipemare:sync=150,spectrain,xpipe,pipeoptim,lwp"
+FIVE_THOUSAND = ("batches=5000", "lr_schedule.warm_up=1250", "evaluate.every=100")
 ADAM = ("lr=1e-3,3e-3,1e-2",)
 MUON = ("optimizer.name=muon", "lr=3e-3,1e-2,3e-2")
 FAST_MUON = ("optimizer.name=muon", "lr=1e-2,3e-2,1e-1")  # on the last grid 1f1b took the highest rate
@@ -66,7 +70,13 @@ class Campaign:
     @property
     def config(self) -> ComparisonConfig:
         """Return the configuration of the comparison."""
-        return comparison_config([*SHARED, *self.changes], {"methods": self.methods})
+        return self.sized(None, None)
+
+    def sized(self, updates: int | None, seeds: int | None) -> ComparisonConfig:
+        """Return the configuration with other numbers of updates (a quarter of which warm up) or seeds."""
+        own = [] if updates is None else [f"batches={updates}", f"lr_schedule.warm_up={updates // 4}"]
+        own += [] if seeds is None else [f"seeds={seeds}"]
+        return comparison_config([*SHARED, *self.changes, *own], {"methods": self.methods})
 
 
 CAMPAIGNS = {
@@ -86,33 +96,69 @@ CAMPAIGNS = {
         ("task=digits", *ONE, *MOMENTUM),
     ),
     "text-1": Campaign("GPT on text, AdamW, m = 1", f"1f1b,{LATE}", (*ONE, *ADAM)),
+    "text-long": Campaign("GPT on text, AdamW, m = 8, long", f"1f1b,{LONG}", (*EIGHT, *ADAM, *FIVE_THOUSAND)),
+    "text-long-muon": Campaign("GPT on text, Muon, m = 8, long", f"1f1b,{LONG}", (*EIGHT, *MUON, *FIVE_THOUSAND)),
     "text-1-nadam": Campaign("GPT on text, NAdam, m = 1", "1f1b,stash,newest,nag-pp,nag-pp-no-stash", (*ONE, *NADAM)),
 }
 """All campaigns by the name of their folder."""
 
 
-def run(name: str, out: Path) -> None:
-    """Train the missing runs of a campaign, and write its results."""
+def folder_of(name: str, updates: int | None) -> str:
+    """Return the name of the folder of a campaign, with another number of updates."""
+    return name if updates is None else f"{name}-{updates}"
+
+
+def run(name: str, out: Path, updates: int | None = None, seeds: int | None = None) -> None:
+    """Train the missing runs of a campaign, and write its results, those of finished runs also when it is interrupted.
+
+    The seeds of a folder may grow: what is there stays.
+    """
     observer = TerminalComparison()
-    folder = out / name
-    comparison = ComparisonRun(CAMPAIGNS[name].config, folder, observer)
+    folder, kept = out / folder_of(name, updates), PUBLISHED / folder_of(name, updates)
+    comparison = ComparisonRun(CAMPAIGNS[name].sized(updates, seeds), folder, observer)
     try:
         comparison.run()
     finally:
         observer.close()
         write_findings(comparison.findings(), folder)
-    PUBLISHED.joinpath(name).mkdir(parents=True, exist_ok=True)
-    for file in (ROWS, SUMMARY):
-        shutil.copy(folder / file, PUBLISHED / name)
+        kept.mkdir(parents=True, exist_ok=True)
+        for file in (ROWS, SUMMARY):
+            shutil.copy(folder / file, kept)
 
 
-def table(name: str, folder: Path = PUBLISHED) -> str:
+def curve(name: str, folder: Path = PUBLISHED) -> str:
+    """Format as CSV how far the held-out loss of each method at its best rate is from the first method's, in percent.
+
+    Mean over the seeds that both have, at every number of updates that was evaluated. The first method is at its own
+    best rate.
+    """
+    with open(folder / name / ROWS) as file:
+        rows = list(csv.DictReader(file))
+    with open(folder / name / SUMMARY) as file:
+        best = {row["method"]: float(row["lr"]) for row in csv.DictReader(file) if row["lr"]}
+    losses: dict[str, dict[tuple[int, int], float]] = {}
+    for row in rows:
+        if float(row["lr"]) == best.get(row["method"]) and row["validation_loss"]:
+            at = int(row["updates"]), int(row["seed"])
+            losses.setdefault(row["method"], {})[at] = float(row["validation_loss"])
+    base = losses[next(iter(best))]
+    lines = ["method,updates,seeds,difference in percent"]
+    for method, found in losses.items():
+        for updates in sorted({updates for updates, _ in found}):
+            ratios = [loss / base[at] for at, loss in found.items() if at[0] == updates and at in base]
+            if ratios:
+                lines.append(f"{method},{updates},{len(ratios)},{100 * (sum(ratios) / len(ratios) - 1):.3f}")
+    return "\n".join(lines)
+
+
+def table(name: str, folder: Path = PUBLISHED, title: str | None = None) -> str:
     """Format the results of a campaign as Markdown."""
     with open(folder / name / SUMMARY) as file:
         rows = list(csv.DictReader(file))
     images = any(row["accuracy"] for row in rows)
+    what = title or CAMPAIGNS[name].title
     lines = [
-        f"| {CAMPAIGNS[name].title} | rate | loss | {'accuracy | ' if images else ''}difference, % | delay | time |",
+        f"| {what} | rate | loss | {'accuracy | ' if images else ''}difference, % | delay | time |",
         "|---" * (7 if images else 6) + "|",
     ]
     base = next(float(row["simulated_time"]) for row in rows if row["verdict"] == "baseline")
@@ -137,14 +183,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=list(CAMPAIGNS), choices=list(CAMPAIGNS), help="these campaigns")
     parser.add_argument("--summary", action="store_true", help="print the tables of the results so far, do not train")
+    parser.add_argument("--updates", type=int, help="other than the campaign's, in a folder of their own")
+    parser.add_argument("--seeds", type=int, help="other than the campaign's; more may be added later")
+    parser.add_argument("--curve", metavar="FOLDER", help="print the differences by updates, do not train")
     parser.add_argument("--out", type=Path, default=Path("comparisons/quality"), help="folder of the comparisons")
     arguments = parser.parse_args()
+    if arguments.curve:
+        Console(soft_wrap=True).print(curve(arguments.curve), markup=False, highlight=False)
+        return
     for name in arguments.only:
         if not arguments.summary:
             arguments.out.mkdir(parents=True, exist_ok=True)
-            run(name, arguments.out)
-        if (PUBLISHED / name / SUMMARY).exists():
-            Console(soft_wrap=True).print(f"\n{table(name)}\n", markup=False, highlight=False)
+            run(name, arguments.out, arguments.updates, arguments.seeds)
+        folder = folder_of(name, arguments.updates)
+        if (PUBLISHED / folder / SUMMARY).exists():
+            text = table(folder, title=CAMPAIGNS[name].title)
+            Console(soft_wrap=True).print(f"\n{text}\n", markup=False, highlight=False)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from benchmarks.limits import factors, replay
 from benchmarks.machine import command_line
 from benchmarks.overhead import PARTS
 from benchmarks.profile_engine import print_profile
-from benchmarks.quality import CAMPAIGNS, table
+from benchmarks.quality import CAMPAIGNS, curve, table
 from benchmarks.throughput import interval
 from benchmarks.tiny import InProcessArm, PlainArm, tiny_data
 from torch import multiprocessing
@@ -218,3 +218,11 @@ def test_error_of_rounded_gradients(run):
     printed = run("boundary_gradients", "--updates", 2, "--seeds", 1, "--stages", 2)
     assert "seed 0: first gradients off by " in printed
     assert "nudged" in printed
+
+
+def test_the_curve_of_a_campaign_ends_at_the_difference_of_its_table() -> None:
+    """Of the published runs; the baseline differs from itself by nothing."""
+    rows = [line.split(",") for line in curve("text").splitlines()[1:]]
+    ends = {method: float(difference) for method, updates, _, difference in rows if updates == "600"}
+    assert {float(difference) for method, _, _, difference in rows if method == "1f1b"} == {0.0}
+    assert ends["2bw"] == pytest.approx(30.7, abs=1.0)

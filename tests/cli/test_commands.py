@@ -37,7 +37,17 @@ def test_methods_as_json(monkeypatch, capsys):
     assert rows["stash"]["delay"] == pytest.approx([3 / 8, 2 / 8, 1 / 8, 0])
     assert rows["pipemare"]["correction"] == "pipemare"
     copies = {name: row["weight_copies"] for name, row in rows.items()}
-    twice = {"2bw", "2bw-eager", "error-feedback", "vertical-sync", "chimera", "dualpipe", "bitpipe", *POST}
+    twice = {
+        "2bw",
+        "2bw-eager",
+        "error-feedback",
+        "2bw-ahead",
+        "vertical-sync",
+        "chimera",
+        "dualpipe",
+        "bitpipe",
+        *POST,
+    }
     assert {name for name, held in copies.items() if held == [2, 2, 2, 2]} == {*twice, "spectrain", *FORWARDS}
     assert copies["xpipe"] == [3, 3, 3, 3]  # (secondary): the weights, and a copy for each kind of pass
     others = {name: held for name, held in copies.items() if held[-1] == 1 and name not in STASHED}
@@ -48,6 +58,7 @@ def test_methods_as_json(monkeypatch, capsys):
         "spike-lwp-weights": 1,
         "gap-aware": 2,
         "error-feedback": 1,
+        "2bw-ahead": 1,  # the weights themselves
     }
 
 

@@ -59,6 +59,22 @@ KINDS = {
     "nag-pp-no-stash": Kind("nag-pp-no-stash", correction_of("nag-pp-no-stash", **MARE), MARE, ("nadam",)),
     "gap-aware": Kind("gap-aware", correction_of("gap-aware"), {}, ("undecayed", "momentum"), exact=False, largest=1),
     "error-feedback": Kind("error-feedback", correction_of("error-feedback"), {}, ("sgd", "adamw", "nadam")),
+    "2bw-ahead": Kind(
+        "2bw-ahead", correction_of("2bw-ahead"), {}, ("undecayed", "adamw", "nadam", "configured adan", "sgd")
+    ),
+    "2bw-ahead, a and b": Kind(
+        "2bw-ahead",
+        correction_of("2bw-ahead", a=0.45, b=0.053, horizon=1.5),
+        {"a": 0.45, "b": 0.053, "horizon": 1.5},
+        ("nadam", "configured adan", "adamw", "sgd"),
+    ),
+    "2bw-ahead by motion": Kind(
+        "2bw-ahead",
+        correction_of("2bw-ahead", motion=1, horizon=0.5),
+        {"motion": True, "horizon": 0.5},
+        ("adafactor", "configured soap", "adamw", "sgd"),
+    ),
+    "2bw-ahead of Muon": Kind("2bw-ahead", correction_of("2bw-ahead"), {}, ("configured muon",)),
     "ftpipe": Kind("ftpipe", correction_of("ftpipe"), {}, ("adamw",)),
     "ftpipe on a stash": Kind(
         "ftpipe", correction_of("ftpipe"), {"backward": "stash"}, ("sgd",), rule="predicted-stash"
@@ -74,7 +90,7 @@ KINDS = {
 def case_of(name: str, depth: int, m: int, **changes: Any) -> Case:
     kind = KINDS[name]
     m = min(m, kind.largest or m)
-    if kind.method in ("error-feedback", "v-timeprest"):
+    if kind.method in ("error-feedback", "2bw-ahead", "v-timeprest"):
         m = max(m, depth - 1)
     case = Case(kind.method, depth, m, correction=kind.correction, optimizer=kind.optimizers[0], rule=kind.rule)
     return replace(case, **({"model": "long" if depth == 8 else "mixed"} | changes))

@@ -62,7 +62,8 @@ def test_parameters_with_rates_of_their_own(name: str) -> None:
 
 @pytest.mark.parametrize("depth", [1, 4, 8])
 @pytest.mark.parametrize(
-    "name", ["newest", "pipemare", "spectrain-stash", "xpipe", "pipeoptim", "lwp", "error-feedback"]
+    "name",
+    ["newest", "pipemare", "spectrain-stash", "xpipe", "pipeoptim", "lwp", "error-feedback", "2bw-ahead by motion"],
 )
 def test_late_weights_under_muon(name: str, depth: int) -> None:
     kind, case = KINDS[name], case_of(name, depth, 2, optimizer="configured muon", spans=(8, 5))
@@ -87,13 +88,17 @@ SCALED = {"precision": "fp16", "scaling": Scaling(2.0**10, 2.0, 0.5, 2)}
     [{"clip": 0.6, "tied": True}, {"width": 2}, {"model": "gpt"}, SCALED],
     ids=["tied", "width", "gpt", "fp16"],
 )
-@pytest.mark.parametrize("name", ["newest", "spectrain", "pipeoptim", "error-feedback", "ftpipe-aggregated"])
+@pytest.mark.parametrize(
+    "name", ["newest", "spectrain", "pipeoptim", "error-feedback", "2bw-ahead", "ftpipe-aggregated"]
+)
 def test_corrections_with_other_features(name: str, changes: dict[str, Any]) -> None:
     case = case_of(name, 3, 2, **changes)
     assert_same(train(None, case), expected(case, options=KINDS[name].options))
 
 
-@pytest.mark.parametrize(("name", "model"), [("newest", "gpt"), ("pipemare without T2", "mixed"), ("spectrain", "gpt")])
+@pytest.mark.parametrize(
+    ("name", "model"), [("newest", "gpt"), ("pipemare without T2", "mixed"), ("spectrain", "gpt"), ("2bw-ahead", "gpt")]
+)
 def test_low_precision(name: str, model: str) -> None:
     """A norm casts its input, which is no weight, though it may be a leaf of the graph of a stage."""
     case = case_of(name, 3, 2, precision="bf16", model=model)
@@ -134,19 +139,23 @@ BYTES = {  # parameter-sized buffers on the first of three stages, but for the o
     "lwp-weights": 4,  # a copy, and the last motion
     "ftpipe-aggregated": 3,
     "spectrain-stash": 5,  # three copies: two forwards under way, and one more
+    "2bw-ahead": 4,  # the weights, and two predictions and a gradient that rotate
+    "2bw-ahead by motion": 4,
     "error-feedback": 4,  # two versions and a gradient that rotate, and the last step
 }
 
 
 @pytest.mark.parametrize("name", BYTES)
 def test_what_every_byte_of_a_correction_is_for(name: str) -> None:
-    case = case_of(name, 3, 2 if name in ("error-feedback", "xpipe") else 1, model="matrices")
+    case = case_of(
+        name, 3, 2 if name in ("error-feedback", "2bw-ahead", "2bw-ahead by motion", "xpipe") else 1, model="matrices"
+    )
     pipeline = make_pipeline(case)
     for _ in pipeline.run(make_batches(case)):
         pass
     stage = next(iter(pipeline.stages.values()))
     live = pipeline.live_bytes()[0]
-    kinds = ("weights", "gradients", "idle buffers", "copies", "correction")
+    kinds = ("weights", "master weights", "gradients", "idle buffers", "copies", "correction")
     assert sum(live.get(kind, 0) for kind in kinds) == BYTES[name] * stage.weights.store.layout.nbytes
 
 
@@ -156,7 +165,8 @@ def test_the_table_says_what_a_correction_keeps(name: str) -> None:
     stage = next(iter(make_pipeline(case).stages.values()))
     assert stage.weights.corrector is not None
     said = 0 if name == "pipemare without T2" else CORRECTIONS[stage.weights.corrector.name].buffers
-    assert stage.weights.corrector.nbytes == said * stage.weights.store.layout.nbytes
+    kept = stage.weights.corrector.nbytes + stage.weights.store.bytes_by_role().get("master weights", 0)
+    assert kept == said * stage.weights.store.layout.nbytes
 
 
 @pytest.mark.parametrize(
@@ -169,6 +179,7 @@ def test_the_table_says_what_a_correction_keeps(name: str) -> None:
         ("spectrain", {"correction": None}, r"pass staleness=correction_of\('spectrain'\)"),
         ("spike", {"optimizer": "sgd"}, "without nesterov"),
         ("nag-pp", {"optimizer": "adamw"}, "needs NAdam, not AdamW"),
+        ("2bw-ahead", {"optimizer": "adafactor"}, "not of Adafactor; use 2bw-ahead:motion=1"),
         ("gap-aware", {"optimizer": "adamw"}, "need SGD with momentum, not AdamW"),
         ("newest", {"correction": correction_of("spike-lwp")}, "goes with version rule predicted-forward"),
     ],
@@ -295,7 +306,7 @@ def test_complex_weights_are_refused() -> None:
             train_odd(lambda w, x: (x @ w.conj()).real, method, torch.complex64)
 
 
-@pytest.mark.parametrize(("before", "name"), [("1f1b", "error-feedback"), ("1f1b", "gap-aware")])
+@pytest.mark.parametrize(("before", "name"), [("1f1b", "error-feedback"), ("1f1b", "2bw-ahead"), ("1f1b", "gap-aware")])
 def test_a_correction_that_begins_later_begins_anew(before: str, name: str) -> None:
     """Five batches of plain training, then the method: as one that starts from there with the optimizer's state."""
     m = 1 if name == "gap-aware" else 2

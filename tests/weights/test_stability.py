@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import NamedTuple
 
 import pytest
 import torch
+from benchmarks.stability import BETAS, delayed, limit_of, roots_of, synchronous
 from torch import Tensor, nn
 
+import penstock
 from penstock.runtime.options.passes import Staleness
 from penstock.runtime.pipeline import Pipeline
 from penstock.schedule.build import make_schedule
@@ -100,3 +103,59 @@ def test_momentum_lowers_the_limit_of_double_buffering() -> None:
     trials = {f"below {b}": Trial(0, 0.9 * 2 * (1 + b), b) for b in betas}
     trials |= {f"above {b}": Trial(0, 1.1 * 2 * (1 + b), b) for b in betas}
     check(trials, descend(trials, "gpipe", 2, 2, steps=200), 200)
+
+
+@pytest.mark.parametrize("beta", [0.9, 0.95])
+@pytest.mark.parametrize(
+    ("point", "options"),
+    [
+        (lambda beta: (beta, 1 - beta), {}),
+        (lambda _: (1.0, 0.0), {"a": 1.0, "b": 0.0}),
+        (lambda _: (1.0, 0.0), {"motion": 1}),
+    ],
+    ids=["repeat", "a=1", "motion"],
+)
+def test_reading_ahead_is_stable_up_to_the_limit_of_its_polynomial(
+    beta: float, point: Callable[[float], tuple[float, float]], options: dict[str, float]
+) -> None:
+    """The pipeline on each side of the limit, by 10 percent; the plain delay diverges at both rates."""
+    limit = limit_of(delayed(beta, *point(beta)))
+    assert limit > 2
+    for share, ends in ((0.9, True), (1.1, False)):
+        rate = share * limit * (1 - beta)
+        pipeline = Pipeline(
+            {"w": Scalar()},
+            method=penstock.method("2bw-ahead", **options),
+            stages=1,
+            microbatches=1,
+            loss=lambda output, _: output,
+            optimizer=partial(torch.optim.SGD, lr=rate, momentum=beta),
+        )
+        start = torch.zeros((), dtype=torch.float64)
+        list(pipeline.run([(start, start)] for _ in range(700)))
+        seen = []
+        for _ in range(20):
+            list(pipeline.run([[(start, start)]]))
+            seen += [abs(float(w)) for w in pipeline.state_dict().values()]
+        assert max(seen) < 0.1 if ends else max(seen) > 10
+
+
+@pytest.mark.parametrize("beta", BETAS)
+def test_the_limits_that_have_a_closed_form(beta: float) -> None:
+    assert limit_of(synchronous(beta)) == pytest.approx(2 * (1 + beta) / (1 - beta), rel=1e-5)
+    assert limit_of(delayed(beta, 0.0, 0.0)) == pytest.approx(1.0, rel=1e-5)
+
+
+@pytest.mark.parametrize("point", [(0.0, 0.0), (1.0, 0.0), (0.9, 0.1), (0.22, 0.105)])
+def test_the_polynomial_has_the_roots_of_the_recursion(point: tuple[float, float]) -> None:
+    """The recursion itself, on the state (W, m, P before), as a matrix."""
+    beta, x, (a, b) = 0.9, 0.7, point
+    m = [0.0, beta, (1 - beta) * x]
+    w = [1.0, -m[1], -m[2]]
+    p = [w[0], w[1] - a * m[1], w[2] - a * m[2] - b * x]
+    step = torch.tensor([[*w, 0.0], [*m, 0.0], [0.0] * 4, [*p, 0.0]], dtype=torch.float64)
+    # The state is (W(t), m(t), P(t-1), P(t)): eta is 1 here, so the gradient is x P(t-1).
+    step[2] = torch.tensor([0.0, 0.0, 0.0, 1.0])
+    found = torch.linalg.eigvals(step).abs().sort().values
+    wanted = roots_of(delayed(beta, a, b)(x)).abs().sort().values
+    assert torch.allclose(found, wanted, atol=1e-6)

@@ -38,6 +38,7 @@ from penstock.runtime.setup.rank_state import RankState
 from penstock.runtime.update.events import Evaluated
 from penstock.schedule.ir.rules import RULES
 from penstock.schedule.methods.combine import REDUCE, Combine
+from penstock.schedule.methods.corrections import CORRECTIONS
 from penstock.schedule.proof.check import Proof
 from penstock.schedule.proof.stage_spec import stage_specs
 from penstock.stage.stage_weights import TrainedWeights
@@ -89,6 +90,7 @@ class Engine:
         kernels: Kernels,
         combine: Combine = REDUCE,
         polling: Polling = LATENCY,
+        correction: Correction | None = None,
     ) -> None:
         self._polling, self._kernels = polling, kernels
         self._grid, self._ranks, self._timeout, self._combine = grid, ranks, timeout, combine
@@ -96,6 +98,7 @@ class Engine:
         self._transports, self._holder_groups = transports, holder_groups
         self.schedule = proof.schedule
         self.batches, self.keeps_older = 0, False
+        self._reads_ahead = _reads_ahead(correction)
         self._bases = RULES[self.schedule.rule].bases
         self._broken: BaseException | None = None
         self._running = self._abandoned = False
@@ -210,7 +213,7 @@ class Engine:
 
     def _evaluators(self, evaluate: Evaluating) -> list[Evaluator]:
         executors, delay = self._executors(self._forward_only, Channel.EVALUATION), self._bases - 1
-        lacks = self.batches if delay and not self.keeps_older else None
+        lacks = self.batches if delay and not self._has_older else None
         data = EvaluationData(evaluate, partial(self._open, evaluates=True), len(self._ranks))
         return [
             Evaluator(state, executor, evaluate, data, self.ask_to_stop, delay, lacks)
@@ -287,16 +290,22 @@ class Engine:
             drains = proof.border_fault() is not None
             until = self.batches + 1 if drains else self.batches - (self._bases == bases == 2)
             for version in range(since, until):
-                if evaluate.wants(version) and (version == self.batches or self.keeps_older):
+                if evaluate.wants(version) and (version == self.batches or self._has_older):
                     self._evaluate_now(evaluate, version)
         self.keeps_older = self.keeps_older and self._bases == bases == 2
         self._proof, self.schedule, self._bases = proof, proof.schedule, bases
+        self._reads_ahead = _reads_ahead(correction)
         try:
             for state in self._ranks:
                 state.switch(proof, self.keeps_older, correction)
         except BaseException as error:
             self.break_off(error)  # some stages may have been switched
             raise
+
+    @property
+    def _has_older(self) -> bool:
+        """Whether the version before the newest can be evaluated; of one that was read ahead only the prediction is."""
+        return self.keeps_older and not self._reads_ahead
 
     def widen(self, proof: Proof) -> None:
         """Continue under the same schedule with another window, of which stages know nothing."""
@@ -421,3 +430,7 @@ class Engine:
             return self._kernels.during(drive_one(runs[0], self._timeout, self._polling))
         last = [pipeline * self._grid.depth + self._last for pipeline in range(pipelines)]
         return self._kernels.during(drive_all(runs, last))
+
+
+def _reads_ahead(correction: Correction | None) -> bool:
+    return correction is not None and CORRECTIONS[correction.name].reads_ahead

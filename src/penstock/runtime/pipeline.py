@@ -36,7 +36,7 @@ from penstock.runtime.plan.method_choice import default_stages, request_for, wit
 from penstock.runtime.plan.plan import UnprovenPlan
 from penstock.runtime.plan.requirements import schedule_of
 from penstock.runtime.rank.batch_source import Batches
-from penstock.runtime.rank.restore import SavedState, check_names, check_pipelines, restore
+from penstock.runtime.rank.restore import SavedState, check_names, check_pipelines, has_older, restore
 from penstock.runtime.rank.snapshot import Saving, Snapshot, check_saving
 from penstock.runtime.setup.assemble import make_ranks
 from penstock.runtime.setup.shared_proof import prove_evaluation_once, prove_plan
@@ -227,6 +227,7 @@ class Pipeline(Switching):
             plan.options.precision.kernels,
             parallel.combine,
             polling,
+            plan.options.staleness.correction,
         )
 
     def _choose_transports(self) -> Transports:
@@ -417,7 +418,7 @@ class Pipeline(Switching):
         check_pipelines(saved, self.combine, self.grid.width)
         self._adaptations.load(saved.facts.get(IN_FLIGHT, {}))
         self._adopt(None)
-        older = RULES[self.schedule.rule].bases == 2 and any(name.startswith("older/") for name in saved.names)
+        older = RULES[self.schedule.rule].bases == 2 and has_older(saved, self._plan.options.staleness.correction_name)
         try:
             for state in self._ranks:
                 for stage in state.stages.values():

@@ -184,7 +184,11 @@ class TrainedWeights(StageWeights):
 
     def common_model(self, averaged: bool) -> Buffer | None:
         """Return what evaluations read instead of the newest version; None for that."""
-        return self.average if averaged else None if self.agreement is None else self.agreement.model
+        if averaged:
+            return self.average
+        if self.agreement is not None:
+            return self.agreement.model
+        return self.store.master if self.store.reads_ahead else None
 
     def presented(self, averaged: bool) -> Mapping[str, Tensor]:
         """Return what is shown as the stage's parameters instead of the newest version, by name."""
@@ -241,7 +245,8 @@ class TrainedWeights(StageWeights):
         stepped = self.corrector.stepped if self.corrector is not None and self.corrector.watches else None
         if self.corrector is not None and factor:
             self.corrector.before_step(self.store.gradient(batch), self.store.master, factor)
-        self.store.update(batch, self.updater, factor, keeps_old, stepped)
+        ahead = self.corrector.ahead if self.corrector is not None and self.corrector.reads_ahead else None
+        self.store.update(batch, self.updater, factor, keeps_old, stepped, ahead)
         self._updated(factor)
 
     def try_step(self, batch: int, factor: float) -> None:
@@ -305,9 +310,13 @@ class TrainedWeights(StageWeights):
         if self.agreement is not None:
             self.agreement.watch.look()
         self.watch = None
-        if len(self.store.versions) > 1 or self.older is not None:
-            self.watch = WrittenCheck(self.store)
-            self.watch.look()
+        if len(self.store.versions) > 1 or self.older is not None or self.store.reads_ahead:
+            self.watch_writes()
+
+    def watch_writes(self) -> None:
+        """Take note of the newest weights, so that what is written into them before the next run is noticed."""
+        self.watch = WrittenCheck(self.store)
+        self.watch.look()
 
     # --- memory -----------------------------------------------------------------------------------------------------
 

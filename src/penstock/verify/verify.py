@@ -50,6 +50,7 @@ from penstock.weights.corrections.nag_pp import NagPP
 from penstock.weights.corrections.pipelined_backprop import PipelinedBackprop
 from penstock.weights.corrections.pipemare import PipeMare
 from penstock.weights.corrections.prediction import Prediction
+from penstock.weights.corrections.reading_ahead import ReadingAhead
 from penstock.weights.decision import Decision, LossScale
 
 TOLERANCE = 1e-5
@@ -300,6 +301,8 @@ def _options(correction: Correction | None, rule: str) -> dict[str, Any]:
             return {"bias": "paper" if correction.uncorrected else "adam"}
         case Blending():
             return {"beta": correction.beta}
+        case ReadingAhead():
+            return {key: getattr(correction, key) for key in ("motion", "horizon", "a", "b")}
         case GapAware():
             return {"average": correction.average, "eps": correction.eps}
     return {}

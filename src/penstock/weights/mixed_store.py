@@ -15,7 +15,7 @@ from torch import Tensor
 
 from penstock.schedule.proof.check import StageFacts
 from penstock.weights.memory.buffers import Buffer, Layout
-from penstock.weights.optim.step_info import Stepped
+from penstock.weights.optim.step_info import Ahead, Stepped
 from penstock.weights.optim.updater import Updater
 from penstock.weights.store import VersionStore
 
@@ -84,23 +84,43 @@ class MixedStore(VersionStore):
 
     def refresh(self) -> None:
         """Cast the master weights again, which may have been written from outside between two runs."""
+        if self.reads_ahead:
+            return  # what passes read is no cast of them
         self.versions[self.newest].load(self._master.views)
 
-    def restart(self, batch: int, newest: Mapping[str, Tensor], older: Mapping[str, Tensor] | None) -> None:
-        """Replace all weights: the newest in full precision, the older ones as passes read them."""
+    def restart(
+        self,
+        batch: int,
+        newest: Mapping[str, Tensor],
+        older: Mapping[str, Tensor] | None,
+        ahead: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """Replace all weights: the newest in full precision, the others as passes read them."""
         self._master.load(newest)
-        super().restart(batch, self._master.views, older)
+        super().restart(batch, self._master.views, older, ahead)
+
+    def _keep_weights(self, wanted: bool) -> None:
+        """Do nothing: the master copy is there anyway."""
 
     def update(
-        self, batch: int, updater: Updater, factor: float, keeps_old: bool, stepped: Stepped | None = None
+        self,
+        batch: int,
+        updater: Updater,
+        factor: float,
+        keeps_old: bool,
+        stepped: Stepped | None = None,
+        ahead: Ahead | None = None,
     ) -> None:
-        """Create version batch + 1: step the master copy and cast it."""
+        """Create version batch + 1: step the master copy and cast it, or what passes read ahead of it."""
         gradient = self._finish(batch)
-        if factor:
-            updater.in_place(self._master, gradient, factor, stepped)
-        self._free_gradients.append(gradient)
         buffer = self._take(f"version {batch + 1}") if keeps_old else self.versions.pop(batch)
-        buffer.load(self._master.views)
+        if ahead is not None:
+            self._update_ahead(updater, gradient, buffer, factor, ahead)
+        else:
+            if factor:
+                updater.in_place(self._master, gradient, factor, stepped)
+            buffer.load(self._master.views)
+        self._free_gradients.append(gradient)
         self.versions[batch + 1] = buffer
 
     def succeed(self, batch: int, apart: bool) -> tuple[Buffer, Buffer]:

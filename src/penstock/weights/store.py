@@ -18,7 +18,7 @@ from penstock.schedule.ir.schedule import Copy
 from penstock.schedule.proof.check import StageFacts
 from penstock.weights.memory.buffers import Buffer, Handle, Layout
 from penstock.weights.memory.parameter_hooks import ParameterHooks
-from penstock.weights.optim.step_info import Stepped
+from penstock.weights.optim.step_info import Ahead, Step, Stepped
 from penstock.weights.optim.updater import Updater
 
 
@@ -33,6 +33,7 @@ class VersionStore:
 
     Attributes:
         hooks: of the user, on the parameters.
+        reads_ahead: passes read predictions, which updates make; `versions` has these, `master` the newest weights.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], buffers: int, where: str, copies: int = 0) -> None:
@@ -45,6 +46,8 @@ class VersionStore:
         self._made: dict[Buffer, object] = {}  # copy -> the key of its content
         self._estimate: Buffer | None = None
         self._estimated: object = None  # the key of its content
+        self.reads_ahead = False
+        self._weights: Buffer | None = None  # the newest, where passes read ahead of them
         self.versions: dict[int, Buffer] = {0: self._take("version 0")}
         self.gradients: dict[int, Buffer] = {}
         self.versions[0].load(parameters)
@@ -54,6 +57,7 @@ class VersionStore:
         """Return the addresses of all its memory, to tell weights from activations."""
         copies = (*self._spare, *self.copied.values())
         held = (*self._free, *self.versions.values(), *self.gradients.values(), *copies, *self._estimates)
+        held += () if self._weights is None else (self._weights,)
         return set().union(*(buffer.storages for buffer in held))
 
     @property
@@ -117,6 +121,25 @@ class VersionStore:
         elif self._estimate is None:
             self._estimate = Buffer(self._layout, f"estimate of {self.where}")
 
+    def read_ahead(self, wanted: bool) -> None:
+        """Let passes read predictions instead of versions from the next update on, or versions again.
+
+        Until updates have made predictions, passes read what the versions held; afterwards all read the newest weights.
+        """
+        if wanted == self.reads_ahead:
+            return
+        if not wanted:
+            self.forget_older()
+        self._keep_weights(wanted)
+        self.reads_ahead = wanted
+
+    def _keep_weights(self, wanted: bool) -> None:
+        """Give the newest weights a buffer of their own, or free it."""
+        newest, self._weights = self.master, None
+        if wanted:
+            self._weights = Buffer(self.layout, f"newest weights of {self.where}")
+            self._weights.load(newest.views)
+
     @property
     def estimates(self) -> bool:
         """True if there is a buffer for estimates."""
@@ -156,7 +179,13 @@ class VersionStore:
         return gradient
 
     def update(
-        self, batch: int, updater: Updater, factor: float, keeps_old: bool, stepped: Stepped | None = None
+        self,
+        batch: int,
+        updater: Updater,
+        factor: float,
+        keeps_old: bool,
+        stepped: Stepped | None = None,
+        ahead: Ahead | None = None,
     ) -> None:
         """Create version batch + 1.
 
@@ -166,8 +195,14 @@ class VersionStore:
             factor: factor on the gradient; zero makes the new version a copy.
             keeps_old: version `batch` stays readable, so the new one is written over the gradient.
             stepped: called for each parameter that the update changes.
+            ahead: what passes read after the update, where they read ahead; it is written over the gradient.
         """
-        if keeps_old:
+        if ahead is not None:
+            gradient = self.versions[batch + 1] = self._finish(batch)
+            self._update_ahead(updater, gradient, gradient, factor, ahead)
+            if not keeps_old:
+                self.retain(self.versions.keys() - {batch})
+        elif keeps_old:
             old, new = self.rotate(batch)
             if factor:
                 updater.rotate(old, new, factor, stepped=stepped)
@@ -177,6 +212,18 @@ class VersionStore:
             weights, gradient = self.overwrite(batch)
             if factor:
                 updater.in_place(weights, gradient, factor, stepped)
+
+    def _update_ahead(self, updater: Updater, gradient: Buffer, out: Buffer, factor: float, ahead: Ahead) -> None:
+        """Step the newest weights, and write what passes read of them; a skipped update predicts nothing."""
+        if not factor:
+            out.load(self.master.views)
+            return
+        out.rewrite()
+
+        def write(step: Step) -> None:
+            out.views[step.name].copy_(ahead(step))
+
+        updater.in_place(self.master, gradient, factor, write)
 
     def rotate(self, batch: int) -> tuple[Buffer, Buffer]:
         """Turn the gradient of `batch` into the buffer of version batch+1.
@@ -229,17 +276,26 @@ class VersionStore:
             buffer.rewrite()
             self._free.append(buffer)
 
-    def restart(self, batch: int, newest: Mapping[str, Tensor], older: Mapping[str, Tensor] | None) -> None:
+    def restart(
+        self,
+        batch: int,
+        newest: Mapping[str, Tensor],
+        older: Mapping[str, Tensor] | None,
+        ahead: Mapping[str, Tensor] | None = None,
+    ) -> None:
         """Replace all weights, while nothing is in flight.
 
         Args:
             batch: the newest version.
             newest: its weights, by name.
-            older: the weights of the version before, if passes will still read it.
+            older: what passes read of the version before, if they will still read it.
+            ahead: what passes read of the newest version, if that is something else.
         """
         self.retain(())
         self.forget_copies()
-        for version, tensors in ((batch, newest), (batch - 1, older)):
+        if self._weights is not None:
+            self._weights.load(newest)
+        for version, tensors in ((batch, ahead or newest), (batch - 1, older)):
             if tensors is not None:
                 self.versions[version] = self._take(f"version {version}")
                 self.versions[version].load(tensors)
@@ -269,7 +325,7 @@ class VersionStore:
             self._free.append(Buffer(self._layout, f"{len(self.versions) + len(self._free)} of {self.where}"))
 
     def copies(self, version: int) -> dict[str, Tensor]:
-        """Copy the weights of a version that is alive, by name."""
+        """Copy what passes read of a version that is alive, by name."""
         return {name: view.clone() for name, view in self.versions[version].views.items()}
 
     def newest_copies(self, copied: Callable[[Tensor], Tensor] = torch.clone) -> dict[str, Tensor]:
@@ -282,16 +338,17 @@ class VersionStore:
 
     @property
     def master(self) -> Buffer:
-        """The buffer that the optimizer steps: the newest version."""
-        return self.versions[self.newest]
+        """The buffer that the optimizer steps: the newest weights."""
+        return self.versions[self.newest] if self._weights is None else self._weights
 
     def refresh(self) -> None:
         """Take note that the newest weights may have been written from outside between two runs."""
 
     def forget_older(self) -> None:
         """Let passes that would read an older version read the newest weights, which were replaced from outside."""
-        for version in self.versions.keys() - {self.newest}:
-            self.versions[version].load(self.master.views)
+        for buffer in self.versions.values():
+            if buffer is not self.master:
+                buffer.load(self.master.views)
 
     def newest_tensors(self) -> dict[str, Tensor]:
         """Return the parameters of the newest version, by name; they share its memory."""
@@ -302,7 +359,8 @@ class VersionStore:
         size = self.layout.nbytes
         roles = {"weights": self.versions, "gradients": self.gradients, "idle buffers": self._free}
         copies = len(self.copied) + len(self._spare) + len(self._estimates)
-        return {role: size * len(held) for role, held in roles.items()} | ({"copies": size * copies} if copies else {})
+        found = {role: size * len(held) for role, held in roles.items()} | ({"copies": size * copies} if copies else {})
+        return found | ({} if self._weights is None else {"master weights": size})
 
     @property
     def _estimates(self) -> list[Buffer]:

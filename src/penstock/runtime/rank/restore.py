@@ -15,6 +15,7 @@ from penstock.errors import CheckpointError
 from penstock.partition.blocks import block_of
 from penstock.runtime.rank.snapshot import suffix
 from penstock.schedule.methods.combine import Combine
+from penstock.schedule.methods.corrections import CORRECTIONS
 from penstock.stage.stage_runtime import StageRuntime
 from penstock.stage.stage_weights import TrainedWeights
 from penstock.weights.averaging import COMMON
@@ -76,6 +77,13 @@ def check_names(saved: SavedState, blocks: Collection[str]) -> None:
         )
 
 
+def has_older(saved: SavedState, correction: str) -> bool:
+    """Return whether a saved state has what passes read before the newest version, under this correction."""
+    ahead = correction in CORRECTIONS and CORRECTIONS[correction].reads_ahead
+    kinds = ("older/", "ahead.1/") if ahead else ("older/",)
+    return any(name.startswith(kinds) for name in saved.names)
+
+
 def restore(stage: StageRuntime, saved: SavedState, older: bool, blocks: Collection[str]) -> None:
     """Restore a stage from a snapshot.
 
@@ -103,9 +111,14 @@ def _restore_trained(weights: TrainedWeights, reader: _StageReader, saved: Saved
     """Restore the state of a stage's trained parameters."""
     views, agreement = weights.store.master.views, weights.agreement
     newest = {name: reader.read(reader.kind("weights", name), name, view) for name, view in views.items()}
-    before = {name: reader.read(reader.kind("older", name), name, v) for name, v in views.items()} if older else None
-    weights.store.restart(int(saved.facts["batch"]), newest, before)
+    ahead = weights.store.reads_ahead and any(name.startswith("ahead/") for name in saved.names)
+    kinds = {name: "ahead.1/" if ahead else reader.kind("older", name) for name in views}
+    before = {name: reader.read(kinds[name], name, v) for name, v in views.items()} if older else None
+    read = {name: reader.read("ahead/", name, v) for name, v in views.items()} if ahead else None
+    weights.store.restart(int(saved.facts["batch"]), newest, before, read)
     weights.watch = None  # nothing has been written since
+    if weights.store.reads_ahead:
+        weights.watch_writes()
     if weights.older is not None:
         weights.older.restart(int(saved.facts["batch"]), reader.find_delayed)
     if agreement is not None:

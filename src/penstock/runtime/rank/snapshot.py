@@ -7,6 +7,7 @@ stage's first forward of batch B. Random numbers depend on the batch alone, so n
 
 Names in a snapshot: `weights/NAME` (newest, in full precision), `older/NAME` (the version before), `delayed.K/NAME`
 (the K-th version before the newest, where passes read with a delay of K or more), `average/NAME`,
+`ahead/NAME` and `ahead.1/NAME` (what passes read of the newest version and the one before, where they read ahead),
 `motion/NAME` (how the weights move, and others of a correction),
 `fixed/NAME` (frozen parameters and persistent buffers; `fixed.1/NAME` for the second stage that holds them, in another
 pipeline or in another direction of the same one, and so on) and
@@ -187,7 +188,10 @@ def _add_trained(
     apart = agreement is not None and not agreement.agrees(batch)
     if not own or apart:
         tensors |= {f"weights{own}/{name}": tensor for name, tensor in store.newest_copies(settled).items()}
-    tensors |= {f"older{own}/{name}": tensor for name, tensor in older.items()}
+    read_before = "ahead.1" if store.reads_ahead else f"older{own}"
+    tensors |= {f"{read_before}/{name}": tensor for name, tensor in older.items()}
+    if store.reads_ahead:
+        tensors |= {f"ahead/{name}": tensor for name, tensor in store.copies(batch).items()}
     for (kind, name), value in updater.state(settled).items():
         kept = tensors if isinstance(value, Tensor) else values
         kept[f"optimizer{own}/{kind}/{name}"] = value

@@ -230,9 +230,13 @@ class StageBuilder:
             store, updater = weights.store, weights.updater
             corrector = weights.corrector = self._make_corrector(stage, weights, proof, correction)
             weights.apart = _steps_apart(proof)
+            store.read_ahead(corrector is not None and corrector.reads_ahead)
+            updater.follow(store.master)
+            if store.reads_ahead:
+                weights.watch_writes()
             store.hold_estimate(self._estimates_whole(stage, proof, corrector))
             updater.rates.correct(*(None, None) if corrector is None else (_rate(corrector), corrector.begin))
-            updater.prepare(store.layout, self._rotates(stage, proof, corrector))
+            updater.prepare(store.layout, self._rotates(stage, proof, corrector, updater))
             reading = _reading(RULES[proof.schedule.rule], weights, self._plan.backward_delays)
             storages = store.storages | (set() if weights.older is None else weights.older.storages)
         return reading, self._make_graphs(stage, module, storages, reading, proof.schedule)
@@ -262,8 +266,10 @@ class StageBuilder:
         again = self._options.recompute.recompute == "block" or stage.index in proof.schedule.recomputed
         return (self._low is not None or again) and corrector is not None and corrector.motion is not None
 
-    def _rotates(self, stage: Stage, proof: Proof, corrector: Corrector | None) -> bool:
+    def _rotates(self, stage: Stage, proof: Proof, corrector: Corrector | None, updater: Updater) -> bool:
         """Whether updates take a scratch: to write the new version beside the old one, or to tell how weights move."""
+        if corrector is not None and corrector.reads_ahead:
+            return updater.optimizer is not None and corrector.looks_back(updater.optimizer)
         watches = corrector is not None and corrector.watches
         return _steps_apart(proof) or watches or (self._low is None and proof.stages[stage].versions > 1)
 

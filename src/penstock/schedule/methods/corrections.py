@@ -60,6 +60,7 @@ class CorrectionSpec:
         buffers: parameter-sized buffers that it needs besides those of the rule.
         options: its options by name.
         alike: all stages make the same updates from the same gradients, so that parameters they share stay equal.
+        reads_ahead: passes read what updates predict, in place of versions; only the newest weights are kept.
     """
 
     name: str
@@ -68,6 +69,7 @@ class CorrectionSpec:
     buffers: int = 0
     options: Mapping[str, Option] = field(default_factory=dict)
     alike: bool = True
+    reads_ahead: bool = False
 
 
 _RESCHEDULE = Option(
@@ -171,6 +173,21 @@ _TABLE = (
         rules=("double-buffer",),
         buffers=1,
         options={"share": Option(1.0, "of the difference that is fed back")},
+    ),
+    CorrectionSpec(
+        "2bw-ahead",
+        "both passes on weights that each update predicts for the next one; this project",
+        rules=("double-buffer",),
+        buffers=1,
+        options={
+            "motion": Option(
+                0.0, "1: the last motion of the weights comes again (any optimizer); 0: the last gradient", "switch"
+            ),
+            "horizon": Option(1.0, "the number of updates to predict"),
+            "a": Option(None, "weight of the mean of gradients; null, as b, if the last comes again", nullable=True),
+            "b": Option(None, "weight of the last gradient", nullable=True),
+        },
+        reads_ahead=True,
     ),
     CorrectionSpec(
         "i-timeprest",

@@ -275,6 +275,14 @@ _TABLE = (
         correction="error-feedback",
     ),
     Method(
+        "2bw-ahead",
+        "PipeDream-2BW that reads ahead",
+        "this project (docs/delays.md)",
+        "endless-1f1b",
+        "double-buffer",
+        correction="2bw-ahead",
+    ),
+    Method(
         "timeprest",
         "TiMePReSt, n forwards and one backward on the newest weights",
         "arXiv 2410.14312",

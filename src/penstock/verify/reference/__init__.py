@@ -53,6 +53,8 @@ Corrections of the delay (`corrections`, `predictions`), with m microbatches to 
     gap-aware                   stash; gradients are divided by how far the weights have moved (arXiv 1909.10802)
     error-feedback              2bw; each update corrects the error of the previous one (`Feedback`)
 
+    2bw-ahead                   2bw, whose passes read W(t) predicted when W(t-1) is made (`Ahead`)
+
 Pipelines that make their own updates and exchange the sums of waves of them are in `waves` (HetPipe's WSP).
 
 Global decisions are made once per batch, on the gradient of all stages together (Megatron-LM, GPipe and others do so

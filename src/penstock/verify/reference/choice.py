@@ -21,7 +21,7 @@ from penstock.verify.reference.corrections import (
 from penstock.verify.reference.decayed import Decaying
 from penstock.verify.reference.delays import horizons, largest_delay, mean_delay
 from penstock.verify.reference.methods import DECAYED, NEWEST, PREDICTION
-from penstock.verify.reference.predictions import LastChange, ReferencePrediction, check_velocity
+from penstock.verify.reference.predictions import Ahead, LastChange, ReferencePrediction, check_velocity
 from penstock.verify.reference.stage import ReferenceReading, ReferenceStage, step
 
 UNEQUAL = ("pipemare", "nag-pp-no-stash", "spike", "spike-lwp", "spike-lwp-weights", "gap-aware")
@@ -75,6 +75,8 @@ def _reading(
         return Discrepancy(mean_delay(*place), options["decay"])
     if method in NEWEST or (method == "spike" and options["backward"] == "newest"):
         return Newest()
+    if method == "2bw-ahead":
+        return Ahead(**options)
     if method == "i-timeprest":
         return Blend(options["beta"])
     if method in DECAYED:

@@ -13,7 +13,7 @@ FLUSH = (
     "zb-interleaved", "zb-auto", "zb-auto-post", "zb-v", "v-half", "v-min", "v-auto", "hanayo", "chimera",
     "dualpipe", "dualpipe-v", "bitpipe", "bpipe", "seq1f1b", "terapipe",
 )  # fmt: skip
-DOUBLE_BUFFER = ("2bw", "2bw-eager", "error-feedback")
+DOUBLE_BUFFER = ("2bw", "2bw-eager", "error-feedback", "2bw-ahead")
 NF1B = ("timeprest", "v-timeprest", "i-timeprest")
 NEWEST = ("newest", "pipemare", "nag-pp-no-stash", "timeprest", "v-timeprest")
 STASH = ("stash", "nag-pp", "gap-aware")
@@ -49,6 +49,7 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "nag-pp-no-stash": {"reschedule": NEEDED},
         "gap-aware": {"average": 0.999, "eps": 1e-8},
         "i-timeprest": {"beta": 0.5},
+        "2bw-ahead": {"motion": False, "horizon": 1.0, "a": None, "b": None},
     }
 )
 """Options and defaults of each method: the paper's values or, for `gap-aware`, those of FTPipe's code. No paper gives a

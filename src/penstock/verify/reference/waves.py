@@ -33,7 +33,14 @@ from penstock.verify.reference.passes import Loss
 from penstock.verify.reference.run import Reference, Run, with_end
 from penstock.verify.reference.stage import Block, Factory, ReferenceStage, Weights
 
-APART = (*FLUSH, *(m for m in DOUBLE_BUFFER if m != "error-feedback"), "wpipe", "stash", "vertical-sync", "newest")
+APART = (
+    *FLUSH,
+    *(m for m in DOUBLE_BUFFER if m not in ("error-feedback", "2bw-ahead")),
+    "wpipe",
+    "stash",
+    "vertical-sync",
+    "newest",
+)
 """Methods that keep no history of the weights, which would include changes by the updates of other pipelines."""
 
 Lag = int | Sequence[int] | Callable[[int, int, int, int], int]

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
+from torch import Tensor
 
 from penstock.errors import ConfigError
 from penstock.weights.memory.buffers import Buffer, Layout
@@ -68,12 +69,14 @@ class Corrector:
             updates older; None for the newest weights themselves.
         watches: True if `stepped` is to be called for each parameter that an update changes.
         predicts: True if predictions need the optimizer state.
+        reads_ahead: True if passes read `ahead` of every update in place of the version that it has made.
         began: updates made before the correction began.
     """
 
     name = ""
     watches = False
     predicts = False
+    reads_ahead = False
 
     def __init__(self, layout: Layout, place: StagePlace) -> None:
         self.layout, self.place = layout, place
@@ -125,6 +128,14 @@ class Corrector:
 
     def stepped(self, step: Step) -> None:
         """Observe that an update has changed a parameter."""
+
+    def looks_back(self, optimizer: torch.optim.Optimizer) -> bool:  # noqa: ARG002
+        """Return whether `ahead` needs the weights before an update."""
+        return False
+
+    def ahead(self, step: Step) -> Tensor:
+        """Return the values that passes read after an update has changed a parameter."""
+        raise NotImplementedError
 
     def estimate(self, weights: Buffer, gap: int, out: Buffer) -> None:
         """Write an estimate of the weights before the last `gap` updates: weights - gap * motion, cast once.

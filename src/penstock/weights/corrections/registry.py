@@ -16,6 +16,7 @@ from penstock.weights.corrections.nag_pp import NagPP
 from penstock.weights.corrections.pipelined_backprop import Form, PipelinedBackprop
 from penstock.weights.corrections.pipemare import PipeMare
 from penstock.weights.corrections.prediction import Prediction
+from penstock.weights.corrections.reading_ahead import ReadingAhead
 
 PIPELINED_BACKPROP: Mapping[str, tuple[bool, Form]] = MappingProxyType(
     {
@@ -67,6 +68,8 @@ def make_correction(name: str, options: dict[str, float | None], updates: int, w
         return PipelinedBackprop(name, *PIPELINED_BACKPROP[name])
     if name == "error-feedback":
         return ErrorFeedback(float(options["share"] or 0.0))
+    if name == "2bw-ahead":
+        return ReadingAhead(bool(options["motion"]), float(options["horizon"] or 0.0), options["a"], options["b"])
     if name == "gap-aware":
         return GapAware(float(options["average"] or 0.0), float(options["eps"] or 0.0))
     if name in ("nag-pp", "nag-pp-no-stash"):

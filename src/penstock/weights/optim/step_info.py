@@ -32,10 +32,11 @@ class Step(NamedTuple):
 
     Attributes:
         name: canonical name.
-        before, after: its values; `after` may be modified.
+        before, after: its values; `after` may be modified. If nobody asked for those before, they are the same.
         gradient: the gradient that the optimizer was given.
         update: number of the update, from 0.
         optimizer, parameter, group: the optimizer, with its key there and its settings, including the rate.
+        rate: the learning rate of the j-th update after this one, j from 1.
     """
 
     name: str
@@ -46,7 +47,11 @@ class Step(NamedTuple):
     optimizer: torch.optim.Optimizer
     parameter: nn.Parameter
     group: Mapping[str, Any]
+    rate: Callable[[int], float]
 
 
 Stepped = Callable[[Step], None]
 """A callback for each parameter that an update has changed."""
+
+Ahead = Callable[[Step], Tensor]
+"""What passes read of a parameter after an update, where they read ahead of it."""

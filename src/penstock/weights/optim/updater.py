@@ -180,9 +180,15 @@ class Updater:
         self._updated()
 
     def _tell_steps(self, weights: Buffer, gradient: Buffer, stepped: Stepped) -> None:
-        """Step a few parameters at a time, so that their previous values need no more memory than the scratch."""
+        """Step a few parameters at a time, so that their previous values need no more memory than the scratch.
+
+        Without a scratch, nobody asks for their previous values.
+        """
         self.rates.put(self.updates)
         with torch.no_grad():
+            if self._scratch is None:
+                self._make_step.make(self.parameters, weights.views, gradient.views)
+                self._tell_of(self.parameters, weights.views, weights.views, gradient.views, stepped)
             for before in self._groups:
                 for name, scratch in before.items():
                     scratch.copy_(weights.views[name])
@@ -199,11 +205,13 @@ class Updater:
         stepped: Stepped,
     ) -> None:
         assert self.optimizer is not None
-        groups = {id(p): group for group in self.optimizer.param_groups for p in group["params"]}
+        groups = {id(p): (g, place) for place, g in enumerate(self.optimizer.param_groups) for p in g["params"]}
         for name in names:
             parameter = self.parameters[name]
             figures = before[name], after[name], gradients[name]
-            stepped(Step(name, *figures, self.updates, self.optimizer, parameter, groups[id(parameter)]))
+            group, place = groups[id(parameter)]
+            rate = partial(self._later, place)
+            stepped(Step(name, *figures, self.updates, self.optimizer, parameter, group, rate))
 
     def predict(self, weights: Buffer, updates: float, uncorrected: bool, out: Buffer) -> None:
         """Write the weights expected some updates later into `out`, at the rate of the next update."""
@@ -225,6 +233,10 @@ class Updater:
                 group, number = place[id(parameter)]
                 view, ahead = weights.views[name], partial(self._ahead, number)
                 out.views[name].copy_(guess(Forecast(name, view, self.optimizer, parameter, group, ahead)))
+
+    def _later(self, place: int, update: int) -> float:
+        """Return the rate of a group at the `update`-th update after the one that is being made."""
+        return self.rates.of_group(place, self.updates + update)
 
     def _ahead(self, place: int, update: int) -> float:
         """Return the rate of a group at the `update`-th update from now."""
