@@ -147,9 +147,9 @@ class Stamps:
         self._now |= {"post": end - start, "posted": end}
         return work
 
-    def _finish(self, original: Any, lane: ReceiveLane, ticket: Any) -> Any:
+    def _finish(self, original: Any, lane: ReceiveLane, ticket: Any, *patience: Any) -> Any:
         start = now()
-        message = original(lane, ticket)
+        message = original(lane, ticket, *patience)
         row = self._row(lane.lane, message)
         held = self._decoded[0] - start
         row |= {"held": held, "needless": 0.0 if ticket is self._asked else held, "arrived": self._decoded[0]}

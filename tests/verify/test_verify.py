@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from penstock.errors import ConfigError, VersionError
 from penstock.models.gpt_shape import GPTConfig
 from penstock.partition.blocks import LazyBlock
-from penstock.runtime.plan import options as options_module
+from penstock.runtime.options import passes as passes_module
 from penstock.schedule.methods.table import METHODS
 from penstock.stage.module import StageModule
 from penstock.train.config.load import load_config
@@ -184,7 +184,7 @@ def test_plain_torch_stays_as_near_after_many_batches(text: str) -> None:
 
 def test_skipped_updates(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A loss scale that is too high at first."""
-    for module in (options_module, verify_module):
+    for module in (passes_module, verify_module):
         monkeypatch.setattr(module, "LossScale", partial(LossScale, initial=2.0**21))
     found = verified(text, "precision=fp16", count=8)
     assert found.agrees, found.verdict

@@ -102,10 +102,8 @@ class Engine:
         self._bases = RULES[self.schedule.rule].bases
         self._broken: BaseException | None = None
         self._running = self._abandoned = False
-        self._data: Iterator[Any] | None = (
-            None  # of the current run, if it was an iterator; and what was read ahead of it
-        )
-        self._unread: list[Any] = []
+        self._data: Iterator[Any] | None = None  # of the current run, if it was an iterator
+        self._unread: list[Any] = []  # what was read ahead of it
         self._left_after: int | None = None  # the batch after whose report the caller has left the current run
         self._stop = ranks[0].stop
         stages = [stage for state in ranks for stage in state.stages.values()]
