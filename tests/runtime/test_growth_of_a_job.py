@@ -74,7 +74,7 @@ def test_messages_of_a_gather(monkeypatch: pytest.MonkeyPatch) -> None:
 def share(monkeypatch: pytest.MonkeyPatch, ranks: int) -> tuple[int, int]:
     """Hand out a proof: what a rank receives beside what is common, in bytes; and the most messages but of rank 0."""
     proof, ends = prove("1f1b", ranks, 8), Ends(monkeypatch, ranks)
-    common, parts = common_part(proof), [own_part(proof, rank) for rank in range(ranks)]
+    common, parts = common_part(proof), [own_part(proof.lowered, rank) for rank in range(ranks)]
 
     def make() -> hand_out.HandedOut:
         return hand_out.HandedOut(common, lambda rank: parts[rank])
