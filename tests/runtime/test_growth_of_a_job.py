@@ -73,7 +73,7 @@ def test_messages_of_a_gather(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_bytes_of_what_ranks_agree_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Votes, comparisons, what rank 0 alone says: messages are as short for many ranks; whoever differs costs one more."""
+    """Votes, comparisons, what rank 0 alone says: messages are as short for many ranks."""
     most = {}
     for ranks in RANKS:
         ends = Ends(monkeypatch, ranks)

@@ -25,7 +25,7 @@ from penstock.checkpoint.owner import Owner
 from penstock.checkpoint.writer import LocalPosts, Posts, StorePosts, Writer
 from penstock.comm.collective.gather import gather_json
 from penstock.errors import CheckpointError, ConfigError, PenstockError
-from penstock.runtime.pipeline import Pipeline, check_idle
+from penstock.runtime.pipeline import Pipeline, check_idle, save_between_runs
 from penstock.runtime.rank.snapshot import Saving, Snapshot
 from penstock.schedule.ir.schedule import Stage
 
@@ -145,7 +145,7 @@ class Checkpoints:
 
     def every(self, batches: int) -> Saving:
         """Return the `save` argument of `Pipeline.run` that writes a checkpoint every so many batches."""
-        return Saving(batches, self._sink, self._make_room)
+        return Saving(batches, self._sink, self._make_room, shares=True)
 
     def load(
         self, *, limit: int | None = None, ready: Callable[[int, Mapping[str, Any]], None] = lambda *_: None
@@ -227,8 +227,7 @@ class Checkpoints:
         if batch == self._written:
             self._writer = self._make_writer()
         if self._writer.make_room(batch):
-            for snapshot in self._pipeline.snapshots():
-                self._writer.sink(snapshot)
+            save_between_runs(self._pipeline, self.every(1))
         self._written = -1
         failure = self.wait()
         if failure is not None:

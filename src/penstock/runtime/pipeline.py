@@ -319,7 +319,7 @@ class Pipeline(Switching):
                     "in between each has weights of its own; evaluate every multiple of it"
                 )
         if save is not None:
-            save = save._replace(sink=partial(self._sink, save.sink))
+            save = save._replace(sink=partial(self._sink, save.sink, shares=save.shares))
         return TrainingRun(self._engine.train(batches, save, evaluate, partial(self._halts, evaluate)), self.stop)
 
     def evaluate(self, batches: Batches, *, averaged: bool = False) -> tuple[float, float] | None:
@@ -393,8 +393,10 @@ class Pipeline(Switching):
             self._sink(found.append, snapshot)
         return found
 
-    def _sink(self, sink: Callable[[Snapshot], None], snapshot: Snapshot) -> None:
-        """Hand on a snapshot, with the microbatches in flight that have been found."""
+    def _sink(self, sink: Callable[[Snapshot], None], snapshot: Snapshot, *, shares: bool = False) -> None:
+        """Hand on a snapshot, with the microbatches in flight that have been found; see `Saving` for `shares`."""
+        if not shares:
+            snapshot.own()
         known = self._adaptations.state()
         snapshot.facts.update({IN_FLIGHT: known} if known else {})
         sink(snapshot)
@@ -463,6 +465,12 @@ def pipeline_of(
         check_same_plans({"": plan}, None, grid.control)
     pipeline._build(plan, grid, blocks, named_blocks(blocks), loss, optimizer)
     return pipeline
+
+
+def save_between_runs(pipeline: Pipeline, saving: Saving) -> None:
+    """Hand a snapshot of every stage in this process to the sink of `saving`, between two runs."""
+    for snapshot in pipeline._engine.snapshots():
+        pipeline._sink(saving.sink, snapshot, shares=saving.shares)
 
 
 def check_idle(pipeline: Pipeline, instead: str = "") -> None:
