@@ -38,7 +38,7 @@ def _sum(tensor: Tensor) -> Tensor:
     aligned = flat[:whole] if flat.data_ptr() % 8 == 0 else flat[:whole].clone()
     most = _SIDE * (_SIDE if flat.device.type == "cpu" else _MANY)
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
-    for piece in (*aligned.view(torch.int64).split(most), flat[whole:].to(torch.int64)):
+    for piece in (*torch.split(aligned.view(torch.int64), most), flat[whole:].to(torch.int64)):
         square = piece[: piece.numel() // _SIDE * _SIDE].view(-1, _SIDE)
         for part in (square, piece[square.numel() :].view(1, -1)):
             total = total * _MIX + _mixed(part)
