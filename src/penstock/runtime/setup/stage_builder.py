@@ -256,7 +256,7 @@ class StageBuilder:
         parts = parts_to_recompute(
             list(module.blocks), self._options.recompute.recompute, stage.index in schedule.recomputed
         )
-        ops = {p.op for a in schedule.programs[stage.rank].period for p in passes(a) if p.stage == stage}
+        ops = {p.op for a in schedule.program(stage.rank).period for p in passes(a) if p.stage == stage}
         halved, parks = _halved(schedule, stage, any(neighbors_of(schedule, stage).returns)), Op.OFFLOAD in ops
         keeps = schedule.segment_before(stage.index) is None
         return StageGraphs(module, storages, self._plan.divisor, parts, halved, parks, self._hold, reading, keeps)
@@ -306,7 +306,7 @@ def _halved(schedule: Schedule, stage: Stage, sends: bool) -> Callable[[Piece], 
     Not where the second half follows at once, and the first one finds nothing to send (`sends` is false): one walk
     through the activations is shorter than two.
     """
-    m, actions = schedule.microbatches, [p for a in schedule.programs[stage.rank].period for p in passes(a)]
+    m, actions = schedule.microbatches, [p for a in schedule.program(stage.rank).period for p in passes(a)]
     pairs = zip([None, *actions], actions, strict=False)
     units = [
         late.unit

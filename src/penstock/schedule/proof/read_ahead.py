@@ -21,7 +21,7 @@ def batches_ahead(schedule: Schedule) -> int:
     if len(entrances) != 1:
         return 0
     of_stage = [
-        p for action in schedule.programs[entrances[0].rank].period for p in passes(action) if p.stage == entrances[0]
+        p for action in schedule.program(entrances[0].rank).period for p in passes(action) if p.stage == entrances[0]
     ]
     backwards = sum(p.unit.count for p in of_stage if p.op in (Op.B, Op.I))
     done: dict[int, int] = {}  # backwards, by batch
