@@ -15,6 +15,7 @@ from penstock.errors import CheckpointError
 from penstock.runtime.execute.evaluation import Evaluating
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.rank.snapshot import Saving, Snapshot
+from penstock.schedule.build import make_schedule
 from support.cases import (
     Case,
     Outcome,
@@ -149,3 +150,20 @@ def test_a_checkpoint_of_processes_is_read_in_one(pool: Pool, tmp_path: Path) ->
         wanted, found = joined(parts), joined([parts_of_state(pipeline)])
         for name, state in wanted.items():
             assert_equal_tensors(found[name], state, name)
+
+
+def test_methods_change_within_a_sharded_run() -> None:
+    case = Case("1f1b", 2, 3, width=2, spans=(9,), clip=0.4)
+    batches, found = make_batches(case), []
+    for level in ("none", "gradients"):
+        pipeline = make_pipeline(case, sharding=level)
+        losses = []
+        for first, method in enumerate(("1f1b", "2bw", "gpipe")):
+            if first:
+                pipeline.switch(make_schedule(method, 2, 3))
+            losses += [repr(report.loss) for report in pipeline.run(batches[3 * first : 3 * first + 3])]
+        found.append((losses, {name: weight.clone() for name, weight in pipeline.state_dict().items()}))
+        assert pipeline.schedule.sharding.level == level
+    (losses, weights), (others_, sharded) = found
+    assert losses == others_
+    assert_equal_tensors(sharded, weights, "weights")

@@ -43,9 +43,9 @@ class DataParallel(ShortRepr):
         sharding: what of the state of each stage the pipelines divide among them, by rows of each parameter: "none";
             "optimizer", the optimizer's states (ZeRO-1); "gradients", also the sums of gradients, so that half as much
             travels for them (ZeRO-2). Each pipeline updates its rows, and a gather completes the weights. All numbers
-            are those of "none", bit for bit, for optimizers that treat every element alike (SGD, Adam and the like;
-            others are refused). "full" (ZeRO-3) is proven and simulated only. Given with `schedule`, the schedule has
-            it.
+            are those of "none", bit for bit, but for torch's fused kernels (fused=True), which may round an element
+            otherwise in another place. It takes optimizers of torch that treat every element by itself, such as SGD and
+            Adam; others are refused. "full" (ZeRO-3) is proven and simulated only.
 
     Raises:
         ConfigError: a width below 1, or an unknown way to add gradients, to agree or to divide.

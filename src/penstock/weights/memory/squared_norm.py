@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+_FEW = 1 << 11  # numbers that Python adds in no time
 _COLUMNS = 1 << 14  # elements of a row whose norm is taken at once: torch divides longer ones among threads
 
 
@@ -25,9 +26,30 @@ def squared_norm(tensors: Iterable[Tensor]) -> tuple[float, float]:
     found = [part for tensor in tensors if tensor.numel() for part in _squares(tensor)]
     if not found:
         return 0.0, 0.0
-    squares = torch.cat(found).tolist()
-    total = math.fsum(squares)
-    return total, math.fsum([*squares, -total]) if math.isfinite(total) else 0.0
+    squares = torch.cat(found)
+    about = float(squares.sum())
+    if not math.isfinite(about):
+        return about, 0.0
+    numbers = squares.tolist() if squares.numel() <= _FEW else _fewer(squares)
+    total = math.fsum(numbers)
+    return total, math.fsum([*numbers, -total])
+
+
+def _fewer(values: Tensor) -> list[float]:
+    """Return a few numbers whose sum is exactly that of many, which are not negative.
+
+    Upper and lower halves of the digits of all values with the same exponent add up without rounding.
+    """
+    digits, exponents = torch.frexp(values)  # from 1/2 to 1, of 53 bits
+    upper = (digits * 2**27).floor()
+    lower = (digits * 2**27 - upper) * 2**26
+    lowest = int(exponents.min())
+    places = (exponents - lowest).long()
+    sums = torch.zeros(2, int(places.max()) + 1, dtype=torch.float64, device=values.device)
+    for half, part in zip(sums, (upper, lower), strict=True):
+        half.index_add_(0, places, part)
+    halves = zip(sums.tolist(), (27, 53), strict=True)
+    return [math.ldexp(s, lowest + place - bits) for half, bits in halves for place, s in enumerate(half) if s]
 
 
 def _squares(tensor: Tensor) -> list[Tensor]:
