@@ -195,6 +195,6 @@ def test_recomputed_forwards_read_gathered_weights():
         extend(proof, sharding="full")
 
 
-def test_the_runtime_refuses_a_sharded_schedule_by_name():
-    with pytest.raises(CapabilityError, match="1f1b: sharding gradients is computed and simulated"):
-        check_offered(prove("1f1b", 2, 2, sharding="gradients").schedule)
+def test_the_runtime_refuses_level_full_by_name():
+    with pytest.raises(CapabilityError, match="1f1b: sharding full is computed and simulated"):
+        check_offered(prove("1f1b", 2, 2, sharding="full").schedule)
