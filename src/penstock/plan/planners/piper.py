@@ -131,7 +131,7 @@ class _SuffixProgram:
         if best is None:
             return None
         started = time.monotonic()
-        while True:
+        while self._time_of(best) > 0:
             target = self._time_of(best) * (1 - 1e-9)
             found = self._feasible(target, True)
             if found is None:

@@ -134,8 +134,8 @@ def bounds_of_two(
     base = np.where(inside, fast, 0.0).sum(axis=1)
     excess = np.where(inside, large, 0.0).sum(axis=1) - limit
     saved = np.where(inside & np.isfinite(slow), np.maximum(large - small, 0.0), 0.0)
-    cost = np.where(saved > 0, slow - fast, np.inf)
     with np.errstate(invalid="ignore", divide="ignore"):
+        cost = np.where(saved > 0, slow - fast, np.inf)
         order = np.argsort(np.where(saved > 0, cost / saved, np.inf), axis=1, kind="stable")
     saved_by = np.take_along_axis(saved, order, axis=1)
     cost_by = np.where(saved_by > 0, np.take_along_axis(cost, order, axis=1), 0.0)
