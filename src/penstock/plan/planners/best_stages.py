@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -34,7 +35,8 @@ def plan_for_two_bw_cost(sizes: Mapping[int, Sized], devices: Devices) -> Search
     equal = plan_as_two_bw(sizes, devices)
     if equal.plan is None and any(single_device_ways(sized.graph, False) is None for sized in sizes.values()):
         return equal
-    best, skipped = equal.plan, list[Skipped]()
+    best = equal.plan and replace(equal.plan, planner="default")
+    skipped = list[Skipped]()
     for sized in sizes.values():
         cost, program = TwoBwCost(sized.graph, devices, sized.microbatches), _StagesProgram(sized, devices)
         for depth, width in program.classes():
