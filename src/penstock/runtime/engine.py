@@ -29,7 +29,7 @@ from penstock.runtime.execute.executor import Executor
 from penstock.runtime.execute.run_loop import Run, drive_all, drive_one
 from penstock.runtime.execute.span_borders import SpanBorders
 from penstock.runtime.options.kernels import Kernels
-from penstock.runtime.plan.read_ahead import batches_ahead
+from penstock.runtime.plan.read_ahead import batches_ahead, batches_overlapping
 from penstock.runtime.rank.batch_source import Batches, BatchSource, Portions
 from penstock.runtime.rank.reports import Report
 from penstock.runtime.rank.scheduled_batches import Schedules

@@ -34,6 +34,12 @@ def batches_ahead(schedule: Schedule, width: int = 1) -> int:
     return max(found) if all(found) else 0
 
 
+def batches_overlapping(schedule: Schedule) -> int:
+    """Count the batches before the newest one that passes of any rank may still read when a loader makes that one."""
+    entrances = [stage for stage in schedule.stages if not schedule.predecessors[stage.index]]
+    return max(1, *[1 + _ahead(schedule, entrance, _gradients_of(schedule, entrance)) for entrance in entrances])
+
+
 Finished = Callable[[Action, int], int | None]
 """(pass, period) -> the batch of which the rank has heard what others ask for; None where it has not yet."""
 
