@@ -40,8 +40,9 @@ def _refuse(optimizer: torch.optim.Optimizer | None, scheduler: Any) -> None:
         lines.append(f"make_optimizer = lambda named: {_optimizer_line(optimizer)}")
         given.append("optimizer=make_optimizer")
     if scheduler is not None:
-        of = "of an optimizer that exists already" if optimizer is None else "of it"
-        found.append(f"{type(scheduler).__name__} was made {of}")
+        name = type(scheduler).__name__
+        alone = f"lr_scheduler is {name} of an optimizer that exists already"
+        found.append(alone if optimizer is None else f"{name} was made of it")
         lines.append(f"make_scheduler = lambda optimizer: {_scheduler_line(scheduler)}")
         given.append("lr_scheduler=make_scheduler")
     several = len(found) > 1
