@@ -45,11 +45,8 @@ class StepAction(BoundAction):
         """Wait for sums and decisions, then update."""
         turn = self.turn(t)
         yield from self._span.updates.wait(self.action.stage, turn.batch, self.op, f"{self.op}{turn.first}")
-        self.act(turn)
-
-    def before_books(self, turn: Turn) -> None:  # noqa: ARG002
-        """Let the snapshot before be copied."""
         self._span.capture.before_update(self._runtime)
+        self.act(turn)
 
     def work(self, turn: Turn) -> None:
         """Update, and take a snapshot if it is time."""
