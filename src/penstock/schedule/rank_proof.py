@@ -7,7 +7,7 @@ window) and the lowered program of its own, whose actions are in the text form o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 from penstock.schedule.ir.schedule import Op, Payload, Program, Schedule, format_action
@@ -32,7 +32,7 @@ class RankProof(Proof):
     """
 
     border: str | None = None
-    read: Reading = Reading()
+    read: Reading = field(default_factory=Reading)
 
     def border_fault(self) -> str | None:
         """Say why nothing may be run at the borders of batches; None if it may."""

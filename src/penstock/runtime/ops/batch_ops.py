@@ -47,11 +47,8 @@ class StepAction(BoundAction):
         if updates.gathers is not None:  # what a pass, or this update, begins from
             yield from updates.gathers.wait(self.action.stage, str(turn))
         yield from updates.wait(self.action.stage, turn.batch, self.op, f"{self.op}{turn.first}")
-        self.act(turn)
-
-    def before_books(self, turn: Turn) -> None:  # noqa: ARG002
-        """Let the snapshot before be copied."""
         self._span.capture.before_update(self._runtime)
+        self.act(turn)
 
     def work(self, turn: Turn) -> None:
         """Update, and take a snapshot if it is time."""

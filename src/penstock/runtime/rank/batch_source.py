@@ -299,7 +299,7 @@ def _first_bytes(tensor: Tensor, limit: int | None) -> memoryview:
     """Return the first `limit` bytes of a tensor's elements, at least of one element."""
     short = limit is None or tensor.nbytes <= limit
     if short and tensor.is_cpu and tensor.is_contiguous() and tensor.dtype in _NUMPY:
-        return tensor.detach().numpy().data
+        return (tensor.detach() if tensor.requires_grad else tensor).numpy().data
     flat = tensor.detach().reshape(-1)
     if not short and limit is not None:
         flat = flat[: max(1, limit // max(tensor.element_size(), 1))]

@@ -309,7 +309,7 @@ def _rate(corrector: Corrector) -> Callable[[int], float]:
     return lambda updates: corrector.rate(max(updates - corrector.began, 0))
 
 
-def _halved(schedule: Schedule, stage: Stage, sends: bool) -> Callable[[Piece], bool]:
+def _halved(schedule: Schedule, stage: Stage, sends: bool) -> Callable[[Piece], bool] | None:
     """Of which microbatches (and slices) a stage runs the backward in two halves.
 
     Not where the second half follows at once, and the first one finds nothing to send (`sends` is false): one walk
@@ -325,7 +325,7 @@ def _halved(schedule: Schedule, stage: Stage, sends: bool) -> Callable[[Piece], 
         and (sends or early is None or (early.op, early.stage, early.unit) != (Op.I, stage, late.unit))
     ]
     halved = {(k % m, unit.slice[0] if unit.slice else 0) for unit in units for k in unit.microbatches}
-    return lambda key: (key[0] % m, key[1]) in halved
+    return (lambda key: (key[0] % m, key[1]) in halved) if halved else None
 
 
 def _older_versions(
