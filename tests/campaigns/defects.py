@@ -372,8 +372,8 @@ DEFECTS = (
     Defect(
         "a backward does not wait for the activations that a FETCH takes back",
         "runtime",
-        "for message in (*instruction.needs, *instruction.awaits)]",
-        "for message in instruction.needs]",
+        "messages = (*instruction.needs, *instruction.awaits)",
+        "messages = instruction.needs",
         ("tests/stage/test_activation_offload.py",),
     ),
     # --- checkpoint ---------------------------------------------------------------------------------------------------

@@ -1,5 +1,7 @@
-"""Makes the drawings in docs, and tables from the simulator: `python tests/support/drawings.py` writes docs/orders.md,
-docs/sharded-state.md and docs/2bw.svg anew."""
+"""Makes the drawings in docs, and tables from the simulator.
+
+`python tests/support/drawings.py` writes docs/orders.md, docs/sharded-state.md and docs/2bw.svg anew.
+"""
 
 from __future__ import annotations
 
