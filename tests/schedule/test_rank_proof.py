@@ -40,7 +40,7 @@ def assert_same(proof: Proof) -> None:
         assert found.activations == proof.activations
         assert found.steady_from == proof.steady_from
         assert found.border_fault() == proof.border_fault()
-        assert found.batches_ahead() == proof.batches_ahead()
+        assert found.reading() == proof.reading()
         assert not any(any(program) for other, program in enumerate(found.lowered.programs) if other != rank)
 
 

@@ -384,10 +384,19 @@ class Engine:
         m, width, shared = schedule.microbatches, self._grid.width, self._grid.group is None
         if evaluates:  # counts its own batches
             return BatchSource(batches, m, width, reads, pipelines, fills=True, shared=shared)
-        first, ranks = self.batches, {key.rank for key in self._grid.local}
-        later = not shared and width == 1 and schedule.stage_at[0, 0].rank not in ranks and any(reads)
-        ahead = self._proof.batches_ahead() if later else 0
-        return BatchSource(batches, m, width, reads, pipelines, self._stop, shared=shared, first=first, ahead=ahead)
+        ahead = 0 if shared or not any(reads) else self._ahead()
+        return BatchSource(
+            batches, m, width, reads, pipelines, self._stop,
+            shared=shared, first=self.batches, ahead=ahead, overlap=self._proof.reading().overlap,
+        )  # fmt: skip
+
+    def _ahead(self) -> int:
+        """How far this rank reads ahead: not where it alone announces batches, or pipelines meet now and then."""
+        entrance = self.schedule.stage_at[0, 0].rank in {key.rank for key in self._grid.local}
+        if self._combine.apart or (entrance and self._stop.alone):
+            return 0
+        found = self._proof.reading()
+        return found.alone if self._grid.width == 1 else found.together
 
     def _begin(self, source: BatchSource, *, trains: bool) -> bool:
         """Prepare a span; return whether there is a first batch, on which all ranks agree."""

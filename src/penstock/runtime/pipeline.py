@@ -38,7 +38,8 @@ from penstock.runtime.plan.plan import PipelinePlan, UnprovenPlan
 from penstock.runtime.rank.batch_source import Batches
 from penstock.runtime.rank.restore import SavedState, check_names, check_pipelines, has_older, restore
 from penstock.runtime.rank.snapshot import Saving, Snapshot, check_saving
-from penstock.runtime.setup.assemble import make_ranks
+from penstock.runtime.setup.assemble import blocks_here, make_ranks
+from penstock.runtime.setup.given import blocks_of
 from penstock.runtime.setup.same_plan import check_same_plans
 from penstock.runtime.setup.shared_plan import share_evaluation, shared_plan
 from penstock.runtime.switching import Switching
@@ -49,6 +50,7 @@ from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.methods.choice import MethodChoice
 from penstock.schedule.proof.check import Proof
 from penstock.stage.autograd.recompute import RecomputeMode
+from penstock.stage.checks.held_elsewhere import HeldElsewhere
 from penstock.stage.loss import LossFunction, check_loss
 from penstock.stage.precision import PrecisionName
 from penstock.stage.stage_weights import TrainedWeights
@@ -162,7 +164,7 @@ class Pipeline(Switching):
         device: str | torch.device | None = None,
         waits: Waits = "auto",
     ) -> None:
-        named = named_blocks(blocks)
+        named = blocks_of(blocks, optimizer, lr_scheduler)
         options = PipelineOptions(
             data_parallel if isinstance(data_parallel, DataParallel) else DataParallel(data_parallel),
             precision if isinstance(precision, Precision) else Precision(precision),
@@ -208,7 +210,9 @@ class Pipeline(Switching):
         self.delays, self.backward_delays = plan.delays.by_block, (plan.backward_delays or plan.delays).by_block
         holders = holders_of(self.schedule, parallel.width).values()
         alike = groups_of_holders(self.grid, holders, parallel.mesh) if parallel.fast else {}
+        self._held = HeldElsewhere(named, blocks_here(plan, self.grid))
         self._ranks, self._adaptations = make_ranks(named, plan, self.grid, loss, optimizer), Adaptations()
+        self._held.built()
         self._hooks = UpdateHooks()
         for stage in {stage.key.index: stage for stage in self._by_place()}.values():
             if isinstance(stage.weights, TrainedWeights):
@@ -320,6 +324,7 @@ class Pipeline(Switching):
                 )
         if save is not None:
             save = save._replace(sink=partial(self._sink, save.sink, shares=save.shares))
+        self._held.begin()
         return TrainingRun(self._engine.train(batches, save, evaluate, partial(self._halts, evaluate)), self.stop)
 
     def evaluate(self, batches: Batches, *, averaged: bool = False) -> tuple[float, float] | None:
@@ -415,13 +420,14 @@ class Pipeline(Switching):
         if not isinstance(saved, SavedState):
             raise ConfigError(
                 f"load takes a state that was saved with its facts, not {saved!r:.80}; to load a checkpoint: "
-                "penstock.Checkpoints(pipeline, folder).load(); to begin with other weights, load them into the blocks "
-                "before the pipeline is made"
+                "penstock.Checkpoints(pipeline, folder).load(); to begin with other weights: "
+                "pipeline.load_state_dict(weights)"
             )
         check_names(saved, [n for part in self.parts for n in part])
         check_pipelines(saved, self.combine, self.grid.width)
         self._adaptations.load(saved.facts.get(IN_FLIGHT, {}))
         self._adopt(None)
+        self._held.loaded()
         older = RULES[self.schedule.rule].bases == 2 and has_older(saved, self._plan.options.staleness.correction_name)
         try:
             for state in self._ranks:

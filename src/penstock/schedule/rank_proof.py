@@ -7,12 +7,13 @@ window) and the lowered program of its own, whose actions are in the text form o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 from penstock.schedule.ir.schedule import Op, Payload, Program, Schedule, format_action
 from penstock.schedule.machine.instructions import Instruction, Lowered, LoweredProgram, Message, Route
 from penstock.schedule.proof.check import Proof, StageFacts
+from penstock.schedule.proof.read_ahead import Reading
 from penstock.schedule.proof.stage_state import Delay
 from penstock.schedule.rank_schedule import Json, RankSchedule
 from penstock.schedule.text import parse_action
@@ -27,19 +28,19 @@ class RankProof(Proof):
 
     Attributes:
         border: why nothing may be run between two batches; None if it may.
-        ahead: the batches that ranks behind the first one read ahead.
+        read: how far ranks read ahead.
     """
 
     border: str | None = None
-    ahead: int = 0
+    read: Reading = field(default_factory=Reading)
 
     def border_fault(self) -> str | None:
         """Say why nothing may be run at the borders of batches; None if it may."""
         return self.border
 
-    def batches_ahead(self) -> int:
-        """Count the batches that ranks behind the first one read ahead."""
-        return self.ahead
+    def reading(self) -> Reading:
+        """Return how far ranks read ahead."""
+        return self.read
 
 
 def common_part(proof: Proof) -> Json:
@@ -48,7 +49,7 @@ def common_part(proof: Proof) -> Json:
         "window": proof.lowered.window,
         "steady": proof.steady_from,
         "border": proof.border_fault(),
-        "ahead": proof.batches_ahead(),
+        "reading": list(proof.reading()),
         "activations": [[each.numerator, each.denominator] for each in proof.activations],
         "facts": [_facts(proof.stages[stage]) for stage in proof.schedule.stages],
         "routes": [
@@ -97,7 +98,7 @@ def rank_proof(schedule: Schedule, rank: int, common: Json, own: Json) -> RankPr
         tuple(Fraction(*each) for each in common["activations"]),
         common["steady"],
         border=common["border"],
-        ahead=common["ahead"],
+        read=Reading(*common["reading"]),
     )
 
 

@@ -118,6 +118,7 @@ class StageRoutes:
             mailbox.buffer(Payload.GRADIENT, stage, source) if returns else None
             for source, returns in zip(neighbors.inputs, neighbors.returns, strict=True)
         ]
+        self._only = self._inputs[0] if neighbors.returns == (True,) else None  # the usual case
         before = schedule.segment_before(stage.index)
         after = {schedule.segment_before(index): index for index in range(schedule.num_stages)}.get(stage.index)
         at, direction = schedule.stage_at, stage.direction
@@ -145,6 +146,9 @@ class StageRoutes:
 
     def inputs(self, key: Piece) -> tuple[Header, Any, tuple[bool, ...]]:
         """Take the input of a forward: its header, its tree, and which of its leaves want a gradient."""
+        if self._only is not None and key not in self._repairs[0]:
+            message = self._only.take(key)
+            return message.header, message.tree, message.wants_gradient
         messages = [self._newest(place, key) for place in range(len(self._inputs))]
         wants = [
             message.wants_gradient if returned is not None else (False,) * len(message.wants_gradient)

@@ -11,7 +11,8 @@ Names in a snapshot: `weights/NAME` (newest, in full precision), `older/NAME` (t
 `motion/NAME` (how the weights move, and others of a correction),
 `fixed/NAME` (frozen parameters and persistent buffers; `fixed.1/NAME` for the second stage that holds them, in another
 pipeline or in another direction of the same one, and so on) and
-`optimizer/KIND/NAME`, where NAME is that of a parameter, the same at every depth. Of values that are not tensors,
+`optimizer/KIND/NAME`, where NAME is that of a parameter, the same at every depth; where pipelines have divided it by
+rows, `optimizer/KIND@8/NAME` has those of one of them, from row 8 on. Of values that are not tensors,
 `setting/KEY/NAME` was set by hand in the parameter group of NAME between two runs. Where parallel pipelines have
 weights of their own, `weights.1/NAME`, `older.1/NAME` and `optimizer.1/KIND/NAME` are those of the second pipeline, and
 so on; weights are left out when pipelines have just met and agree. `common/NAME` and `momentum/NAME` are what they
@@ -36,6 +37,7 @@ from penstock.runtime.update.decisions import Decisions
 from penstock.stage.checks.tensor_sums import tensor_sums
 from penstock.stage.stage_runtime import StageRuntime
 from penstock.stage.stage_weights import TrainedWeights
+from penstock.weights.sharded_store import ShardedStore
 
 
 @dataclass(frozen=True)
@@ -138,8 +140,8 @@ def take_snapshot(
     """Take a snapshot of a stage, between an update and the next pass.
 
     Args:
-        stage: the stage. All copies of a stage have the same state but for their module buffers, so only the first
-            copy saves the rest, unless pipelines have weights of their own.
+        stage: the stage. All copies of a stage have the same state but for their module buffers and what is divided
+            among them, so only the first copy saves the rest, unless pipelines have weights of their own.
         batch: the newest version.
         decisions: of its rank; None where nothing is trained, as the rank may not have received any.
         fixed: untrained tensors from before the first forward of `batch`; None if that has not run.
@@ -162,6 +164,8 @@ def take_snapshot(
             older = weights.store.copies(batch - 1)
         settled = torch.clone if side is None or weights.agreement is not None else torch.Tensor.detach
         _add_trained(weights, batch, older or {}, tensors, values, facts, settled)
+    elif isinstance(weights, TrainedWeights) and isinstance(weights.store, ShardedStore):
+        tensors |= _optimizer_state(weights, torch.clone if side is None else torch.Tensor.detach)[0]
     if side is None:
         copied = _copied(tensors)
     else:
@@ -204,9 +208,8 @@ def _add_trained(
     tensors |= {f"{read_before}/{name}": tensor for name, tensor in older.items()}
     if store.reads_ahead:
         tensors |= {f"ahead/{name}": tensor for name, tensor in store.copies(batch).items()}
-    for (kind, name), value in updater.state(settled).items():
-        kept = tensors if isinstance(value, Tensor) else values
-        kept[f"optimizer{own}/{kind}/{name}"] = value
+    for kept, found in zip((tensors, values), _optimizer_state(weights, settled, own), strict=True):
+        kept |= found
     facts |= {f"updates{own}": updater.updates} | ({} if agreement is None else agreement.facts())
     if apart and agreement is not None:
         facts |= {"pipelines": agreement.width}
@@ -224,6 +227,29 @@ def _add_trained(
         tensors |= agreement.copies()
     values |= {f"stepped/{name}": updater.stepper(name) for name in updater.parameters}
     values |= {f"setting/{key}/{name}": value for (key, name), value in updater.rates.by_hand().items()}
+
+
+def _optimizer_state(
+    weights: TrainedWeights, settled: Callable[[Tensor], Tensor], own: str = ""
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the tensors and the other values of a stage's optimizer; of what is divided, the rows that are here.
+
+    What is not divided is that of the first holder.
+    """
+    tensors: dict[str, Any] = {}
+    values: dict[str, Any] = {}
+    shards = weights.store.shards if isinstance(weights.store, ShardedStore) else None
+    for (kind, name), value in weights.updater.state(settled).items():
+        kept, whose = tensors if isinstance(value, Tensor) else values, kind
+        if shards is not None:
+            rows = shards.rows(name)
+            divided = isinstance(value, Tensor) and value.dim() > 0
+            if divided and rows.end - rows.first < rows.all:
+                whose = f"{kind}@{rows.first}"
+            if (divided and rows.all and not value.shape[0]) or (shards.place and whose == kind):
+                continue
+        kept[f"optimizer{own}/{whose}/{name}"] = value
+    return tensors, values
 
 
 def _copied(tensors: Mapping[str, Tensor]) -> Done | None:

@@ -29,6 +29,9 @@ class SnapshotCapture:
         recorder: receives the bytes that snapshots hold.
         held: weak references to snapshots that may still be alive, also those of earlier spans.
         side: copies snapshots to the host beside the work of a device; None where there is none.
+
+    Attributes:
+        holds: there may be snapshots whose bytes are to be reported.
     """
 
     def __init__(
@@ -45,7 +48,7 @@ class SnapshotCapture:
         self._taken: dict[Stage, int] = {}  # the last batch before which one was taken
         self._fixed: dict[Stage, Fixed] = {}  # of the next one
         self._older: dict[Stage, Mapping[str, Tensor]] = {}
-        self._held = held
+        self._held, self.holds = held, saving is not None or bool(held)
         self._side = side
         self._copying: dict[Stage, Done] = {}  # of weights that the next update of the stage writes
 
@@ -101,7 +104,7 @@ class SnapshotCapture:
 
     def record(self) -> None:
         """Report the bytes of the snapshots that are still alive, for example until they are written."""
-        if self._saving is None and not self._held:
+        if not self.holds:
             return
         held = [snapshot for known in self._held if (snapshot := known()) is not None and snapshot.tensors]
         self._held[:] = [ref(snapshot) for snapshot in held]

@@ -24,6 +24,7 @@ from penstock.schedule.ir.rules import RULES, Source
 from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.methods.table import find_method
 from penstock.schedule.methods.wave_lags import place_of, record_fault
+from penstock.simulate.auto_in_flight import later_with
 from penstock.train.config.own_schedule import own_schedule
 from penstock.train.config.schema import TrainConfig
 from penstock.train.data.corpus import Corpus, Once, load_corpus
@@ -65,6 +66,11 @@ class Prepared:
     def plan_of(self, phase: str) -> PipelinePlan:
         """The plan under the method of a phase."""
         return self.others.get(phase, self.plan)
+
+    def later(self) -> str:
+        """Say by how much weights are read later with the microbatches in flight that are configured; empty if not."""
+        request = _schedule(self.config)
+        return later_with(request) if isinstance(request, ScheduleRequest) else ""
 
     @property
     def microbatches(self) -> int:
