@@ -1,5 +1,4 @@
-"""Makes the drawings in docs, and tables from the simulator: `python tests/support/drawings.py` writes docs/orders.md,
-docs/sharded-state.md and docs/2bw.svg anew."""
+"""Makes drawings and tables in docs: `python tests/support/drawings.py` writes orders.md, sharded-state.md, 2bw.svg."""
 
 from __future__ import annotations
 
@@ -101,8 +100,9 @@ def traffic() -> str:
 
 
 def sharded_anew(text: str) -> str:
-    """The page on sharded state with its table as it comes out now."""
-    return _TRAFFIC.sub(lambda match: match[1] + traffic() + match[2], text)
+    """The page on sharded state with its table and its drawing as they come out now."""
+    text = _TRAFFIC.sub(lambda match: match[1] + traffic() + match[2], text)
+    return _DRAWING.sub(lambda match: drawing(match[1]), text)
 
 
 def made_anew(text: str) -> str:
