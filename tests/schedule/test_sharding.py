@@ -270,8 +270,8 @@ LAYERED_FAULTS = [
     ("GATHER[t-1]@0^t-2 F0@2", "GATHER[t-1]@0^t-1 F0@2", "reads version t-2, which is not gathered here"),
     ("RELEASE[t]@0^t-1 GATHER[t-1]@0^t-2", "GATHER[t-1]@0^t-2", "gathers version t-2, which is gathered already"),
     ("REDUCE[t-1]@0 B0@2", "B0@2", "stage 0 must run REDUCE for nothing"),
-    ("GATHER[t]@0^t-1 GATHER", "GATHER[t]@0^t GATHER", "gathers? version t|reads version t"),
-    ("RELEASE[t-1]@0^t-2 REDUCE", "REDUCE", "still has gathered weights of version|gathered already"),
+    ("GATHER[t]@0^t-1 GATHER", "GATHER[t]@0^t GATHER", r"F0@0\^t-1: reads version t-1, which is not gathered here"),
+    ("RELEASE[t-1]@0^t-2 REDUCE", "REDUCE", r"rank 0 still has gathered weights of version \[-1\]"),
     ("drain 0: GATHER[t-1]@0^t-2 ", "drain 0: ", "which is not gathered here"),
 ]  # fmt: skip
 
