@@ -284,6 +284,6 @@ def test_faults_in_fully_sharded_2bw_are_found(there, instead, said):
         check(parse_schedule(text.replace(there, instead, 1)))
 
 
-def test_the_runtime_refuses_a_sharded_schedule_by_name():
-    with pytest.raises(CapabilityError, match="1f1b: sharding gradients is computed and simulated"):
-        check_offered(prove("1f1b", 2, 2, sharding="gradients").schedule)
+def test_the_runtime_refuses_level_full_by_name():
+    with pytest.raises(CapabilityError, match="1f1b: sharding full is computed and simulated"):
+        check_offered(prove("1f1b", 2, 2, sharding="full").schedule)

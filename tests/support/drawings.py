@@ -1,4 +1,7 @@
-"""Makes drawings and tables in docs: `python tests/support/drawings.py` writes orders.md, sharded-state.md, 2bw.svg."""
+"""Makes the drawings in docs, and tables from the simulator.
+
+`python tests/support/drawings.py` writes docs/orders.md, docs/sharded-state.md and docs/2bw.svg anew.
+"""
 
 from __future__ import annotations
 

@@ -45,6 +45,7 @@ from penstock.schedule.machine.play import Machine
 from penstock.schedule.machine.window_search import lower_freely
 from penstock.schedule.proof.activations import Activations
 from penstock.schedule.proof.coverage import check_coverage
+from penstock.schedule.proof.read_ahead import Reading, reading_of
 from penstock.schedule.proof.shard_facts import RankShards, shard_facts
 from penstock.schedule.proof.stage_spec import stage_specs
 from penstock.schedule.proof.stage_state import Delay, StageState
@@ -111,6 +112,10 @@ class Proof:
     def border_fault(self) -> str | None:
         """Say why nothing may be run at the borders of batches; None if it may."""
         return border_fault(self.lowered)
+
+    def reading(self) -> Reading:
+        """Return how far ranks read ahead."""
+        return reading_of(self.schedule)
 
     def versions_on(self, rank: int) -> int:
         """Return the most weight versions that a stage of this rank has alive at once."""
