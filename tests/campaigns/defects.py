@@ -473,7 +473,7 @@ DEFECTS = (
     Defect(
         "passes read a version while its other shards are under way",
         "runtime/rank",
-        "yield from self.updates.gathers.wait(stage.runtime.key, f\"{stage.name}, batch {batch}\")",
+        'yield from self.updates.gathers.wait(stage.runtime.key, f"{stage.name}, batch {batch}")',
         "pass",
         ("tests/runtime/test_sharded_state.py",),
     ),

@@ -43,12 +43,14 @@ def others(case: Case) -> dict[str, Any]:
     return make_blocks(case.model, seed=99)
 
 
-@pytest.mark.parametrize("method", ["1f1b", "2bw"])
+@pytest.mark.parametrize(
+    ("method", "optimizer"), [("1f1b", "adamw"), ("2bw", "adamw"), ("2bw", "configured soap"), ("1f1b", "adafactor")]
+)
 @pytest.mark.parametrize(
     ("before", "after"), [("gradients", "none"), ("none", "optimizer"), ("optimizer", "gradients")]
 )
-def test_a_run_goes_on_under_another_sharding(method: str, before: str, after: str) -> None:
-    case = Case(method, 2, 2, width=2, spans=(7,), clip=0.4, skips=())
+def test_a_run_goes_on_under_another_sharding(method: str, optimizer: str, before: str, after: str) -> None:
+    case = Case(method, 2, 2, "mixed", optimizer, width=2, spans=(7,), clip=0.4, skips=())
     kept, wanted = saved_by(case, before, 4), expected(case)
     pipeline = make_pipeline(case, sharding=after, blocks=others(case))
     pipeline.load(kept)

@@ -28,6 +28,10 @@ CASES = [
     Case("1f1b", 2, 2, "mixed", "two rates", width=3, spans=(7,), clip=CLIP, tied=True, recompute="stage"),
     Case("2bw", 2, 2, "half", width=2, spans=(9,), scaling=Scaling(2.0**24, 2.0, 0.5, 2)),
     Case("zb-h1", 2, 4, width=2, spans=(6,)),
+    Case("2bw", 2, 2, "mixed", "configured muon", width=3, spans=(6,), clip=CLIP),
+    Case("1f1b", 2, 2, "mixed", "adafactor", width=2, spans=(6,), clip=CLIP),
+    Case("2bw", 1, 2, "mixed", "configured soap", width=2, spans=(6,), clip=CLIP),
+    Case("gpipe", 2, 2, "mixed", "configured basis-rotation", width=3, spans=(6,), clip=CLIP),
 ]
 
 
@@ -61,12 +65,22 @@ def test_zero_rows_and_a_parameter_without_dimensions() -> None:
             "head": nn.Linear(8, 13),
         }  # fmt: skip
 
-    plain = make_pipeline(case, blocks=blocks())
-    for _ in plain.run(make_batches(case)):
-        pass
-    for level in ("optimizer", "gradients"):
-        outcome, _, _ = train_sharded(None, case, level, blocks=blocks())
-        assert_equal_tensors(outcome.weights, plain.state_dict(), level)
+    optimizers = (
+        lambda named: torch.optim.AdamW(named, lr=0.01),
+        lambda named: torch.optim.Adagrad(
+            named, lr=0.01, initial_accumulator_value=0.1
+        ),  # whose state is there at once
+        lambda named: torch.optim.Adafactor(named, lr=0.01),
+    )
+    for make in optimizers:
+        plain = make_pipeline(case, blocks=blocks(), optimizer=make)
+        for _ in plain.run(make_batches(case)):
+            pass
+        for level in ("optimizer", "gradients"):
+            divided = make_pipeline(case, blocks=blocks(), optimizer=make, sharding=level)
+            for _ in divided.run(make_batches(case)):
+                pass
+            assert_equal_tensors(divided.state_dict(), plain.state_dict(), level)
 
 
 def on_rank(group: dist.ProcessGroup, case: Case, level: str) -> Any:
