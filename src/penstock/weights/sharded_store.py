@@ -48,12 +48,12 @@ class ShardedStore(VersionStore):
         """Divide parameters by rows, or `whole` ones, as the optimizer asks for."""
         self.shards = RowShards(self.layout, *self._place, whole)
 
-    def stepped(self, buffer: Buffer) -> OwnRows:
+    def own_of(self, buffer: Buffer) -> OwnRows:
         """Return what of a buffer the optimizer of this holder steps: its rows."""
         return OwnRows(buffer, self.shards)
 
     @property
-    def stepped_layout(self) -> Layout:
+    def own_layout(self) -> Layout:
         """The layout of the own rows."""
         return Layout(self.shards.own(self.master.views))
 

@@ -231,7 +231,7 @@ class _StageReader:
             kinds.setdefault(name, []).append(kind)
         for name, parameter in self._updater.parameters.items():
             known = next((k for k in self._known(name) if k in kinds), None)
-            if name not in self._updater.stepped:
+            if name not in self._updater.own:
                 continue
             for kind in dict.fromkeys(kind.partition("@")[0] for kind in kinds.get(known or "", ())):
                 key = f"{what}/{kind}/{known}"

@@ -72,6 +72,8 @@ class SnapshotCapture:
         if self._saving is None or not self._saving.wants(batch) or not self._saving.make_room(batch):
             return
         weights = stage.weights
+        if stage.place and weights.agreement is None:
+            return  # the first copy saves it
         if isinstance(weights, TrainedWeights) and batch - 1 in weights.store.versions:
             self._older[stage.key] = weights.store.copies(batch - 1)
 

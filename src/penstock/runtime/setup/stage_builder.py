@@ -118,7 +118,7 @@ class StageBuilder:
         if isinstance(weights, TrainedWeights):
             weights.corrector, store = None, weights.store
             newest = store.newest
-            weights.updater.follow(store.stepped(store.master))
+            weights.updater.follow(store.own_of(store.master))
             store.resize(proof.stages[runtime.key], {newest, newest - 1} if keeps_older else {newest})
             if isinstance(store, MixedStore):
                 store.step_apart(_steps_apart(proof))
@@ -185,7 +185,7 @@ class StageBuilder:
                     f"{module.where} shares {ties[0].names_at(stage.index)[0]} with another stage, which may have it "
                     f"in another shard, as {updater.name} needs whole parameters; untie them, or set sharding to none"
                 )
-            updater.divide(store.shards, store.stepped(store.master))
+            updater.divide(store.shards, store.own_of(store.master))
         average = None
         if update.ema_decay is not None:
             average = Buffer(store.layout, f"average of {module.where}")
@@ -245,12 +245,12 @@ class StageBuilder:
             corrector = weights.corrector = self._make_corrector(stage, weights, proof, correction)
             weights.apart = _steps_apart(proof)
             store.read_ahead(corrector is not None and corrector.reads_ahead)
-            updater.follow(store.stepped(store.master))
+            updater.follow(store.own_of(store.master))
             if store.reads_ahead:
                 weights.watch_writes()
             store.hold_estimate(self._estimates_whole(stage, proof, corrector))
             updater.rates.correct(*(None, None) if corrector is None else (_rate(corrector), corrector.begin))
-            updater.prepare(store.stepped_layout, self._rotates(stage, proof, corrector, updater))
+            updater.prepare(store.own_layout, self._rotates(stage, proof, corrector, updater))
             reading = _reading(RULES[proof.schedule.rule], weights, self._plan.backward_delays)
             storages = store.storages | (set() if weights.older is None else weights.older.storages)
         return reading, self._make_graphs(stage, module, storages, reading, proof.schedule)

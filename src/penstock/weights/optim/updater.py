@@ -47,7 +47,7 @@ class Updater:
 
     Attributes:
         parameters: by name, as the optimizer has them.
-        stepped: the names of those that are stepped here, or some rows of them.
+        own: the names of those that are stepped here, or some rows of them.
         optimizer: None for a stage without parameters.
         updates: made so far.
         rates: the learning rates of all updates.
@@ -75,7 +75,7 @@ class Updater:
         self._told: Callable[[torch.optim.Optimizer], None] | None = getattr(factory, "undone", None)
         self._scratch: Scratch | None = None
         self._layout = layout
-        self.stepped = list(self.parameters)
+        self.own = list(self.parameters)
         self._make_step = OptimizerStep(self.optimizer, self.parameters)
         self.rates = Rates(self.optimizer, self.parameters, scheduler)
         self.rates.correct(factor, begin)
@@ -99,7 +99,7 @@ class Updater:
             shards: who owns which rows.
             weights: the own rows.
         """
-        self.stepped = list(weights.views)
+        self.own = list(weights.views)
         for name, parameter in self.parameters.items():
             state = {} if self.optimizer is None else self.optimizer.state.get(parameter, {})  # Adagrad begins with one
             for key, value in state.items():
@@ -198,7 +198,7 @@ class Updater:
             self._tell_steps(weights, gradient, stepped)
             return
         self.rates.put(self.updates)
-        self._make_step.make(self.stepped, weights.views, gradient.views)
+        self._make_step.make(self.own, weights.views, gradient.views)
         self._updated()
 
     def _tell_steps(self, weights: Steppable, gradient: Steppable, stepped: Stepped) -> None:
@@ -209,8 +209,8 @@ class Updater:
         self.rates.put(self.updates)
         with torch.no_grad():
             if self._scratch is None:
-                self._make_step.make(self.stepped, weights.views, gradient.views)
-                self._tell_of(self.stepped, weights.views, weights.views, gradient.views, stepped)
+                self._make_step.make(self.own, weights.views, gradient.views)
+                self._tell_of(self.own, weights.views, weights.views, gradient.views, stepped)
             for before in self._groups:
                 for name, scratch in before.items():
                     scratch.copy_(weights.views[name])
