@@ -15,11 +15,10 @@ from penstock.comm.core.tagged_group import Tag
 from penstock.comm.mesh import Groups
 from penstock.comm.p2p.transport import Channel, Transport
 from penstock.comm.transports import Transports
-from penstock.schedule.ir.schedule import Schedule
+from penstock.schedule.ir.schedule import Schedule, Stage
 from penstock.schedule.ir.sharding import Level
 from penstock.schedule.machine.instructions import Lowered
 from penstock.schedule.methods.combine import REDUCE, Combine
-from penstock.schedule.proof.stage_spec import StageSpec
 
 
 class Communicators(NamedTuple):
@@ -55,16 +54,15 @@ class Communicators(NamedTuple):
 
 def holders_of(schedule: Schedule, width: int) -> dict[int, tuple[Holder, ...]]:
     """Map each stage index to the copies of that stage in all parallel pipelines and directions."""
-    return {
-        index: tuple(Holder(r, stage) for r in range(width) for stage in schedule.stages if stage.index == index)
-        for index in range(schedule.num_stages)
-    }
+    copies: dict[int, list[Stage]] = {index: [] for index in range(schedule.num_stages)}
+    for stage in schedule.stages:
+        copies[stage.index].append(stage)
+    return {index: tuple(Holder(r, stage) for r in range(width) for stage in here) for index, here in copies.items()}
 
 
 def connect(
     grid: RankGrid,
     lowered: Lowered,
-    specs: Sequence[StageSpec],
     add: Add,
     channel: Channel,
     transports: Transports,
@@ -76,7 +74,6 @@ def connect(
     Args:
         grid: all ranks.
         lowered: the schedule of the span, with its messages.
-        specs: of its stages.
         add: adds control scalars.
         channel: training or evaluation.
         transports: makes those of the ranks.
@@ -84,7 +81,7 @@ def connect(
         combine: how parallel pipelines are synchronized; where they have weights of their own, each decides on its own
             updates.
     """
-    deciding = [Holder(r, spec.stage) for r in range(grid.width) for spec in specs if spec.decides]
+    deciding = [Holder(r, stage) for r in range(grid.width) for stage in lowered.schedule.deciding]
     way, sharded = RightOfWay(), lowered.schedule.sharding.level is not Level.NONE
     made = transports.make(lowered, channel, way)
     if grid.group is None:

@@ -141,11 +141,6 @@ class StageWeights:
     # --- memory -----------------------------------------------------------------------------------------------------
 
     @property
-    def in_use(self) -> tuple[int, int]:
-        """The number of versions and of gradients: a pass may begin a gradient or end a version, and nothing else."""
-        return 0, 0
-
-    @property
     def optimizer_bytes(self) -> int:
         """Bytes that the optimizer remembers."""
         return 0
@@ -357,11 +352,6 @@ class TrainedWeights(StageWeights):
         self.watch.look()
 
     # --- memory -----------------------------------------------------------------------------------------------------
-
-    @property
-    def in_use(self) -> tuple[int, int]:
-        """The number of versions and of gradients."""
-        return len(self.store.versions), len(self.store.gradients)
 
     @property
     def optimizer_bytes(self) -> int:

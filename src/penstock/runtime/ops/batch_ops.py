@@ -46,11 +46,8 @@ class StepAction(BoundAction):
         turn, updates = self.turn(t), self._span.updates
         yield from self._span.complete(self.stage, str(turn))  # what this update begins from
         yield from updates.wait(self.action.stage, turn.batch, self.op, f"{self.op}{turn.first}")
-        self.act(turn)
-
-    def before_books(self, turn: Turn) -> None:  # noqa: ARG002
-        """Let the snapshot before be copied."""
         self._span.capture.before_update(self._runtime)
+        self.act(turn)
 
     def work(self, turn: Turn) -> None:
         """Update, and take a snapshot if it is time."""

@@ -137,7 +137,7 @@ def check_compiled(schedule: Schedule, compiles: bool, backward_delays: bool) ->
     """
     if not compiles:
         return
-    ops = {p.op for program in schedule.programs for action in program.period for p in passes(action)}
+    ops = schedule.operations
     reason = ""
     if RULES[schedule.rule].rebinds or backward_delays:
         reason = "backwards read other weights than their forward, which a compiled graph cannot be given"

@@ -56,7 +56,7 @@ def with_all_actions(given: GivenSchedule, options: PipelineOptions, tied: Colle
     """
     plain = taken_apart(schedule_of(given))  # executors run one pass at a time
     check_together(plain, options.deciding, tied)
-    whole = extended(plain, **_additions(plain, options, tied))
+    whole = extended(plain, **additions(plain, options, tied))
     check_offered(whole, options.data_parallel.combine)
     check_sharding(whole, options)
     return whole
@@ -71,11 +71,11 @@ def prove_with_all_actions(given: Schedule | Proof, options: PipelineOptions, ti
     whole = schedule_of(given)
     plain = taken_apart(whole)
     known = plain is whole and not isinstance(given, RankProof)  # which is of one rank only
-    return extend(given if known else plain, **_additions(plain, options, tied))
+    return extend(given if known else plain, **additions(plain, options, tied))
 
 
-def _additions(plain: Schedule, options: PipelineOptions, tied: Collection[int]) -> dict[str, Any]:
-    """The arguments of `penstock.schedule.build.extended`."""
+def additions(plain: Schedule, options: PipelineOptions, tied: Collection[int]) -> dict[str, Any]:
+    """What options add to a schedule: the arguments of `penstock.schedule.build.extended`."""
     parallel, recompute = options.data_parallel, options.recompute
     combine = parallel.combine
     return {

@@ -270,7 +270,7 @@ class StageBuilder:
         parts = parts_to_recompute(
             list(module.blocks), self._options.recompute.recompute, stage.index in schedule.recomputed
         )
-        ops = {p.op for a in schedule.programs[stage.rank].period for p in passes(a) if p.stage == stage}
+        ops = {p.op for a in schedule.program(stage.rank).period for p in passes(a) if p.stage == stage}
         halved, parks = _halved(schedule, stage, any(neighbors_of(schedule, stage).returns)), Op.OFFLOAD in ops
         keeps = schedule.segment_before(stage.index) is None
         return StageGraphs(module, storages, self._plan.divisor, parts, halved, parks, self._hold, reading, keeps)
@@ -314,13 +314,13 @@ def _rate(corrector: Corrector) -> Callable[[int], float]:
     return lambda updates: corrector.rate(max(updates - corrector.began, 0))
 
 
-def _halved(schedule: Schedule, stage: Stage, sends: bool) -> Callable[[Piece], bool]:
+def _halved(schedule: Schedule, stage: Stage, sends: bool) -> Callable[[Piece], bool] | None:
     """Of which microbatches (and slices) a stage runs the backward in two halves.
 
     Not where the second half follows at once, and the first one finds nothing to send (`sends` is false): one walk
     through the activations is shorter than two.
     """
-    m, actions = schedule.microbatches, [p for a in schedule.programs[stage.rank].period for p in passes(a)]
+    m, actions = schedule.microbatches, [p for a in schedule.program(stage.rank).period for p in passes(a)]
     pairs = zip([None, *actions], actions, strict=False)
     units = [
         late.unit
@@ -330,7 +330,7 @@ def _halved(schedule: Schedule, stage: Stage, sends: bool) -> Callable[[Piece], 
         and (sends or early is None or (early.op, early.stage, early.unit) != (Op.I, stage, late.unit))
     ]
     halved = {(k % m, unit.slice[0] if unit.slice else 0) for unit in units for k in unit.microbatches}
-    return lambda key: (key[0] % m, key[1]) in halved
+    return (lambda key: (key[0] % m, key[1]) in halved) if halved else None
 
 
 def _older_versions(
