@@ -165,8 +165,8 @@ def take_snapshot(
         settled = torch.clone if side is None or weights.agreement is not None else torch.Tensor.detach
         _add_trained(weights, batch, older or {}, tensors, values, facts, settled)
     elif isinstance(weights, TrainedWeights) and isinstance(weights.store, ShardedStore):
-        tensors, values = _optimizer_state(weights, torch.clone if side is None else torch.Tensor.detach)
-        tensors |= {kind + name: tensor for name, tensor in fixed.items()}
+        rows, values = _optimizer_state(weights, torch.clone if side is None else torch.Tensor.detach)
+        tensors |= rows
     if side is None:
         copied = _copied(tensors)
     else:
