@@ -64,10 +64,7 @@ def memory(graph, proof, cuts, again):
 
 @pytest.mark.parametrize("limit", [math.inf, 260.0])
 def test_simulated_plans_are_the_best_of_all(limit):
-    """Four layers, three devices, four microbatches: every method, depth, width, cut, with and without recompute.
-
-    Cuts are chosen for the slowest stage, which decides where messages take little time.
-    """
+    """Four layers, three devices, four microbatches: every method, depth, width, cut, with and without recompute."""
     fits = 0
     for seed in range(2):
         graph = chain(Random(seed), 4)
@@ -90,7 +87,7 @@ def test_simulated_plans_are_the_best_of_all(limit):
             assert (found is None) == (best == math.inf)
             if found is not None:
                 fits += 1
-                assert found.seconds_per_sample == pytest.approx(best, rel=0.02)
+                assert found.seconds_per_sample == pytest.approx(best, rel=1e-9)
                 assert max(stage.memory for stage in found.rating.stages) <= limit
         assert [p.seconds_per_sample for p in plans] == sorted(p.seconds_per_sample for p in plans)
     assert fits > 4

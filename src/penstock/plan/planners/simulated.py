@@ -10,8 +10,9 @@ simulated, too: all of them if they are few, otherwise those that differ by one 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import combinations, pairwise, product
 from typing import TypeAlias
 
@@ -27,8 +28,10 @@ from penstock.plan.stages.two_bw_cost import bandwidths
 from penstock.schedule.build import extend, prove
 from penstock.schedule.methods.table import find_method
 from penstock.schedule.proof.check import Proof
+from penstock.simulate.compiled.joint import NotCompiledError
 from penstock.simulate.costs import Costs, StageCost
-from penstock.simulate.predict import predict
+from penstock.simulate.predict import CompiledSpan, predict
+from penstock.timeline import Bubble
 
 Floats = npt.NDArray[np.float64]
 Cuts: TypeAlias = tuple[int, ...]
@@ -78,18 +81,29 @@ class Candidate:
 
 
 class _BlockChain:
-    """A graph as a chain of blocks: sums over its first layers, with recompute or without."""
+    """A graph as a chain of blocks, with recompute or without: sums over the blocks between two cuts, as matrices.
+
+    Attributes:
+        blocks: how many.
+        forward, seconds: of the first 0, 1, .. blocks; seconds are those of a forward, a backward and a recompute.
+        times, parameters, kept: between a cut (row) and a later one (column): seconds, bytes of parameters, and bytes
+            that a microbatch in flight keeps.
+        once: bytes of activations that are there once, those of the block that is run again.
+        crossing: bytes of the edges that cross a cut.
+    """
 
     def __init__(self, graph: LayerGraph, recompute: bool) -> None:
-        count = len(graph.layers)
+        self.blocks = count = len(graph.layers)
         self.forward = _sums([layer.forward or 0.0 for layer in graph.layers])
-        again = self.forward if recompute else 0.0
-        self.seconds = _sums([layer.seconds for layer in graph.layers]) + again
-        self.parameters = _sums([layer.parameters for layer in graph.layers])
+        self.seconds = _sums([layer.seconds for layer in graph.layers]) + (self.forward if recompute else 0.0)
         stored = np.array([layer.stored for layer in graph.layers])
         inputs = np.array([sum(edge.bytes for edge in edges) for edges in graph.inputs])
-        self.kept = _sums(np.minimum(inputs, stored) if recompute else stored)
-        self.once = stored if recompute else np.zeros(count)  # the activations of the block that is run again
+        kept = _sums(np.minimum(inputs, stored) if recompute else stored)
+        parameters = _sums([layer.parameters for layer in graph.layers])
+        self.times, self.parameters, self.kept = (v[None, :] - v[:, None] for v in (self.seconds, parameters, kept))
+        self.once = np.zeros((count + 1, count + 1))
+        for first in range(count if recompute else 0):
+            self.once[first, first + 1 :] = np.maximum.accumulate(stored[first:])
         self.crossing = np.zeros(count + 1)
         for edge in graph.edges:
             self.crossing[edge.source + 1 : edge.target + 1] += edge.bytes
@@ -170,7 +184,10 @@ class _CandidateTrial:
 
     def __init__(self, candidate: Candidate, chain: _BlockChain, devices: Devices, optimizer_copies: float) -> None:
         self._of, self._chain, self._devices, self._copies = candidate, chain, devices, optimizer_copies
+        self._limit = math.inf if devices.memory is None else devices.memory
         self._best: Cuts = ()
+        self._held: list[Floats] = []
+        self._spans: dict[int, Callable[[list[Costs]], list[Bubble]]] = {}
 
     def plan(self, best: float) -> Plan | Skipped:
         """Return the plan, or why there is none that is faster than `best` seconds per sample."""
@@ -184,9 +201,10 @@ class _CandidateTrial:
             proof = extend(proof, reduces=True) if of.width > 1 else proof
         except ScheduleError as error:
             return Skipped(name, f"refused: {str(error).splitlines()[0]}")
-        cuts = self._cuts(proof)
+        self._held = [self._memory(proof, stage) for stage in range(of.depth)]
+        cuts = self._cuts()
         if cuts is None:
-            least = self._memory(proof, 0, (0, len(self._chain.once))) / of.depth
+            least = float(self._held[-1][0, -1]) / of.depth
             return Skipped(
                 name, f"does not fit: {least:.4g} bytes per device on average, {self._devices.memory:.4g} there"
             )
@@ -198,28 +216,22 @@ class _CandidateTrial:
             )
         return self._simulated(proof, cuts)
 
-    def _memory(self, proof: Proof, stage: int, ends: tuple[int, int]) -> float:
-        """Return the bytes of one stage between two cuts."""
+    def _memory(self, proof: Proof, stage: int) -> Floats:
+        """Return the bytes of a stage between each cut and each later one."""
         facts, chain = list(proof.stages.values())[stage], self._chain
-        first, last = ends
-        parameters = float(chain.parameters[last] - chain.parameters[first])
-        kept = float(chain.kept[last] - chain.kept[first])
-        once = float(chain.once[first:last].max(initial=0.0))
-        return parameters * (facts.buffers + self._copies) + float(proof.activations[stage]) * kept + once
+        held = chain.parameters * (facts.buffers + self._copies)
+        found: Floats = held + float(proof.activations[stage]) * chain.kept + chain.once
+        return found
 
-    def _cuts(self, proof: Proof) -> Cuts | None:
+    def _cuts(self) -> Cuts | None:
         """Return where stages begin and end, so that the slowest is fastest and all fit; None if they cannot."""
-        count, depth = len(self._chain.once), self._of.depth
-        limit = math.inf if self._devices.memory is None else self._devices.memory
+        count = self._chain.blocks
+        later = np.triu(np.ones((count + 1, count + 1), dtype=bool), 1)
         reached = np.full(count + 1, np.inf)
         reached[0], trail = 0.0, []
-        for stage in range(depth):
-            through = np.full((count + 1, count + 1), np.inf)
-            for first in np.flatnonzero(np.isfinite(reached)):
-                for last in range(int(first) + 1, count + 1):
-                    if self._memory(proof, stage, (int(first), last)) <= limit:
-                        time = float(self._chain.seconds[last] - self._chain.seconds[first])
-                        through[first, last] = max(reached[first], time)
+        for memory in self._held:
+            times = np.where(later & (memory <= self._limit), self._chain.times, np.inf)
+            through = np.maximum(reached[:, None], times)
             trail.append(through.argmin(axis=0))
             reached = through.min(axis=0)
         if not math.isfinite(reached[-1]):
@@ -229,34 +241,42 @@ class _CandidateTrial:
             cuts.append(int(from_[cuts[-1]]))
         return tuple(reversed(cuts))
 
-    def _trials(self, proof: Proof, cuts: Cuts) -> Iterator[list[Cuts]]:
+    def _trials(self, cuts: Cuts) -> Iterator[list[Cuts]]:
         """Return cuts to try, group by group: all if they are few, otherwise those with one end moved by a block."""
         count, depth = cuts[-1], self._of.depth
         if math.comb(count - 1, depth - 1) <= _MOST_CUTS:
             every = ((0, *inner, count) for inner in combinations(range(1, count), depth - 1))
-            yield [each for each in every if each != cuts and self._fit(proof, each)]
+            yield [each for each in every if each != cuts and self._fit(each)]
             return
         while True:
             near = []
             for at, step in product(range(1, depth), (-1, 1)):
                 moved = (*self._best[:at], self._best[at] + step, *self._best[at + 1 :])
-                if moved[at - 1] < moved[at] < moved[at + 1] and self._fit(proof, moved):
+                if moved[at - 1] < moved[at] < moved[at + 1] and self._fit(moved):
                     near.append(moved)
             before = self._best
             yield near
             if self._best == before:
                 return
 
-    def _fit(self, proof: Proof, cuts: Cuts) -> bool:
+    def _fit(self, cuts: Cuts) -> bool:
         """Return whether all stages fit."""
-        limit = math.inf if self._devices.memory is None else self._devices.memory
-        return all(self._memory(proof, stage, ends) <= limit for stage, ends in enumerate(pairwise(cuts)))
+        return all(memory[ends] <= self._limit for memory, ends in zip(self._held, pairwise(cuts), strict=True))
 
     def _batch_times(self, proof: Proof, several: list[Cuts]) -> list[float]:
         """Return what one more batch of a long run takes, for each of several cuts."""
         costs = [self._costs(np.array(cuts)) for cuts in several]
-        short, long = (predict(proof.lowered, costs, batches) for batches in _SPANS)
+        short, long = (self._span(proof, batches)(costs) for batches in _SPANS)
         return [(b.makespan - a.makespan) / (_SPANS[1] - _SPANS[0]) for a, b in zip(short, long, strict=True)]
+
+    def _span(self, proof: Proof, batches: int) -> Callable[[list[Costs]], list[Bubble]]:
+        """Return what predicts a span of so many batches, compiled once for all cuts if it can be."""
+        if batches not in self._spans:
+            try:
+                self._spans[batches] = CompiledSpan(proof.lowered, batches, transfers=True).bubbles
+            except NotCompiledError:
+                self._spans[batches] = partial(predict, proof.lowered, batches=batches)
+        return self._spans[batches]
 
     def _costs(self, cuts: npt.NDArray[np.intp]) -> Costs:
         """Return the times of stages and messages; all messages take the time of the largest."""
@@ -266,21 +286,21 @@ class _CandidateTrial:
         return Costs(
             tuple(StageCost(float(f), float(t - f), 0.0) for f, t in zip(forwards, times, strict=True)),
             transfer=float(chain.crossing[cuts[1:-1]].max(initial=0.0)) / along,
-            collective=2 * (of.width - 1) / of.width * float(np.diff(chain.parameters[cuts]).max()) / across,
+            collective=2 * (of.width - 1) / of.width * float(chain.parameters[cuts[:-1], cuts[1:]].max()) / across,
         )
 
     def _simulated(self, proof: Proof, cuts: Cuts) -> Plan:
         """Return the plan with the cut that is simulated to be fastest, and what a batch takes."""
         self._best, (batch,) = cuts, self._batch_times(proof, [cuts])
-        for several in self._trials(proof, cuts):
+        for several in self._trials(cuts):
             if several:
                 times = self._batch_times(proof, several)
                 least = int(np.argmin(times))
                 if times[least] < batch:
                     self._best, batch = several[least], times[least]
-        return self._planned(proof, self._best, batch)
+        return self._planned(self._best, batch)
 
-    def _planned(self, proof: Proof, cuts: Cuts, batch: float) -> Plan:
+    def _planned(self, cuts: Cuts, batch: float) -> Plan:
         """Return the plan with a cut."""
         of, chain = self._of, self._chain
         seconds = batch / of.sized.microbatches
@@ -291,7 +311,7 @@ class _CandidateTrial:
             stages.append(PlannedStage(layers, of.width, 1, tuple(ways[n].name for n in layers) if ways else ()))
             busy = float(chain.seconds[last] - chain.seconds[first]) / of.width
             parts = {"compute": busy, "bubble": max(seconds - busy, 0.0)}
-            ratings.append(StageRating(busy, parts, self._memory(proof, stage, (first, last))))
+            ratings.append(StageRating(busy, parts, float(self._held[stage][first, last])))
         settings = {
             "method": of.method,
             "stages": of.depth,
