@@ -130,6 +130,17 @@ def test_what_cannot_be_simulated_is_said(command, tmp_path):
     assert "which --cost simulated finds" in " ".join(run.stderr.split())
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_no_less_is_held_with_more_microbatches(method):
+    """So that what does not fit with few microbatches need not be proven with many."""
+    for depth in (2, 3, 5):
+        held = [
+            [float(held) for held in prove(method, depth, m).activations] for m in (2 * depth, 2 * depth + 1, 5 * depth)
+        ]
+        assert all(a <= b for few, more in itertools.pairwise(held) for a, b in zip(few, more, strict=True))
+        assert held[0] == held[-1] or method == "gpipe"
+
+
 def test_what_does_not_fit_is_skipped_with_its_size():
     graph = chain(Random(1), 4)
     plans, skipped = simulated_plans({1: Sized(graph, 1, 4)}, Devices((DeviceLevel(3, 1e4),), 20.0))

@@ -41,6 +41,7 @@ NAME = "simulated"
 METHODS = ("1f1b", "eager", "gpipe", "2bw", "2bw-eager")
 """Methods with one stage on each rank whose backward is one pass, as profiles know it."""
 _MOST_PASSES = 1 << 16  # stages x microbatches of a schedule that is proven and simulated
+_BUFFERS = 2  # weights and gradients, at least
 _MOST_CUTS = 256  # that are all simulated
 _SPANS = (3, 5)  # batches: what two more of them take
 
@@ -136,6 +137,7 @@ def simulated_plans(
         total = float(chains[each.sized.samples, each.recompute].seconds[-1])
         candidates.append((each.bound(total / each.depth, total), str(each), each))
     best, skipped, refused = dict[str, Plan](), list[Skipped](), list[Skipped]()
+    proofs = dict[tuple[str, int, int], Proof]()
     for bound, name, each in sorted(candidates, key=lambda found: found[:2]):
         known = best.get(each.method)
         if known is not None and bound >= known.seconds_per_sample:
@@ -143,7 +145,7 @@ def simulated_plans(
                                    f"{known.seconds_per_sample:.4g}"))  # fmt: skip
             continue
         chain = chains[each.sized.samples, each.recompute]
-        plan = _CandidateTrial(each, chain, devices, optimizer_copies).plan(
+        plan = _CandidateTrial(each, chain, devices, optimizer_copies, proofs).plan(
             math.inf if known is None else known.seconds_per_sample
         )
         if isinstance(plan, Skipped):
@@ -182,7 +184,15 @@ def _candidates(sizes: Mapping[int, Sized], devices: Devices) -> Iterator[Candid
 class _CandidateTrial:
     """One configuration: proven, cut and simulated."""
 
-    def __init__(self, candidate: Candidate, chain: _BlockChain, devices: Devices, optimizer_copies: float) -> None:
+    def __init__(
+        self,
+        candidate: Candidate,
+        chain: _BlockChain,
+        devices: Devices,
+        optimizer_copies: float,
+        proofs: dict[tuple[str, int, int], Proof],
+    ) -> None:
+        self._proofs = proofs
         self._of, self._chain, self._devices, self._copies = candidate, chain, devices, optimizer_copies
         self._limit = math.inf if devices.memory is None else devices.memory
         self._best: Cuts = ()
@@ -196,18 +206,23 @@ class _CandidateTrial:
             return Skipped(
                 name, f"{of.depth} x {of.microbatches} passes are too many to prove it here ({_MOST_PASSES:,})"
             )
+        chain = self._chain
+        least = float(chain.parameters[0, -1] * (_BUFFERS + self._copies) + chain.kept[0, -1]) / of.depth
+        too_large = Skipped(
+            name, f"does not fit: at least {least:.4g} bytes per device on average, {self._limit:.4g} there"
+        )
+        if least > self._limit:
+            return too_large
         try:
-            proof = prove(of.method, of.depth, of.microbatches)
-            proof = extend(proof, reduces=True) if of.width > 1 else proof
+            few = min(of.microbatches, 2 * of.depth)  # as much is held with more, or more
+            if few < of.microbatches and self._limit < math.inf and self._cuts(self._proven(few)) is None:
+                return too_large
+            proof = self._proven(of.microbatches)
         except ScheduleError as error:
             return Skipped(name, f"refused: {str(error).splitlines()[0]}")
-        self._held = [self._memory(proof, stage) for stage in range(of.depth)]
-        cuts = self._cuts()
+        cuts = self._cuts(proof)
         if cuts is None:
-            least = float(self._held[-1][0, -1]) / of.depth
-            return Skipped(
-                name, f"does not fit: {least:.4g} bytes per device on average, {self._devices.memory:.4g} there"
-            )
+            return too_large
         times = np.diff(self._chain.seconds[list(cuts)])
         bound = of.bound(float(times.max()), float(times.sum()))
         if bound >= best:
@@ -216,6 +231,18 @@ class _CandidateTrial:
             )
         return self._simulated(proof, cuts)
 
+    def _proven(self, microbatches: int) -> Proof:
+        """Return the proof of the schedule with so many microbatches.
+
+        Raises:
+            ScheduleError: there is none.
+        """
+        key = self._of.method, self._of.depth, microbatches
+        if key not in self._proofs:
+            self._proofs[key] = prove(*key)
+        proof = self._proofs[key]
+        return extend(proof, reduces=True) if self._of.width > 1 else proof
+
     def _memory(self, proof: Proof, stage: int) -> Floats:
         """Return the bytes of a stage between each cut and each later one."""
         facts, chain = list(proof.stages.values())[stage], self._chain
@@ -223,8 +250,9 @@ class _CandidateTrial:
         found: Floats = held + float(proof.activations[stage]) * chain.kept + chain.once
         return found
 
-    def _cuts(self) -> Cuts | None:
+    def _cuts(self, proof: Proof) -> Cuts | None:
         """Return where stages begin and end, so that the slowest is fastest and all fit; None if they cannot."""
+        self._held = [self._memory(proof, stage) for stage in range(self._of.depth)]
         count = self._chain.blocks
         later = np.triu(np.ones((count + 1, count + 1), dtype=bool), 1)
         reached = np.full(count + 1, np.inf)
