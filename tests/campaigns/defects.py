@@ -64,6 +64,13 @@ DEFECTS = (
         "larger = prefix | 1 << number",
         ("tests/plan/test_planners_against_brute_force.py", "tests/plan/test_published_profiles.py"),
     ),
+    Defect(
+        "a plan's batch is one of a short run, with fill and drain",
+        "plan/planners",
+        "_SPANS = (3, 5)",
+        "_SPANS = (0, 2)",
+        ("tests/plan/test_simulated.py",),
+    ),
     # --- the command line ---------------------------------------------------------------------------------------------
     Defect(
         "options of the command line go behind --set",
