@@ -43,6 +43,28 @@ DEFECTS = (
         "def is_first_to_say(message: str) -> bool:\n    return True\n\n\ndef unused(message: str) -> bool:",
         ("tests/launch/test_torchrun.py",),
     ),
+    # --- what users hand over and get back ----------------------------------------------------------------------------
+    Defect(
+        "a model in several processes hands out weights from before the run",
+        "stage/checks",
+        "        for held in self._others:\n            held.mark()\n\n    def loaded",
+        "\n    def loaded",
+        ("tests/stage/test_held_elsewhere.py",),
+    ),
+    Defect(
+        "a shared parameter comes back under one of its names",
+        "runtime",
+        "names.setdefault(id(tensor), []).append(name)",
+        "names[id(tensor)] = [name]",
+        ("tests/runtime/test_model_weights.py",),
+    ),
+    Defect(
+        "ranks of parallel pipelines read one batch ahead too few",
+        "runtime/plan",
+        "return max(found) if all(found) else 0",
+        "return max(found) - 1 if all(found) else 0",
+        ("tests/runtime/test_later_rank_fails.py",),
+    ),
     # --- schedule: orders, rules, the proof, the machine --------------------------------------------------------------
     Defect(
         "1F1B warms up with one forward too many",

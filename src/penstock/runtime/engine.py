@@ -387,8 +387,9 @@ class Engine:
             return BatchSource(batches, m, width, reads, pipelines, fills=True, shared=shared)
         ahead = 0 if shared or not any(reads) else self._ahead()
         return BatchSource(
-            batches, m, width, reads, pipelines, self._stop, shared=shared, first=self.batches, ahead=ahead
-        )
+            batches, m, width, reads, pipelines, self._stop,
+            shared=shared, first=self.batches, ahead=ahead, overlap=batches_overlapping(schedule),
+        )  # fmt: skip
 
     def _ahead(self) -> int:
         """How far this rank reads ahead: not where it alone announces batches, or pipelines meet now and then."""

@@ -17,6 +17,10 @@ from penstock.schedule.ir.schedule import Stage
 from penstock.stage.stage_runtime import StageRuntime
 
 _LOG = logging.getLogger(__name__)
+_WITHIN_A_RUN = (
+    "To save within a run: checkpoints = penstock.Checkpoints(pipeline, folder), then pipeline.run(loader, "
+    "save=checkpoints.every(n)), every n batches"
+)
 
 
 class ModelWeights:
@@ -56,7 +60,7 @@ class ModelWeights:
             PenstockError: a run is under way.
             TransportError: a peer is dead, or did not call this in time.
         """
-        self._engine.check_idle()
+        self._engine.check_idle(_WITHIN_A_RUN)
         stages = [stage for key, stage in self.stages.items() if key.direction == 0]  # others hold copies of them
         own, fault = with_all_names(self._state_of(stages, averaged), stages), None
         if model is not None:
