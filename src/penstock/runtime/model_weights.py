@@ -44,6 +44,10 @@ class ModelWeights:
     def full_state_dict(self, model: nn.Module | None = None, *, averaged: bool = False) -> dict[str, Tensor]:
         """Return parameters and buffers of the whole model, which the model that was not divided can load.
 
+            weights = pipeline.full_state_dict()
+            if weights:  # rank 0; the others would write an empty file over its own
+                torch.save(weights, "model.pt")
+
         Call it between two runs. Between processes all ranks call it together; rank 0 gets the tensors, on the CPU, and
         the others an empty dict. Names are those of the blocks and of what is in them: of blocks ``{"transformer.h.0":
         ..., "lm_head": ...}`` those of a model that has them there. Shared parameters come under each of their names.
