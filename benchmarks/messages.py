@@ -106,13 +106,13 @@ class Stamps:
         """Take the moments from now on."""
         self._around(MessageBuffer, "put", self._put)
         self._around(SendLane, "send", self._send)
-        self._around(Codec, "encode", self._encode)
-        self._around(gloo_lanes.TaggedGroup, "send", self._post)
+        self._around(Codec, "fill", self._encode)
+        self._around(gloo_lanes.BlockGroup, "send", self._post)
         self._around(ReceiveLane, "_finish", self._finish)
         self._around(ReceiveLane, "decode", self._decode)
         self._around(Inbox, "arrived", self._ask)
         self._around(Inbox, "wait", self._wait)
-        self._around(Inbox, "lay_ready", self._use)
+        self._around(Inbox, "collect", self._use)
 
     def _around(self, owner: Any, name: str, inner: Callable[..., Any]) -> None:
         original = getattr(owner, name)
@@ -136,9 +136,9 @@ class Stamps:
 
     def _encode(self, original: Any, codec: Codec, *arguments: Any) -> Any:
         start = now()
-        block = original(codec, *arguments)
+        frame = original(codec, *arguments)
         self._now = {"encode": now() - start}
-        return block
+        return frame
 
     def _post(self, original: Any, group: Any, *arguments: Any) -> Any:
         start = now()
@@ -156,9 +156,9 @@ class Stamps:
         row["decode"] = self._decoded[1] - self._decoded[0]
         return message
 
-    def _decode(self, original: Any, lane: ReceiveLane, block: Any) -> Any:
+    def _decode(self, original: Any, lane: ReceiveLane, *block: Any) -> Any:
         start = now()
-        message = original(lane, block)
+        message = original(lane, *block)
         self._decoded = (start, now())
         return message
 
@@ -171,13 +171,12 @@ class Stamps:
         yield from original(inbox, first, what)
         self._waited = (first, now() - start)
 
-    def _use(self, original: Any, inbox: Inbox, first: int, batch: int, what: object) -> Any:
-        content = original(inbox, first, batch, what)
-        row = self.rows[f"{inbox._route.payload.value} {content.header.batch} {content.header.first}"]
+    def _use(self, original: Any, inbox: Inbox, first: int, batch: int, what: object) -> None:
+        original(inbox, first, batch, what)
+        row = self.rows[f"{inbox._route.payload.value} {batch} {first}"]
         row["wait"] = self._waited[1] if self._waited[0] == first else 0.0
         row["used"] = now()
         self._waited = (-1, 0.0)
-        return content
 
 
 def make_task(layers: int) -> Task:

@@ -12,7 +12,16 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from penstock.comm.p2p.message import HEADER_BYTES, Codec, Header, TensorMessage, detached, split, transport_fields
+from penstock.comm.p2p.message import (
+    HEADER_BYTES,
+    Codec,
+    Header,
+    TensorMessage,
+    bytes_of,
+    detached,
+    split,
+    transport_fields,
+)
 from penstock.comm.p2p.tree_classes import find_classes, open_dataclasses
 from penstock.errors import TransportError
 
@@ -88,7 +97,7 @@ def test_round_trip(messages: list[tuple[Header, Any]]) -> None:
     for header, tree in messages:
         block = sender.encode(TensorMessage(header, tree, (True, False)))
         assert block.dtype == torch.uint8
-        assert transport_fields(block)[:2] == (block.numel(), False)
+        assert transport_fields(bytes_of(block))[:2] == (block.numel(), False)
         message = receiver.decode(block)
         assert repr(message.header) == repr(header)
         assert message.wants_gradient == (True, False)
@@ -110,7 +119,7 @@ def test_round_trip_in_two_parts(header: Header, tensor: Tensor) -> None:
     block = Codec("a lane").encode(TensorMessage(header, tensor, (False,)))
     head, rest = split(block)
     assert head.numel() == HEADER_BYTES
-    assert transport_fields(head)[:2] == (block.numel(), True)
+    assert transport_fields(bytes_of(head))[:2] == (block.numel(), True)
     assert_same_tree(Codec("a lane").decode(torch.cat([head, rest])).tree, tensor)
 
 

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from penstock.comm.core.ticket import Ticket
-from penstock.comm.p2p.inbox import Inbox
 from penstock.comm.p2p.local import LocalLane
 from penstock.comm.p2p.message import TensorMessage
+from penstock.comm.p2p.parked import ParkedInbox
 from penstock.errors import ScheduleError, TransportError
 from penstock.schedule.build import make_schedule
 from penstock.schedule.ir.schedule import Op, Payload
@@ -214,7 +214,7 @@ class _Late(Ticket):
 def test_what_comes_late_is_taken_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """To the same bits, with nothing left on any account, and never more than a window of messages posted."""
     case, posted = Case("bpipe", 6, 9, spans=(3, 2)), Counter[LaneKey]()
-    receive, take = LocalLane.receive, Inbox.lay_ready
+    receive, take = LocalLane.receive, ParkedInbox.hand_over
 
     def later(self: LocalLane) -> Ticket:
         if self.lane.payload is not Payload.PARKED:
@@ -226,12 +226,12 @@ def test_what_comes_late_is_taken_later(monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.setattr("penstock.comm.p2p.local.Ticket", Ticket)
         return ticket
 
-    def counted(self: Inbox, *arguments: Any) -> Any:
+    def counted(self: ParkedInbox, *arguments: Any) -> Any:
         posted[self._route.lane] -= 1
         return take(self, *arguments)
 
     monkeypatch.setattr(LocalLane, "receive", later)
-    monkeypatch.setattr(Inbox, "lay_ready", counted)
+    monkeypatch.setattr(ParkedInbox, "hand_over", counted)
     recording = Recording(OPTIMIZERS[case.optimizer])
     pipeline = make_pipeline(case, optimizer=recording)
     assert pipeline.proof.lowered.window == 2

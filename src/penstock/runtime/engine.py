@@ -29,7 +29,6 @@ from penstock.runtime.execute.executor import Executor
 from penstock.runtime.execute.run_loop import Run, drive_all, drive_one
 from penstock.runtime.execute.span_borders import SpanBorders
 from penstock.runtime.options.kernels import Kernels
-from penstock.runtime.plan.read_ahead import batches_ahead, batches_overlapping
 from penstock.runtime.rank.batch_source import Batches, BatchSource, Portions
 from penstock.runtime.rank.reports import Report
 from penstock.runtime.rank.scheduled_batches import Schedules
@@ -388,7 +387,7 @@ class Engine:
         ahead = 0 if shared or not any(reads) else self._ahead()
         return BatchSource(
             batches, m, width, reads, pipelines, self._stop,
-            shared=shared, first=self.batches, ahead=ahead, overlap=batches_overlapping(schedule),
+            shared=shared, first=self.batches, ahead=ahead, overlap=self._proof.reading().overlap,
         )  # fmt: skip
 
     def _ahead(self) -> int:
@@ -396,7 +395,8 @@ class Engine:
         entrance = self.schedule.stage_at[0, 0].rank in {key.rank for key in self._grid.local}
         if self._combine.apart or (entrance and self._stop.alone):
             return 0
-        return batches_ahead(self.schedule, self._grid.width)
+        found = self._proof.reading()
+        return found.alone if self._grid.width == 1 else found.together
 
     def _begin(self, source: BatchSource, *, trains: bool) -> bool:
         """Prepare a span; return whether there is a first batch, on which all ranks agree."""
@@ -413,10 +413,11 @@ class Engine:
             raise
 
     def _executors(self, proof: Proof, channel: Channel = Channel.TRAINING) -> list[Executor]:
-        specs = stage_specs(proof.schedule, older=0)
+        ranks = {key.rank for key in self._grid.local}
+        specs = stage_specs(proof.schedule, 0, ranks)
         combine = self._combine if channel is Channel.TRAINING and proof is self._proof else REDUCE
         lowered = self._transports.placed(proof.lowered)
-        links = connect(self._grid, lowered, specs, add_shares, channel, self._transports, self._holder_groups, combine)
+        links = connect(self._grid, lowered, add_shares, channel, self._transports, self._holder_groups, combine)
         holders = holders_of(proof.schedule, self._grid.width)
         return [
             Executor(

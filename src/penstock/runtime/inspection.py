@@ -70,6 +70,8 @@ class Inspection(ModelWeights):
     def optimizers(self) -> dict[Stage, torch.optim.Optimizer]:
         """The optimizers of the stages in this process; of the first pipeline, where it holds several.
 
+        With sharding, their parameters are the rows of one pipeline.
+
         Rates and other settings of their parameter groups may be set between two runs, by hand or by a scheduler that
         is stepped there; checkpoints hold them. In one process other copies of the same stage take them over; between
         processes set the same on all ranks: a run refuses copies of a stage that differ, and says in the log where a

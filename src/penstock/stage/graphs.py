@@ -69,7 +69,7 @@ class StageGraphs:
         divisor: c; backward runs on the loss sum divided by it.
         parts: names of the blocks that are recomputed together; empty where graphs are kept from forward to backward.
         splits: returns True for a microbatch (or slice) whose backward comes in two halves
-            (`penstock.stage.autograd.split_backward`).
+            (`penstock.stage.autograd.split_backward`); None if none does.
         offloads: saved tensors may be moved away for a while (`penstock.stage.autograd.activation_offload`).
         hold: notified of the bytes of activations that begin to live, or (negative) cease to.
         reading: decides which weights its passes read.
@@ -82,7 +82,7 @@ class StageGraphs:
         storages: Collection[int],
         divisor: float,
         parts: Sequence[Sequence[str]],
-        splits: Callable[[Piece], bool],
+        splits: Callable[[Piece], bool] | None,
         offloads: bool,
         hold: Callable[[int], None],
         reading: WeightReads,
@@ -103,6 +103,8 @@ class StageGraphs:
         self._proxies: WeakKeyDictionary[Readable, ProxyWeights] = WeakKeyDictionary()
         # By blocks and shapes: the bytes a graph keeps alive, and those of them the second half of a backward needs.
         self._saved: dict[tuple[object, ...], tuple[int, int]] = {}
+        self._seed_of: object = None  # the loss that the last seed was made for
+        self._last_seed: Tensor
 
     def forward(
         self, microbatch: Microbatch, value: Any, wants: tuple[bool, ...], handle: Handle | None
@@ -206,7 +208,7 @@ class StageGraphs:
         carried = storages((value[1], ())) if piece else _NO_STORAGES  # they count where they were made
         known = self._known | carried if carried else self._known
         value, opened, leaves = open_inputs(value, wants)
-        splits = handle is not None and self._splits(microbatch.key)
+        splits = handle is not None and self._splits is not None and self._splits(microbatch.key)
         key = (names, splits, signature(value), signature(microbatch.target))
         offload = ActivationOffload(known, self._side) if self._offloads else None
         counter: SavedBytes | None = offload
@@ -241,13 +243,20 @@ class StageGraphs:
                     f"{self._module.where}: the loss has no graph, so nothing would be learnt; it was detached, or "
                     "made under torch.no_grad()"
                 )
-            seed = torch.ones_like(total.detach()) / self._divisor * microbatch.scale
+            seed = self._seed(total, microbatch.scale)
         nbytes, deferred_nbytes = self._saved[key]
         self.hold(nbytes)
         if offload is not None:  # others keep the inputs alive anyway
             offload.pin([*opened.values(), *pytree.tree_leaves((value, microbatch.target))])
         deferred = None if splitting is None else splitting.deferred
         return BlockOutput(Graph(opened, leaves, edges, seed, nbytes, deferred, deferred_nbytes, offload), output, loss)
+
+    def _seed(self, total: Tensor, scale: float) -> Tensor:
+        """The gradient of a loss: scale / divisor, in the precision of the loss."""
+        key = total.dtype, total.shape, total.device, scale
+        if key != self._seed_of:
+            self._seed_of, self._last_seed = key, torch.ones_like(total.detach()) / self._divisor * scale
+        return self._last_seed.clone()  # which a backward may write into
 
     def _splitter(self, handle: Handle, counter: SavedBytes | None) -> BackwardSplitter:
         """Bind proxies of the weights to the modules and make the context that detaches operations on them."""
@@ -306,7 +315,8 @@ class StageGraphs:
                 output: Any = self._module.run_slice(names, x, carry, microbatch.rng_key)
             else:
                 output = self._module.run(names, value, microbatch.rng_key)
-            open_dataclasses(output)
+            if not isinstance(output, Tensor):
+                open_dataclasses(output)
         except RuntimeError as error:
             if "a leaf Variable that requires grad" in str(error):
                 raise ConfigError(
@@ -314,11 +324,12 @@ class StageGraphs:
                     "let it make a new tensor (inplace=False), or cut the model elsewhere"
                 ) from error
             raise
-        if names[-1] == self._module.last and (self._module.loss is None or self._module.hands_on):
-            for leaf in [output] if isinstance(output, Tensor) else pytree.tree_leaves(output):
+        module = self._module
+        if names[-1] == module.last and (module.loss is None or module.hands_on):
+            for leaf in (output,) if isinstance(output, Tensor) else pytree.tree_leaves(output):
                 if isinstance(leaf, Tensor):
-                    check_dense(leaf, self._module.where)
-        if self._module.loss is None or names[-1] != self._module.last:
+                    check_dense(leaf, module.where)
+        if module.loss is None or names[-1] != module.last:
             return output, None, None
         result = output[0] if microbatch.piece else output
         sliced = microbatch.piece is not None

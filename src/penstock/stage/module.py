@@ -73,6 +73,7 @@ class StageModule:
     Attributes:
         device: on which it computes.
         full: parameters that are not cast to the precision (`penstock.stage.precision.kept_full`).
+        bound: the tensors that the modules compute with; None where these are their own parameters.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class StageModule:
         self.last = list(self.blocks)[-1]
         self.loss, self.hands_on = loss, hands_on
         self.where = where
-        self._bound: Mapping[str, Tensor] | None = None
+        self.bound: Mapping[str, Tensor] | None = None
         self._found = find_parameters(self.blocks)
         for name, parameter in self._originals.items():
             self._check_dtype(name, parameter)
@@ -181,12 +182,10 @@ class StageModule:
 
     def bind(self, leaves: Mapping[str, Tensor]) -> None:
         """Make the modules compute with these tensors instead of their own parameters."""
-        if self._bound is leaves:
-            return
-        if self._bound is None:
+        if self.bound is None:
             self._place(self._frozen)
         self._place(leaves)
-        self._bound = leaves
+        self.bound = leaves
 
     def _place(self, tensors: Mapping[str, Tensor]) -> None:
         for name, tensor in tensors.items():
@@ -222,7 +221,7 @@ class StageModule:
         for name, tensor in tensors.items():
             self._originals[name].data = tensor
         self._place({name: self._originals[name] for name in (*tensors, *self._frozen)})
-        self._bound = None
+        self.bound = None
 
     # --- passes -----------------------------------------------------------------------------------------------------
 
@@ -359,8 +358,9 @@ def run_backward(graph: Graph, gradients: Sequence[Tensor | None]) -> list[Tenso
             edges.append(edge)
             given.append(gradient)
     raw: dict[int, Tensor] = {}
-    for place, leaf in graph.inputs.items():  # each leaf dies with its graph, so the hooks need not be removed
-        leaf.register_hook(partial(_keep_raw, raw, place, leaf.stride()))  # type: ignore[no-untyped-call]
+    for place, leaf in graph.inputs.items():  # each leaf dies with its graph, so no hook need be removed
+        # What leaf.register_hook does, but for the handle to remove the hook.
+        leaf._backward_hooks = {0: partial(_keep_raw, raw, place, leaf.stride())}
     if edges:
         # What torch.autograd.backward calls, without its checks of shapes in Python: the engine makes them again.
         _engine_run_backward(tuple(edges), tuple(given), False, False, (), allow_unreachable=True, accumulate_grad=True)

@@ -46,6 +46,7 @@ class StageRuntime:
         carry_gradients: the gradients that come back for it.
         averaged: what evaluations read instead of the newest weights, while they do.
         evaluated: the version that they read instead.
+        frozen_sums: of its frozen parameters, when a snapshot was last taken (`penstock.stage.checks.tensor_sums`).
     """
 
     key: Stage
@@ -60,6 +61,7 @@ class StageRuntime:
     carry_gradients: dict[int, list[Tensor | None]] = field(default_factory=dict)
     averaged: Mapping[str, Tensor] | None = None
     evaluated: int | None = None
+    frozen_sums: Mapping[str, int] | None = None
 
     def __repr__(self) -> str:
         """Return where it is, and what it holds."""
@@ -108,10 +110,10 @@ class StageRuntime:
     @torch.no_grad()
     def evaluate(self, microbatch: Microbatch, value: Any) -> tuple[Any, UnreadLoss | None]:
         """Run the blocks in evaluation mode on the weights chosen for evaluation, and keep nothing."""
-        if self.averaged is not None:
-            self.module.bind(self.averaged)
-        else:
+        if self.averaged is None:
             self._bind(self.weights.handle(self.evaluated))
+        elif self.module.bound is not self.averaged:
+            self.module.bind(self.averaged)
         with self.module.evaluating(), self.module.rng.preserved():
             return self.graphs.evaluate(microbatch, value)
 
@@ -261,4 +263,6 @@ class StageRuntime:
 
     def _bind(self, handle: Handle | None) -> None:
         """Bind the weights of a handle to the modules."""
-        self.module.bind(NO_LEAVES if handle is None else handle.buffer.leaves)
+        leaves = NO_LEAVES if handle is None else handle.buffer.leaves
+        if self.module.bound is not leaves:
+            self.module.bind(leaves)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import timedelta
 from enum import IntEnum
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -30,7 +31,8 @@ class Tag(IntEnum):
     GRADIENT_SUMS = 14
     TIED_GRADIENT_SUMS = 15
     AVERAGE_SUMS = 16
-    LANES = 17
+    WEIGHT_SHARDS = 17
+    LANES = 18
 
 
 class _ToDevice:
@@ -111,3 +113,33 @@ class TaggedGroup:
         for work in works:
             if work is not None:
                 work.wait(*limit)
+
+
+class BlockGroup(TaggedGroup):
+    """The same for blocks of bytes in the memory of the host.
+
+    It does without torch's checks of arguments, which take longer than a small message.
+    """
+
+    @cached_property
+    def _reached(self) -> dist.ProcessGroup:
+        """The group, be it the default one."""
+        group = dist.group.WORLD if self.group is None else self.group
+        assert group is not None
+        return group
+
+    def send(self, tensor: Tensor, rank: int) -> Work:
+        """Start to send a block to a rank of the group; it must live, unchanged, until `finish` returns.
+
+        Raises:
+            RuntimeError: the connection to the peer is lost.
+        """
+        return self._reached.send([tensor], rank, self._tag)
+
+    def receive(self, tensor: Tensor, rank: int) -> Work:
+        """Start to receive a block from a rank of the group.
+
+        Raises:
+            RuntimeError: the connection to the peer is lost.
+        """
+        return self._reached.recv([tensor], rank, self._tag)

@@ -47,16 +47,16 @@ class Ticket:
         error: why it never will.
     """
 
-    __slots__ = ("_done", "_followers", "_lock", "_pending", "done_at", "error", "made_at", "nbytes", "result", "where")
+    __slots__ = ("_done", "_followers", "_pending", "done_at", "error", "made_at", "nbytes", "result", "where")
+    _lock = threading.Lock()  # one for all: making one for each takes longer than the few instructions under it
 
     def __init__(self, where: object, nbytes: int = 0) -> None:
         self.where, self.nbytes = where, nbytes
         self.result: Any = None
         self.error: BaseException | None = None
         self.made_at, self.done_at, self._done = time.perf_counter(), 0.0, False
-        self._lock = threading.Lock()
         self._pending: threading.Event | None = None  # for waiters that have stopped polling
-        self._followers: list[Callable[[], None]] = []
+        self._followers: Sequence[Callable[[], None]] = ()
 
     @property
     def done(self) -> bool:
@@ -78,7 +78,7 @@ class Ticket:
         """Call `follow` as soon as this has completed or failed, in whatever thread completes it."""
         with self._lock:
             if not self._done:
-                self._followers.append(follow)
+                self._followers = (*self._followers, follow)
                 return
         follow()
 

@@ -17,6 +17,16 @@ class Wait(NamedTuple):
     what: object
 
 
+class _Waiting(NamedTuple):
+    """What a rank is doing while it waits, formatted when somebody asks."""
+
+    what: object
+    where: object
+
+    def __str__(self) -> str:
+        return f"{self.what}, waiting for {self.where}"
+
+
 def wait_for(
     recorder: Recorder, ticket: Ticket, what: object, cause: str, kind: Waiting, peer: int = -1
 ) -> Iterator[Wait]:
@@ -34,7 +44,7 @@ def wait_for(
         TransportError: the operation failed.
     """
     if not ticket.done:
-        start, recorder.doing = recorder.now(), f"{what}, waiting for {ticket.where}"
+        start, recorder.doing = recorder.now(), _Waiting(what, ticket.where)
         yield Wait(ticket, what)
         recorder.doing = what
         end = max(start, ticket.done_at)  # not when the rank was resumed, where ranks take turns

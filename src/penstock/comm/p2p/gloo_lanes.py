@@ -30,13 +30,14 @@ from torch import Tensor
 from penstock.comm.core.background import Background, settle
 from penstock.comm.core.devices import on_device
 from penstock.comm.core.right_of_way import RightOfWay
-from penstock.comm.core.tagged_group import Tag, TaggedGroup, Work
+from penstock.comm.core.tagged_group import BlockGroup, Tag, Work
 from penstock.comm.core.ticket import LATENCY, Polling, Ticket
 from penstock.comm.p2p.message import (
     CREDIT_RANGE,
     CREDITED,
     HEADER_BYTES,
     Codec,
+    Frame,
     TensorMessage,
     bytes_of,
     expect,
@@ -82,7 +83,7 @@ class LaneEnd:
         self.lane = lane._replace(source=first + lane.source, target=first + lane.target)
         self.codec = Codec(str(self.lane))
         tag = _TAGS[channel, lane.payload]
-        self._messages, self._rests = TaggedGroup(group, tag), TaggedGroup(group, tag + 1)
+        self._messages, self._rests = BlockGroup(group, tag), BlockGroup(group, tag + 1)
         self._largest = _FIRST_CAPACITY  # bytes of the largest message that the receiver has certainly consumed
         self.background = Background(str(self.lane))
         self.patience: timedelta | None = None
@@ -92,15 +93,20 @@ class LaneEnd:
         self.background.close()
 
     @staticmethod
-    def _complete(messages: TaggedGroup, work: Work | None, patience: timedelta | None) -> None:
+    def _complete(work: Work | None, patience: timedelta | None) -> None:
         """Wait until what has begun is complete.
 
         Raises:
             RuntimeError: the peer is dead.
             TransportError: it took longer than `patience`.
         """
+        if work is None:
+            return
         try:
-            messages.finish([work], patience)
+            if patience is None:
+                work.wait()
+            else:
+                work.wait(patience)
         except RuntimeError as error:
             if patience is None or "Timed out" not in str(error):
                 raise
@@ -113,11 +119,12 @@ class LaneEnd:
 class _Sent(Ticket):
     """A posted SEND."""
 
-    __slots__ = ("_lane", "work")
+    __slots__ = ("_lane", "frame", "work")
 
-    def __init__(self, lane: SendLane) -> None:
+    def __init__(self, lane: SendLane, frame: Frame) -> None:
         super().__init__(lane.lane)
         self._lane = lane
+        self.frame: Frame | None = frame
         self.work: Work | None = None
 
     def settles(self, timeout: float, polling: Polling = LATENCY) -> bool:
@@ -150,19 +157,23 @@ class SendLane(LaneEnd):
     def send(self, message: TensorMessage) -> Ticket:
         """Post a SEND of a message, which tells the receiver which of its own SENDs have been taken."""
         credit = [0 if receiving is None else receiving.posted % CREDIT_RANGE for receiving in self.back]
-        ticket, block = _Sent(self), self.codec.encode(message, credit)
+        frame = self.codec.fill(message, credit)
+        ticket, block, nbytes = _Sent(self, frame), frame.block, len(frame.raw)
         if len(self._recent) >= self._window:
             self._largest = max(self._largest, self._recent.popleft())
-        self._recent.append(block.numel())
-        parts = [block] if block.numel() <= self._largest else split(block)
+        self._recent.append(nbytes)
         try:
-            ticket.work = self._messages.send(parts[0], self._peer)
-            if len(parts) > 1:
-                self._rest_of.append((self._count, self._rests.send(parts[1], self._peer)))
+            if nbytes <= self._largest:
+                ticket.work = self._messages.send(block, self._peer)
+            else:
+                head, rest = split(block)
+                ticket.frame = None  # of which the second send may be under way longer
+                ticket.work = self._messages.send(head, self._peer)
+                self._rest_of.append((self._count, self._rests.send(rest, self._peer)))
         except RuntimeError as error:  # the peer is gone; reported where the ticket is waited for
             ticket.complete(error=error)
             return ticket
-        self.way.message(block.numel())
+        self.way.message(nbytes)
         with self._lock:
             self._open.append(ticket)
             self._count += 1
@@ -197,8 +208,10 @@ class SendLane(LaneEnd):
         super().close()
 
     def _finish(self, ticket: _Sent, patience: timedelta | None = None) -> None:
-        work, ticket.work = ticket.work, None  # which keeps the block alive
-        self._complete(self._messages, work, patience)
+        work, frame, ticket.work, ticket.frame = ticket.work, ticket.frame, None, None
+        self._complete(work, patience)
+        if frame is not None:
+            frame.free.append(frame)
 
 
 class _Received(Ticket):
@@ -276,28 +289,33 @@ class ReceiveLane(LaneEnd):
             ticket = self._handed = self._open.popleft()
             self.background.later([ticket], partial(self._finish, ticket))
 
-    def decode(self, block: Tensor) -> TensorMessage:
-        """Decode a complete block; its tensors are views of it, or copies on the device of the rank."""
-        message = self.codec.decode(block)
+    def decode(self, block: Tensor, raw: memoryview | None = None) -> TensorMessage:
+        """Decode a complete block; its tensors are views of it, or copies on the device of the rank.
+
+        Args:
+            block: that has come.
+            raw: its memory, where that is at hand.
+        """
+        message = self.codec.decode(block, raw)
         if self._device is not None:
             message.tree = on_device(message.tree, self._device)
         return message
 
     def _finish(self, ticket: _Received, patience: timedelta | None = None) -> TensorMessage:
-        block, work = ticket.block, ticket.work
+        block, raw, work = ticket.block, ticket.raw, ticket.work
         del ticket.block, ticket.raw, ticket.work  # the ticket may be kept longer than the message lives
-        self._complete(self._messages, work, patience)
-        size, continued, credit = transport_fields(block)
+        self._complete(work, patience)
+        size, continued, credit = transport_fields(raw)
         for place, lane in self.back:
             lane.credit(credit[place])
         self._largest, self._usual = max(self._largest, size), size
         if continued:
             return self.decode(self._with_rest(block, size, patience))
         # Do not keep a block alive if the message uses less than half of it.
-        return self.decode(block[:size].clone() if size < block.numel() // 2 else block)
+        return self.decode(block[:size].clone()) if size < len(raw) // 2 else self.decode(block, raw)
 
     def _with_rest(self, block: Tensor, size: int, patience: timedelta | None) -> Tensor:
         whole = torch.empty(size, dtype=torch.uint8)
         whole[:HEADER_BYTES] = block[:HEADER_BYTES]
-        self._complete(self._rests, self._rests.receive(whole[HEADER_BYTES:], self._peer), patience)
+        self._complete(self._rests.receive(whole[HEADER_BYTES:], self._peer), patience)
         return whole

@@ -66,16 +66,6 @@ class Inbox:
         Raises:
             TransportError: the lane broke, or another message came.
         """
-        content = self.lay_ready(first, batch, what)
-        if content.on_use is not None:
-            content.on_use()
-
-    def lay_ready(self, first: int, batch: int, what: object) -> TensorMessage:
-        """Lay a message that has arrived ready, and return it.
-
-        Raises:
-            TransportError: the lane broke, or another message came.
-        """
         ticket, route = self._posted.pop(first), self._route
         if ticket.error is not None:
             ticket.check(what)
@@ -90,9 +80,13 @@ class Inbox:
                 f"from rank {route.source.rank}, got that of microbatch {_named(header.first, header.piece)} (batch "
                 f"{header.batch})"
             )
-        for each in [content] if route.count == 1 else _opened(content, route.count):
-            self._buffer.put(each)
-        return content
+        if route.count == 1:
+            self._buffer.put(content)
+        else:
+            for each in _opened(content, route.count):
+                self._buffer.put(each)
+        if content.on_use is not None:
+            content.on_use()
 
 
 def _opened(content: TensorMessage, count: int) -> list[TensorMessage]:

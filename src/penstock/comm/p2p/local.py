@@ -85,15 +85,6 @@ class LocalTransport:
 def _copied(tree: object) -> object:
     if isinstance(tree, Tensor):
         return copied(tree)
-    if type(tree) is list:
-        leaves: list[Tensor | None] = []
-        for leaf in tree:
-            if isinstance(leaf, Tensor):
-                leaves.append(copied(leaf))
-            elif leaf is None:
-                leaves.append(None)
-            else:
-                break
-        else:
-            return leaves
+    if type(tree) is list and len(tree) == 1 and isinstance(tree[0], Tensor):
+        return [copied(tree[0])]  # without torch's walk, which is slow
     return pytree.tree_map(lambda x: copied(x) if isinstance(x, Tensor) else x, tree)

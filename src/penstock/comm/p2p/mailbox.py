@@ -46,47 +46,39 @@ class OutLane:
 
     def __init__(self, lane: Sender, payload: Payload, window: int, recorder: Recorder, peer: int) -> None:
         self.lane, self._window, self._recorder, self._peer = lane, window, recorder, peer
-        self._queue: deque[_Sending] = deque()
+        self.queue: deque[_Sending] = deque()
         self._name = f"{payload} {recorder.rank}>{peer}"
-
-    def add(self, sending: _Sending) -> None:
-        """Note a SEND that has been posted."""
-        self._queue.append(sending)
 
     def make_room(self) -> Iterator[Wait] | None:
         """Forget SENDs that have completed; an iterator of waits if there is no room for another one."""
-        queue = self._queue
+        queue, recorder = self.queue, self._recorder
         while queue and queue[0].ticket.done:
-            self._complete()
+            ticket, nbytes, route, label, first = queue.popleft()
+            if ticket.error is not None:
+                ticket.check(f"rank {recorder.rank}, stage {route.source.name}, sending {label}")
+            recorder.change("messages", -nbytes)
+            start, end, target = ticket.made_at, ticket.done_at, route.target
+            place = target.index, target.direction
+            recorder.add(self._name, start, end, "SEND", label, *place, microbatch=first, peer=self._peer)
         return self._wait_for_room() if len(queue) >= self._window else None
 
     def _wait_for_room(self) -> Iterator[Wait]:
-        while len(self._queue) >= self._window:
+        while len(self.queue) >= self._window:
             yield from self._wait()
 
     def flush(self) -> Iterator[Wait]:
         """Wait until everything posted has been taken."""
-        while self._queue:
+        while self.queue:
             yield from self._wait()
 
     def _wait(self) -> Iterator[Wait]:
-        ticket, _, route, label, _ = self._queue[0]
+        ticket, _, route, label, _ = self.queue[0]
         what, cause = (
             f"rank {self._recorder.rank}, stage {route.source.name}, sending {label}",
             f"rank {self._peer}: to take {label}",
         )
         yield from wait_for(self._recorder, ticket, what, cause, Waiting.ROOM, self._peer)
-        self._complete()
-
-    def _complete(self) -> None:
-        ticket, nbytes, route, label, first = self._queue.popleft()
-        recorder = self._recorder
-        if ticket.error is not None:
-            ticket.check(f"rank {recorder.rank}, stage {route.source.name}, sending {label}")
-        recorder.change("messages", -nbytes)
-        start, end = ticket.made_at, ticket.done_at
-        place = route.target.index, route.target.direction
-        recorder.add(self._name, start, end, "SEND", label, *place, microbatch=first, peer=self._peer)
+        self.make_room()
 
 
 class Outbox:
@@ -126,8 +118,7 @@ class Outbox:
         unit = first if self._unit is None else format_unit(self._unit._replace(first=first))
         nbytes, label, start = content.nbytes, f"{self._name} {unit}", recorder.now()
         recorder.change("messages", nbytes)
-        ticket = self._lane.lane.send(content)
-        self._lane.add(_Sending(ticket, nbytes, route, label, first))
+        self._lane.queue.append(_Sending(self._lane.lane.send(content), nbytes, route, label, first))
         recorder.add("compute", start, recorder.now(), Waiting.POST, f"send {label}")
 
 

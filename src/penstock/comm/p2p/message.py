@@ -93,6 +93,22 @@ class TensorMessage:
         return total
 
 
+class Frame(NamedTuple):
+    """A block of bytes with room for the messages of one layout.
+
+    Attributes:
+        block: as a tensor (uint8, one dimension, longer than `HEADER_BYTES`).
+        raw: the same memory; writing to it costs a fraction of operations on tensors.
+        targets: views of it, to which the tensors of a message are copied.
+        free: where it is put when it may be written again.
+    """
+
+    block: Tensor
+    raw: memoryview
+    targets: list[Tensor]
+    free: list[Frame]
+
+
 class Codec:
     """Encodes the messages of one lane as blocks of bytes, and decodes them.
 
@@ -113,30 +129,33 @@ class Codec:
         self._sent: Structure | None = None
         self._form: tuple[Any, ...] | None = None
         self._received: Structure | None = None
+        self._layout: object = None  # of the frames that are free
+        self._free: list[Frame] = []
 
     def encode(self, message: TensorMessage, credit: Credits = NO_CREDITS) -> Tensor:
         """The message as one block (uint8, one dimension, longer than `HEADER_BYTES`)."""
+        return self.fill(message, credit).block
+
+    def fill(self, message: TensorMessage, credit: Credits = NO_CREDITS) -> Frame:
+        """The message in a frame, which may be put back into its `free` once the message has been sent."""
         changed = self._change(message)
         self._described = changed or self._described
         apart = self._separate is not None and self._separate(self._described)
         leaves = [] if apart else leaves_of(message.tree)
         tensors = [as_it_lies(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
-        offsets, end = _place(tensors, HEADER_BYTES + len(changed))
-        size = end + 1
-        block = torch.empty(size, dtype=torch.uint8)
-        raw = bytes_of(block)  # writing to it costs a fraction of operations on tensors
-        raw[end] = 1
-        h = message.header
-        flags = int(h.more) | int(h.stop) << 1 | h.piece << 2
+        if changed or self._layout is not apart:
+            self._layout, self._free = None if changed else apart, []
+        frame = self._free.pop() if self._free else _make_frame(tensors, len(changed), self._free)
+        raw, h = frame.raw, message.header
+        flags = h.more | h.stop << 1 | h.piece << 2
         _HEADER.pack_into(
-            raw, 0, size, h.batch, h.first, h.checksum, h.weight, len(changed), flags, False, True, *credit
+            raw, 0, len(raw), h.batch, h.first, h.checksum, h.weight, len(changed), flags, False, True, *credit
         )
-        raw[HEADER_BYTES : HEADER_BYTES + len(changed)] = changed
-        for tensor, offset in zip(tensors, offsets, strict=True):
-            if tensor.numel():
-                target = block[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-                target.copy_(tensor)
-        return block
+        if changed:
+            raw[HEADER_BYTES : HEADER_BYTES + len(changed)] = changed
+        for tensor, target in zip(tensors, frame.targets, strict=True):
+            target.copy_(tensor)
+        return frame
 
     def _change(self, message: TensorMessage) -> bytes:
         """The description of a message's structure, or nothing where it is that of the message before."""
@@ -148,15 +167,18 @@ class Codec:
         self._sent = structure
         return changed
 
-    def decode(self, block: Tensor, fetcher: Callable[[bytes], Fetch | None] | None = None) -> TensorMessage:
+    def decode(
+        self, block: Tensor, raw: memoryview | None = None, fetcher: Callable[[bytes], Fetch | None] | None = None
+    ) -> TensorMessage:
         """The message in a block.
 
         Args:
             block: made by `encode`.
+            raw: its memory, where that is at hand.
             fetcher: given the description of a message's structure, returns what fetches its tensors; None where
                 they are part of the block.
         """
-        raw = bytes_of(block)
+        raw = bytes_of(block) if raw is None else raw
         size, batch, first, checksum, weight, meta_bytes, flags, *_ = _HEADER.unpack_from(raw)
         if meta_bytes:
             self.read = bytes(raw[HEADER_BYTES : HEADER_BYTES + meta_bytes])
@@ -189,7 +211,7 @@ def as_it_lies(tensor: Tensor) -> Tensor:
 
 def copied(tensor: Tensor) -> Tensor:
     """Copy a tensor into the layout that it would have after transport: kernels may round differently by strides."""
-    order = _dimensions(tensor)
+    order = None if tensor.is_contiguous() else _dimensions(tensor)
     if order is None:
         return tensor.clone(memory_format=torch.contiguous_format)
     return _laid([list(tensor.shape), order], lambda _: as_it_lies(tensor).clone(memory_format=torch.contiguous_format))
@@ -320,9 +342,9 @@ def split(block: Tensor) -> list[Tensor]:
     return [block[:HEADER_BYTES], block[HEADER_BYTES:]]
 
 
-def transport_fields(head: Tensor) -> tuple[int, bool, Credits]:
+def transport_fields(raw: memoryview) -> tuple[int, bool, Credits]:
     """Read from a header the size of the whole block, whether it continues in another send, and the credits."""
-    size, _, _, _, _, _, _, continued, _, *credit = _HEADER.unpack_from(bytes_of(head))
+    size, _, _, _, _, _, _, continued, _, *credit = _HEADER.unpack_from(raw)
     return size, continued, credit
 
 
@@ -362,13 +384,22 @@ def _parse(meta: bytes, where: str) -> Structure:
         raise TransportError(f"{where}: cannot read the structure of a message: {error}") from None
 
 
-def _place(tensors: list[Tensor], start: int) -> tuple[list[int], int]:
-    offsets = []
+def _make_frame(tensors: list[Tensor], described: int, free: list[Frame]) -> Frame:
+    """Make room for tensors like these, behind a description of so many bytes."""
+    offsets, end = [], HEADER_BYTES + described
     for tensor in tensors:
-        start = _aligned(start)
-        offsets.append(start)
-        start += tensor.nbytes
-    return offsets, start
+        offsets.append(_aligned(end))
+        end = offsets[-1] + tensor.nbytes
+    block = torch.empty(end + 1, dtype=torch.uint8)
+    raw = bytes_of(block)
+    raw[end] = 1
+    targets = [
+        block[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        if tensor.numel()
+        else torch.empty_like(tensor)
+        for tensor, offset in zip(tensors, offsets, strict=True)
+    ]
+    return Frame(block, raw, targets, free)
 
 
 def _aligned(offset: int) -> int:

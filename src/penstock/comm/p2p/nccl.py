@@ -242,7 +242,7 @@ class _SplitReceiveLane(ReceiveLane):
         self._posted.append(_Posted(description, [tensor for tensor, _ in found], [work for _, work in found]))
         return ticket
 
-    def decode(self, block: Tensor) -> TensorMessage:
+    def decode(self, block: Tensor, raw: memoryview | None = None) -> TensorMessage:
         """Decode the description, with the tensors that have been posted if they are its own."""
         posted = self._posted.popleft()
         tensors = iter(posted.tensors)
@@ -250,7 +250,7 @@ class _SplitReceiveLane(ReceiveLane):
         def fetcher(description: bytes) -> Fetch | None:
             return (lambda _, __: next(tensors)) if description == posted.description else None
 
-        message = self.codec.decode(block, fetcher)
+        message = self.codec.decode(block, raw, fetcher)
         self._descriptions.append(self.codec.read)
         if self._wires.stream is None:
             self._wires.finish(posted.works)

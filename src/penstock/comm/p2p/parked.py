@@ -118,9 +118,7 @@ class ParkedInbox(Inbox):
 
     def hand_over(self, taking: _Taking) -> None:
         """Hand over a message that has come."""
-        content = self.lay_ready(taking.first, taking.batch, taking.what)
-        if content.on_use is not None:
-            content.on_use()
+        super().collect(taking.first, taking.batch, taking.what)
         taking.use()
 
     def settle(self) -> None:

@@ -83,7 +83,7 @@ def reads_of(schedule: Schedule, ranks: Collection[int]) -> list[int]:
         if not (neighbors := neighbors_of(schedule, stage)).inputs or neighbors.has_loss
     }
     for rank in ranks:
-        for action in schedule.programs[rank].period:
+        for action in schedule.program(rank).period:
             for p in passes(action):
                 if p.op is Op.F and p.stage in taking:
                     for k in p.unit.microbatches:
@@ -118,12 +118,13 @@ class StageRoutes:
             mailbox.buffer(Payload.GRADIENT, stage, source) if returns else None
             for source, returns in zip(neighbors.inputs, neighbors.returns, strict=True)
         ]
+        self._only = self._inputs[0] if neighbors.returns == (True,) else None  # the usual case
         before = schedule.segment_before(stage.index)
         after = {schedule.segment_before(index): index for index in range(schedule.num_stages)}.get(stage.index)
         at, direction = schedule.stage_at, stage.direction
         self._again = None if before is None else mailbox.buffer(Payload.RECOMPUTE, at[before, direction], stage)
         self._again_to = None if after is None else mailbox.buffer(Payload.RECOMPUTE, stage, at[after, direction])
-        trains = any(p.op in (Op.B, Op.I) for program in schedule.programs for a in program.period for p in passes(a))
+        trains = not schedule.operations.isdisjoint((Op.B, Op.I))
         self._counts = trains and any(neighbors.returns) and len(neighbors.inputs) > 1
         self._sizes: dict[Piece, list[int]] = {}  # leaves of each of several inputs, for the gradients
 
@@ -145,6 +146,9 @@ class StageRoutes:
 
     def inputs(self, key: Piece) -> tuple[Header, Any, tuple[bool, ...]]:
         """Take the input of a forward: its header, its tree, and which of its leaves want a gradient."""
+        if self._only is not None and key not in self._repairs[0]:
+            message = self._only.take(key)
+            return message.header, message.tree, message.wants_gradient
         messages = [self._newest(place, key) for place in range(len(self._inputs))]
         wants = [
             message.wants_gradient if returned is not None else (False,) * len(message.wants_gradient)

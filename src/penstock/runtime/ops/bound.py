@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 from penstock.comm.core.wait import Wait
 from penstock.runtime.rank.span import RankSpan
-from penstock.runtime.rank.stage_books import Effect
 from penstock.schedule.ir.schedule import Copy, Kind, Op, Unit, format_unit, since
 from penstock.schedule.machine.instructions import Instruction
 from penstock.stage.stage_weights import TrainedWeights
@@ -150,36 +149,29 @@ class BoundAction(Bound):
         """Do it; may return a later start of the work than the call, for the trace."""
         raise NotImplementedError
 
-    def before_books(self, turn: Turn) -> None:
-        """Tell the books what the schedule leaves open."""
-
     def act(self, turn: Turn) -> None:
         """Run it in the books and in fact, and take account of what it changed."""
-        stage, recorder = self.stage, self._recorder
+        stage, recorder, store = self.stage, self._recorder, self._store
         start = recorder.begin()
         recorder.doing = turn
         try:
-            self.before_books(turn)
             effect = stage.books.apply(self.action, turn.t, turn.first)
             start = self.work(turn) or start
         except Exception as error:
             error.add_note(f"raised by {turn.label} of {self._runtime.module.where}")
             raise
-        self._account(turn, start, effect)
-
-    def _account(self, turn: Turn, start: float, effect: Effect) -> None:
-        span, recorder, store = self._span, self._recorder, self._store
         if store is not None:
             if self._bears or len(store.versions) != len(effect.versions):
-                store.retain([v + span.start + turn.t for v in effect.versions])
+                store.retain([v + self._span.start + turn.t for v in effect.versions])
             if self._copies:
                 k = turn.t * self._m
                 store.retain_copies([copy._replace(first=copy.first + k) for copy in effect.copies])
-        span.capture.record()
+        if self._span.capture.holds:
+            self._span.capture.record()
         if self._is_pass:
-            self.stage.memory.after_pass()
+            stage.memory.after_pass()
         else:
-            self.stage.memory.after_action(optimizers=self._bears)
+            stage.memory.after_action(optimizers=self._bears)
         batch = -1 if self._evaluates else turn.batch  # evaluation is no batch of the training
         version = batch + 1 if self._bears else turn.version
         first, index, direction = -1 if self._whole else turn.first, *self._place

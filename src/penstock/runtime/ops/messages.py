@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from penstock.comm.core.wait import Wait
+from penstock.comm.p2p.inbox import Inbox
 from penstock.runtime.ops.bound import Bound, BoundAction, Turn
 from penstock.runtime.rank.span import RankSpan
-from penstock.schedule.machine.instructions import Instruction, Message
+from penstock.schedule.machine.instructions import Instruction
 
 
 class Send(Bound):
@@ -36,22 +38,18 @@ class Receive(Bound):
         return self._inbox.post(self._first + t * self._stride)
 
 
-class _Need:
-    """A message that an action consumes, bound to its inbox."""
+class _Need(NamedTuple):
+    """A message that an action consumes.
 
-    def __init__(self, message: Message, span: RankSpan) -> None:
-        self._inbox = span.mailbox.inbox(message.route)
-        self._first, self._m = message.first, span.schedule.microbatches
-        self._offset = message.first // self._m
+    Attributes:
+        inbox: in which it arrives.
+        first: its first microbatch in batch 0.
+        batch: its batch in batch 0: another one where it is made for a later one.
+    """
 
-    def arrived(self, t: int) -> bool:
-        return self._inbox.arrived(self._first + t * self._m)
-
-    def wait(self, t: int, what: object) -> Iterator[Wait]:
-        yield from self._inbox.wait(self._first + t * self._m, what)
-
-    def collect(self, t: int, start: int, what: object) -> None:
-        self._inbox.collect(self._first + t * self._m, start + t + self._offset, what)
+    inbox: Inbox
+    first: int
+    batch: int
 
 
 class Consumer(BoundAction):
@@ -59,35 +57,26 @@ class Consumer(BoundAction):
 
     def __init__(self, instruction: Instruction, span: RankSpan) -> None:
         super().__init__(instruction, span)
-        self._needs = [_Need(message, span) for message in (*instruction.needs, *instruction.awaits)]
+        messages = (*instruction.needs, *instruction.awaits)
+        self._needs = [_Need(span.mailbox.inbox(each.route), each.first, each.first // self._m) for each in messages]
 
     def run(self, t: int) -> Iterator[Wait] | None:
         """Run it at once where everything is there."""
-        turn = self.turn(t)
-        if self._must_wait(turn):
-            return self._run_later(turn)
-        for need in self._needs:
-            if not need.arrived(t):
+        turn, k = self.turn(t), t * self._m
+        for inbox, first, _ in self._needs:
+            if not inbox.arrived(first + k):
                 return self._run_later(turn)
         self._collect_and_act(turn)
         return None
 
-    def _must_wait(self, turn: Turn) -> bool:  # noqa: ARG002
-        """Return whether something else may have to be waited for; `before` does."""
-        return False
-
-    def before(self, turn: Turn) -> Iterator[Wait]:  # noqa: ARG002
-        """Do what comes before the messages are waited for."""
-        return iter(())
-
     def _run_later(self, turn: Turn) -> Iterator[Wait]:
-        if self._must_wait(turn):
-            yield from self.before(turn)
-        for need in self._needs:
-            yield from need.wait(turn.t, turn)
+        k = turn.t * self._m
+        for inbox, first, _ in self._needs:
+            yield from inbox.wait(first + k, turn)
         self._collect_and_act(turn)
 
     def _collect_and_act(self, turn: Turn) -> None:
-        for need in self._needs:
-            need.collect(turn.t, self._span.start, turn)
+        k, period = turn.t * self._m, self._span.start + turn.t
+        for inbox, first, batch in self._needs:
+            inbox.collect(first + k, period + batch, turn)
         self.act(turn)

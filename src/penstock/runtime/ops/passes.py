@@ -36,12 +36,15 @@ class Forward(Consumer):
         self._has_loss = runtime.has_loss
         self._reads = self._routes.enters or self._has_loss
 
-    def _must_wait(self, turn: Turn) -> bool:
-        return self.stage.begun < turn.batch
+    def run(self, t: int) -> Iterator[Wait] | None:
+        """Run it at once where everything is there, and it is not the first forward of its batch on the stage."""
+        if self.stage.begun < self._span.start + t + self._offset:
+            return self._begin_batch(t)
+        return super().run(t)
 
-    def before(self, turn: Turn) -> Iterator[Wait]:
-        """Begin the batch, if this is its first forward on the stage."""
-        return self._span.begin_batch(self.stage, turn.batch)
+    def _begin_batch(self, t: int) -> Iterator[Wait]:
+        yield from self._span.begin_batch(self.stage, self._span.start + t + self._offset)
+        yield from super().run(t) or ()
 
     def work(self, turn: Turn) -> float | None:
         """Run the blocks and lay their output ready."""
@@ -67,7 +70,7 @@ class Forward(Consumer):
                 "where a DataLoader shuffles)"
             )
         span.more = header.more  # no older batch comes later: all forwards of a period are of its own (`check_offered`)
-        if stage.books.provisional:
+        if span.provisional and stage.books.provisional:
             self._runtime.graphs.begin_draft()
             stage.drafts[k, self._number] = Draft(header, value, wants, sample.target)
         output, loss = self.compute(turn, value, wants, sample.target)
@@ -111,7 +114,8 @@ class TrainingForward(Forward):
         """Run the blocks and keep what the backward needs."""
         scale = self._span.decisions.scale(turn.batch) if self._has_loss else 1.0
         microbatch = Microbatch(turn.first, self.draw(turn), target, scale, self._slice)
-        return self._runtime.forward(microbatch, value, wants, turn.version, self.copy(turn))
+        copy = None if self._derive is None else self.copy(turn)
+        return self._runtime.forward(microbatch, value, wants, turn.version, copy)
 
 
 class UntrainedForward(Forward):
@@ -171,7 +175,8 @@ class Backward(Consumer):
 
     def work(self, turn: Turn) -> None:
         """Run them one after the other, so that gradients are added in the order of the microbatches."""
-        span, routes, version, copy = self._span, self.stage.routes, turn.version, self.copy(turn)
+        span, routes, version = self._span, self.stage.routes, turn.version
+        copy = None if self._derive is None else self.copy(turn)
         for k, piece in self._keys:
             k += turn.t * self._m
             batch = span.start + k // self._m

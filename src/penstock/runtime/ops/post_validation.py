@@ -44,15 +44,12 @@ class Validate(BoundAction):
     """The decision of all stages on a provisional version (VALIDATE)."""
 
     def run(self, t: int) -> Iterator[Wait]:
-        """Wait for the decision, then make the update again if it was another one."""
+        """Wait for the decision, tell the books of it, then make the update again if it was another one."""
         turn = self.turn(t)
         yield from self._span.updates.wait(self.action.stage, turn.batch, self.op, turn.label)
-        self.act(turn)
-
-    def before_books(self, turn: Turn) -> None:
-        """Tell the books whether the version is rejected."""
         self._span.rejected = self._span.updates.rejects(self.action.stage, turn.batch)
         self.stage.books.reject(self._span.rejected)
+        self.act(turn)
 
     def work(self, turn: Turn) -> None:
         """Settle the update."""

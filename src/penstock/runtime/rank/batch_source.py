@@ -3,7 +3,7 @@
 Batches are any iterable; a batch is a pair (inputs, targets), or a sequence of microbatches, each a pair that is made
 when it is asked for: m for each of the parallel pipelines. The first stage looks one batch ahead, because every message
 of a batch says whether another one follows; between processes the last stage reads further ahead, so that a batch that
-it cannot read is never begun (`penstock.runtime.plan.read_ahead`). In one process both stages share a `BatchSource`;
+it cannot read is never begun (`penstock.schedule.proof.read_ahead`). In one process both stages share a `BatchSource`;
 between processes each has its own over equal data, and a checksum that travels with the activations catches it if they
 differ.
 """
@@ -300,7 +300,7 @@ def _first_bytes(tensor: Tensor, limit: int | None) -> memoryview:
     """Return the first `limit` bytes of a tensor's elements, at least of one element."""
     short = limit is None or tensor.nbytes <= limit
     if short and tensor.is_cpu and tensor.is_contiguous() and tensor.dtype in _NUMPY:
-        return tensor.detach().numpy().data
+        return (tensor.detach() if tensor.requires_grad else tensor).numpy().data
     flat = tensor.detach().reshape(-1)
     if not short and limit is not None:
         flat = flat[: max(1, limit // max(tensor.element_size(), 1))]

@@ -7,7 +7,7 @@ from collections.abc import Collection
 
 from penstock.comm.core.recorder import Recorder
 from penstock.stage.stage_runtime import StageRuntime
-from penstock.stage.stage_weights import StageWeights
+from penstock.stage.stage_weights import StageWeights, TrainedWeights
 
 _OPTIMIZER = "optimizer"
 
@@ -51,12 +51,14 @@ class StageMemory:
     """
 
     def __init__(self, ledger: MemoryLedger, weights: StageWeights) -> None:
-        self._ledger, self._weights = ledger, weights
-        self._seen: tuple[int, int] | None = None
+        self._ledger = ledger
+        self._store = weights.store if isinstance(weights, TrainedWeights) else None
+        self._seen: tuple[int, int] | None = None  # versions and gradients; a pass changes nothing else
 
     def after_pass(self) -> None:
         """Report the memory if the pass has begun a gradient or ended a version."""
-        if self._seen != self._weights.in_use:
+        store = self._store
+        if self._seen != ((0, 0) if store is None else (len(store.versions), len(store.gradients))):
             self.after_action(optimizers=False)
 
     def after_action(self, *, optimizers: bool) -> None:
@@ -65,5 +67,6 @@ class StageMemory:
         Args:
             optimizers: optimizer states may have changed, too.
         """
-        self._seen = self._weights.in_use
+        store = self._store
+        self._seen = (0, 0) if store is None else (len(store.versions), len(store.gradients))
         self._ledger.record(optimizers=optimizers)

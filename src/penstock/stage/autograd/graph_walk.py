@@ -12,7 +12,9 @@ from torch.utils import _pytree as pytree
 
 def edges_of(value: Any) -> list[GradientEdge | None]:
     """The edge at which a gradient enters the graph of each leaf of a tree; None for leaves without a graph."""
-    leaves = [value] if type(value) is Tensor else pytree.tree_leaves(value)
+    if type(value) is Tensor:
+        return [get_gradient_edge(value) if value.requires_grad else None]
+    leaves = pytree.tree_leaves(value)
     return [get_gradient_edge(leaf) if isinstance(leaf, Tensor) and leaf.requires_grad else None for leaf in leaves]
 
 

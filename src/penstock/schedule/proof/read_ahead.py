@@ -8,10 +8,30 @@ further batches have been begun and announced.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 from penstock.schedule.ir.schedule import Action, Op, Schedule, Stage
 
 _PERIODS = 12  # by then every schedule is in its steady state
+
+
+class Reading(NamedTuple):
+    """How far ranks read ahead.
+
+    Attributes:
+        alone: what `batches_ahead` counts for one pipeline.
+        together: what it counts for several parallel pipelines.
+        overlap: what `batches_overlapping` counts.
+    """
+
+    alone: int = 0
+    together: int = 0
+    overlap: int = 1
+
+
+def reading_of(schedule: Schedule) -> Reading:
+    """Return how far the ranks of a schedule read ahead."""
+    return Reading(batches_ahead(schedule), batches_ahead(schedule, width=2), batches_overlapping(schedule))
 
 
 def batches_ahead(schedule: Schedule, width: int = 1) -> int:
@@ -49,7 +69,7 @@ Finished = Callable[[Action, int], int | None]
 
 def _gradients_of(schedule: Schedule, entrance: Stage) -> Finished:
     """Hear with the last gradient of a batch."""
-    of_stage = [p for p in schedule.programs[entrance.rank].passes() if p.stage == entrance]
+    of_stage = [p for p in schedule.program(entrance.rank).passes() if p.stage == entrance]
     backwards = sum(p.unit.count for p in of_stage if p.op in (Op.B, Op.I))
     done: dict[int, int] = {}  # backwards, by batch
 
@@ -73,7 +93,7 @@ def _ahead(schedule: Schedule, entrance: Stage, heard: Finished) -> int:
     """Count for one first stage; 0 if its rank never hears anything."""
     begun, unheard, ahead, finished = -1, 0, 0, set[int]()
     for t in range(_PERIODS):
-        for p in schedule.programs[entrance.rank].passes():
+        for p in schedule.program(entrance.rank).passes():
             batch = heard(p, t)
             if batch is not None:
                 finished.add(batch)
