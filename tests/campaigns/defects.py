@@ -165,6 +165,28 @@ DEFECTS = (
         "total += max(interval.end - max(start, interval.start), 0.0)",
         ("tests/simulate/test_sharded_network.py", "tests/docs/test_sharded_state_page.py"),
     ),
+    # --- what users hand over and get back ----------------------------------------------------------------------------
+    Defect(
+        "a model in several processes hands out weights from before the run",
+        "stage/checks",
+        "        for held in self._others:\n            held.mark()\n\n    def loaded",
+        "\n    def loaded",
+        ("tests/stage/test_held_elsewhere.py",),
+    ),
+    Defect(
+        "a shared parameter comes back under one of its names",
+        "runtime",
+        "names.setdefault(id(tensor), []).append(name)",
+        "names[id(tensor)] = [name]",
+        ("tests/runtime/test_model_weights.py",),
+    ),
+    Defect(
+        "ranks of parallel pipelines read one batch ahead too few",
+        "schedule/proof",
+        "return max(found) if all(found) else 0",
+        "return max(found) - 1 if all(found) else 0",
+        ("tests/runtime/test_later_rank_fails.py",),
+    ),
     # --- schedule: orders, rules, the proof, the machine --------------------------------------------------------------
     Defect(
         "1F1B warms up with one forward too many",
